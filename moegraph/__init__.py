@@ -1,0 +1,29 @@
+"""Run Qwen3.5-MoE GGUF models on ggml graphs that Python builds, two per layer."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine import Engine
+    from .modelfile import open_model
+    from .sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "__version__", "open_model"]
+
+_HOMES = {
+    "Engine": ".engine",
+    "EngineConfig": ".config",
+    "SamplingParams": ".sampling",
+    "open_model": ".modelfile",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use, so that `import moegraph` stays instant."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moegraph' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

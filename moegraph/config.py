@@ -1,0 +1,172 @@
+"""Engine settings: one frozen dataclass from which CLI options, docs rows and defaults all come."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import ConfigError
+
+KV_TYPES = ("f16", "q8_0", "q4_0")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one field of EngineConfig looks to a user.
+
+    kind: 'int', 'str', 'choice' or 'flag'. minimum and maximum bound an int, both inclusive.
+    flags: the option's spellings, long one last; empty for a field of the Python API only.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    help: str
+    kind: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    metavar: str | None = None
+
+    @property
+    def allowed(self) -> str:
+        """Return the allowed values in words, for messages and the docs table."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.minimum is not None:
+            return f"{self.minimum} to {self.maximum}"
+        return self.metavar or "on or off"
+
+
+def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
+    """Return a dataclass field that carries a Setting (less its name) as metadata.
+
+    default may be a function: it is then called for each new config.
+    """
+    meta = {"kind": kind, "flags": flags, "help": help, **limits}
+    if callable(default):
+        return field(default_factory=default, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+def default_threads() -> int:
+    """Return the number of physical cores this process may use, as llama.cpp counts cores.
+
+    Hyper-threads share the vector units, so counting them makes matrix products slower.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = _physical_cores()
+    if not cores:
+        logical = usable or 4
+        cores = logical if logical <= 4 else logical // 2
+    return max(1, min(cores, usable or cores, 512))
+
+
+def _physical_cores() -> int:
+    """Count distinct sets of thread siblings in sysfs; 0 where there is no sysfs."""
+    siblings = set()
+    for cpu in range(os.cpu_count() or 0):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings") as file:
+                siblings.add(file.readline())
+        except OSError:
+            continue
+    return len(siblings)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs a model. Immutable; `validate()` checks every field."""
+
+    device: str = _setting(
+        "str", "auto", ("--device",), "Device that computes: auto takes the first CUDA device.",
+        metavar="auto|cpu|cuda[:N]",
+    )
+    mode: str = _setting(
+        "choice", "auto", ("--mode",),
+        "Graphs per token: two per layer, or one for the whole token when all is resident.",
+        choices=("auto", "layered", "whole"),
+    )
+    n_ctx: int = _setting(
+        "int", 4096, ("-c", "--ctx-size"), "Context length in tokens; 0 takes the model's own.",
+        minimum=0, maximum=1 << 22,
+    )
+    n_ubatch: int = _setting(
+        "int", 512, ("-ub", "--ubatch-size"), "Prompt tokens computed in one pass.",
+        minimum=1, maximum=1 << 16,
+    )
+    n_threads: int = _setting(
+        "int", default_threads, ("-t", "--threads"), "CPU threads; default: physical cores.",
+        minimum=1, maximum=512,
+    )
+    type_k: str = _setting(
+        "choice", "f16", ("-ctk", "--cache-type-k"), "Type of the K cache.", choices=KV_TYPES
+    )
+    type_v: str = _setting(
+        "choice", "f16", ("-ctv", "--cache-type-v"), "Type of the V cache.", choices=KV_TYPES
+    )
+    n_seq: int = _setting(
+        "int", 1, (), "Sequences the caches have room for (Python API only).",
+        minimum=1, maximum=256,
+    )
+    cpu_reference: bool = _setting(
+        "flag", False, ("--cpu-reference",),
+        "On the CPU, use kernels whose result does not depend on batch width or threads.",
+    )
+
+    def problems(self) -> list[str]:
+        """Return every problem of this config as one line each; empty when it is valid."""
+        found = [_problem(s, getattr(self, s.name)) for s in settings()]
+        if self.cpu_reference is True and str(self.device).startswith("cuda"):
+            found.append(
+                f"cpu_reference needs the CPU device, got device={self.device!r}; "
+                "use device 'cpu' or drop --cpu-reference"
+            )
+        return [line for line in found if line]
+
+    def validate(self) -> EngineConfig:
+        """Return self when every field is valid.
+
+        Raises:
+            ConfigError: names every wrong field, its value and the allowed range.
+        """
+        found = self.problems()
+        if found:
+            raise ConfigError("; ".join(found))
+        return self
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return the Setting of every EngineConfig field, in order.
+
+    The default of n_threads is None: it depends on the machine.
+    """
+    return tuple(
+        Setting(
+            name=f.name,
+            default=f.default if isinstance(f.default, (str, int, bool)) else None,
+            **f.metadata,
+        )
+        for f in fields(EngineConfig)
+    )
+
+
+def _problem(setting: Setting, value: object) -> str:
+    """Return what is wrong with one value, or an empty string."""
+    where = f"{setting.name} is {value!r}"
+    if setting.flags:
+        where += f" ({'/'.join(setting.flags)})"
+    if setting.kind == "flag":
+        return "" if isinstance(value, bool) else f"{where}; expected true or false"
+    if setting.kind == "int":
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"{where}; expected an integer, {setting.allowed}"
+        low, high = setting.minimum or 0, setting.maximum or 0
+        return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
+    if not isinstance(value, str):
+        return f"{where}; expected a string, {setting.allowed}"
+    known = value in setting.choices if setting.choices else _DEVICE.fullmatch(value) is not None
+    return "" if known else f"{where}; allowed: {setting.allowed}"

@@ -1,0 +1,87 @@
+"""The error tree: each class has an exit code, and `str(error)` is the one line a user sees.
+
+A message says what happened, the value, the limit, and what to do.
+"""
+
+from __future__ import annotations
+
+# Long enough for two paths and a sentence; hostile names in a file cannot flood a terminal.
+_MAX_CHARS = 1200
+
+
+def one_line(text: str) -> str:
+    """Return text with every unprintable character escaped and its length capped."""
+    shown = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+
+
+class MoegraphError(Exception):
+    """Base of all errors that moegraph raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class ConfigError(MoegraphError):
+    """A setting is wrong: the message names field, value and allowed range."""
+
+    exit_code = 2
+
+
+class RequestError(MoegraphError):
+    """The caller's request is wrong: prompt, token ids, stop strings."""
+
+    exit_code = 2
+
+
+class ContextOverflow(RequestError):
+    """A request needs more positions than the context has."""
+
+
+class ModelFileError(MoegraphError):
+    """A model is missing, unreadable or malformed: file, offset, key."""
+
+    exit_code = 3
+
+
+class UnsupportedModel(ModelFileError):
+    """A well-formed file with an architecture, tensor or type that moegraph does not run."""
+
+
+class NativeError(MoegraphError):
+    """ggml or CUDA reported a failure: the message names op, tensor and shapes."""
+
+    exit_code = 4
+
+
+class OutOfDeviceMemory(NativeError):
+    """A device allocation failed: requested, free (bytes), and which setting to lower."""
+
+    def __init__(
+        self, message: str, *, requested: int | None = None, free: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.free = free
+
+
+class Cancelled(MoegraphError):
+    """The work was cancelled, by Ctrl-C or by a cancel token."""
+
+    exit_code = 130
+
+    def __init__(self, message: str = "cancelled") -> None:
+        super().__init__(message)
+
+
+class InternalError(MoegraphError):
+    """An invariant of moegraph itself failed; the message asks for a report."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"internal error: {message} (please report this)")

@@ -1,0 +1,87 @@
+"""Sizes in bytes and durations in seconds: printed for people, parsed from what they type."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import ConfigError
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+TiB = 1024 * GiB
+
+_FACTORS = {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)[ ]?([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(text: str, unit: str = "") -> int:
+    """Parse '512', '1.5GiB', '300 MiB', '8g' into bytes; all prefixes are powers of 1024.
+
+    unit: prefix assumed for a bare number ('g' reads '6' as 6 GiB).
+
+    Raises:
+        ConfigError: text is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"not a size: {text!r}; write a number with KiB, MiB, GiB or TiB")
+    number, prefix = match.groups()
+    bare = text.strip().lower() == number
+    factor = _FACTORS[unit.lower() if bare else prefix.lower()]
+    whole, _, fraction = number.partition(".")
+    return int(whole) * factor + (int(fraction) * factor // 10 ** len(fraction) if fraction else 0)
+
+
+def format_bytes(n: int) -> str:
+    """Return n bytes as '17 B', '1.50 MiB', '20.3 GiB': three digits, powers of 1024."""
+    if n < 0:
+        return "-" + format_bytes(-n)
+    if n < KiB:
+        return f"{n} B"
+    for factor, name in ((KiB, "KiB"), (MiB, "MiB"), (GiB, "GiB")):
+        # 1023.5 would print as 1024: hand it to the next prefix.
+        if n < 1023.5 * factor:
+            return f"{_three_digits(n / factor)} {name}"
+    return f"{_three_digits(n / TiB)} TiB"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Return a transfer rate as '24.1 GiB/s'."""
+    return f"{format_bytes(round(bytes_per_s))}/s"
+
+
+def format_count(n: int) -> str:
+    """Return n as '999', '1.23 K', '34.7 B': three digits, powers of 1000, for parameters."""
+    if n < 1000:
+        return f"{n}"
+    for factor, name in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
+        if n < 999.5 * factor:
+            return f"{_three_digits(n / factor)} {name}"
+    return f"{_three_digits(n / 10**12)} T"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as '850 ns', '12.3 us', '4.56 ms', '7.89 s', '3m 05s' or '2h 04m'."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 0:
+        return "-" + format_duration(-seconds)
+    for factor, name in ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms")):
+        if seconds < 999.5 * factor:
+            return f"{_three_digits(seconds / factor)} {name}" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def _three_digits(value: float) -> str:
+    """Return value with three significant digits and no exponent."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
