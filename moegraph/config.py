@@ -15,9 +15,10 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Setting:
-    """How one field of EngineConfig looks to a user.
+    """How one field of EngineConfig or SamplingParams looks to a user.
 
-    kind: 'int', 'str', 'choice' or 'flag'. minimum and maximum bound an int, both inclusive.
+    kind: 'int', 'float', 'str', 'choice' or 'flag'. minimum and maximum bound a number, both
+    inclusive.
     flags: the option's spellings, long one last; empty for a field of the Python API only.
     """
 
@@ -27,8 +28,8 @@ class Setting:
     kind: str
     default: Any
     choices: tuple[str, ...] = ()
-    minimum: int | None = None
-    maximum: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     metavar: str | None = None
 
     @property

@@ -1,0 +1,234 @@
+"""The life of one request: prompt ids in, generated ids and text out, and why it stopped."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ContextOverflow, RequestError
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+
+
+class CancelToken:
+    """Ask a running generation to end; safe from other threads and from signal handlers."""
+
+    # A bare bool and no Event: a handler that interrupts Event.set() in the same thread
+    # would wait for the lock its own thread holds.
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """Ask for the end; the engine looks between layers."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Return whether the end was asked for."""
+        return self._is_set
+
+
+@dataclass(frozen=True)
+class GenerationEvent:
+    """One step of a generation, as the command line, benchmarks and servers consume it.
+
+    token: the id drawn in this step; None in a closing event that drew none.
+    text: what became complete with this step; may be empty while a character or a stop
+        string is still open.
+    prefill_s, decode_s: seconds from the start to the first token, and from there to now.
+    finish_reason: None, or in the last event "stop", "length" or "cancelled".
+    logits: ``[n_rows, n_vocab]`` F32, the rows computed since the event before, if kept.
+    """
+
+    token: int | None
+    text: str
+    n_prompt: int
+    n_generated: int
+    prefill_s: float
+    decode_s: float
+    finish_reason: str | None = None
+    logits: npt.NDArray[np.float32] | None = None
+
+    @property
+    def prefill_tps(self) -> float:
+        """Return prompt tokens per second."""
+        return self.n_prompt / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Return decode steps per second; the first token belongs to the prefill."""
+        return (self.n_generated - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+class IncrementalDecoder:
+    """Turn a stream of bytes into text, holding back a character that is not complete.
+
+    Bytes that are not UTF-8 become U+FFFD, exactly as in ``bytes.decode(errors="replace")``.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, data: bytes) -> str:
+        """Return the text that data completes."""
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """Return what was held back, an unfinished character as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopMatcher:
+    """Cut a stream of text before the first stop string.
+
+    The match that ends first wins, the longest of those ending there, so the result does not
+    depend on how the text was split. Only text that may begin a stop string is held back.
+    """
+
+    def __init__(self, stops: SequenceOf[str] = ()) -> None:
+        self.stops = _checked_stops(stops)
+        self.matched: str | None = None
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Return the text that is certain to stand before any stop string."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        ends = [(at + len(s), at, s) for s in self.stops if (at := text.find(s)) >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            self._held = ""
+            return text[:start]
+        n_held = max((_open_length(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """Return the text that was held back; nothing more is coming."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _checked_stops(stops: SequenceOf[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"{len(stops)} stop strings; at most {MAX_STOPS} are allowed")
+    for stop in stops:
+        if not stop:
+            raise RequestError("a stop string is empty; every text contains it")
+        if len(stop) > MAX_STOP_CHARS:
+            raise RequestError(
+                f"a stop string has {len(stop)} characters; at most {MAX_STOP_CHARS} are allowed"
+            )
+    return tuple(stops)
+
+
+def _open_length(text: str, stop: str) -> int:
+    """Return the length of the longest end of text that begins stop without completing it."""
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
+def _room(n_prompt: int, n_ctx: int) -> int:
+    """Return how many tokens fit behind a prompt."""
+    if n_prompt == 0:
+        raise RequestError("the prompt is empty; give it at least one token")
+    if n_prompt > n_ctx:
+        raise ContextOverflow(
+            f"the prompt has {n_prompt} tokens, the context holds {n_ctx}; "
+            "shorten the prompt or raise -c/--ctx-size"
+        )
+    return n_ctx - n_prompt + 1
+
+
+class Sequence:
+    """One request while it runs: its ids, its text so far, and when it is over.
+
+    An end-of-generation token counts as generated and has no text. A token that fills
+    ``max_tokens`` or the last position of the context ends the sequence with "length".
+
+    Args:
+        prompt: token ids; at least one, at most n_ctx.
+        n_ctx: positions of the context. The last generated token needs none.
+        max_tokens: how many tokens to generate at most; None until the context is full, 0 only
+            to compute the prompt (the sequence is then finished from the start).
+        piece: bytes of a token; None when no text is wanted (then stop strings cannot match).
+        eog_ids: tokens that end the generation.
+        stop: strings that end the generation; they are not part of the text.
+
+    Raises:
+        RequestError: the prompt is empty, or a limit makes no sense.
+        ContextOverflow: the prompt is longer than the context.
+    """
+
+    def __init__(
+        self,
+        prompt: SequenceOf[int],
+        *,
+        n_ctx: int,
+        max_tokens: int | None = None,
+        piece: Callable[[int], bytes] | None = None,
+        eog_ids: Collection[int] = frozenset(),
+        stop: SequenceOf[str] = (),
+    ) -> None:
+        if stop and piece is None:
+            raise RequestError("stop strings need the model's vocabulary, and none is loaded")
+        if max_tokens is not None and max_tokens < 0:
+            raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 and more")
+        room = _room(len(prompt), n_ctx)
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.text = ""
+        self._limit = room if max_tokens is None else min(max_tokens, room)
+        self.finish_reason: str | None = None if self._limit else "length"
+        self._piece = piece
+        self._eog_ids = eog_ids
+        self._decoder = IncrementalDecoder()
+        self._matcher = StopMatcher(stop)
+
+    @property
+    def n_prompt(self) -> int:
+        """Return the number of prompt tokens."""
+        return len(self.prompt)
+
+    @property
+    def n_generated(self) -> int:
+        """Return the number of tokens drawn so far."""
+        return len(self.tokens)
+
+    @property
+    def stop_matched(self) -> str | None:
+        """Return the stop string that ended the text, if one did."""
+        return self._matcher.matched
+
+    def append(self, token: int) -> str:
+        """Take the next token and return the text it completes; may set finish_reason."""
+        self.tokens.append(token)
+        if token in self._eog_ids:
+            return self._finish("stop")
+        text = "" if self._piece is None else self._decoder.push(self._piece(token))
+        text = self._matcher.push(text)
+        self.text += text
+        if self._matcher.matched is not None:
+            self.finish_reason = "stop"
+        elif self.n_generated >= self._limit:
+            text += self._finish("length")
+        return text
+
+    def cancel(self) -> str:
+        """End the sequence early and return the text that was held back."""
+        return self._finish("cancelled")
+
+    def _finish(self, reason: str) -> str:
+        """Flush what the decoder and the matcher hold; a stop string may complete even now."""
+        self.finish_reason = reason
+        rest = self._matcher.push(self._decoder.flush()) + self._matcher.flush()
+        self.text += rest
+        return rest
