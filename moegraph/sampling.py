@@ -250,8 +250,9 @@ def _require_candidate(largest: np.floating[Any]) -> None:
 
 
 def _softmax(logits: FloatArray) -> npt.NDArray[np.float64]:
-    weights: npt.NDArray[np.float64] = np.exp(logits - logits.max()).astype(np.float64)
-    return weights / weights.sum(dtype=np.float64)
+    weights = np.exp(logits - logits.max()).astype(np.float64)
+    probs: npt.NDArray[np.float64] = weights / weights.sum()
+    return probs
 
 
 def _descending(ids: IntArray, logits: FloatArray) -> tuple[IntArray, FloatArray]:

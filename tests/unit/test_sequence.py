@@ -1,0 +1,199 @@
+"""Stop strings, UTF-8 pieces and the life of a sequence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegraph.errors import ContextOverflow, RequestError
+from moegraph.sequence import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    CancelToken,
+    GenerationEvent,
+    IncrementalDecoder,
+    Sequence,
+    StopMatcher,
+)
+
+
+def split(data, cuts: list[int]):
+    """Cut data at the given places, empty pieces included."""
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in zip(edges, edges[1:])]
+
+
+class TestIncrementalDecoder:
+    @given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=8))
+    def test_pieces_give_the_text_of_the_whole(self, data: bytes, cuts: list[int]) -> None:
+        decoder = IncrementalDecoder()
+        text = "".join(decoder.push(piece) for piece in split(data, cuts)) + decoder.flush()
+        assert text == data.decode(errors="replace")
+
+    @given(st.text(max_size=20))
+    def test_no_replacement_character_appears_inside_valid_text(self, text: str) -> None:
+        decoder = IncrementalDecoder()
+        shown = ""
+        for byte in text.encode():
+            shown += decoder.push(bytes([byte]))
+            assert text.startswith(shown)
+        assert shown + decoder.flush() == text
+
+    def test_an_unfinished_character_is_held_back_and_then_replaced(self) -> None:
+        decoder = IncrementalDecoder()
+        assert decoder.push("é".encode()[:1]) == ""
+        assert decoder.flush() == "\ufffd"
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Read one character after the other until a stop string is complete."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+FEW_LETTERS = st.text("abc", max_size=24)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
+
+
+class TestStopMatcher:
+    @given(FEW_LETTERS, STOPS, st.lists(st.integers(0, 24), max_size=8))
+    def test_the_split_of_the_text_makes_no_difference(
+        self, text: str, stops: list[str], cuts: list[int]
+    ) -> None:
+        matcher = StopMatcher(stops)
+        shown = "".join(matcher.push(piece) for piece in split(text, cuts)) + matcher.flush()
+        assert (shown, matcher.matched) == first_stop(text, stops)
+
+    @given(FEW_LETTERS, STOPS)
+    def test_no_more_is_held_back_than_a_stop_string_could_need(
+        self, text: str, stops: list[str]
+    ) -> None:
+        matcher = StopMatcher(stops)
+        shown = ""
+        for at, char in enumerate(text):
+            shown += matcher.push(char)
+            if matcher.matched is not None:
+                return
+            held = text[len(shown) : at + 1]
+            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+    def test_without_stop_strings_everything_passes(self) -> None:
+        matcher = StopMatcher()
+        assert matcher.push("any text") == "any text"
+        assert matcher.flush() == ""
+
+    def test_nothing_follows_a_match(self) -> None:
+        matcher = StopMatcher(["\n\n"])
+        assert matcher.push("one\n") == "one"
+        assert matcher.push("\ntwo") == ""
+        assert matcher.push("three") == ""
+        assert matcher.matched == "\n\n"
+        assert matcher.flush() == ""
+
+    @pytest.mark.parametrize(
+        ("stops", "line"),
+        [
+            ([""], "a stop string is empty"),
+            (["x"] * (MAX_STOPS + 1), f"at most {MAX_STOPS}"),
+            (["x" * (MAX_STOP_CHARS + 1)], f"at most {MAX_STOP_CHARS}"),
+        ],
+    )
+    def test_useless_stop_strings_are_refused(self, stops: list[str], line: str) -> None:
+        with pytest.raises(RequestError, match=line):
+            StopMatcher(stops)
+
+
+def spell(text: str) -> list[int]:
+    """Token ids of a vocabulary in which a token is a byte."""
+    return list(text.encode())
+
+
+def byte_of(token: int) -> bytes:
+    return bytes([token])
+
+
+class TestSequence:
+    def test_text_grows_until_the_limit(self) -> None:
+        seq = Sequence([1, 2, 3], n_ctx=16, max_tokens=2, piece=byte_of)
+        assert (seq.append(104), seq.finish_reason) == ("h", None)
+        assert (seq.append(105), seq.finish_reason) == ("i", "length")
+        assert (seq.text, seq.n_prompt, seq.n_generated) == ("hi", 3, 2)
+
+    def test_the_last_token_needs_no_position_of_its_own(self) -> None:
+        seq = Sequence([1, 2, 3], n_ctx=3, piece=byte_of)
+        seq.append(104)
+        assert seq.finish_reason == "length"
+
+    def test_the_context_bounds_max_tokens(self) -> None:
+        seq = Sequence([0] * 6, n_ctx=8, max_tokens=100)
+        while seq.finish_reason is None:
+            seq.append(7)
+        assert seq.n_generated == 3
+
+    def test_an_end_token_counts_and_has_no_text(self) -> None:
+        seq = Sequence([1], n_ctx=16, piece=byte_of, eog_ids={0})
+        seq.append(104)
+        assert seq.append(0) == ""
+        assert (seq.finish_reason, seq.tokens, seq.text) == ("stop", [104, 0], "h")
+
+    def test_a_stop_string_ends_it_and_is_not_shown(self) -> None:
+        seq = Sequence([1], n_ctx=64, piece=byte_of, stop=["END"])
+        shown = [seq.append(token) for token in spell("an END")]
+        assert shown == ["a", "n", " ", "", "", ""]
+        assert (seq.finish_reason, seq.stop_matched, seq.text) == ("stop", "END", "an ")
+
+    @pytest.mark.parametrize("how", ["length", "eog", "cancel"])
+    def test_held_text_appears_at_the_end(self, how: str) -> None:
+        seq = Sequence(
+            [1], n_ctx=64, max_tokens=2 if how == "length" else None,
+            piece=byte_of, stop=["END"], eog_ids={0},
+        )  # fmt: skip
+        seq.append(ord("E"))
+        if how == "length":
+            assert seq.append(ord("N")) == "EN"
+        else:
+            seq.append(ord("N"))
+            assert (seq.append(0) if how == "eog" else seq.cancel()) == "EN"
+        assert seq.text == "EN"
+
+    def test_a_character_cut_by_the_limit_is_replaced(self) -> None:
+        seq = Sequence([1], n_ctx=64, max_tokens=1, piece=byte_of)
+        assert seq.append("é".encode()[0]) == "\ufffd"
+
+    def test_without_a_vocabulary_there_are_ids_and_no_text(self) -> None:
+        seq = Sequence([1], n_ctx=64, max_tokens=1)
+        assert (seq.append(5), seq.tokens) == ("", [5])
+        with pytest.raises(RequestError, match="vocabulary"):
+            Sequence([1], n_ctx=64, stop=["x"])
+
+    def test_zero_tokens_only_compute_the_prompt(self) -> None:
+        assert Sequence([1], n_ctx=4, max_tokens=0).finish_reason == "length"
+
+    def test_an_impossible_prompt_is_refused(self) -> None:
+        with pytest.raises(RequestError, match="prompt is empty"):
+            Sequence([], n_ctx=4)
+        with pytest.raises(ContextOverflow, match="5 tokens, the context holds 4"):
+            Sequence([1] * 5, n_ctx=4)
+        with pytest.raises(RequestError, match="max_tokens is -1"):
+            Sequence([1], n_ctx=4, max_tokens=-1)
+
+
+def test_speed_counts_the_first_token_to_the_prefill() -> None:
+    event = GenerationEvent(1, "", n_prompt=100, n_generated=11, prefill_s=0.5, decode_s=2.0)
+    assert event.prefill_tps == 200
+    assert event.decode_tps == 5
+    start = GenerationEvent(1, "", n_prompt=100, n_generated=1, prefill_s=0.0, decode_s=0.0)
+    assert (start.prefill_tps, start.decode_tps) == (0, 0)
+
+
+def test_a_cancel_token_stays_set() -> None:
+    token = CancelToken()
+    assert not token.is_set()
+    token.set()
+    token.set()
+    assert token.is_set()
