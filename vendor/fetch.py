@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Put a patched llama.cpp into a folder: fetch the pinned source, verify it, unpack it, apply the patches.
+
+Runs from CMake and by hand. Doing it again is cheap: nothing happens when the folder is up to date, and
+after a change in patches/ only the files that differ are written, so that the compiler has little to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import unified
+
+ROOT = Path(__file__).resolve().parent.parent
+PIN: dict[str, str] = json.loads((ROOT / "vendor" / "pin.json").read_text("utf-8"))
+STAMP = ".moegraph-stamp"
+PRISTINE = ".moegraph-pristine"
+
+
+class FetchError(Exception):
+    """The source cannot be provided; the message is the one line a user sees."""
+
+
+def say(text: str) -> None:
+    print(f"moegraph: {text}", flush=True)
+
+
+def patch_files(root: Path = ROOT) -> list[Path]:
+    """List the patches in the order they apply."""
+    return sorted((root / "patches").glob("[0-9]*.patch"))
+
+
+def patchset(files: list[Path] | None = None) -> str:
+    """Return the first 16 hex digits of the sha256 over all patches in order."""
+    digest = hashlib.sha256()
+    for path in patch_files() if files is None else files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def verify(path: Path) -> Path:
+    """Return `path` when it is the pinned source distribution.
+
+    Raises:
+        FetchError: the file is missing or its sha256 differs from vendor/pin.json.
+    """
+    if not path.is_file():
+        raise FetchError(f"{path}: no such file; expected {PIN['file']}")
+    found = sha256(path)
+    if found != PIN["sha256"]:
+        raise FetchError(
+            f"{path}: sha256 is {found}, vendor/pin.json wants {PIN['sha256']}; delete it and try again"
+        )
+    return path
+
+
+def download(cache: Path) -> Path:
+    """Fetch the pinned source distribution with pip into `cache`; pip checks the hash as well."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(
+            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or give a copy of that"
+            " file by MOEGRAPH_SDIST or --sdist"
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    say(f"fetching {PIN['file']} (77 MB) with pip")
+    with tempfile.TemporaryDirectory(dir=cache) as tmp:
+        wanted = Path(tmp) / "requirement.txt"
+        wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--no-binary", ":all:", "--require-hashes", "-r", str(wanted), "-d", tmp]
+        # pip asks the package for its metadata; with its backend at hand no environment is made for that
+        if importlib.util.find_spec("scikit_build_core") is not None:
+            command.append("--no-build-isolation")
+        done = subprocess.run(command, check=False)
+        got = Path(tmp) / PIN["file"]
+        if done.returncode != 0 or not got.is_file():
+            raise FetchError(
+                f"pip could not fetch {PIN['package']} {PIN['version']} (see above); without a package"
+                f" index, give a copy of {PIN['file']} by MOEGRAPH_SDIST or --sdist"
+            )
+        return Path(shutil.move(verify(got), cache / PIN["file"]))
+
+
+def find_sdist(given: str | None, cache: Path) -> Path:
+    """Return a verified source distribution: the one given, the cached one, or a fresh download."""
+    named = given or os.environ.get("MOEGRAPH_SDIST")
+    if named:
+        return verify(Path(named).expanduser())
+    cached = cache / PIN["file"]
+    if cached.is_file() and sha256(cached) == PIN["sha256"]:
+        return cached
+    return download(cache)
+
+
+def unpack(sdist: Path, dest: Path) -> None:
+    """Replace `dest` by the llama.cpp folder of the source distribution, without its git link."""
+    say(f"unpacking llama.cpp {PIN['llama_cpp_commit']} into {dest}")
+    prefix = PIN["llama_cpp_path"] + "/"
+    if dest.exists():
+        shutil.rmtree(dest)
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dest.parent) as tmp:
+        with tarfile.open(sdist) as tar:
+            for member in tar:
+                path = member.name[len(prefix) :]
+                if not member.name.startswith(prefix) or path == ".git":
+                    continue
+                if not (member.isfile() or member.isdir()) or ".." in Path(path).parts:
+                    raise FetchError(f"{sdist}: refused to unpack {member.name!r}")
+                tar.extract(member, tmp)
+        shutil.move(Path(tmp) / PIN["llama_cpp_path"], dest)
+
+
+def apply_patches(dest: Path, files: list[Path]) -> list[str]:
+    """Bring `dest` to pristine source plus `files`; return the paths that were written.
+
+    The pristine text of every file a patch touches is kept in PRISTINE, so that another series can be
+    applied to the same folder.
+
+    Raises:
+        unified.PatchError: a patch does not fit; the folder stays as it was.
+    """
+    pristine = dest / PRISTINE
+
+    def read(path: str) -> str | None:
+        for folder in (pristine, dest):
+            if (folder / path).is_file():
+                text = (folder / path).read_text("utf-8")
+                return None if folder is pristine and not text else text
+        return None
+
+    texts = unified.apply_series([(p.name, p.read_text("utf-8")) for p in files], read)
+    before = {p.relative_to(pristine).as_posix() for p in pristine.rglob("*") if p.is_file()}
+    for path in texts.keys() - before:
+        (pristine / path).parent.mkdir(parents=True, exist_ok=True)
+        old = dest / path
+        # an empty file stands for "not there upstream": no upstream file that we patch is empty
+        (pristine / path).write_text(old.read_text("utf-8") if old.is_file() else "", "utf-8")
+    written = []
+    for path in sorted(texts.keys() | before):
+        wanted = texts.get(path) or read(path)
+        target = dest / path
+        if wanted is None:
+            target.unlink(missing_ok=True)
+        elif not target.is_file() or target.read_text("utf-8") != wanted:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(wanted, "utf-8")
+            written.append(path)
+    return written
+
+
+def provide(dest: Path, cache: Path, given: str | None = None, patched: bool = True) -> None:
+    """Make `dest` hold the pinned llama.cpp, with the patches applied unless `patched` is false."""
+    files = patch_files() if patched else []
+    state = json.dumps({"sdist": PIN["sha256"], "patchset": patchset(files)})
+    stamp = dest / STAMP
+    found = stamp.read_text("utf-8") if stamp.is_file() else ""
+    if found == state:
+        return
+    if f'"sdist": "{PIN["sha256"]}"' not in found:
+        unpack(find_sdist(given, cache), dest)
+        stamp.write_text(json.dumps({"sdist": PIN["sha256"]}), "utf-8")
+    written = apply_patches(dest, files)
+    stamp.write_text(state, "utf-8")
+    say(f"{len(files)} patches applied ({len(written)} files written), patch set {patchset(files)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, help="folder for the patched llama.cpp")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="downloads")
+    parser.add_argument("--sdist", help=f"copy of {PIN['file']} to use (also MOEGRAPH_SDIST)")
+    parser.add_argument("--pristine", action="store_true", help="apply no patches")
+    parser.add_argument("--patchset", action="store_true", help="print the patch set's hash")
+    args = parser.parse_args()
+    try:
+        if args.patchset:
+            print(patchset())
+        if args.dest is not None:
+            provide(args.dest.resolve(), args.cache, args.sdist, not args.pristine)
+        elif not args.patchset:
+            print(find_sdist(args.sdist, args.cache))
+    except (FetchError, unified.PatchError, OSError, tarfile.TarError) as e:
+        print(f"moegraph: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
