@@ -1,0 +1,303 @@
+"""A model on disk: opened, scanned, validated and mapped, in one file or several parts.
+
+Bytes are handed out in two ways. `map` gives a view of a mapping: free until touched, but a file
+that is truncated afterwards ends the process with SIGBUS, so it suits bytes read at load time.
+`read` copies with pread into memory of the caller and turns a truncated file into an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..errors import InternalError, ModelFileError, UnsupportedModel
+from ..hparams import ARCH, HParams, read_hparams
+from .metadata import Metadata
+from .scan import Part, TensorInfo, scan_part
+from .tensors import check_tensors
+from .vocab import check_vocab
+
+MAX_PARTS = 1024
+_ARCHITECTURE = "general.architecture"
+_SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+_PART_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.ASCII)
+# Linux transfers at most this many bytes in one call.
+_MAX_TRANSFER = 0x7FFF_F000
+
+
+class ModelFile:
+    """A validated qwen35moe model. A context manager; `open_model` makes one.
+
+    path is the first part, kv its key-value pairs, tensors those of all parts in file order.
+    warnings holds one line for each oddity that does not stop the model from running.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open path and the parts that belong to it, and check everything.
+
+        Raises:
+            ModelFileError: missing, unreadable, foreign, truncated or malformed.
+            UnsupportedModel: well-formed, but not a model that moegraph runs.
+        """
+        self._fds: list[int] = []
+        self._maps: dict[int, mmap.mmap] = {}
+        self._closed = False
+        self.path = path
+        try:
+            self._parts = self._open_parts()
+            self._meta = self._parts[0].metadata
+            self.kv: dict[str, Any] = self._meta.values
+            self.tensors = _merge(self._parts)
+            self.hparams, warnings = _validate(path, self._meta, self.tensors)
+            self.warnings = tuple(warnings + _trailing(self._parts))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ModelFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ModelFile({str(self.path)!r}, {len(self.tensors)} tensors)"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return the path of every part, in order."""
+        return tuple(Path(part.path) for part in self._parts)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of all parts in bytes."""
+        return sum(part.size for part in self._parts)
+
+    @property
+    def version(self) -> int:
+        """Return the GGUF version of the first part."""
+        return self._parts[0].version
+
+    @property
+    def metadata(self) -> Metadata:
+        """Return typed access to the key-value pairs."""
+        return self._meta
+
+    def map(self, info: TensorInfo) -> np.ndarray:
+        """Return a read-only view of a tensor's bytes in the mapped file.
+
+        Shapes: [nbytes] uint8. The view stays valid after close().
+
+        Raises:
+            ModelFileError: the file is now shorter than it was, or cannot be mapped.
+        """
+        self._check_open()
+        part = self._parts[info.part]
+        try:
+            size = os.fstat(self._fds[info.part]).st_size
+            if size < info.offset + info.nbytes:
+                raise _shrank(part, size)
+            if info.part not in self._maps:
+                self._maps[info.part] = mmap.mmap(
+                    self._fds[info.part], part.size, access=mmap.ACCESS_READ
+                )
+        except (OSError, ValueError) as error:
+            raise ModelFileError(f"{part.path}: cannot map {part.size} bytes: {error}") from error
+        return np.frombuffer(self._maps[info.part], np.uint8, info.nbytes, info.offset)
+
+    def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
+        """Fill out with a tensor's bytes, beginning at byte start of the tensor.
+
+        Shapes: out [n] uint8, contiguous and writable, start + n <= info.nbytes. Thread-safe.
+
+        Raises:
+            ModelFileError: the file ends before the tensor does, or the disk fails.
+        """
+        self._check_open()
+        if out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
+            raise InternalError(f"read of {info.name} into {out.dtype} {out.shape}, not flat bytes")
+        if start < 0 or start > info.nbytes - len(out):
+            raise InternalError(
+                f"read of bytes {start} to {start + len(out)} of {info.name}, "
+                f"which has {info.nbytes}"
+            )
+        part, fd = self._parts[info.part], self._fds[info.part]
+        view, done = memoryview(out), 0
+        while done < len(out):
+            target = view[done : done + _MAX_TRANSFER]
+            try:
+                n = os.preadv(fd, [target], info.offset + start + done)
+            except OSError as error:
+                raise ModelFileError(
+                    f"{part.path}: cannot read tensor {info.name}: {error.strerror}"
+                ) from error
+            if n == 0:
+                raise _shrank(part, os.fstat(fd).st_size)
+            done += n
+
+    def close(self) -> None:
+        """Close the files; views that map() gave out stay valid. Closing twice is harmless."""
+        self._closed = True
+        self._maps.clear()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InternalError(f"{self.path}: the model file is closed")
+
+    def _open_parts(self) -> list[Part]:
+        """Open and scan the first part, then the others that it announces."""
+        first = self._open_part(self.path, 0)
+        meta = first.metadata
+        n_parts = meta.integer(_SPLIT_COUNT, 0, 65_535, 1)
+        names = _part_names(self.path, meta, n_parts) if n_parts > 1 else [self.path]
+        _check_arch(self.path, meta)
+        if len(names) == 1:
+            return [first]
+        parts = [first]
+        for no in range(1, n_parts):
+            part = self._open_part(names[no], no)
+            _check_part(part, no, n_parts)
+            parts.append(part)
+        total = meta.integer(_SPLIT_TENSORS, 0, 1 << 31)
+        found = sum(len(part.tensors) for part in parts)
+        if total != found:
+            raise meta.error(_SPLIT_TENSORS, f"is {total} but the {n_parts} parts hold {found}")
+        return parts
+
+    def _open_part(self, path: Path, no: int) -> Part:
+        """Open one file, refuse what is not a regular file, and scan it."""
+        try:
+            # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ModelFileError(_cannot_open(path, no, error)) from error
+        except ValueError as error:
+            raise ModelFileError(f"{path}: not a file name: {error}") from error
+        self._fds.append(fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFileError(f"{path}: {_node_kind(status.st_mode)}, not a model file")
+        return scan_part(fd, path, status.st_size, no)
+
+
+def open_model(path: str | os.PathLike[str]) -> ModelFile:
+    """Open and validate a model file, following its parts.
+
+    Raises:
+        ModelFileError: missing, unreadable, foreign, truncated or malformed.
+        UnsupportedModel: well-formed, but not a model that moegraph runs.
+    """
+    return ModelFile(Path(path))
+
+
+def _check_arch(path: Path, meta: Metadata) -> None:
+    arch = meta.string(_ARCHITECTURE)
+    if arch != ARCH:
+        raise UnsupportedModel(
+            f"{path}: architecture {arch!r} is not supported; moegraph runs {ARCH!r} "
+            "(Qwen3.5 and Qwen3.6 Mixture-of-Experts)"
+        )
+
+
+def _validate(
+    path: Path, meta: Metadata, tensors: dict[str, TensorInfo]
+) -> tuple[HParams, list[str]]:
+    """Check hyper-parameters, vocabulary and tensors; return hparams and warnings."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        what = "the file holds no tensors" if not tensors else "tensor token_embd.weight missing"
+        raise ModelFileError(f"{path}: {what}; the file is incomplete")
+    hparams = read_hparams(meta, check_vocab(meta, embedding.ne[1]))
+    return hparams, check_tensors(path, hparams, tensors)
+
+
+def _merge(parts: list[Part]) -> dict[str, TensorInfo]:
+    """Return the tensors of all parts; a name may occur once only."""
+    tensors = dict(parts[0].tensors)
+    for part in parts[1:]:
+        for name, info in part.tensors.items():
+            if name in tensors:
+                first = parts[tensors[name].part].path
+                raise ModelFileError(f"{part.path}: tensor {name} is also in {first}")
+            tensors[name] = info
+    return tensors
+
+
+def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
+    """Return the path of every part, derived from the name of the first and from no metadata."""
+    if n_parts > MAX_PARTS:
+        raise meta.error(_SPLIT_COUNT, f"is {n_parts}; allowed are 1 to {MAX_PARTS}")
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        raise meta.error(
+            _SPLIT_COUNT, f"says that this is one of {n_parts} parts, but the file name does not "
+            f"end in -00001-of-{n_parts:05}.gguf; give the parts their own names back",
+        )
+    prefix, number, count = match.group(1), int(match.group(2)), int(match.group(3))
+    first = path.with_name(f"{prefix}-00001-of-{n_parts:05}.gguf")
+    no = meta.integer(_SPLIT_NO, 0, n_parts - 1)
+    if no != 0:
+        raise ModelFileError(
+            f"{path}: this is part {no + 1} of {n_parts}; open the first part, {first.name}"
+        )
+    if (number, count) != (1, n_parts):
+        raise meta.error(
+            _SPLIT_COUNT, f"says that this is part 1 of {n_parts}, but the file name says part "
+            f"{number} of {count}; give the parts their own names back",
+        )
+    return [path.with_name(f"{prefix}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
+
+
+def _check_part(part: Part, no: int, n_parts: int) -> None:
+    """Check that a part is the one its name says."""
+    found = part.metadata.integer(_SPLIT_NO, 0, 65_535)
+    if found != no:
+        raise part.metadata.error(_SPLIT_NO, f"is {found}, but the file name says {no}")
+    count = part.metadata.integer(_SPLIT_COUNT, 0, 65_535, n_parts)
+    if count != n_parts:
+        raise part.metadata.error(_SPLIT_COUNT, f"is {count}, but the first part says {n_parts}")
+
+
+def _cannot_open(path: Path, no: int, error: OSError) -> str:
+    """Return the message for a file that does not open."""
+    if error.errno == errno.ENOENT:
+        if no:
+            return f"{path}: part {no + 1} of the model is missing; put all parts into one folder"
+        return f"{path}: no such file"
+    return f"{path}: cannot open: {error.strerror}"
+
+
+def _node_kind(mode: int) -> str:
+    """Return what a path that is no regular file is."""
+    kinds = (
+        (stat.S_ISDIR, "is a directory"), (stat.S_ISFIFO, "is a pipe"),
+        (stat.S_ISCHR, "is a device"), (stat.S_ISBLK, "is a device"),
+    )
+    return next((words for test, words in kinds if test(mode)), "is a special file")
+
+
+def _shrank(part: Part, size: int) -> ModelFileError:
+    return ModelFileError(
+        f"{part.path}: the file shrank from {part.size} to {size} bytes while it was in use"
+    )
+
+
+def _trailing(parts: list[Part]) -> list[str]:
+    """Describe bytes after the last tensor; llama.cpp ignores them, and so does moegraph."""
+    return [
+        f"{part.path}: {part.trailing_bytes} bytes follow the last tensor, ignored"
+        for part in parts if part.trailing_bytes
+    ]

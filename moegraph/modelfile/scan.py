@@ -1,0 +1,279 @@
+"""Scan the header of one GGUF file: key-value pairs and tensor records, all bounds checked.
+
+Layout (little-endian): magic, u32 version, u64 n_tensors, u64 n_kv, key-value pairs, tensor
+records, padding to the alignment, tensor data. Nothing is allocated for a count or a length
+before it is known to fit into what is left of the file, and nothing nests, so a scan ends after
+a bounded time on any input. Versions 2 and 3 have the same layout.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from ..errors import ModelFileError
+from .metadata import Metadata
+from .reader import Reader
+from .sniff import MAGIC, describe_foreign
+
+MAX_COUNT = 65_536
+# ggml's GGML_MAX_NAME is 64 with the terminating NUL.
+MAX_TENSOR_NAME = 63
+MAX_KEY = 65_535
+MAX_DIMS = 4
+DEFAULT_ALIGNMENT = 32
+_MAX_BYTES = 2**63 - 1
+_MIN_KV_BYTES = 8 + 1 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+
+_T = GGUFValueType
+_SCALARS = {
+    _T.UINT8: "B", _T.INT8: "b", _T.UINT16: "H", _T.INT16: "h", _T.UINT32: "I", _T.INT32: "i",
+    _T.UINT64: "Q", _T.INT64: "q", _T.FLOAT32: "f", _T.FLOAT64: "d", _T.BOOL: "B",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a model file.
+
+    Shapes: ne in ggml order, padded with 1 to four entries.
+    Units: nbytes and offset in bytes; offset counts from the start of the file of that part.
+    """
+
+    name: str
+    type: GGMLQuantizationType
+    ne: tuple[int, int, int, int]
+    n_dims: int
+    nbytes: int
+    part: int
+    offset: int
+
+    @property
+    def n_params(self) -> int:
+        """Return the number of elements."""
+        return self.ne[0] * self.ne[1] * self.ne[2] * self.ne[3]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the header of one GGUF file says."""
+
+    path: os.PathLike[str]
+    size: int
+    version: int
+    alignment: int
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+    trailing_bytes: int
+
+
+def scan_part(fd: int, path: os.PathLike[str], size: int, part: int = 0) -> Part:
+    """Scan the header of an open regular file of size bytes; part numbers it among splits.
+
+    Raises:
+        ModelFileError: anything in the header is malformed or does not fit the file.
+    """
+    reader = Reader(fd, path, size)
+    version, n_tensors, n_kv = _read_preamble(reader)
+    metadata = _read_metadata(reader, n_kv)
+    alignment = _alignment(metadata)
+    records = [_read_tensor(reader) for _ in range(n_tensors)]
+    data_start = -(-reader.pos // alignment) * alignment
+    tensors, end = _place(reader, records, data_start, alignment, part)
+    return Part(path, size, version, alignment, metadata, tensors, max(0, size - end))
+
+
+def _read_preamble(reader: Reader) -> tuple[int, int, int]:
+    """Read magic, version and the two counts."""
+    head = reader.peek(64)
+    if not head:
+        reader.fail("the file is empty")
+    if not head.startswith(MAGIC):
+        reader.fail(f"not a GGUF file: {describe_foreign(head)}")
+    reader.raw(4, "magic")
+    version = reader.u32("version")
+    if version and not version & 0xFFFF:
+        reader.fail("a big-endian GGUF file; convert it again for a little-endian machine", 4)
+    if version not in (2, 3):
+        reader.fail(f"GGUF version {version} is not supported; versions 2 and 3 are", 4)
+    n_tensors = _read_count(reader, "tensors", _MIN_TENSOR_BYTES)
+    n_kv = _read_count(reader, "key-value pairs", _MIN_KV_BYTES)
+    return version, n_tensors, n_kv
+
+
+def _read_count(reader: Reader, what: str, min_bytes: int) -> int:
+    at = reader.pos
+    n = reader.u64(f"number of {what}")
+    if n > MAX_COUNT:
+        reader.fail(f"the header claims {n} {what}; allowed are {MAX_COUNT}", at)
+    if n * min_bytes > reader.remaining:
+        reader.fail(
+            f"the header claims {n} {what}, which cannot fit into the {reader.remaining} bytes "
+            "that follow; the file is truncated or damaged", at,
+        )
+    return n
+
+
+def _read_metadata(reader: Reader, n_kv: int) -> Metadata:
+    values: dict[str, Any] = {}
+    offsets: dict[str, int] = {}
+    for i in range(n_kv):
+        at = reader.pos
+        key = reader.text(f"key {i}", MAX_KEY)
+        if key in values:
+            reader.fail(f"key {key} appears twice", at)
+        offsets[key] = at
+        values[key] = _read_value(reader, key)
+    return Metadata(reader.path, values, offsets)
+
+
+def _read_type(reader: Reader, what: str) -> GGUFValueType:
+    at = reader.pos
+    number = reader.u32(f"type of {what}")
+    if number not in _T._value2member_map_:
+        reader.fail(f"{what} has the unknown value type {number}", at)
+    return _T(number)
+
+
+def _read_value(reader: Reader, key: str) -> Any:
+    """Read one typed value: int, float, bool, str, numpy array or StringArray."""
+    kind = _read_type(reader, f"key {key}")
+    if kind == _T.STRING:
+        return reader.bytes_value(f"value of key {key}").decode("utf-8", "replace")
+    if kind == _T.ARRAY:
+        return _read_array(reader, key)
+    at = reader.pos
+    code = struct.Struct("<" + _SCALARS[kind])
+    value = code.unpack(reader.raw(code.size, f"value of key {key}"))[0]
+    if kind == _T.BOOL:
+        if value > 1:
+            reader.fail(f"key {key} is a boolean with the value {value}; allowed are 0 and 1", at)
+        return value == 1
+    return value
+
+
+def _read_array(reader: Reader, key: str) -> Any:
+    at = reader.pos
+    kind = _read_type(reader, f"elements of key {key}")
+    if kind == _T.ARRAY:
+        reader.fail(f"key {key} is an array of arrays, which moegraph does not read", at)
+    n = reader.u64(f"array length of key {key}")
+    item = 8 if kind == _T.STRING else struct.calcsize("<" + _SCALARS[kind])
+    if n > reader.remaining // item:
+        reader.fail(
+            f"key {key} is an array of {n} elements of at least {item} bytes, "
+            f"but {reader.remaining} bytes follow; the file is truncated or damaged", at,
+        )
+    if kind == _T.STRING:
+        return reader.string_array(n, f"key {key}")
+    dtype = np.dtype("<u1" if kind == _T.BOOL else f"<{np.dtype(_SCALARS[kind]).str[1:]}")
+    values = np.frombuffer(reader.raw(n * item, f"key {key}"), dtype=dtype)
+    if kind != _T.BOOL:
+        return values
+    if n and int(values.max()) > 1:
+        reader.fail(f"key {key} is an array of booleans with a value above 1", at)
+    return values.astype(bool)
+
+
+def _alignment(metadata: Metadata) -> int:
+    alignment = metadata.integer("general.alignment", 8, 4096, DEFAULT_ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise metadata.error("general.alignment", f"is {alignment}, which is no power of two")
+    return alignment
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A tensor record as read; rel_offset counts from the start of the data section."""
+
+    name: str
+    type: GGMLQuantizationType
+    dims: tuple[int, ...]
+    nbytes: int
+    rel_offset: int
+    at: int
+
+
+def _read_tensor(reader: Reader) -> _Record:
+    at = reader.pos
+    name = reader.text("a tensor name", MAX_TENSOR_NAME)
+    what = f"tensor {name}"
+    n_dims = reader.u32(f"dimensions of {what}")
+    if not 1 <= n_dims <= MAX_DIMS:
+        reader.fail(f"{what} has {n_dims} dimensions; allowed are 1 to {MAX_DIMS}", at)
+    dims = struct.unpack(f"<{n_dims}Q", reader.raw(8 * n_dims, f"shape of {what}"))
+    number = reader.u32(f"type of {what}")
+    if number not in GGMLQuantizationType._value2member_map_:
+        reader.fail(f"{what} has the unknown type {number}", at)
+    kind = GGMLQuantizationType(number)
+    rel_offset = reader.u64(f"offset of {what}")
+    return _Record(name, kind, dims, _nbytes(reader, what, at, kind, dims), rel_offset, at)
+
+
+def _nbytes(
+    reader: Reader, what: str, at: int, kind: GGMLQuantizationType, dims: tuple[int, ...]
+) -> int:
+    """Return the size of a tensor in bytes, after checking its shape."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    n = 1
+    for dim in dims:
+        if dim < 1:
+            reader.fail(f"{what} has a zero dimension, shape {list(dims)}", at)
+        n *= dim
+    if dims[0] % block:
+        reader.fail(
+            f"{what} of type {kind.name} has rows of {dims[0]} elements, "
+            f"not a multiple of the block size {block}", at,
+        )
+    nbytes = n // block * block_bytes
+    if max(n, nbytes) > _MAX_BYTES:
+        reader.fail(f"{what} with shape {list(dims)} is larger than any memory", at)
+    return nbytes
+
+
+def _place(
+    reader: Reader, records: list[_Record], data_start: int, alignment: int, part: int
+) -> tuple[dict[str, TensorInfo], int]:
+    """Check that tensors follow each other inside the file; return them and where data ends.
+
+    Each must start where the one before it ends, padded: llama.cpp accepts no other layout, and
+    it rules out tensors that overlap.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    expected = 0
+    end = reader.pos
+    before = "the start of the data"
+    for r in records:
+        if r.name in tensors:
+            reader.fail(f"tensor {r.name} appears twice", r.at)
+        if r.rel_offset % alignment:
+            reader.fail(
+                f"tensor {r.name} has the offset {r.rel_offset}, "
+                f"not a multiple of the alignment {alignment}", r.at,
+            )
+        if r.rel_offset != expected:
+            word = "overlaps" if r.rel_offset < expected else "leaves a gap after"
+            reader.fail(
+                f"tensor {r.name} at data offset {r.rel_offset} {word} {before}; "
+                f"expected {expected}", r.at,
+            )
+        end = data_start + r.rel_offset + r.nbytes
+        if end > reader.size:
+            raise ModelFileError(
+                f"{reader.path}: tensor {r.name} ends at byte {end} but the file has "
+                f"{reader.size} bytes; it is truncated, download or copy it again"
+            )
+        padded = r.dims + (1,) * (MAX_DIMS - len(r.dims))
+        tensors[r.name] = TensorInfo(
+            r.name, r.type, padded, len(r.dims), r.nbytes, part, data_start + r.rel_offset
+        )
+        expected = -(-(r.rel_offset + r.nbytes) // alignment) * alignment
+        before = f"tensor {r.name}"
+    # The last tensor's padding belongs to the layout too.
+    return tensors, max(end, data_start + expected if records else end)

@@ -1,0 +1,114 @@
+"""Check the tokenizer part of a header before llama.cpp's tokenizer is built from it.
+
+llama.cpp asserts, and so ends the process, on a vocabulary with equal tokens; it reads arrays as
+the type it expects; and text that is not UTF-8 raises through its C interface. None of that can
+be caught, so all of it is checked here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ModelFileError, UnsupportedModel
+from ..hparams import ARCH
+from .metadata import Metadata
+
+MODEL = "tokenizer.ggml.model"
+TOKENS = "tokenizer.ggml.tokens"
+MERGES = "tokenizer.ggml.merges"
+SCORES = "tokenizer.ggml.scores"
+TOKEN_TYPE = "tokenizer.ggml.token_type"
+VOCAB_SIZE = f"{ARCH}.vocab_size"
+NO_TOKENIZER = ("none", "no_vocab")
+
+_SPECIAL_IDS = tuple(
+    f"tokenizer.ggml.{name}_token_id"
+    for name in (
+        "bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "fim_pre",
+        "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle",
+    )
+)
+# llama.cpp's BOS and EOS for this tokenizer when the file names none.
+_DEFAULT_ID = 11
+_MAX_VOCAB = 1 << 24
+
+
+def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
+    """Check the tokenizer keys and return n_vocab.
+
+    n_embd_rows: rows of token_embd.weight; a file without a tokenizer takes n_vocab from there.
+
+    Raises:
+        ModelFileError: a tokenizer key is missing, malformed, or contradicts the embedding.
+        UnsupportedModel: a tokenizer other than byte-level BPE ('gpt2').
+    """
+    model = meta.string(MODEL, NO_TOKENIZER[0])
+    if model in NO_TOKENIZER:
+        n_vocab = meta.integer(VOCAB_SIZE, 1, _MAX_VOCAB, min(n_embd_rows, _MAX_VOCAB))
+    elif model == "gpt2":
+        n_vocab = _check_bpe(meta)
+    else:
+        raise UnsupportedModel(
+            f"{meta.path}: key {MODEL} is {model!r}; moegraph runs byte-level BPE ('gpt2')"
+        )
+    if n_vocab != n_embd_rows:
+        raise ModelFileError(
+            f"{meta.path}: the vocabulary has {n_vocab} tokens "
+            f"but token_embd.weight has {n_embd_rows} rows"
+        )
+    return n_vocab
+
+
+def _check_bpe(meta: Metadata) -> int:
+    """Check a byte-level BPE vocabulary and return its size."""
+    tokens = meta.strings(TOKENS)
+    n_vocab = len(tokens)
+    if not 1 <= n_vocab <= _MAX_VOCAB:
+        raise meta.error(TOKENS, f"has {n_vocab} tokens; allowed are 1 to {_MAX_VOCAB}")
+    # llama.cpp renames an empty token so, and the new name takes part in the comparison.
+    raw = [t or b"[EMPTY_%d]" % i for i, t in enumerate(tokens.raw_strings())]
+    if len(set(raw)) != n_vocab:
+        raise meta.error(TOKENS, f"contains {_first_repeated(raw)!r} more than once")
+    try:
+        b"\n".join(raw).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise meta.error(TOKENS, "contains a token that is not UTF-8") from error
+    meta.strings(MERGES)
+    _check_array(meta, TOKEN_TYPE, ("int32",), n_vocab)
+    _check_array(meta, SCORES, ("float32", "int32"), n_vocab)
+    _check_special(meta, n_vocab)
+    return n_vocab
+
+
+def _first_repeated(raw: list[bytes]) -> bytes:
+    """Return the first string that occurs a second time."""
+    seen: set[bytes] = set()
+    for item in raw:
+        if item in seen:
+            break
+        seen.add(item)
+    return item
+
+
+def _check_array(meta: Metadata, key: str, dtypes: tuple[str, ...], n: int) -> None:
+    """Check an optional array with one number a token."""
+    if key not in meta:
+        return
+    value = meta.values[key]
+    if not isinstance(value, np.ndarray) or value.dtype.name not in dtypes:
+        raise meta.error(key, f"must be an array of {' or '.join(dtypes)}")
+    if len(value) != n:
+        raise meta.error(key, f"has {len(value)} elements for {n} tokens")
+
+
+def _check_special(meta: Metadata, n_vocab: int) -> None:
+    """Check special token ids, and that BOS and EOS exist where they are to be added."""
+    for key in _SPECIAL_IDS:
+        if key in meta:
+            meta.integer(key, 0, n_vocab - 1)
+    for name in ("bos", "eos"):
+        flag, key = f"tokenizer.ggml.add_{name}_token", f"tokenizer.ggml.{name}_token_id"
+        if meta.boolean(flag, False) and key not in meta and n_vocab <= _DEFAULT_ID:
+            raise meta.error(flag, f"is true but there is no {key}")
+    meta.string("tokenizer.ggml.pre", "")
+    meta.string("tokenizer.chat_template", "")
