@@ -36,9 +36,9 @@ def reference_chain(logits: list[float], params: SamplingParams) -> dict[int, fl
         kept = reference_top_p(kept, params.top_p)
     if params.min_p > 0:
         probs = softmax([x for _, x in kept])
-        kept = [pair for pair, p in zip(kept, probs) if p >= params.min_p * max(probs)]
+        kept = [pair for pair, p in zip(kept, probs, strict=True) if p >= params.min_p * max(probs)]
     probs = softmax([x / params.temperature for _, x in kept])
-    return {token: p for (token, _), p in zip(kept, probs)}
+    return {token: p for (token, _), p in zip(kept, probs, strict=True)}
 
 
 def reference_top_p(kept: list[tuple[int, float]], p: float) -> list[tuple[int, float]]:
@@ -240,7 +240,8 @@ class TestBias:
 
     @pytest.mark.parametrize("temperature", [0, 1])
     def test_banning_every_token_is_an_error(self, temperature: float) -> None:
-        params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(3), -math.inf))
+        nothing_left = dict.fromkeys(range(3), -math.inf)
+        params = SamplingParams(temperature=temperature, logit_bias=nothing_left)
         with pytest.raises(RequestError, match="excludes every token"):
             Sampler(params, 3).sample(np.zeros(3, dtype=np.float32))
 

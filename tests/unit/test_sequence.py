@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ from moegraph.sequence import (
 def split(data, cuts: list[int]):
     """Cut data at the given places, empty pieces included."""
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:])]
+    return [data[a:b] for a, b in pairwise(edges)]
 
 
 class TestIncrementalDecoder:

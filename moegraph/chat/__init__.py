@@ -1,0 +1,9 @@
+"""Conversations: messages, and the model's template that turns them into a prompt."""
+
+from __future__ import annotations
+
+from .history import History, Message
+from .reasoning import ReasoningSplitter
+from .template import ChatTemplate
+
+__all__ = ["ChatTemplate", "History", "Message", "ReasoningSplitter"]

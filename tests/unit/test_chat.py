@@ -1,0 +1,273 @@
+"""Chat templates under attack and in use, histories, and reasoning told from answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegraph.chat import ChatTemplate, History, Message, ReasoningSplitter
+from moegraph.chat.template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, TEMPLATE_KEY
+from moegraph.errors import ConfigError, ModelFileError, MoegraphError, RequestError
+
+HELLO = [Message("user", "hello")]
+
+CHATML = """
+{%- for message in messages -%}
+    <|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def render(source: str, messages: list[Message] = HELLO, **variables: object) -> str:
+    with ChatTemplate(source, max_seconds=2) as template:
+        return template.render(messages, **variables)
+
+
+def refusal(source: str, seconds: float = 2) -> str:
+    with pytest.raises(MoegraphError) as error, ChatTemplate(source, max_seconds=seconds) as t:
+        t.render(HELLO)
+    return str(error.value)
+
+
+class TestUse:
+    def test_messages_become_a_prompt(self) -> None:
+        messages = [Message("system", "Be brief."), *HELLO]
+        assert render(CHATML, messages) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+    def test_a_template_renders_again_and_again(self) -> None:
+        with ChatTemplate("{{ messages[-1].content }}") as template:
+            for text in ("one", "tw\u00f6", "3\n\u2028"):
+                assert template.render([Message("user", text)]) == text
+
+    def test_helpers_that_hub_templates_call(self) -> None:
+        assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+        assert render("{{ {'b': '<\u00e9>', 'a': 1} | tojson }}") == '{"b": "<\u00e9>", "a": 1}'
+        assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+        loop = "{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        assert render(loop) == "012"
+        assert render("{% generation %}x{{ 1 }}{% endgeneration %}") == "x1"
+        assert render("{% set ns = namespace(n=0) %}{% set ns.n = 5 %}{{ ns.n }}") == "5"
+
+    def test_variables_reach_the_template(self) -> None:
+        assert render("{{ enable_thinking }} {{ tools is defined }}", enable_thinking=False) == (
+            "False False"
+        )
+        with ChatTemplate("{{ bos_token }}", tokens={"bos_token": "<s>"}) as template:
+            assert template.render(HELLO) == "<s>"
+
+    def test_a_template_may_refuse_the_messages_and_lives_on(self) -> None:
+        source = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok"
+        with ChatTemplate(source) as template:
+            with pytest.raises(RequestError, match="refuses the messages: one at a time"):
+                template.render(HELLO * 2)
+            assert template.render(HELLO) == "ok"
+
+    def test_a_closed_template_starts_again(self) -> None:
+        template = ChatTemplate("x")
+        template.close()
+        template.close()
+        assert template.render(HELLO) == "x"
+        template.close()
+
+
+class TestAttacks:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.__init__.__globals__ }}",
+            "{{ raise_exception.__globals__.sys }}",
+            "{{ (''|attr('__class__')).mro() }}",
+            "{{ cycler.__init__.__globals__.os.system('true') }}",
+            "{{ messages.append(1) }}",
+            "{{ messages[0].update({'role': 'system'}) }}",
+            "{% include '/etc/passwd' %}",
+            "{% import 'os' as os %}{{ os }}",
+            "{{ lipsum(n=100000) }}",
+        ],
+    )
+    def test_no_way_to_python_objects_or_files(self, source: str) -> None:
+        assert "chat template failed" in refusal(source)
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ raise_exception.__globals__ }}",
+            "{{ ''|attr('__class__') }}",
+            "{{ '{0.__class__}'.format(messages) }}",
+            "{% set f = '{0.__class__}'.format %}{{ f(messages) }}",
+        ],
+    )
+    def test_what_the_sandbox_hides_renders_as_nothing(self, source: str) -> None:
+        assert render(source) == ""
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "{% macro f() %}{% for i in range(9999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}",
+            "{{ (messages|length + 9) ** (9 ** 9) }}",
+            "{{ 7 ** (10 ** 9) }}",
+        ],
+    )
+    def test_endless_work_ends_in_time(self, source: str) -> None:
+        start = time.perf_counter()
+        line = refusal(source, seconds=0.5)
+        assert "more than 0.5 seconds" in line or "recursion" in line
+        assert time.perf_counter() - start < 10
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ 'a' * 10**10 }}",
+            "{{ ('a' * (messages|length * 2000000000))|length }}",
+            "{{ 'x'|center(3000000000) }}",
+            "{{ '%3000000000d' % 1 }}",
+        ],
+    )
+    def test_memory_is_bounded(self, source: str) -> None:
+        assert "memory" in refusal(source).lower()
+
+    def test_output_is_bounded(self) -> None:
+        line = refusal("{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}")
+        assert f"more than {MAX_OUTPUT_CHARS} characters" in line
+
+    def test_size_is_bounded(self) -> None:
+        assert "at most 256 KiB" in refusal("x" * (MAX_TEMPLATE_BYTES + 1))
+
+    def test_a_template_is_usable_after_it_was_killed(self) -> None:
+        source = "{% if messages|length > 1 %}{{ 7 ** (messages|length * 10 ** 9) }}{% endif %}ok"
+        with ChatTemplate(source, max_seconds=0.5) as template:
+            with pytest.raises(ConfigError):
+                template.render(HELLO * 2)
+            assert template.render(HELLO) == "ok"
+
+
+class TestOrigin:
+    def test_a_broken_template_of_a_model_is_a_broken_model(self) -> None:
+        with pytest.raises(ModelFileError, match=r"m\.gguf: .* is not valid: line 2"):
+            ChatTemplate.from_metadata({TEMPLATE_KEY: "\n{% if %}"}, Path("m.gguf"))
+
+    @pytest.mark.parametrize("kv", [{}, {TEMPLATE_KEY: ""}, {TEMPLATE_KEY: 7}], ids=str)
+    def test_a_model_without_one_says_what_to_do(self, kv: dict[str, object]) -> None:
+        with pytest.raises(ConfigError, match=r"--chat-template-file"):
+            ChatTemplate.from_metadata(kv, Path("m.gguf"))
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.jinja"
+        path.write_text("{{ messages[0].content }}\u00e9", encoding="utf-8")
+        with ChatTemplate.from_file(path) as template:
+            assert template.render(HELLO) == "hello\u00e9"
+
+    def test_files_that_are_no_template(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot read the chat template: No such file"):
+            ChatTemplate.from_file(tmp_path / "none")
+        (tmp_path / "binary").write_bytes(b"ok \xff\xfe")
+        with pytest.raises(ConfigError, match=r"not UTF-8 \(byte 3\)"):
+            ChatTemplate.from_file(tmp_path / "binary")
+        (tmp_path / "long").write_bytes("é".encode() * MAX_TEMPLATE_BYTES)
+        with pytest.raises(ConfigError, match="at most 256 KiB"):
+            ChatTemplate.from_file(tmp_path / "long")
+
+
+class TestHistory:
+    def test_keeps_the_order_and_the_system_prompt(self) -> None:
+        history = History("sys")
+        history.ask("a")
+        history.answer("b")
+        assert [(m.role, m.content) for m in history.messages] == [
+            ("system", "sys"), ("user", "a"), ("assistant", "b"),
+        ]  # fmt: skip
+        assert (history.system, history.n_turns) == ("sys", 1)
+        history.clear()
+        assert [m.role for m in history.messages] == ["system"]
+
+    def test_a_question_without_answer_can_be_retracted(self) -> None:
+        history = History()
+        history.ask("a")
+        history.retract()
+        history.retract()
+        assert history.messages == ()
+        history.ask("a")
+        history.answer("b")
+        history.retract()
+        assert history.n_turns == 1
+
+    def test_reasoning_that_was_cut_is_not_an_answer(self) -> None:
+        history = History()
+        history.answer("<think>\nlet me see")
+        history.answer("<think>\nwell</think>yes")
+        assert [m.content for m in history.messages] == ["", "<think>\nwell</think>yes"]
+
+    def test_roles_are_checked(self) -> None:
+        with pytest.raises(RequestError, match="message role 'root'"):
+            Message("root", "x")
+
+
+def split_stream(text: str, cuts: list[int], opened: bool) -> tuple[str, str]:
+    splitter = ReasoningSplitter(opened)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parts = [splitter.push(text[a:b]) for a, b in pairwise(edges)]
+    parts.append(splitter.flush())
+    return "".join(p[0] for p in parts), "".join(p[1] for p in parts)
+
+
+class TestReasoning:
+    @pytest.mark.parametrize(
+        ("text", "opened", "expected"),
+        [
+            ("hm\n</think>\n\nYes.", True, ("hm\n", "Yes.")),
+            ("<think>\nhm</think>\nYes.", False, ("\nhm", "Yes.")),
+            ("  <think>hm", False, ("hm", "")),
+            ("Yes <think> no", False, ("", "Yes <think> no")),
+            ("  indented", False, ("", "  indented")),
+            ("\n\nfirst", False, ("", "\n\nfirst")),
+            ("a </thi b", True, ("a </thi b", "")),
+            ("a</think>b</think>c", True, ("a", "b</think>c")),
+            ("<thin", False, ("", "<thin")),
+        ],
+    )
+    def test_parts(self, text: str, opened: bool, expected: tuple[str, str]) -> None:
+        assert split_stream(text, [], opened) == expected
+
+    @given(
+        st.lists(st.sampled_from(["<think>", "</think>", "<th", "ink>", "a", "\n"]), max_size=9),
+        st.lists(st.integers(0, 60), max_size=9),
+        st.booleans(),
+    )
+    def test_the_split_of_the_stream_makes_no_difference(
+        self, words: list[str], cuts: list[int], opened: bool
+    ) -> None:
+        text = "".join(words)
+        assert split_stream(text, cuts, opened) == split_stream(text, [], opened)
+
+    def test_the_prompt_tells_whether_reasoning_is_open(self) -> None:
+        assert ReasoningSplitter.after("...assistant\n<think>\n").is_thinking
+        assert not ReasoningSplitter.after("<think>\n\n</think>\n\n").is_thinking
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Iterator[None]:
+    """Every renderer a test starts has ended when the test has."""
+    before = _children()
+    yield
+    assert _children() <= before
+
+
+def _children() -> set[str]:
+    found = set()
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        found |= set(tasks.read_text().split())
+    return found
