@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Write a synthetic `qwen35moe` GGUF file: any shape, any quant mix, the same bytes for a seed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from modelgen.build import write_model  # noqa: E402
+from modelgen.presets import PRESETS  # noqa: E402
+from modelgen.shape import Shape, shape_options  # noqa: E402
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError("use 0 or 1")
+    return text == "1"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line: a preset, what to change in it, and where to write."""
+    presets = "\n".join(f"  {name:10} {p.about}" for name, p in PRESETS.items())
+    p = argparse.ArgumentParser(
+        prog="make_model.py",
+        description=__doc__,
+        epilog=f"presets:\n{presets}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("output", type=Path, help="the .gguf file to write")
+    p.add_argument("--preset", choices=PRESETS, default="35b-a3b", help="what to start from")
+    p.add_argument("--mix", help="types, for example all=Q8_0,gate_up=Q4_K,down@0-3=Q6_K")
+    p.add_argument("--seed", type=int, default=0, help="another seed gives other weights")
+    p.add_argument("--splits", type=int, default=1, help="number of files")
+    p.add_argument("--pre", default="qwen35", choices=("qwen35", "qwen2"), help="pre-tokenizer")
+    p.add_argument("--check", action="store_true", help="read the file back with moegraph")
+    group = p.add_argument_group("hyper-parameters (default: the preset's)")
+    for name, default, text in shape_options():
+        kind: Any = _flag if isinstance(default, bool) else type(default)
+        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=text)
+    return p
+
+
+def _shape(args: argparse.Namespace, base: Shape) -> Shape:
+    given = {name: getattr(args, name) for name, _, _ in shape_options()}
+    return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def _check(path: Path) -> str:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from moegraph.modelfile import open_model
+
+    with open_model(path) as model:
+        return f"{len(model.tensors)} tensors, {model.n_bytes / 1e9:.2f} GB, {model.hparams}"
+
+
+def _progress(done: int, total: int) -> None:
+    end = "\n" if done == total else "\r"
+    print(f"  {done / 1e9:6.2f} of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = parser().parse_args(argv)
+    preset = PRESETS[args.preset]
+    mix = preset.mix if args.mix is None else args.mix
+    start = time.monotonic()
+    progress = _progress if sys.stderr.isatty() else None
+    try:
+        shape = _shape(args, preset.shape)
+        paths = write_model(args.output, shape, mix, args.seed, args.splits, args.pre, progress)
+    except (OSError, ValueError) as e:
+        print(f"make_model.py: {e}", file=sys.stderr)
+        return 2
+    seconds = time.monotonic() - start
+    size = sum(path.stat().st_size for path in paths)
+    print(f"{paths[0]}: {size / 1e9:.3f} GB in {seconds:.1f} s ({size / seconds / 1e9:.2f} GB/s)")
+    if args.check:
+        print(_check(paths[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Random but valid quantized blocks of every ggml type the engine reads.
+
+A block is filled with random quants, and its scale fields are set so that the dequantized weights
+have mean zero and a given standard deviation. Layouts: ggml/src/ggml-common.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+Fill = Callable[[np.random.Generator, int, float], U8]
+
+# Values of the 16 codes of IQ4_NL and IQ4_XS, and of the 8 magnitudes of MXFP4 (doubled).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)
+
+# Block scales vary by +-25 % so that no two blocks of a row weigh the same.
+JITTER = 0.25
+JITTER_RMS = float(np.sqrt(1 + JITTER**2 / 3))
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A ggml tensor type: its id, elements a block, bytes a block, and how to fill blocks."""
+
+    name: str
+    ggml_id: int
+    n_elem: int
+    n_bytes: int
+    fill: Fill
+    constant: Callable[[float], U8]
+
+    def row_bytes(self, ne0: int) -> int:
+        """Return the bytes of a row of `ne0` elements.
+
+        Raises: ValueError if the row is not a whole number of blocks.
+        """
+        if ne0 % self.n_elem:
+            raise ValueError(f"row of {ne0}: not a multiple of the {self.n_elem} of {self.name}")
+        return ne0 // self.n_elem * self.n_bytes
+
+
+def _uniform_rms(levels: int) -> float:
+    """Return the standard deviation of a uniform choice of `levels` consecutive integers."""
+    return float(np.sqrt((levels**2 - 1) / 12))
+
+
+def _rms(values: object) -> float:
+    return float(np.sqrt(np.mean(np.square(np.asarray(values, np.float64)))))
+
+
+def _random(rng: np.random.Generator, n: int, n_bytes: int) -> U8:
+    return np.frombuffer(rng.bytes(n * n_bytes), np.uint8).reshape(n, n_bytes).copy()
+
+
+def _jitter(
+    rng: np.random.Generator, n: int, std: float, unit_rms: float, signed: bool = False
+) -> F32:
+    """Return n block scales that give weights of `std` where scale 1 gives `unit_rms`."""
+    d = rng.uniform(1 - JITTER, 1 + JITTER, n) * (std / (unit_rms * JITTER_RMS))
+    if signed:
+        d *= rng.integers(0, 2, n) * 2 - 1
+    return d.astype(np.float32)
+
+
+def _put_f16(blocks: U8, at: int, values: F32) -> None:
+    blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def _bf16(values: F32) -> U8:
+    bits = values.astype("<f4").view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").view(np.uint8)
+
+
+def _fill_float(cast: Callable[[F32], U8], n_bytes: int) -> Fill:
+    def fill(rng: np.random.Generator, n: int, std: float) -> U8:
+        return cast(rng.standard_normal(n, np.float32) * np.float32(std)).reshape(n, n_bytes)
+
+    return fill
+
+
+def _fill_plain(
+    n_bytes: int, d_at: int, unit_rms: float, min_at: int = -1, mid: float = 0.0
+) -> Fill:
+    """Fill types whose quants are all free; a signed d, or a min of -mid * d, removes the mean."""
+
+    def fill(rng: np.random.Generator, n: int, std: float) -> U8:
+        blocks = _random(rng, n, n_bytes)
+        d = _jitter(rng, n, std, unit_rms, signed=min_at < 0)
+        _put_f16(blocks, d_at, d)
+        if min_at >= 0:
+            _put_f16(blocks, min_at, -mid * d)
+        return blocks
+
+    return fill
+
+
+def _fill_q8_0(rng: np.random.Generator, n: int, std: float) -> U8:
+    blocks = _random(rng, n, 34)
+    blocks[blocks == 0x80] = 0  # the quantizer never emits -128
+    _put_f16(blocks, 0, _jitter(rng, n, std, _uniform_rms(255)))
+    return blocks
+
+
+def _fill_q2_k(rng: np.random.Generator, n: int, std: float) -> U8:
+    blocks = _random(rng, n, 84)
+    scale = rng.integers(8, 16, (n, 16), dtype=np.uint8)
+    blocks[:, :16] = scale | (scale << 4)
+    d = _jitter(rng, n, std, _rms(range(8, 16)) * _uniform_rms(4))
+    _put_f16(blocks, 80, d)
+    _put_f16(blocks, 82, 1.5 * d)
+    return blocks
+
+
+def _pack_scale_min(scale: U8, low: U8) -> U8:
+    """Pack eight 6-bit scales and eight 6-bit mins into the 12 bytes of Q4_K and Q5_K."""
+    packed = np.empty((len(scale), 12), np.uint8)
+    packed[:, 0:4] = scale[:, :4] | ((scale[:, 4:] >> 4) << 6)
+    packed[:, 4:8] = low[:, :4] | ((low[:, 4:] >> 4) << 6)
+    packed[:, 8:12] = (scale[:, 4:] & 15) | ((low[:, 4:] & 15) << 4)
+    return packed
+
+
+def _fill_q45_k(n_bytes: int, levels: int) -> Fill:
+    def fill(rng: np.random.Generator, n: int, std: float) -> U8:
+        blocks = _random(rng, n, n_bytes)
+        scale = rng.integers(32, 64, (n, 8), dtype=np.uint8)
+        blocks[:, 4:16] = _pack_scale_min(scale, scale)
+        d = _jitter(rng, n, std, _rms(range(32, 64)) * _uniform_rms(levels))
+        _put_f16(blocks, 0, d)
+        _put_f16(blocks, 2, (levels - 1) / 2 * d)
+        return blocks
+
+    return fill
+
+
+def _fill_q6_k(rng: np.random.Generator, n: int, std: float) -> U8:
+    blocks = _random(rng, n, 210)
+    scale = rng.integers(32, 128, (n, 16), dtype=np.int8)
+    scale *= rng.integers(0, 2, (n, 16), dtype=np.int8) * 2 - 1
+    blocks[:, 192:208] = scale.view(np.uint8)
+    _put_f16(blocks, 208, _jitter(rng, n, std, _rms(range(32, 128)) * _rms(range(-32, 32))))
+    return blocks
+
+
+def _fill_mxfp4(rng: np.random.Generator, n: int, std: float) -> U8:
+    blocks = _random(rng, n, 17)
+    exponent = np.log2(std / _rms(FP4_VALUES)) + 128
+    low = np.floor(exponent)
+    # Scales are powers of two: two neighbours are mixed so that the mean square is right.
+    share = (4.0 ** (exponent - low) - 1) / 3
+    blocks[:, 0] = (low + (rng.random(n) < share)).astype(np.uint8)
+    return blocks
+
+
+def _const(
+    n_bytes: int, d_at: int, unit: float, *fields: tuple[int, int, int]
+) -> Callable[[float], U8]:
+    """Return a maker of one block in which every weight is `value`.
+
+    fields: (start, stop, byte) runs that make all codes alike; the scale at d_at is value / unit.
+    """
+
+    def constant(value: float) -> U8:
+        block = np.zeros(n_bytes, np.uint8)
+        for start, stop, byte in fields:
+            block[start:stop] = byte
+        block[d_at : d_at + 2] = np.array([value / unit], "<f2").view(np.uint8)
+        return block
+
+    return constant
+
+
+def _const_mxfp4(value: float) -> U8:
+    block = np.full(17, 0x77 if value > 0 else 0xFF, np.uint8)
+    block[0] = round(np.log2(abs(value) / FP4_VALUES[7]) + 128)
+    return block
+
+
+_S6 = _rms(range(-32, 32))
+_IQ4 = _rms(IQ4_VALUES)
+
+
+def _float_type(name: str, ggml_id: int, n_bytes: int, cast: Callable[[F32], U8]) -> BlockType:
+    def constant(value: float) -> U8:
+        return cast(np.array([value], np.float32))
+
+    return BlockType(name, ggml_id, 1, n_bytes, _fill_float(cast, n_bytes), constant)
+
+
+_TYPES = (
+    _float_type("F32", 0, 4, lambda v: v.astype("<f4").view(np.uint8)),
+    _float_type("F16", 1, 2, lambda v: v.astype("<f2").view(np.uint8)),
+    _float_type("BF16", 30, 2, _bf16),
+    BlockType("Q4_0", 2, 32, 18, _fill_plain(18, 0, _rms(range(-8, 8))),
+              _const(18, 0, 7, (2, 18, 0xFF))),
+    BlockType("Q4_1", 3, 32, 20, _fill_plain(20, 0, _uniform_rms(16), 2, 7.5), _const(20, 2, 1)),
+    BlockType("Q5_0", 6, 32, 22, _fill_plain(22, 0, _rms(range(-16, 16))),
+              _const(22, 0, 15, (2, 22, 0xFF))),
+    BlockType("Q5_1", 7, 32, 24, _fill_plain(24, 0, _uniform_rms(32), 2, 15.5), _const(24, 2, 1)),
+    BlockType("Q8_0", 8, 32, 34, _fill_q8_0, _const(34, 0, 127, (2, 34, 127))),
+    BlockType("Q2_K", 10, 256, 84, _fill_q2_k, _const(84, 82, -15, (0, 16, 0xF0))),
+    BlockType("Q3_K", 11, 256, 110, _fill_plain(110, 108, _S6 * _rms(range(-4, 4))),
+              _const(110, 108, 31 * 3, (0, 108, 0xFF))),
+    BlockType("Q4_K", 12, 256, 144, _fill_q45_k(144, 16),
+              _const(144, 2, -63, (8, 12, 0xFF), (12, 16, 0xF0))),
+    BlockType("Q5_K", 13, 256, 176, _fill_q45_k(176, 32),
+              _const(176, 2, -63, (8, 12, 0xFF), (12, 16, 0xF0))),
+    BlockType("Q6_K", 14, 256, 210, _fill_q6_k,
+              _const(210, 208, 31 * 64, (0, 192, 0xFF), (192, 208, 64))),
+    BlockType("IQ4_NL", 20, 32, 18, _fill_plain(18, 0, _IQ4), _const(18, 0, 113, (2, 18, 0xFF))),
+    BlockType("IQ4_XS", 23, 256, 136, _fill_plain(136, 0, _S6 * _IQ4),
+              _const(136, 0, 31 * 113, (2, 136, 0xFF))),
+    BlockType("MXFP4", 39, 32, 17, _fill_mxfp4, _const_mxfp4),
+)
+
+TYPES: dict[str, BlockType] = {t.name: t for t in _TYPES}

@@ -1,0 +1,138 @@
+"""Tensor bytes: quantized matrices tiled from pools, and the few vectors that have a structure.
+
+A pool holds random blocks of one type and deviation. A matrix is a run of the pool from a drawn
+offset, an expert stack one run for each expert, so writing costs no arithmetic. The number of blocks
+is prime and above the number of rows, so that no two rows of a matrix are equal: equal rows of the head
+would tie in every argmax.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .blocks import TYPES, U8
+from .calibrate import Calibration
+from .gguf_write import Bytes
+from .shape import Shape
+from .tensors import Tensor
+
+Array = npt.NDArray[np.float64]
+
+POOL_MIN = 256 << 10
+POOL_MAX = 16 << 20
+CHUNK = 32 << 20
+
+
+def _next_prime(n: int) -> int:
+    while any(n % p == 0 for p in range(2, int(n**0.5) + 1)):
+        n += 1
+    return n
+
+
+class Filler:
+    """Makes the bytes of every tensor of one model, the same ones for the same seed."""
+
+    def __init__(self, shape: Shape, cal: Calibration, embd_type: str, seed: int) -> None:
+        self.shape, self.cal, self.seed = shape, cal, seed
+        self.embd_type = embd_type
+        self.n_const = cal.const_dims(shape, embd_type)
+        self.const, self.embd_std = cal.embd_scale(shape, embd_type)
+        self._pools: dict[tuple[str, float, int], U8] = {}
+
+    def pieces(self, t: Tensor) -> Iterator[Bytes]:
+        """Yield the data of tensor `t` in file order, CHUNK bytes at most at a time."""
+        if t.fill == "pool":
+            yield from self._tiled(t)
+        elif t.fill == "embd":
+            yield from self._embedding(t)
+        else:
+            yield getattr(self, f"_{t.fill}")(t, self._rng(t.name)).astype("<f4").tobytes()
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64([self.seed, zlib.crc32(name.encode())]))
+
+    def _pool(self, type_name: str, std: float, n_rows: int, n_bytes: int) -> U8:
+        kind = TYPES[type_name]
+        size = min(max(4 * n_bytes, POOL_MIN), POOL_MAX)
+        n = _next_prime(max(size // kind.n_bytes, n_rows + 1))
+        key = (type_name, std, n)
+        if key not in self._pools:
+            self._pools[key] = kind.fill(self._rng(f"{key}"), n, std)
+        return self._pools[key]
+
+    def _tiled(self, t: Tensor) -> Iterator[Bytes]:
+        n_experts = t.ne[2] if len(t.ne) == 3 else 1
+        rows = t.n_rows // n_experts
+        pool = self._pool(t.type, t.std, rows, rows * t.row_bytes)
+        for start in self._rng(t.name).integers(0, len(pool), n_experts):
+            yield from _run(pool, int(start), rows * t.row_bytes)
+
+    def _embedding(self, t: Tensor) -> Iterator[Bytes]:
+        kind = TYPES[t.type]
+        fixed = np.tile(kind.constant(self.const), self.n_const // kind.n_elem)
+        pool = self._pool(t.type, self.embd_std, t.n_rows, t.n_rows * t.row_bytes)
+        step = max(1, CHUNK // t.row_bytes)
+        for row in range(0, t.n_rows, step):
+            n = min(step, t.n_rows - row)
+            start = row * (t.row_bytes // kind.n_bytes) % len(pool)
+            rows = np.frombuffer(bytearray().join(_run(pool, start, n * t.row_bytes)), np.uint8)
+            rows = rows.reshape(n, t.row_bytes)
+            rows[:, : len(fixed)] = fixed
+            yield memoryview(rows.reshape(-1))
+
+    def _norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        return 1 + 0.1 * rng.standard_normal(t.ne[0])
+
+    def _block_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        weights = self._norm(t, rng)
+        weights[: self.n_const] = 1  # the router's static part is read through these
+        return weights
+
+    def _qk_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        return self.cal.qk_norm * self._norm(t, rng)
+
+    def _output_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        weights = self._norm(t, rng)
+        if self.shape.tied:
+            # Signs part the head from the embedding: without them every token predicts itself.
+            signs = rng.integers(0, 2, t.ne[0]) * 2 - 1
+            weights *= signs * self.cal.logit_std / (self.embd_std * np.sqrt(t.ne[0]))
+        return weights
+
+    def _normal(self, t: Tensor, rng: np.random.Generator) -> Array:
+        return t.std * rng.standard_normal(t.ne[::-1])
+
+    def _ssm_dt(self, t: Tensor, rng: np.random.Generator) -> Array:
+        # Step sizes of 0.001 to 0.1, as state-space models are initialised, before softplus.
+        dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), t.ne[0]))
+        return np.log(np.expm1(dt))
+
+    def _ssm_a(self, t: Tensor, rng: np.random.Generator) -> Array:
+        return -np.exp(rng.uniform(0, np.log(16), t.ne[0]))
+
+    def _router(self, t: Tensor, rng: np.random.Generator) -> Array:
+        """Return rows [n_expert, n_embd]: a static score of each expert and a random projection."""
+        s, cal, n = self.shape, self.cal, self.n_const
+        energy = cal.stream_energy(s, t.il)
+        share = cal.const_share / energy if n else 0.0
+        a = cal.static_part(s, t.il, rng) if n else 0.0
+        rows = rng.standard_normal((s.n_expert, s.n_embd))
+        rows *= cal.router_std * np.sqrt((1 - a**2) / (s.n_embd * (1 - share)))
+        if n:
+            static = cal.router_std * a * rng.standard_normal((s.n_expert, 1))
+            rows[:, :n] = static * np.sqrt(energy) / (n * self.const)
+        return rows
+
+
+def _run(pool: U8, start: int, n_bytes: int) -> Iterator[memoryview]:
+    """Yield `n_bytes` of the pool from block `start` on, round and round, in pieces of a CHUNK."""
+    flat = memoryview(pool.reshape(-1))
+    at = start * pool.shape[1]
+    while n_bytes:
+        n = min(n_bytes, len(flat) - at, CHUNK)
+        yield flat[at : at + n]
+        at, n_bytes = (at + n) % len(flat), n_bytes - n

@@ -1,0 +1,82 @@
+"""Named models: the benchmark shape and the small ones of the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .mix import DEFAULT_MIX
+from .shape import Shape
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape with its quant mix."""
+
+    shape: Shape
+    mix: str
+    about: str
+
+
+_SMALL = Shape(
+    n_vocab=1024, n_ctx_train=4096, n_embd=256, n_layer=4, n_head=4, n_head_kv=2, head_dim=64,
+    n_rot=16, n_expert=32, n_expert_used=4, n_ff_exp=64, n_ff_shexp=64, ssm_d_state=64,
+    n_k_heads=2, n_v_heads=4,
+)  # fmt: skip
+
+
+def _small(**changes: object) -> Shape:
+    return replace(_SMALL, **changes)  # type: ignore[arg-type]
+
+
+PRESETS = {
+    "35b-a3b": Preset(Shape(), DEFAULT_MIX, "the benchmark model, 22 GB"),
+    "legacy32": Preset(
+        _small(n_layer=8),
+        "all=Q8_0,embd=F16,gate_up=Q4_0,down=Q5_0,gate_up@4-7=Q4_1,down@4-7=Q5_1,attn@7=Q5_1",
+        "32 experts top-4, block-32 types, 8 layers",
+    ),
+    "kquant40": Preset(
+        _small(
+            n_embd=512, n_expert=40, n_expert_used=6, n_ff_exp=256, n_ff_shexp=256, head_dim=128,
+            n_head=4, n_head_kv=1, n_rot=32, ssm_d_state=128, n_k_heads=2, n_v_heads=2,
+            full_attention_interval=2, expert_weights_scale=1.5,
+        ),
+        "all=Q6_K,embd=Q4_K,ssm_ab=F32,attn=Q5_K,shexp=Q3_K,gate_up=Q2_K,down=Q3_K,"
+        "gate_up@1=Q3_K,down@1=Q4_K,gate_up@2-3=Q4_K,down@2=Q5_K,down@3=Q6_K",
+        "40 experts top-6, every K-quant, a mix that changes from layer to layer",
+    ),
+    "iq64": Preset(
+        _small(
+            n_layer=6, n_expert=64, n_expert_used=8, head_dim=256, n_head=2, n_head_kv=2, n_rot=64,
+            n_k_heads=4, n_v_heads=4, full_attention_interval=3, merged_gate_up=True,
+        ),
+        "all=IQ4_NL,embd=BF16,head=Q4_1,ssm_ab=F16,attn=IQ4_XS,gate_up=IQ4_XS,down=IQ4_NL",
+        "64 experts top-8, merged gate_up, non-linear types",
+    ),
+    "mxfp256": Preset(
+        _small(
+            n_expert=256, n_expert_used=8, n_head=8, n_head_kv=2, ssm_d_state=128, n_k_heads=1,
+            n_v_heads=4, n_vocab=2048,
+        ),
+        "all=Q8_0,embd=Q8_0,experts=MXFP4,ssm_ab=F32",
+        "256 experts top-8, MXFP4",
+    ),
+    "float32": Preset(
+        _small(
+            n_layer=5, layers="daddd", n_head=2, n_head_kv=1, head_dim=128, n_rot=128, n_ff_exp=96,
+            n_ff_shexp=160, tied=True, n_layer_nextn=1, rope_scaling="yarn", rope_factor=4.0,
+            rope_orig_ctx=512, rope_freq_base=10000.0,
+        ),
+        "all=F32,attn=F16,ssm=BF16,gate_up=F16,down=BF16,shexp=F16,gate_up@2=BF16,experts@3=F32",
+        "32 experts top-4, floats only, tied embeddings, MTP block, YaRN, irregular layers",
+    ),
+    "mini35b": Preset(
+        _small(
+            n_embd=512, n_head=4, n_head_kv=1, head_dim=256, n_rot=64, n_ff_exp=256,
+            n_ff_shexp=256, ssm_d_state=128, n_k_heads=2, n_v_heads=4, n_expert_used=8,
+            n_layer_nextn=1,
+        ),
+        DEFAULT_MIX,
+        "the 35B-A3B mix and head shapes at a small size, with an MTP block",
+    ),
+}  # fmt: skip

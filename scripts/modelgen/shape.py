@@ -1,0 +1,144 @@
+"""Hyper-parameters of a `qwen35moe` model, their checks and their GGUF keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .gguf_write import KV, KVType
+
+ARCH = "qwen35moe"
+
+
+def _opt(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The hyper-parameters of one model; the defaults are those of 35B-A3B."""
+
+    n_vocab: int = _opt(248320, "vocabulary size")
+    n_ctx_train: int = _opt(262144, "context length written to the file")
+    n_embd: int = _opt(2048, "width of the residual stream")
+    n_layer: int = _opt(40, "layers, MTP block not counted")
+    n_layer_nextn: int = _opt(0, "MTP blocks after the last layer, 0 or 1")
+    n_head: int = _opt(16, "query heads of a full-attention layer")
+    n_head_kv: int = _opt(2, "key and value heads of a full-attention layer")
+    head_dim: int = _opt(256, "width of an attention head")
+    n_rot: int = _opt(64, "rotated dimensions of an attention head")
+    n_expert: int = _opt(256, "routed experts of a layer")
+    n_expert_used: int = _opt(8, "routed experts of a token")
+    n_ff_exp: int = _opt(512, "width of a routed expert")
+    n_ff_shexp: int = _opt(512, "width of the shared expert")
+    expert_weights_scale: float = _opt(0.0, "scale of the routing weights, 0 for none")
+    ssm_d_conv: int = _opt(4, "taps of the short convolution")
+    ssm_d_state: int = _opt(128, "width of a DeltaNet head")
+    n_k_heads: int = _opt(16, "DeltaNet key heads")
+    n_v_heads: int = _opt(32, "DeltaNet value heads")
+    full_attention_interval: int = _opt(4, "every n-th layer is full attention")
+    layers: str = _opt("", "layer kinds as letters, d(eltanet) or a(ttention); beats the interval")
+    rope_freq_base: float = _opt(1e7, "rope base frequency")
+    rope_scaling: str = _opt("none", "rope scaling: none, linear or yarn")
+    rope_factor: float = _opt(4.0, "rope scaling factor")
+    rope_orig_ctx: int = _opt(4096, "context length before rope scaling")
+    f_norm_rms_eps: float = _opt(1e-6, "epsilon of the norms")
+    merged_gate_up: bool = _opt(False, "store gate and up of the routed experts as one tensor")
+    tied: bool = _opt(False, "the head is the token embedding")
+
+    @property
+    def key_dim(self) -> int:
+        return self.ssm_d_state * self.n_k_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.ssm_d_state * self.n_v_heads
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def n_layer_all(self) -> int:
+        return self.n_layer + self.n_layer_nextn
+
+    def is_recurrent(self, il: int) -> bool:
+        """Return whether layer `il` is DeltaNet; MTP blocks are full attention."""
+        if il >= self.n_layer:
+            return False
+        if self.layers:
+            return self.layers[il] == "d"
+        return (il + 1) % self.full_attention_interval != 0
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with this shape, a line each."""
+        rules = [
+            (self.n_layer_nextn in (0, 1), "n_layer_nextn must be 0 or 1"),
+            (self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"),
+            (self.n_rot % 2 == 0 and self.n_rot <= self.head_dim, "n_rot must be even, <= head_dim"),
+            (0 < self.n_expert_used <= self.n_expert, "n_expert_used must be 1 to n_expert"),
+            (self.n_expert <= 512, "n_expert must be at most 512"),
+            (self.n_v_heads % self.n_k_heads == 0, "n_v_heads must be a multiple of n_k_heads"),
+            (self.ssm_d_state in (16, 32, 64, 128), "ssm_d_state must be 16, 32, 64 or 128"),
+            (self.conv_dim % 128 == 0, "2 * key_dim + value_dim must be a multiple of 128"),
+            (self.ssm_d_conv in (3, 4, 5, 9, 15), "ssm_d_conv must be 3, 4, 5, 9 or 15"),
+            (self.rope_scaling in ("none", "linear", "yarn"), "rope_scaling: none, linear or yarn"),
+            (not self.layers or (len(self.layers) == self.n_layer and set(self.layers) <= set("da")),
+             "layers must be n_layer letters, each d or a"),
+        ]
+        return [text for good, text in rules if not good]
+
+    def rope_sections(self) -> list[int]:
+        """Return sections that give every rotated pair a text position.
+
+        Pair i takes section i % 3 while i < 3 * section; what is left would read position 0.
+        """
+        n = self.n_rot // 2
+        return [(n + 2) // 3, (n + 1) // 3, n // 3, 0]
+
+    def metadata(self) -> list[KV]:
+        """Return the GGUF keys of the architecture."""
+        u32, f32 = KVType.U32, KVType.F32
+        items: list[tuple[str, KVType, Any]] = [
+            ("context_length", u32, self.n_ctx_train),
+            ("embedding_length", u32, self.n_embd),
+            ("block_count", u32, self.n_layer_all),
+            ("attention.head_count", u32, self.n_head),
+            ("attention.head_count_kv", u32, self.n_head_kv),
+            ("attention.key_length", u32, self.head_dim),
+            ("attention.value_length", u32, self.head_dim),
+            ("attention.layer_norm_rms_epsilon", f32, self.f_norm_rms_eps),
+            ("rope.dimension_count", u32, self.n_rot),
+            ("rope.dimension_sections", KVType.I32_ARRAY, self.rope_sections()),
+            ("rope.freq_base", f32, self.rope_freq_base),
+            ("expert_count", u32, self.n_expert),
+            ("expert_used_count", u32, self.n_expert_used),
+            ("expert_feed_forward_length", u32, self.n_ff_exp),
+            ("expert_shared_feed_forward_length", u32, self.n_ff_shexp),
+            ("ssm.conv_kernel", u32, self.ssm_d_conv),
+            ("ssm.inner_size", u32, self.value_dim),
+            ("ssm.state_size", u32, self.ssm_d_state),
+            ("ssm.time_step_rank", u32, self.n_v_heads),
+            ("ssm.group_count", u32, self.n_k_heads),
+        ]
+        if self.layers:
+            kinds = [self.is_recurrent(il) for il in range(self.n_layer_all)]
+            items.append(("attention.recurrent_layers", KVType.BOOL_ARRAY, kinds))
+        else:
+            items.append(("full_attention_interval", u32, self.full_attention_interval))
+        if self.n_layer_nextn:
+            items.append(("nextn_predict_layers", u32, self.n_layer_nextn))
+        if self.expert_weights_scale:
+            items.append(("expert_weights_scale", f32, self.expert_weights_scale))
+        if self.rope_scaling != "none":
+            items += [
+                ("rope.scaling.type", KVType.STRING, self.rope_scaling),
+                ("rope.scaling.factor", f32, self.rope_factor),
+                ("rope.scaling.original_context_length", u32, self.rope_orig_ctx),
+            ]
+        return [KV(f"{ARCH}.{key}", kind, value) for key, kind, value in items]
+
+
+def shape_options() -> list[tuple[str, Any, str]]:
+    """Return (name, default, help) of every hyper-parameter, for a command line."""
+    return [(f.name, f.default, f.metadata["help"]) for f in fields(Shape)]

@@ -1,0 +1,129 @@
+"""The tensor list of a model: names, shapes, types and how each is filled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .blocks import TYPES
+from .calibrate import Calibration
+from .gguf_write import TensorEntry
+from .mix import Mix
+from .shape import Shape
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor. `fill` names the recipe in fill.py; `std` is the deviation of its weights."""
+
+    name: str
+    ne: tuple[int, ...]
+    type: str
+    fill: str
+    std: float = 1.0
+    il: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        try:
+            return TYPES[self.type].row_bytes(self.ne[0])
+        except ValueError as e:
+            raise ValueError(f"{self.name}: {e}") from None
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.ne[1:])
+
+    def entry(self) -> TensorEntry:
+        """Return the row of the GGUF tensor table."""
+        return TensorEntry(
+            self.name, self.ne, TYPES[self.type].ggml_id, self.n_rows * self.row_bytes
+        )
+
+
+class Plan:
+    """Builds the list of tensors of one model."""
+
+    def __init__(self, shape: Shape, mix: Mix, cal: Calibration) -> None:
+        self.shape, self.mix, self.cal = shape, mix, cal
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor in file order."""
+        s, cal = self.shape, self.cal
+        out = [Tensor("token_embd.weight", (s.n_embd, s.n_vocab), self._embd_type(), "embd")]
+        out.append(Tensor("output_norm.weight", (s.n_embd,), "F32", "output_norm"))
+        if not s.tied:
+            head = self.mix.type_of("head", None)
+            std = cal.logit_std / math.sqrt(s.n_embd)
+            out.append(Tensor("output.weight", (s.n_embd, s.n_vocab), head, "pool", std))
+        for il in range(s.n_layer_all):
+            out += self._layer(il)
+        return out
+
+    def _embd_type(self) -> str:
+        return self.mix.type_of("embd", None)
+
+    def _matrix(self, il: int, name: str, ne: tuple[int, ...], cls: str, gain: float) -> Tensor:
+        """Return a pooled matrix whose output has `gain` times the rms of its input."""
+        std = gain / math.sqrt(ne[0])
+        return Tensor(f"blk.{il}.{name}.weight", ne, self.mix.type_of(cls, il), "pool", std, il)
+
+    def _vector(self, il: int, name: str, n: int, fill: str, std: float = 1.0) -> Tensor:
+        return Tensor(f"blk.{il}.{name}", (n,), "F32", fill, std, il)
+
+    def _layer(self, il: int) -> Iterator[Tensor]:
+        n_embd = self.shape.n_embd
+        yield self._vector(il, "attn_norm.weight", n_embd, "norm")
+        yield self._vector(il, "post_attention_norm.weight", n_embd, "block_norm")
+        yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
+        yield from self._ffn(il)
+        if il >= self.shape.n_layer:
+            yield self._matrix(il, "nextn.eh_proj", (2 * n_embd, n_embd), "nextn", 1.0)
+            yield self._vector(il, "nextn.enorm.weight", n_embd, "norm")
+            yield self._vector(il, "nextn.hnorm.weight", n_embd, "norm")
+            yield self._vector(il, "nextn.shared_head_norm.weight", n_embd, "norm")
+
+    def _attention(self, il: int) -> Iterator[Tensor]:
+        s = self.shape
+        n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
+        yield self._matrix(il, "attn_q", (s.n_embd, 2 * n_q), "attn", 1.0)
+        yield self._matrix(il, "attn_k", (s.n_embd, n_kv), "attn", 1.0)
+        yield self._matrix(il, "attn_v", (s.n_embd, n_kv), "attn", 1.0)
+        yield self._matrix(il, "attn_output", (n_q, s.n_embd), "attn", self.cal.attn_out_gain(s))
+        yield self._vector(il, "attn_q_norm.weight", s.head_dim, "qk_norm")
+        yield self._vector(il, "attn_k_norm.weight", s.head_dim, "qk_norm")
+
+    def _deltanet(self, il: int) -> Iterator[Tensor]:
+        s = self.shape
+        yield self._matrix(il, "attn_qkv", (s.n_embd, s.conv_dim), "ssm", 1.0)
+        yield self._matrix(il, "attn_gate", (s.n_embd, s.value_dim), "ssm", 1.0)
+        conv = (s.ssm_d_conv, s.conv_dim)
+        yield Tensor(f"blk.{il}.ssm_conv1d.weight", conv, "F32", "normal", self.cal.conv_std, il)
+        yield self._vector(il, "ssm_dt.bias", s.n_v_heads, "ssm_dt")
+        yield self._vector(il, "ssm_a", s.n_v_heads, "ssm_a")
+        yield self._matrix(il, "ssm_beta", (s.n_embd, s.n_v_heads), "ssm_ab", 1.0)
+        yield self._matrix(il, "ssm_alpha", (s.n_embd, s.n_v_heads), "ssm_ab", self.cal.alpha_gain)
+        yield self._vector(il, "ssm_norm.weight", s.ssm_d_state, "norm")
+        out_gain = self.cal.deltanet_out_gain(s)
+        yield self._matrix(il, "ssm_out", (s.value_dim, s.n_embd), "ssm", out_gain)
+
+    def _ffn(self, il: int) -> Iterator[Tensor]:
+        s, cal = self.shape, self.cal
+        router = (s.n_embd, s.n_expert)
+        yield Tensor(f"blk.{il}.ffn_gate_inp.weight", router, "F32", "router", 1.0, il)
+        wide = (s.n_embd, s.n_ff_exp, s.n_expert)
+        if s.merged_gate_up:
+            both = (s.n_embd, 2 * s.n_ff_exp, s.n_expert)
+            yield self._matrix(il, "ffn_gate_up_exps", both, "gate_up", 1.0)
+        else:
+            yield self._matrix(il, "ffn_gate_exps", wide, "gate_up", 1.0)
+            yield self._matrix(il, "ffn_up_exps", wide, "gate_up", 1.0)
+        down = (s.n_ff_exp, s.n_embd, s.n_expert)
+        yield self._matrix(il, "ffn_down_exps", down, "down", cal.down_gain(s))
+        gate_std = 1 / math.sqrt(s.n_embd)
+        yield self._vector(il, "ffn_gate_inp_shexp.weight", s.n_embd, "normal", gate_std)
+        yield self._matrix(il, "ffn_gate_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)
+        yield self._matrix(il, "ffn_up_shexp", (s.n_embd, s.n_ff_shexp), "shexp", 1.0)
+        shared = (s.n_ff_shexp, s.n_embd)
+        yield self._matrix(il, "ffn_down_shexp", shared, "shexp", cal.shared_down_gain(s))

@@ -1,0 +1,72 @@
+"""A byte-level BPE vocabulary of any size, so that text commands work on synthetic models."""
+
+from __future__ import annotations
+
+from .gguf_write import KV, KVType
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+SPECIALS = (
+    ("<|endoftext|>", CONTROL),
+    ("<|im_start|>", CONTROL),
+    ("<|im_end|>", CONTROL),
+    ("<think>", USER_DEFINED),
+    ("</think>", USER_DEFINED),
+)
+
+# Words whose merges exist, so that tokenizing text does more than split it into bytes.
+WORDS = (
+    "def return self import from class if else for in not and is None True False print the of to "
+    "a that it as with be on this are or an by at range len str int list dict name value error"
+).split()
+
+MIN_VOCAB = 512
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokens() -> list[str]:
+    """Return the 256 characters that stand for bytes in byte-level BPE, in byte order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(b if b in printable else next(spare)) for b in range(256)]
+
+
+def _merges(byte: list[str]) -> list[tuple[str, str]]:
+    """Return merges that build each word from its first character on, then join it to a space."""
+    chains = [(word[:i], word[i]) for word in WORDS for i in range(1, len(word))]
+    return list(dict.fromkeys(chains + [(byte[0x20], word) for word in WORDS]))
+
+
+def vocabulary(n_vocab: int, pre: str) -> list[KV]:
+    """Return the tokenizer keys: bytes, merged words, fillers, and the special tokens last.
+
+    Raises: ValueError if `n_vocab` is too small to hold them.
+    """
+    if n_vocab < MIN_VOCAB:
+        raise ValueError(f"n_vocab is {n_vocab}; the byte-level vocabulary needs {MIN_VOCAB}")
+    tokens = byte_tokens()
+    merges = _merges(tokens)
+    space = tokens[0x20]
+    tokens += [a + b for a, b in merges]
+    n_normal = n_vocab - len(SPECIALS)
+    tokens += [f"{space}w{i}" for i in range(n_normal - len(tokens))]
+    types = [NORMAL] * n_normal + [kind for _, kind in SPECIALS]
+    tokens += [text for text, _ in SPECIALS]
+    ids = {text: n_normal + i for i, (text, _) in enumerate(SPECIALS)}
+    return [
+        KV("tokenizer.ggml.model", KVType.STRING, "gpt2"),
+        KV("tokenizer.ggml.pre", KVType.STRING, pre),
+        KV("tokenizer.ggml.tokens", KVType.STRING_ARRAY, tokens),
+        KV("tokenizer.ggml.token_type", KVType.I32_ARRAY, types),
+        KV("tokenizer.ggml.merges", KVType.STRING_ARRAY, [f"{a} {b}" for a, b in merges]),
+        KV("tokenizer.ggml.eos_token_id", KVType.U32, ids["<|im_end|>"]),
+        KV("tokenizer.ggml.padding_token_id", KVType.U32, ids["<|endoftext|>"]),
+        KV("tokenizer.ggml.add_bos_token", KVType.BOOL, False),
+        KV("tokenizer.chat_template", KVType.STRING, CHAT_TEMPLATE),
+    ]
