@@ -23,7 +23,7 @@ MAX_PROMPT_BYTES = 16 * MiB
 # No token of a byte-level BPE is near this; a piece that claims more is a broken vocabulary.
 MAX_PIECE_BYTES = 64 * 1024
 
-_ERROR_LEVEL = 3
+_ERROR_LEVEL = 4
 _CONTINUE_LEVEL = 5
 
 
@@ -44,7 +44,7 @@ class Tokenizer:
             params.vocab_only = True
             self._model = self._lib.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
-            reason = "; ".join(messages) or "no reason given"
+            reason = messages[0] if messages else "no reason given"
             raise ModelFileError(f"{self.path}: llama.cpp cannot read the vocabulary: {reason}")
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._lib.llama_vocab_n_tokens(self._vocab)
