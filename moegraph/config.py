@@ -171,3 +171,9 @@ def _problem(setting: Setting, value: object) -> str:
         return f"{where}; expected a string, {setting.allowed}"
     known = value in setting.choices if setting.choices else _DEVICE.fullmatch(value) is not None
     return "" if known else f"{where}; allowed: {setting.allowed}"
+
+
+def debug_level() -> int:
+    """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks for our own errors, 2 and more native logs too."""
+    value = os.environ.get("MOEGRAPH_DEBUG", "")
+    return int(value) if value.isdecimal() else 0

@@ -19,18 +19,18 @@ MAX_STOP_CHARS = 1024
 class CancelToken:
     """Ask a running generation to end; safe from other threads and from signal handlers."""
 
-    # A bare bool and no Event: a handler that interrupts Event.set() in the same thread
-    # would wait for the lock its own thread holds.
+    # A bare word and no Event: a handler that interrupts Event.set() in the same thread would
+    # wait for the lock its own thread holds. The CPU kernels read the same word.
     def __init__(self) -> None:
-        self._is_set = False
+        self.flag = np.zeros(1, dtype=np.int32)
 
     def set(self) -> None:
-        """Ask for the end; the engine looks between layers."""
-        self._is_set = True
+        """Ask for the end; the engine looks between layers, the CPU device between nodes."""
+        self.flag[0] = 1
 
     def is_set(self) -> bool:
         """Return whether the end was asked for."""
-        return self._is_set
+        return bool(self.flag[0])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,394 @@
+"""The engine: a model on a device, and the loop from prompt ids to events."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import EngineConfig
+from .errors import Cancelled, ContextOverflow, InternalError, OutOfDeviceMemory, RequestError
+from .experts.bank import ExpertBanks
+from .ggml.device import Device
+from .graphs.layer import Model
+from .modelfile import ModelFile, open_model
+from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
+from .runner.inspect import node_values
+from .sampling import Sampler, SamplingParams
+from .sequence import CancelToken, GenerationEvent, Sequence
+from .state import State
+from .units import format_bytes
+from .weights import Loader, Progress, Weights
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+Ids = SequenceOf[int] | npt.NDArray[np.int32]
+
+
+class Engine:
+    """One model, loaded on one device, generating for one sequence at a time.
+
+    Use `Engine.load`; close it or use it as a context manager. All calls from one thread.
+    """
+
+    def __init__(self, model: ModelFile, config: EngineConfig, progress: Progress | None) -> None:
+        """Take ownership of an open model file and load it; see `Engine.load`."""
+        self.model = model
+        self.config = config
+        self.hparams = model.hparams
+        self._stack = ExitStack()
+        self._stack.callback(model.close)
+        self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
+        try:
+            self._load(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Open a GGUF file and make it resident.
+
+        progress: called with (stage, done, total) while bytes are loaded.
+
+        Raises:
+            ConfigError: a setting is wrong or there is no such device.
+            ModelFileError, UnsupportedModel: the file is not one we can run.
+            OutOfDeviceMemory: it does not fit; the message names the setting to lower.
+        """
+        config = (config or EngineConfig()).validate()
+        return cls(open_model(path), config, progress)
+
+    def _load(self, progress: Progress | None) -> None:
+        config, hp = self.config, self.hparams
+        self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self._check_fits()
+        loader = Loader(self.device, self.model, progress)
+        try:
+            self.weights = self._own(Weights(loader, self.model))
+            self.banks = self._own(ExpertBanks(self.device, loader, self.model))
+        finally:
+            loader.close()
+        self.n_ctx = config.n_ctx or hp.n_ctx_train
+        self.state = self._own(
+            State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
+        )
+        parts = Model(hp, self.weights, self.banks, self.state)
+        kind = LayeredRunner if config.mode == "layered" else WholeRunner
+        self.runner: Runner = self._own(
+            kind(self.device, parts, min(config.n_ubatch, self.state.n_ctx))
+        )
+        self.runner.reserve()
+        self.device.note_peak()
+
+    def _own(self, part):  # noqa: ANN001, ANN202 - any part with close(), returned as it came
+        self._stack.callback(part.close)
+        return part
+
+    def _check_fits(self) -> None:
+        """Refuse before gigabytes are copied, rather than after."""
+        free, _ = self.device.memory()
+        needed = self.model.n_bytes
+        if not self.device.is_cpu and needed > free:
+            raise OutOfDeviceMemory(
+                f"{self.model.path} has {format_bytes(needed)} of weights, {self.device.name} has "
+                f"{format_bytes(free)} free; choose a smaller quantization or use --device cpu"
+            )
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def device_name(self) -> str:
+        """Spelling of the device in use: cpu or cuda:N."""
+        return self.device.name
+
+    @property
+    def mode(self) -> str:
+        """'whole' or 'layered'."""
+        return self.runner.mode
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, opened at first use."""
+        from .tokenizer import Tokenizer
+
+        return self._own(Tokenizer(self.model.path))
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes: device and host peaks, and what the parts take on the device."""
+        scale = 1 if sys.platform == "darwin" else 1024
+        return {
+            "device_peak_bytes": self.device.note_peak(),
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
+            "kv_bytes": self.state.kv_bytes,
+            "state_bytes": self.state.recurrent_bytes,
+            "compute_bytes": self.runner.compute_bytes,
+        }
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def reset(self, seq: int = 0) -> None:
+        """Forget a sequence."""
+        self.device.synchronize()
+        self.state.reset(seq)
+        self._held[seq] = []
+
+    def forward(
+        self,
+        tokens: npt.NDArray[np.int32],
+        seq: int = 0,
+        all_rows: bool = False,
+        greedy: bool = False,
+        cancel: CancelToken | None = None,
+    ) -> Output:
+        """Run token rows as one pass and wait for it.
+
+        tokens: numpy shape [n_tokens], or [n_seqs, n_tokens] for neighbouring sequences from seq.
+
+        Raises:
+            RequestError, ContextOverflow: ids out of range, too many rows, no room left.
+        """
+        tokens = np.ascontiguousarray(np.atleast_2d(tokens), dtype=np.int32)
+        self._submit(tokens, seq, all_rows, greedy, cancel)
+        return self.runner.collect()
+
+    def forward_logits(
+        self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Run tokens as one pass from position pos0; return F32, numpy shape [n_out, n_vocab]."""
+        self._expect_position(seq, pos0)
+        return self.forward(np.asarray(tokens, dtype=np.int32), seq, all_rows).logits
+
+    def forward_nodes(
+        self, tokens: Ids, pos0: int = 0, seq: int = 0
+    ) -> dict[tuple[str, int], npt.NDArray]:
+        """Run tokens as one pass and return every named node by (name, il); numpy shapes.
+
+        On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: a fused node has no value of its own.
+        """
+        self._expect_position(seq, pos0)
+        ids = np.ascontiguousarray(np.atleast_2d(np.asarray(tokens, dtype=np.int32)))
+        self._check_batch(ids, seq)
+        return node_values(self.runner, Batch(ids, seq, all_rows=True))
+
+    def _expect_position(self, seq: int, pos0: int) -> None:
+        if pos0 != self.state.n_past[seq]:
+            raise RequestError(
+                f"sequence {seq} holds {self.state.n_past[seq]} positions, the pass starts at {pos0}"
+            )
+
+    def _check_batch(self, tokens: npt.NDArray[np.int32], seq: int) -> None:
+        n_seqs, n_tokens = tokens.shape
+        if not 0 <= seq <= seq + n_seqs <= self.config.n_seq:
+            raise RequestError(
+                f"sequences {seq} to {seq + n_seqs - 1}; there are 0 to {self.config.n_seq - 1}"
+            )
+        if not 1 <= n_tokens <= self.runner.n_ubatch:
+            raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {self.runner.n_ubatch}")
+        self._check_ids(tokens)
+        last = max(self.state.n_past[seq : seq + n_seqs]) + n_tokens
+        if last > self.n_ctx:
+            raise ContextOverflow(f"{last} positions, the context holds {self.n_ctx}; raise -c")
+
+    def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
+        bad = (tokens < 0) | (tokens >= self.hparams.n_vocab)
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise RequestError(
+                f"token id {tokens.reshape(-1)[at]} at position {at} is out of range; "
+                f"the vocabulary has ids 0 to {self.hparams.n_vocab - 1}"
+            )
+
+    def _submit(
+        self,
+        tokens: npt.NDArray[np.int32],
+        seq: int,
+        all_rows: bool,
+        greedy: bool,
+        cancel: CancelToken | None,
+    ) -> None:
+        self._check_batch(tokens, seq)
+        cancelled = cancel.is_set if cancel else bool
+        self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
+        for i, row in enumerate(tokens.tolist()):
+            self._held[seq + i].extend(row)
+
+    # -- generation --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: SequenceOf[str] = (),
+        *,
+        cancel: CancelToken | None = None,
+        keep_logits: bool = False,
+        progress: Progress | None = None,
+        ignore_eos: bool = False,
+        text: bool = True,
+        reuse: bool = False,
+    ) -> Iterator[GenerationEvent]:
+        """Generate from a prompt, one event a token; the last one has a finish_reason.
+
+        max_tokens: at most so many; None until the context is full.
+        keep_logits: events carry the logits computed since the event before.
+        ignore_eos: go on after an end-of-generation token.
+        text: decode tokens to text; False for ids alone (needs no vocabulary).
+        reuse: when the prompt begins with what the sequence holds, compute only the rest.
+
+        Raises:
+            RequestError, ContextOverflow: the request is wrong; found before any computation.
+            NativeError: a result was not finite.
+        """
+        sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
+        ids = np.asarray(prompt_ids, dtype=np.int64).reshape(-1)
+        self._check_ids(ids)
+        ids = ids.astype(np.int32)
+        vocabulary = self.tokenizer if text else None
+        sequence = Sequence(
+            ids.tolist(),
+            n_ctx=self.n_ctx,
+            max_tokens=max_tokens,
+            piece=vocabulary.piece if vocabulary else None,
+            eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
+            stop=stop,
+        )
+        return _Generation(self, sequence, ids, sampling, cancel, keep_logits, progress).run(reuse)
+
+    def close(self) -> None:
+        """Free everything, last loaded first; a second call does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Generation:
+    """One run of the loop: prompt in chunks, then a token at a time.
+
+    The next pass is started before an event is handed out, so that whatever the consumer does with
+    the text happens while the device computes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: Sequence,
+        ids: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        cancel: CancelToken | None,
+        keep_logits: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.engine = engine
+        self.sequence = sequence
+        self.ids = ids
+        self.cancel = cancel or CancelToken()
+        self.keep_logits = keep_logits
+        self.progress = progress
+        self.greedy = not sampling.needs_logits and not keep_logits
+        self.sampler = Sampler(sampling, engine.hparams.n_vocab)
+        self.sampler.accept_all(ids.tolist())
+        self.prefill_s = self.decode_s = 0.0
+
+    def run(self, reuse: bool) -> Iterator[GenerationEvent]:
+        engine = self.engine
+        held = engine._held[0]
+        n_reused = len(held)
+        if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
+            engine.reset()
+            n_reused = 0
+        self.started = time.perf_counter()
+        engine.device.bind_cancel(self.cancel.flag)
+        finished = False
+        try:
+            yield from self._steps(n_reused)
+            finished = True
+        except Cancelled:
+            engine.reset()
+            finished = True
+            self._clock()
+            yield self._event(None, "", None, "cancelled")
+        finally:
+            engine.device.bind_cancel(None)
+            if not finished:
+                engine.reset()  # an error, or the consumer left in the middle of a pass
+
+    def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
+        sequence = self.sequence
+        output, kept = self._prefill(n_reused)
+        self._clock()
+        if sequence.finish_reason:  # nothing to generate
+            yield self._event(None, "", kept, sequence.finish_reason)
+            return
+        while True:
+            token = self._pick(output)
+            text = sequence.append(token)
+            self._clock()
+            event = self._event(token, text, kept, sequence.finish_reason)
+            if sequence.finish_reason:
+                yield event
+                return
+            self._submit(np.array([[token]], dtype=np.int32))
+            yield event
+            output = self.engine.runner.collect()
+            kept = output.logits if self.keep_logits else None
+
+    def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
+        rows, step, n = [], self.engine.runner.n_ubatch, len(self.ids)
+        output = None
+        for start in range(n_reused, n, step):
+            chunk = self.ids[start : start + step]
+            self._submit(chunk[None, :])
+            output = self.engine.runner.collect()
+            if self.keep_logits:
+                rows.append(output.logits)
+            if self.progress:
+                self.progress("prefill", min(start + step, n), n)
+        if output is None:
+            raise InternalError("a prompt without tokens reached the prefill")
+        return output, np.concatenate(rows) if rows else None
+
+    def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
+        self.engine._submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
+
+    def _pick(self, output: Output) -> int:
+        if output.argmax is not None:
+            return int(output.argmax[-1])
+        token = self.sampler.sample(output.logits[-1])
+        self.sampler.accept(token)
+        return token
+
+    def _clock(self) -> None:
+        now = time.perf_counter() - self.started
+        if not self.sequence.n_generated or not self.prefill_s:
+            self.prefill_s = now
+        self.decode_s = now - self.prefill_s
+
+    def _event(
+        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None, reason: str | None
+    ) -> GenerationEvent:
+        return GenerationEvent(
+            token, text, self.sequence.n_prompt, self.sequence.n_generated,
+            self.prefill_s, self.decode_s, reason, logits,
+        )

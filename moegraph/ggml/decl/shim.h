@@ -1,0 +1,22 @@
+// moegraph's own C shim (shim.h holds the comments).
+
+const char * mg_patchset_built(void);
+const char * mg_patchset_loaded(void);
+
+struct mg_readback {
+    const struct ggml_tensor * src;
+    void * dst;
+    size_t size;
+};
+
+void mg_install_callbacks(int verbose);
+size_t mg_last_error(char * out, size_t size);
+void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
+
+bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
+
+enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
+enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
+        struct ggml_cgraph * first, struct ggml_cgraph * second,
+        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+        const struct mg_readback * reads, int n_reads);

@@ -1,0 +1,207 @@
+"""A device: compute stream, copy stream, memory, events.
+
+The CPU device has neither streams nor events: every call is finished when it returns, in the same order
+of calls, so callers need no second path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
+from ..units import format_bytes
+from .handles import Buffer, Event, Handle
+from .lib import C, ffi, last_error
+
+
+class Backend(Handle):
+    """One stream of work on a device."""
+
+    __slots__ = ()
+
+    def __init__(self, dev: Any) -> None:
+        super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
+
+
+class HostBuffer(Buffer):
+    """Host memory as a numpy array; pinned where the device can pin."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, ptr: Any, size: int, *parents: Any) -> None:
+        super().__init__(ptr, *parents)
+        address = C.ggml_backend_buffer_get_base(ptr)
+        self.array = np.frombuffer(ffi.buffer(address, size), dtype=np.uint8)
+
+    def address(self, offset: int = 0) -> Any:
+        """Return a pointer to a byte of the buffer."""
+        return ffi.cast("char *", self.base + offset)
+
+
+def list_devices() -> list[dict[str, Any]]:
+    """Return name, description, kind ('cpu', 'cuda' or 'other') and memory of every device ggml sees."""
+    found, n_gpu = [], 0
+    for i in range(C.ggml_backend_dev_count()):
+        dev = C.ggml_backend_dev_get(i)
+        props = ffi.new("struct ggml_backend_dev_props *")
+        C.ggml_backend_dev_get_props(dev, props)
+        kind, name = "other", ffi.string(props.name).decode()
+        if props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU:
+            kind, spelling = "cpu", "cpu"
+        elif name.startswith("CUDA"):
+            kind, spelling = "cuda", f"cuda:{n_gpu}"
+            n_gpu += 1
+        else:
+            spelling = name.lower()
+        found.append({
+            "device": spelling,
+            "kind": kind,
+            "name": name,
+            "description": ffi.string(props.description).decode(),
+            "memory_free": props.memory_free,
+            "memory_total": props.memory_total,
+            "handle": dev,
+        })
+    return found
+
+
+def _select(name: str) -> dict[str, Any]:
+    devices = list_devices()
+    wanted = "cuda:0" if name == "cuda" else name
+    if name == "auto":
+        wanted = next((d["device"] for d in devices if d["kind"] == "cuda"), "cpu")
+    for device in devices:
+        if device["device"] == wanted:
+            return device
+    usable = ", ".join(d["device"] for d in devices if d["kind"] in ("cpu", "cuda"))
+    hint = "" if any(d["kind"] == "cuda" for d in devices) else (
+        "; this build or this machine has no CUDA device (see moegraph doctor)"
+    )
+    raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
+
+
+class Device:
+    """One device with a compute stream and a copy stream.
+
+    Two backend instances on one CUDA device are two streams; on the CPU both are the same instance.
+    """
+
+    def __init__(self, name: str = "auto", n_threads: int = 1, reference: bool = False) -> None:
+        """Open a device by its spelling: auto, cpu, cuda or cuda:N.
+
+        reference: on the CPU, use kernels whose result does not depend on width or threads.
+
+        Raises:
+            ConfigError: there is no such device.
+        """
+        chosen = _select(name)
+        self.name: str = chosen["device"]
+        self.description: str = chosen["description"]
+        self.is_cpu = chosen["kind"] == "cpu"
+        if reference and not self.is_cpu:
+            raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
+        self._dev = chosen["handle"]
+        self.compute = Backend(self._dev)
+        self.copy = self.compute if self.is_cpu else Backend(self._dev)
+        self.buft = C.ggml_backend_dev_buffer_type(self._dev)
+        self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
+        if self.is_cpu:
+            C.ggml_backend_cpu_set_n_threads(self.compute.ptr, n_threads)
+            C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
+        self._free_at_start = self.memory()[0]
+        self.peak_bytes = 0
+
+    def memory(self) -> tuple[int, int]:
+        """Return (free, total) bytes as the driver reports them."""
+        free, total = ffi.new("size_t *"), ffi.new("size_t *")
+        C.ggml_backend_dev_memory(self._dev, free, total)
+        return free[0], total[0]
+
+    def note_peak(self) -> int:
+        """Measure the memory this device gave up since it was opened; return the highest so far."""
+        self.peak_bytes = max(self.peak_bytes, self._free_at_start - self.memory()[0])
+        return self.peak_bytes
+
+    def buffer(self, size: int, what: str, remedy: str) -> Buffer:
+        """Allocate device memory.
+
+        Raises:
+            OutOfDeviceMemory: names what was wanted, how much is free, and the remedy.
+        """
+        ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
+        if ptr == ffi.NULL:
+            raise self.out_of_memory(size, what, remedy)
+        return Buffer(ptr, self.compute)
+
+    def out_of_memory(self, size: int, what: str, remedy: str) -> OutOfDeviceMemory:
+        """Return the error for a failed allocation of `size` bytes."""
+        last_error()
+        free, _ = self.memory()
+        return OutOfDeviceMemory(
+            f"{self.name} cannot allocate {format_bytes(size)} for {what}: "
+            f"{format_bytes(free)} free; {remedy}"
+        )
+
+    def host_buffer(self, size: int) -> HostBuffer:
+        """Allocate host memory for transfers; pinned on CUDA, ordinary where pinning fails."""
+        buft = C.ggml_backend_dev_host_buffer_type(self._dev)
+        if buft == ffi.NULL:
+            buft = self.buft
+        ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
+        if ptr == ffi.NULL:
+            raise NativeError(f"cannot allocate {format_bytes(size)} of host memory for transfers")
+        return HostBuffer(ptr, size, self.compute)
+
+    def event(self) -> Event | None:
+        """Return a new event, or None on the CPU, where nothing is asynchronous."""
+        if self.is_cpu:
+            return None
+        return Event(C.ggml_backend_event_new(self._dev), self.compute)
+
+    def bind_cancel(self, flag: np.ndarray | None) -> None:
+        """Let an I32 word stop the CPU between two nodes; None unbinds. No effect on CUDA.
+
+        The caller keeps the array alive until it unbinds it.
+        """
+        if self.is_cpu:
+            word = ffi.NULL if flag is None else ffi.cast("int32_t *", flag.ctypes.data)
+            C.mg_cancel_bind(self.compute.ptr, word)
+
+    def upload(self, tensor: Any, host: HostBuffer, offset: int, size: int) -> None:
+        """Enqueue a copy of host bytes into a tensor on the compute stream."""
+        C.ggml_backend_tensor_set_async(
+            self.compute.ptr, tensor, host.address(offset), 0, size
+        )
+
+    def synchronize(self) -> None:
+        """Wait until both streams are idle."""
+        C.ggml_backend_synchronize(self.compute.ptr)
+        if self.copy is not self.compute:
+            C.ggml_backend_synchronize(self.copy.ptr)
+
+    def check(self, status: int, what: str) -> None:
+        """Turn a graph status into an exception.
+
+        Raises:
+            Cancelled: the cancel flag stopped the graph.
+            OutOfDeviceMemory, NativeError: ggml reported a failure.
+        """
+        if status == C.GGML_STATUS_SUCCESS:
+            return
+        if status == C.GGML_STATUS_ABORTED:
+            raise Cancelled("cancelled")
+        detail = last_error() or f"status {status}"
+        if status == C.GGML_STATUS_ALLOC_FAILED:
+            raise OutOfDeviceMemory(f"{what}: out of memory on {self.name}: {detail}")
+        raise NativeError(f"{what} failed on {self.name}: {detail}")
+
+    def close(self) -> None:
+        """Wait for the device and free both streams."""
+        if self.compute._ptr is None:
+            return
+        self.synchronize()
+        if self.copy is not self.compute:
+            self.copy.close()
+        self.compute.close()

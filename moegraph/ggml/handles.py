@@ -1,0 +1,132 @@
+"""Owners of native objects: one handle, one `close()`, a strong reference to what must outlive it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InternalError
+from .lib import C, ffi
+
+_live: Counter[str] = Counter()
+
+
+def live_handles() -> dict[str, int]:
+    """Return how many native objects of each kind are open."""
+    return {kind: n for kind, n in _live.items() if n}
+
+
+def _release(kind: str, free: Callable[[Any], None], ptr: Any) -> None:
+    _live[kind] -= 1
+    free(ptr)
+
+
+class Handle:
+    """A native pointer with one owner.
+
+    `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until then.
+    """
+
+    __slots__ = ("_ptr", "_parents", "_finalizer", "__weakref__")
+
+    def __init__(self, ptr: Any, free: Callable[[Any], None], *parents: Any) -> None:
+        if ptr == ffi.NULL:
+            raise InternalError(f"{type(self).__name__} was given a null pointer")
+        self._ptr = ptr
+        self._parents = parents
+        _live[type(self).__name__] += 1
+        self._finalizer = weakref.finalize(self, _release, type(self).__name__, free, ptr)
+
+    @property
+    def ptr(self) -> Any:
+        """The native pointer.
+
+        Raises:
+            InternalError: the handle is closed.
+        """
+        if self._ptr is None:
+            raise InternalError(f"use of a closed {type(self).__name__}")
+        return self._ptr
+
+    def close(self) -> None:
+        """Free the native object; a second call does nothing."""
+        self._ptr = None
+        self._finalizer()
+        self._parents = ()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __copy__(self) -> Handle:
+        raise InternalError(f"a {type(self).__name__} cannot be copied")
+
+    def __deepcopy__(self, memo: dict) -> Handle:
+        raise InternalError(f"a {type(self).__name__} cannot be copied")
+
+    def __reduce__(self) -> Any:
+        raise InternalError(f"a {type(self).__name__} cannot be pickled")
+
+
+class Context(Handle):
+    """Memory for tensor and graph records (not for tensor data)."""
+
+    __slots__ = ()
+
+    def __init__(self, n_tensors: int, n_nodes: int = 0) -> None:
+        """Make room for n_tensors tensors and, when n_nodes is given, two graphs of that size."""
+        size = n_tensors * C.ggml_tensor_overhead() + 1024
+        if n_nodes:
+            size += 2 * C.ggml_graph_overhead_custom(n_nodes, False)
+        params = {"mem_size": size, "mem_buffer": ffi.NULL, "no_alloc": True}
+        super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), C.ggml_free)
+
+
+class Buffer(Handle):
+    """Tensor memory on one device."""
+
+    __slots__ = ()
+
+    def __init__(self, ptr: Any, *parents: Any) -> None:
+        super().__init__(ptr, C.ggml_backend_buffer_free, *parents)
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte."""
+        return int(ffi.cast("uintptr_t", C.ggml_backend_buffer_get_base(self.ptr)))
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return C.ggml_backend_buffer_get_size(self.ptr)
+
+
+class Event(Handle):
+    """A point on a stream that another stream or the host can wait for."""
+
+    __slots__ = ()
+
+    def __init__(self, ptr: Any, *parents: Any) -> None:
+        super().__init__(ptr, C.ggml_backend_event_free, *parents)
+
+    def wait(self) -> None:
+        """Block the host until the event has happened."""
+        C.ggml_backend_event_synchronize(self.ptr)
+
+
+class GraphAllocator(Handle):
+    """One reusable block for the intermediates of graphs that run one after another."""
+
+    __slots__ = ()
+
+    def __init__(self, buft: Any, *parents: Any) -> None:
+        super().__init__(C.ggml_gallocr_new(buft), C.ggml_gallocr_free, *parents)
+
+    @property
+    def size(self) -> int:
+        """Bytes held now."""
+        return C.ggml_gallocr_get_buffer_size(self.ptr, 0)

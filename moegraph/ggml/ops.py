@@ -1,0 +1,293 @@
+"""Graph nodes with their shapes checked before ggml sees them.
+
+ggml asserts, and an assert ends the process; every rule that a graph of ours could break is therefore
+tested here first and raised as InternalError. A tensor is a plain cffi pointer to struct ggml_tensor;
+its memory belongs to the Builder's context. Shapes in ggml order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InternalError
+from .handles import Context
+from .lib import C, ffi
+
+Tensor = Any
+
+F32: int = C.GGML_TYPE_F32
+F16: int = C.GGML_TYPE_F16
+I32: int = C.GGML_TYPE_I32
+I64: int = C.GGML_TYPE_I64
+
+
+def shape(t: Tensor) -> tuple[int, int, int, int]:
+    """Return the four extents of a tensor, ggml order."""
+    return t.ne[0], t.ne[1], t.ne[2], t.ne[3]
+
+
+def name_of(t: Tensor) -> str:
+    """Return the tensor's name."""
+    return ffi.string(t.name).decode("utf-8", "replace")
+
+
+def type_id(name: str) -> int:
+    """Return the ggml type of a KV cache type name: f16, q8_0 or q4_0."""
+    return {"f16": C.GGML_TYPE_F16, "q8_0": C.GGML_TYPE_Q8_0, "q4_0": C.GGML_TYPE_Q4_0}[name]
+
+
+def _require(ok: bool, op: str, *tensors: Tensor) -> None:
+    if not ok:
+        operands = ", ".join(f"{name_of(t) or '?'}{list(shape(t))}" for t in tensors)
+        raise InternalError(f"{op}: operands do not fit: {operands}; please report this")
+
+
+def _repeats(small: Tensor, large: Tensor) -> bool:
+    return all(large.ne[i] % small.ne[i] == 0 for i in range(4))
+
+
+class Builder:
+    """Builds one graph: nodes are computed in the order in which they are expanded."""
+
+    def __init__(self, ctx: Context, n_nodes: int) -> None:
+        self.context = ctx
+        self.ctx = ctx.ptr
+        self.graph = C.ggml_new_graph_custom(self.ctx, n_nodes, False)
+        self.named: dict[tuple[str, int], Tensor] = {}
+
+    # -- structure -------------------------------------------------------------------------------
+
+    def name(self, t: Tensor, name: str, il: int = -1) -> Tensor:
+        """Name a node as upstream's cb() does: `name-il`, or `name` outside a layer."""
+        C.ggml_set_name(t, (f"{name}-{il}" if il >= 0 else name).encode())
+        self.named[(name, il)] = t
+        return t
+
+    def expand(self, t: Tensor) -> Tensor:
+        """Append a node, and before it everything it depends on."""
+        C.ggml_build_forward_expand(self.graph, t)
+        return t
+
+    def leaf(self, dtype: int, ne: Sequence[int], name: str) -> Tensor:
+        """Make a tensor that no node computes; the caller places it in memory."""
+        t = C.ggml_new_tensor(self.ctx, dtype, len(ne), list(ne))
+        C.ggml_set_name(t, name.encode())
+        return t
+
+    # -- element-wise ----------------------------------------------------------------------------
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b, b repeated to a's shape."""
+        _require(_repeats(b, a), "add", a, b)
+        return C.ggml_add(self.ctx, a, b)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a * b, b repeated to a's shape."""
+        _require(_repeats(b, a), "mul", a, b)
+        return C.ggml_mul(self.ctx, a, b)
+
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        """a / b, b repeated to a's shape."""
+        _require(_repeats(b, a), "div", a, b)
+        return C.ggml_div(self.ctx, a, b)
+
+    def scale(self, a: Tensor, s: float) -> Tensor:
+        """a * s."""
+        return C.ggml_scale(self.ctx, a, s)
+
+    def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
+        """Limit a to [low, high]; in place, as ggml does it."""
+        return C.ggml_clamp(self.ctx, a, low, high)
+
+    def sigmoid(self, a: Tensor) -> Tensor:
+        """1 / (1 + exp(-a))."""
+        return C.ggml_sigmoid(self.ctx, a)
+
+    def silu(self, a: Tensor) -> Tensor:
+        """a * sigmoid(a)."""
+        return C.ggml_silu(self.ctx, a)
+
+    def softplus(self, a: Tensor) -> Tensor:
+        """log(1 + exp(a))."""
+        return C.ggml_softplus(self.ctx, a)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        _require(shape(gate) == shape(up) and gate.type == up.type, "swiglu", gate, up)
+        return C.ggml_swiglu_split(self.ctx, gate, up)
+
+    # -- reductions and norms --------------------------------------------------------------------
+
+    def rms_norm(self, a: Tensor, eps: float) -> Tensor:
+        """a / sqrt(mean(a^2) + eps) over ne0."""
+        return C.ggml_rms_norm(self.ctx, a, eps)
+
+    def norm(self, a: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(a) * weight."""
+        return self.mul(self.rms_norm(a, eps), weight)
+
+    def soft_max(self, a: Tensor) -> Tensor:
+        """Softmax over ne0."""
+        return C.ggml_soft_max(self.ctx, a)
+
+    def sum_rows(self, a: Tensor) -> Tensor:
+        """Sum over ne0: [1, ne1, ne2, ne3]."""
+        return C.ggml_sum_rows(self.ctx, a)
+
+    def argmax(self, a: Tensor) -> Tensor:
+        """Index of the largest element of each row: I32 [ne1]."""
+        _require(a.ne[2] == 1 and a.ne[3] == 1, "argmax", a)
+        return C.ggml_argmax(self.ctx, a)
+
+    def argsort_top_k(self, a: Tensor, k: int) -> Tensor:
+        """Indices of the k largest elements of each row, best first: a view of a full argsort."""
+        _require(0 < k <= a.ne[0], f"argsort_top_k({k})", a)
+        return C.ggml_argsort_top_k(self.ctx, a, k)
+
+    # -- products --------------------------------------------------------------------------------
+
+    def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
+        """w^T x: [k, m] and [k, n] give F32 [m, n]."""
+        ok = w.ne[0] == x.ne[0] and x.ne[2] % w.ne[2] == 0 and x.ne[3] % w.ne[3] == 0
+        _require(ok and w.nb[0] <= w.nb[1], "mul_mat", w, x)
+        return C.ggml_mul_mat(self.ctx, w, x)
+
+    def mul_mat_hadamard(self, rot: Tensor, x: Tensor) -> Tensor:
+        """Rotate each run of rot.ne0 elements of x's rows; x keeps its shape."""
+        n, ne = rot.ne[0], shape(x)
+        n_rows = ne[0] * ne[1] * ne[2] * ne[3] // n
+        _require(ne[0] % n == 0, "mul_mat_hadamard", rot, x)
+        flat = self.reshape if C.ggml_is_contiguous(x) else self.cont
+        y = self.mul_mat(rot, flat(x, n, n_rows))
+        C.ggml_mul_mat_set_hint(y, C.GGML_HINT_SRC0_IS_HADAMARD)
+        return self.reshape(y, *ne)
+
+    def mul_mat_id(self, experts: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        """Each token times the experts it chose.
+
+        experts [k, m, n_expert], x F32 [k, 1 or n_used, n_tokens], ids I32 [n_used, n_tokens]:
+        F32 [m, n_used, n_tokens].
+        """
+        ok = (
+            ids.type == I32 and experts.ne[3] == 1 and x.ne[3] == 1 and ids.ne[2] == 1
+            and ids.ne[1] == x.ne[2] and experts.ne[0] == x.ne[0] and ids.ne[0] % x.ne[1] == 0
+        )
+        _require(ok, "mul_mat_id", experts, x, ids)
+        return C.ggml_mul_mat_id(self.ctx, experts, x, ids)
+
+    # -- shape and memory ------------------------------------------------------------------------
+
+    def reshape(self, a: Tensor, *ne: int) -> Tensor:
+        """Give a contiguous tensor another shape of 1 to 4 extents."""
+        n = 1
+        for extent in ne:
+            n *= extent
+        _require(n == C.ggml_nelements(a) and C.ggml_is_contiguous(a), f"reshape{list(ne)}", a)
+        call = (C.ggml_reshape_1d, C.ggml_reshape_2d, C.ggml_reshape_3d, C.ggml_reshape_4d)
+        return call[len(ne) - 1](self.ctx, a, *ne)
+
+    def view(self, a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offset: int = 0) -> Tensor:
+        """View part of a tensor: extents ne, byte strides nb of ne1 and up, byte offset."""
+        _require(len(nb) == len(ne) - 1, f"view{list(ne)}", a)
+        last = C.ggml_row_size(a.type, ne[0]) + sum((e - 1) * s for e, s in zip(ne[1:], nb))
+        _require(offset + last <= C.ggml_nbytes(a), f"view{list(ne)}+{offset}", a)
+        call = (C.ggml_view_1d, C.ggml_view_2d, C.ggml_view_3d, C.ggml_view_4d)
+        return call[len(ne) - 1](self.ctx, a, *ne, *nb, offset)
+
+    def permute(self, a: Tensor, *axes: int) -> Tensor:
+        """Move axis i to position axes[i]."""
+        _require(sorted(axes) == [0, 1, 2, 3], f"permute{axes}", a)
+        return C.ggml_permute(self.ctx, a, *axes)
+
+    def transpose(self, a: Tensor) -> Tensor:
+        """Swap ne0 and ne1."""
+        return C.ggml_transpose(self.ctx, a)
+
+    def cont(self, a: Tensor, *ne: int) -> Tensor:
+        """Copy into contiguous memory, with the same or a new 2-d shape."""
+        if not ne:
+            return C.ggml_cont(self.ctx, a)
+        _require(len(ne) == 2 and ne[0] * ne[1] == C.ggml_nelements(a), f"cont{list(ne)}", a)
+        return C.ggml_cont_2d(self.ctx, a, *ne)
+
+    def concat(self, a: Tensor, b: Tensor, dim: int) -> Tensor:
+        """Join two tensors along one axis."""
+        ok = all(i == dim or a.ne[i] == b.ne[i] for i in range(4)) and a.type == b.type
+        _require(ok, f"concat(dim={dim})", a, b)
+        return C.ggml_concat(self.ctx, a, b, dim)
+
+    def cpy(self, a: Tensor, dst: Tensor) -> Tensor:
+        """Write a into dst, element by element in memory order of the shapes."""
+        _require(C.ggml_nelements(a) == C.ggml_nelements(dst), "cpy", a, dst)
+        return C.ggml_cpy(self.ctx, a, dst)
+
+    def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
+        """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b] (F32, or I32 for an I32 table)."""
+        _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)
+        return C.ggml_get_rows(self.ctx, a, ids)
+
+    def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Write F32 rows [n, r] into dst [n, m] at row numbers ids I64 [r], converting to its type."""
+        ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type == I64
+        _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
+        return C.ggml_set_rows(self.ctx, dst, rows, ids)
+
+    # -- attention and delta net -----------------------------------------------------------------
+
+    def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
+        """Rotate the first n_rot elements of each head, NEOX pairing.
+
+        Qwen3.5 names interleaved multi-axis rope; text has one position on all axes, where that is
+        equal to NEOX, and only NEOX is fused on CUDA.
+        """
+        _require(pos.type == I32 and a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0], "rope", a, pos)
+        return C.ggml_rope_ext(
+            self.ctx, a, pos, ffi.NULL, hp.n_rot, C.GGML_ROPE_TYPE_NEOX, hp.n_ctx_orig,
+            hp.rope_freq_base, hp.rope_freq_scale, hp.rope_ext_factor, hp.rope_attn_factor,
+            hp.rope_beta_fast, hp.rope_beta_slow,
+        )
+
+    def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Attention with F32 accumulation.
+
+        q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens, 1, s]:
+        F32 [d, n_head, n_tokens, s].
+        """
+        ok = (
+            q.ne[0] == k.ne[0] == v.ne[0] and k.ne[1] == v.ne[1] == mask.ne[0]
+            and q.ne[2] % k.ne[2] == 0 and q.ne[3] == k.ne[3] == mask.ne[3]
+            and mask.type == F16 and mask.ne[1] >= q.ne[1]
+        )
+        _require(ok, "flash_attn", q, k, v, mask)
+        y = C.ggml_flash_attn_ext(self.ctx, q, k, v, mask, scale, 0.0, 0.0)
+        C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
+        return y
+
+    def ssm_conv(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Depthwise causal convolution.
+
+        x F32 [d_conv - 1 + n_tokens, channels, n_seqs], kernel F32 [d_conv, channels]:
+        F32 [channels, n_tokens, n_seqs].
+        """
+        ok = x.ne[1] == kernel.ne[1] and x.ne[0] >= kernel.ne[0] and kernel.type == F32
+        _require(ok and x.ne[3] == 1, "ssm_conv", x, kernel)
+        return C.ggml_ssm_conv(self.ctx, x, kernel)
+
+    def gated_delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    ) -> Tensor:
+        """Gated delta rule over the tokens of each sequence, keeping the final state.
+
+        q, k [S, n_k_heads, T, B], v [S, n_v_heads, T, B], g and beta [1, n_v_heads, T, B],
+        state [S, S, n_v_heads, B]: F32 [S * n_v_heads, T * B + S * B], scores first, state behind.
+        """
+        s, h, t, b = shape(v)
+        ok = (
+            shape(q) == shape(k) and q.ne[0] == s and h % q.ne[1] == 0
+            and (q.ne[2], q.ne[3]) == (t, b)
+            and shape(g) == (1, h, t, b) and shape(beta) == (1, h, t, b)
+            and shape(state) == (s, s, h, b)
+        )
+        _require(ok, "gated_delta_net", q, k, v, g, beta, state)
+        return C.ggml_gated_delta_net(self.ctx, q, k, v, g, beta, state, 1)

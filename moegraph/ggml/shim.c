@@ -1,0 +1,185 @@
+#include "shim.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-impl.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+const char * moegraph_patchset(void);
+
+const char * mg_patchset_built(void) {
+    return MOEGRAPH_PATCHSET;
+}
+
+const char * mg_patchset_loaded(void) {
+    return moegraph_patchset();
+}
+
+static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
+static char last_error[512];
+static int  log_verbose;
+
+static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
+    (void) user_data;
+    if (log_verbose) {
+        fputs(text, stderr);
+    }
+    if (level != GGML_LOG_LEVEL_ERROR) {
+        return;
+    }
+    pthread_mutex_lock(&log_lock);
+    snprintf(last_error, sizeof(last_error), "%s", text);
+    last_error[strcspn(last_error, "\n")] = '\0';
+    pthread_mutex_unlock(&log_lock);
+}
+
+// ggml_abort calls abort() when this returns; a core dump and a bare "Aborted" tell a user nothing.
+static void on_abort(const char * message) {
+    if (last_error[0] != '\0') {
+        fprintf(stderr, "moegraph: native failure: %.400s: %.500s\n", last_error, message);
+    } else {
+        fprintf(stderr, "moegraph: native failure: %.900s\n", message);
+    }
+    fflush(stderr);
+    _exit(4);
+}
+
+void mg_install_callbacks(int verbose) {
+    log_verbose = verbose;
+    ggml_log_set(on_log, NULL);
+    ggml_set_abort_callback(on_abort);
+}
+
+size_t mg_last_error(char * out, size_t size) {
+    pthread_mutex_lock(&log_lock);
+    const int n = snprintf(out, size, "%s", last_error);
+    last_error[0] = '\0';
+    pthread_mutex_unlock(&log_lock);
+    return n < 0 ? 0 : (size_t) n;
+}
+
+static bool cancel_requested(void * data) {
+    return *(volatile int32_t *) data != 0;
+}
+
+void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag) {
+    ggml_backend_cpu_set_abort_callback(backend_cpu, flag ? cancel_requested : NULL, (void *) flag);
+}
+
+// One request of the backend: `tensor` must stay allocated until node number `at` has been computed.
+struct keep {
+    struct ggml_tensor * tensor;
+    struct ggml_tensor * until;
+    int at;
+};
+
+struct keep_list {
+    struct keep * items;
+    size_t n;
+    size_t capacity;
+};
+
+static void on_keep(void * user_data, struct ggml_tensor * tensor, struct ggml_tensor * until) {
+    struct keep_list * list = (struct keep_list *) user_data;
+    if (list->n == list->capacity) {
+        const size_t capacity = list->capacity ? 2*list->capacity : 256;
+        struct keep * items = (struct keep *) realloc(list->items, capacity*sizeof(struct keep));
+        GGML_ASSERT(items != NULL);
+        list->items    = items;
+        list->capacity = capacity;
+    }
+    list->items[list->n++] = (struct keep) { tensor, until, -1 };
+}
+
+static int by_node(const void * a, const void * b) {
+    return ((const struct keep *) a)->at - ((const struct keep *) b)->at;
+}
+
+// Requests come nearly in node order: each search starts where the last one ended. A request that names no
+// node of the graph (upstream may look one past the end) keeps at = -1 and is dropped.
+static void locate_keeps(const struct ggml_cgraph * graph, struct keep_list * list) {
+    int from = 0;
+    for (size_t k = 0; k < list->n; k++) {
+        for (int step = 0; step < graph->n_nodes; step++) {
+            const int i = (from + step) % graph->n_nodes;
+            if (graph->nodes[i] == list->items[k].until) {
+                list->items[k].at = from = i;
+                break;
+            }
+        }
+    }
+    qsort(list->items, list->n, sizeof(struct keep), by_node);
+}
+
+// The graph the allocator sees: the same nodes and, behind each node that something must outlive, a view that
+// counts as one more use.
+static struct ggml_cgraph * with_keeps(struct ggml_context * ctx, struct ggml_cgraph * graph, const struct keep_list * list) {
+    struct ggml_cgraph * copy = ggml_new_graph_custom(ctx, graph->n_nodes + graph->n_leafs + list->n, false);
+    size_t k = 0;
+    while (k < list->n && list->items[k].at < 0) {
+        k++;
+    }
+    for (int i = 0; i < graph->n_leafs; i++) {
+        copy->leafs[copy->n_leafs++] = graph->leafs[i];
+    }
+    for (int i = 0; i < graph->n_nodes; i++) {
+        copy->nodes[copy->n_nodes++] = graph->nodes[i];
+        for (; k < list->n && list->items[k].at == i; k++) {
+            struct ggml_tensor * use = ggml_view_tensor(ctx, list->items[k].tensor);
+            use->src[0] = list->items[k].tensor;
+            copy->nodes[copy->n_nodes++] = use;
+        }
+    }
+    return copy;
+}
+
+bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph) {
+    struct keep_list list = { NULL, 0, 0 };
+    if (backend->iface.graph_optimize) {
+        struct ggml_backend_graph_optimize_params params = { on_keep, &list };
+        backend->iface.graph_optimize(backend, graph, &params);
+    }
+    locate_keeps(graph, &list);
+    struct ggml_cgraph * seen = list.n ? with_keeps(ctx, graph, &list) : graph;
+    const bool ok = ggml_gallocr_alloc_graph(galloc, seen);
+    free(list.items);
+    graph->uid = ggml_graph_next_uid();
+    return ok;
+}
+
+static void enqueue_reads(ggml_backend_t backend, const struct mg_readback * reads, int n_reads) {
+    for (int i = 0; i < n_reads; i++) {
+        ggml_backend_tensor_get_async(backend, reads[i].src, reads[i].dst, 0, reads[i].size);
+    }
+}
+
+enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads) {
+    const enum ggml_status status = ggml_backend_graph_compute_async(backend, graph);
+    if (status == GGML_STATUS_SUCCESS) {
+        enqueue_reads(backend, reads, n_reads);
+    }
+    return status;
+}
+
+enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
+        struct ggml_cgraph * first, struct ggml_cgraph * second,
+        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+        const struct mg_readback * reads, int n_reads) {
+    const enum ggml_status status = ggml_backend_graph_compute_async(compute, first);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    if (ev_first) {
+        ggml_backend_event_record(ev_first, compute);
+        ggml_backend_event_wait(copy, ev_first);
+    }
+    enqueue_reads(copy, reads, n_reads);
+    if (ev_read) {
+        ggml_backend_event_record(ev_read, copy);
+    }
+    return ggml_backend_graph_compute_async(compute, second);
+}

@@ -1,0 +1,56 @@
+// The C side of moegraph.ggml: what would otherwise be many calls, or needs ggml's internal headers.
+//
+// Threads: one engine thread owns every handle. Nothing here calls back into Python, so the interpreter
+// lock can stay released for the whole call. The one exception to "one thread" is the cancel flag of
+// mg_cancel_bind, an aligned 32-bit word that any thread or signal handler may set.
+
+#pragma once
+
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Patch set this extension was built for, and the one of the libggml-base that is loaded.
+const char * mg_patchset_built(void);
+const char * mg_patchset_loaded(void);
+
+// Copy `size` bytes of a tensor to host memory that stays valid until the read has finished.
+struct mg_readback {
+    const struct ggml_tensor * src;
+    void * dst;
+    size_t size;
+};
+
+// Keep ggml's last error line for mg_last_error instead of printing it, and turn ggml's abort into one line
+// and exit status 4. `verbose` passes every log line through to stderr.
+void   mg_install_callbacks(int verbose);
+size_t mg_last_error(char * out, size_t size);
+
+// The CPU backend stops between two nodes once *flag is not zero; the launch then returns GGML_STATUS_ABORTED.
+void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
+
+// Allocate a graph's intermediates as ggml's scheduler would: the backend may reorder nodes for fusion and may
+// ask that tensors outlive their last use; both are honoured. Sets a fresh uid, so that an unchanged graph is
+// replayed without comparing its nodes.
+// ctx needs room for the extra nodes.
+bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
+
+// Enqueue a graph and, behind it on the same stream, its read-backs.
+enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
+
+// Enqueue `first`, publish `reads` on the copy stream as soon as `first` is done, and enqueue `second` without
+// waiting for either. The host then waits for ev_read. The reads go through a second stream because a copy to
+// the host on the compute stream would hold up `second` by some 9 us. Without events (CPU) it runs in order.
+enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
+        struct ggml_cgraph * first, struct ggml_cgraph * second,
+        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+        const struct mg_readback * reads, int n_reads);
+
+#ifdef __cplusplus
+}
+#endif

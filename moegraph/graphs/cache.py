@@ -1,0 +1,122 @@
+"""Graphs that were built once and are launched many times."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ..errors import OutOfDeviceMemory, UnsupportedModel
+from ..ggml.device import Device
+from ..ggml.handles import Context, GraphAllocator
+from ..ggml.lib import C, ffi, last_error
+from ..ggml.ops import Builder, name_of, shape
+from ..units import format_bytes
+
+# About 1 KiB of host memory each.
+_MAX_TENSORS = 100_000
+
+
+class BuiltGraph:
+    """A graph with its memory assigned: launch it as often as its inputs change.
+
+    outputs: whatever the build function returned (tensors to read, or inputs to know).
+    """
+
+    __slots__ = ("context", "graph", "outputs", "n_tensors")
+
+    def __init__(self, context: Context, graph: Any, outputs: Any, n_tensors: int) -> None:
+        self.context = context
+        self.graph = graph
+        self.outputs = outputs
+        self.n_tensors = n_tensors
+
+
+class GraphCache:
+    """Built graphs by key, least recently used dropped first.
+
+    All of them share one block for intermediates: they run one after another on one stream, and what
+    must survive a graph lives in fixed memory. When a larger graph makes the block move, every graph
+    built before is stale: `generation` then changes and the cache is empty.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._allocator = GraphAllocator(device.buft, device.compute)
+        self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
+        self._n_tensors = 0
+        self.generation = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Device bytes of the shared block."""
+        return self._allocator.size
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, key: Hashable, n_nodes: int, build: Callable[[Builder], Any]) -> BuiltGraph:
+        """Return the graph of a key, building it at first use.
+
+        n_nodes: an upper bound on the nodes and on the leaves of the graph.
+
+        Raises:
+            UnsupportedModel: the device cannot run one of its nodes.
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
+        found = self._graphs.get(key)
+        if found is not None:
+            self._graphs.move_to_end(key)
+            return found
+        # nodes and leaves, and the allocator's extra uses
+        context = Context(4 * n_nodes, 2 * n_nodes)
+        builder = Builder(context, n_nodes)
+        outputs = build(builder)
+        _check_supported(self._device, builder.graph)
+        self._allocate(context, builder.graph)
+        built = BuiltGraph(context, builder.graph, outputs, 4 * n_nodes)
+        self._graphs[key] = built
+        self._n_tensors += built.n_tensors
+        while self._n_tensors > _MAX_TENSORS and len(self._graphs) > 1:
+            _, oldest = self._graphs.popitem(last=False)
+            self._n_tensors -= oldest.n_tensors
+        return built
+
+    def _allocate(self, context: Context, graph: Any) -> None:
+        before = self._allocator.size
+        ok = C.mg_graph_alloc(self._allocator.ptr, self._device.compute.ptr, context.ptr, graph)
+        if not ok:
+            self.clear()
+            detail = last_error()
+            raise OutOfDeviceMemory(
+                f"{self._device.name} cannot hold the intermediates of a pass "
+                f"({format_bytes(self._device.memory()[0])} free; {detail}); lower -ub or -c"
+            )
+        if self._allocator.size != before:
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all graphs; whoever kept one must ask again."""
+        self._graphs.clear()
+        self._n_tensors = 0
+        self.generation += 1
+
+    def close(self) -> None:
+        """Free the graphs and the shared block."""
+        self.clear()
+        self._allocator.close()
+
+
+def _check_supported(device: Device, graph: Any) -> None:
+    for i in range(C.ggml_graph_n_nodes(graph)):
+        node = C.ggml_graph_node(graph, i)
+        if not C.ggml_backend_supports_op(device.compute.ptr, node):
+            op = ffi.string(C.ggml_op_desc(node)).decode()
+            operands = ", ".join(
+                f"{ffi.string(C.ggml_type_name(s.type)).decode()}{list(shape(s))}"
+                for s in (node.src[j] for j in range(3)) if s != ffi.NULL
+            )
+            raise UnsupportedModel(
+                f"{device.name} cannot compute {name_of(node)}: no {op} for {operands}; "
+                "use --device cpu"
+            )

@@ -1,0 +1,66 @@
+"""Expert FFN: routed experts over a bank of slots, the shared expert, their sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..experts.bank import Bank
+from ..ggml.ops import Builder, Tensor
+from ..hparams import HParams
+
+
+def build_slots(b: Builder, bank: Bank, ids: Tensor) -> Tensor:
+    """Look up slot numbers of expert ids, I32 [n_expert_used, n_rows] in and out."""
+    k, n_rows = ids.ne[0], ids.ne[1]
+    slots = b.get_rows(bank.table, b.reshape(ids, k * n_rows))
+    return b.reshape(slots, k, n_rows)
+
+
+def build_experts(
+    b: Builder, hp: HParams, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, il: int
+) -> Tensor:
+    """Append the routed experts: rows F32 [n_embd, n_rows] in and out.
+
+    slots I32 [n_expert_used, n_rows], weights F32 [1, n_expert_used, n_rows]. Node order matters:
+    gate, up, activation are one CUDA kernel for few rows, and so is the weighted sum.
+
+    Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
+    """
+    n_embd, n_rows, k = cur.ne[0], cur.ne[1], slots.ne[0]
+    cur = b.reshape(cur, n_embd, 1, n_rows)
+    if bank.gate_up is not None:
+        both = b.name(b.mul_mat_id(bank.gate_up, cur, slots), "ffn_moe_gate_up", il)
+        half, strides = (both.ne[0] // 2, k, n_rows), (both.nb[1], both.nb[2])
+        gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
+        up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
+    else:
+        up = b.name(b.mul_mat_id(bank.up, cur, slots), "ffn_moe_up", il)
+        gate = b.name(b.mul_mat_id(bank.gate, cur, slots), "ffn_moe_gate", il)
+    act = b.name(b.swiglu(gate, up), "ffn_moe_swiglu", il)
+    down = b.name(b.mul_mat_id(bank.down, act, slots), "ffn_moe_down", il)
+    rows = b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
+
+    # all views first, then the sums in routing order
+    parts = [
+        b.expand(b.view(rows, (n_embd, n_rows), (rows.nb[2],), i * rows.nb[1])) for i in range(k)
+    ]
+    out = parts[0]
+    for part in parts[1:]:
+        out = b.expand(b.add(out, part))
+    if k == 1:
+        out = b.cont(out)
+    return b.name(out, "ffn_moe_out", il)
+
+
+def build_shared_expert(b: Builder, w: dict[str, Any], cur: Tensor, il: int) -> Tensor:
+    """Append the shared expert, scaled by its own gate: F32 [n_embd, n_rows] in and out.
+
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
+    """
+    up = b.name(b.mul_mat(w["ffn_up_shexp.weight"], cur), "ffn_up", il)
+    gate = b.name(b.mul_mat(w["ffn_gate_shexp.weight"], cur), "ffn_gate", il)
+    act = b.name(b.swiglu(gate, up), "ffn_swiglu", il)
+    out = b.name(b.mul_mat(w["ffn_down_shexp.weight"], act), "ffn_shexp", il)
+    gate = b.name(b.mul_mat(w["ffn_gate_inp_shexp.weight"], cur), "shared_expert_gate", il)
+    gate = b.name(b.sigmoid(gate), "shared_expert_gate_sigmoid", il)
+    return b.name(b.mul(out, gate), "ffn_shexp_gated", il)

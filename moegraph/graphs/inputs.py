@@ -1,0 +1,155 @@
+"""The inputs of one pass: one device block, filled by one copy from pinned host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C
+from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
+from ..hparams import HParams
+from ..state import State
+from ..weights import TokenEmbedding, place, round_up
+
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What a graph depends on, apart from the layer.
+
+    n_tokens rows for each of n_seqs neighbouring sequences from seq0, attending to n_kv positions;
+    n_out rows reach the head: 0 for none, n_seqs for the last of each sequence, or all rows.
+    """
+
+    n_tokens: int
+    n_seqs: int
+    seq0: int
+    n_kv: int
+    n_out: int
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the pass."""
+        return self.n_tokens * self.n_seqs
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """The input tensors of one pass.
+
+    embd F32 [n_embd, n_rows], pos I32 [n_rows], kv_idx I64 [n_rows] (rows of the caches),
+    out_ids I32 [n_out] or None, kq_mask F16 [n_kv, n_tokens, 1, n_seqs].
+    """
+
+    embd: Tensor
+    pos: Tensor
+    kv_idx: Tensor
+    out_ids: Tensor | None
+    kq_mask: Tensor
+
+
+class InputBlock:
+    """Fixed memory for the inputs of any pass of at most max_rows rows and n_ctx positions."""
+
+    def __init__(self, device: Device, hp: HParams, max_rows: int, n_ctx: int) -> None:
+        self._device = device
+        self._n_embd = hp.n_embd
+        self._max_rows = max_rows
+        size = self._offsets(max_rows)[-1] + 2 * n_ctx * max_rows
+        self._size = round_up(size, _ALIGN)
+        self._buffer = device.buffer(self._size, "the inputs of a pass", "lower -ub or -c")
+        self._host = device.host_buffer(self._size)
+        self._uploaded = device.event()
+        self._context = Context(1)
+        self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, self._size // 4)
+        place(self._buffer, self._all, 0)
+        self.n_bytes = self._size
+
+    def _offsets(self, n_rows: int) -> tuple[int, int, int, int, int]:
+        # room for all rows in out_ids: graphs that differ in n_out agree on where the mask is
+        sizes = (4 * self._n_embd * n_rows, 4 * n_rows, 8 * n_rows, 4 * n_rows)
+        offsets = [0]
+        for size in sizes:
+            offsets.append(round_up(offsets[-1] + size, _ALIGN))
+        return tuple(offsets)
+
+    def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
+        """Make the input tensors of a pass and place them in the block."""
+        at = self._offsets(shape.n_rows)
+
+        def leaf(dtype: int, ne: tuple[int, ...], name: str, offset: int) -> Tensor:
+            tensor = b.leaf(dtype, ne, name)
+            place(self._buffer, tensor, offset)
+            return tensor
+
+        mask_ne = (shape.n_kv, shape.n_tokens, 1, shape.n_seqs)
+        return PassInputs(
+            embd=leaf(F32, (self._n_embd, shape.n_rows), "inp_embd", at[0]),
+            pos=leaf(I32, (shape.n_rows,), "inp_pos", at[1]),
+            kv_idx=leaf(I64, (shape.n_rows,), "inp_kv_idx", at[2]),
+            out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at[3]) if shape.n_out else None,
+            kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at[4]),
+        )
+
+    def fill(
+        self,
+        shape: PassShape,
+        tokens: npt.NDArray[np.int32],
+        pos0: list[int],
+        embedding: TokenEmbedding,
+        state: State,
+    ) -> None:
+        """Write the inputs of a pass and enqueue their upload.
+
+        tokens: [n_seqs, n_tokens] (numpy order); pos0: first position of each sequence.
+        """
+        if self._uploaded:
+            self._uploaded.wait()  # the last upload may still be reading the host block
+        at = self._offsets(shape.n_rows)
+        end = at[4] + 2 * shape.n_kv * shape.n_rows
+        host = self._host.array
+
+        def region(start: int, n: int, dtype: type) -> npt.NDArray:
+            return host[start : start + n * np.dtype(dtype).itemsize].view(dtype)
+
+        n_rows, n_tokens = shape.n_rows, shape.n_tokens
+        rows = region(at[0], n_rows * self._n_embd, np.float32).reshape(n_rows, self._n_embd)
+        embedding.rows(tokens.reshape(-1), rows)
+        steps = np.arange(n_tokens)
+        pos = np.asarray(pos0)[:, None] + steps[None, :]
+        seqs = np.arange(shape.seq0, shape.seq0 + shape.n_seqs)[:, None]
+        region(at[1], n_rows, np.int32)[:] = pos.reshape(-1)
+        region(at[2], n_rows, np.int64)[:] = (seqs * state.n_ctx + pos).reshape(-1)
+        if shape.n_out == n_rows:
+            region(at[3], n_rows, np.int32)[:] = np.arange(n_rows)
+        elif shape.n_out:
+            region(at[3], shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n_tokens - 1
+        mask = region(at[4], shape.n_kv * n_rows, np.float16).reshape(-1, n_tokens, shape.n_kv)
+        _fill_mask(mask, pos0)
+        self._device.upload(self._all, self._host, 0, end)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+
+    def close(self) -> None:
+        """Free both blocks."""
+        for handle in (self._uploaded, self._host, self._buffer, self._context):
+            if handle:
+                handle.close()
+
+
+def _fill_mask(mask: npt.NDArray[np.float16], pos0: list[int]) -> None:
+    """Let each row see its own position and everything before; mask [n_seqs, n_tokens, n_kv]."""
+    n_tokens = mask.shape[1]
+    for seq, first in enumerate(pos0):
+        mask[seq, :, :first] = 0.0
+        mask[seq, :, first:] = -np.inf
+        if n_tokens == 1:
+            mask[seq, 0, first] = 0.0
+        else:
+            square = mask[seq, :, first : first + n_tokens]
+            square[np.tril_indices(n_tokens)] = 0.0

@@ -1,0 +1,62 @@
+"""One layer in two halves: A ends at the router's choice, B is the expert FFN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..experts.bank import ExpertBanks
+from ..ggml.ops import Builder, Tensor
+from ..hparams import HParams
+from ..state import State
+from ..weights import Weights
+from .attention import build_attention
+from .deltanet import build_deltanet
+from .experts import build_experts, build_shared_expert
+from .inputs import PassInputs, PassShape
+from .router import Routing, build_router
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything resident that graphs refer to."""
+
+    hp: HParams
+    weights: Weights
+    banks: ExpertBanks
+    state: State
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What B needs from A: attn_residual and attn_post_norm F32 [n_embd, n_rows], and the routing."""
+
+    residual: Tensor
+    post_norm: Tensor
+    routing: Routing
+
+
+def build_a(
+    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, il: int
+) -> Routed:
+    """Append norm, mixer, residual, norm and router for the layer input F32 [n_embd, n_rows]."""
+    w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
+    cur = b.expand(b.name(b.norm(x, w["attn_norm.weight"], eps), "attn_norm", il))
+    if m.hp.is_recurrent(il):
+        cur = build_deltanet(b, m.hp, w, m.state, shape, cur, il)
+    else:
+        cur = build_attention(b, m.hp, w, m.state, inp, shape, cur, il)
+    residual = b.name(b.add(cur, x), "attn_residual", il)
+    post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
+    b.name(post_norm, "attn_post_norm", il)
+    return Routed(residual, post_norm, build_router(b, m.hp, w, post_norm, il))
+
+
+def build_b(
+    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor, il: int
+) -> Tensor:
+    """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_rows]."""
+    out = build_experts(b, m.hp, m.banks.layer(il), post_norm, slots, weights, il)
+    w = m.weights.layer(il)
+    if "ffn_up_shexp.weight" in w:
+        out = b.name(b.add(out, build_shared_expert(b, w, post_norm, il)), "ffn_out", il)
+    return b.expand(b.name(b.add(out, residual), "l_out", il))

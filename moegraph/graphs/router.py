@@ -1,0 +1,54 @@
+"""Router: which experts each row goes to, and with what weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ggml.ops import Builder, Tensor
+from ..hparams import HParams
+
+# Smallest normal F16: upstream's guard against dividing by a sum of zero.
+_MIN_SUM = 6.103515625e-5
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A router's choice.
+
+    argsort I32 [n_expert, n_rows]: all experts, best first; topk I32 [n_expert_used, n_rows]: a view
+    of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1, then scaled.
+    weights_data: the node whose memory holds the weights.
+    """
+
+    argsort: Tensor
+    topk: Tensor
+    weights: Tensor
+    weights_data: Tensor
+
+
+def build_router(b: Builder, hp: HParams, w: dict[str, Any], cur: Tensor, il: int) -> Routing:
+    """Append softmax, top-k and normalisation for rows F32 [n_embd, n_rows].
+
+    The order of nodes is the one that CUDA runs as one kernel (soft_max to the last reshape).
+
+    Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
+    """
+    n_expert, k, n_rows = hp.n_expert, hp.n_expert_used, cur.ne[1]
+    logits = b.name(b.mul_mat(w["ffn_gate_inp.weight"], cur), "ffn_moe_logits", il)
+    probs = b.name(b.soft_max(logits), "ffn_moe_probs", il)
+    topk = b.argsort_top_k(probs, k)
+    argsort = b.name(topk.src[0], "ffn_moe_argsort", il)
+    topk = b.name(topk, "ffn_moe_topk", il)
+
+    weights = b.get_rows(b.reshape(probs, 1, n_expert, n_rows), topk)
+    weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_rows)
+    total = b.name(b.sum_rows(weights), "ffn_moe_weights_sum", il)
+    total = b.name(b.clamp(total, _MIN_SUM, float("inf")), "ffn_moe_weights_sum_clamped", il)
+    data = weights = b.name(b.div(weights, total), "ffn_moe_weights_norm", il)
+    weights = b.reshape(weights, 1, k, n_rows)
+    if hp.expert_weights_scale not in (0.0, 1.0):
+        data = weights = b.scale(weights, hp.expert_weights_scale)
+        b.name(weights, "ffn_moe_weights_scaled", il)
+    b.expand(weights)
+    return Routing(argsort, topk, weights, data)

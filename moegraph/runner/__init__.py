@@ -1,0 +1,10 @@
+"""Forward passes: token rows in, logits or an argmax out, KV and states advanced.
+
+`whole` runs one graph a pass; `layered` runs two a layer and lets Python see the router in between.
+"""
+
+from .base import Batch, Output, Runner
+from .layered import LayeredRunner
+from .whole import WholeRunner
+
+__all__ = ["Batch", "LayeredRunner", "Output", "Runner", "WholeRunner"]

@@ -1,0 +1,165 @@
+"""What both runners share: inputs, the head's results, the check for numbers that are none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import NativeError
+from ..ggml.device import Device, HostBuffer
+from ..ggml.lib import C, ffi
+from ..graphs.cache import GraphCache
+from ..graphs.head import HeadOutputs
+from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.layer import Model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One pass.
+
+    tokens: I32, numpy shape [n_seqs, n_tokens]; rows of neighbouring sequences from seq0, each
+        starting where its sequence ends.
+    all_rows: logits of every row, else of the last row of each sequence.
+    greedy: the device's argmax instead of logits.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    seq0: int = 0
+    all_rows: bool = False
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out, n_vocab].
+
+    Both are copies.
+    """
+
+    argmax: npt.NDArray[np.int32] | None
+    logits: npt.NDArray[np.float32] | None
+
+
+class Runner(ABC):
+    """Runs passes on one device, one at a time: `submit`, then `collect`."""
+
+    mode: str
+
+    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
+        self.device = device
+        self.model = model
+        self.n_ubatch = n_ubatch
+        self.graphs = GraphCache(device)
+        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state.n_ctx)
+        self._results = device.host_buffer(4096)
+        self._pending: tuple[PassShape, bool] | None = None
+
+    @property
+    def compute_bytes(self) -> int:
+        """Device bytes for inputs and intermediates."""
+        return self._inputs.n_bytes + self.graphs.n_bytes
+
+    def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Start a pass. The caller has checked token ids and context length.
+
+        Raises:
+            Cancelled: asked for between two graphs; the sequences must then be reset.
+        """
+        state, (n_seqs, n_tokens) = self.model.state, batch.tokens.shape
+        seqs = range(batch.seq0, batch.seq0 + n_seqs)
+        pos0 = [state.n_past[seq] for seq in seqs]
+        shape = PassShape(
+            n_tokens=n_tokens,
+            n_seqs=n_seqs,
+            seq0=batch.seq0,
+            n_kv=state.n_kv(max(pos0) + n_tokens),
+            n_out=n_seqs * n_tokens if batch.all_rows else n_seqs,
+        )
+        self._grow_results(shape, batch.greedy)
+        # graphs first: building one may need the device, and the upload must not be lost to it
+        self._prepare(shape, batch.greedy)
+        self._inputs.fill(shape, batch.tokens, pos0, self.model.weights.embedding, state)
+        self._launch(shape, batch.greedy, cancelled)
+        for seq in seqs:
+            state.n_past[seq] += n_tokens
+        self._pending = (shape, batch.greedy)
+
+    def collect(self) -> Output:
+        """Wait for the pass and return its results.
+
+        Raises:
+            NativeError: a result is not finite; names the first layer whose state is not.
+        """
+        shape, greedy = self._pending
+        self._pending = None
+        C.ggml_backend_synchronize(self.device.compute.ptr)
+        n_out, host = shape.n_out, self._results.array
+        check = host[: 4 * n_out].view(np.float32)
+        body = host[_ALIGN * -(-4 * n_out // _ALIGN) :]
+        finite = bool(np.isfinite(check).all())
+        if greedy:
+            output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
+        else:
+            n_vocab = self.model.hp.n_vocab
+            logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
+            finite = finite and bool(np.isfinite(logits.sum(axis=1)).all())
+            output = Output(None, logits)
+        if not finite:
+            raise self._not_finite(shape)
+        return output
+
+    def _not_finite(self, shape: PassShape) -> NativeError:
+        state = self.model.state
+        seqs = range(shape.seq0, shape.seq0 + shape.n_seqs)
+        layers = [il for il in map(state.first_non_finite_layer, seqs) if il is not None]
+        where = f"first in layer {min(layers)}" if layers else "in the output head"
+        return NativeError(
+            f"{self.device.name} computed logits that are not finite, {where} "
+            f"(position {state.n_past[shape.seq0] - 1}); the model file may be damaged"
+        )
+
+    def _grow_results(self, shape: PassShape, greedy: bool) -> None:
+        per_row = 4 if greedy else 4 * self.model.hp.n_vocab
+        needed = _ALIGN * -(-4 * shape.n_out // _ALIGN) + per_row * shape.n_out
+        if needed > self._results.array.nbytes:
+            self.device.synchronize()
+            self._results.close()
+            self._results = self.device.host_buffer(needed)
+
+    def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
+        """Return the read-backs of the head: check first, then argmax or logits."""
+        n_out = shape.n_out
+        body = _ALIGN * -(-4 * n_out // _ALIGN)
+        main = head.argmax if greedy else head.logits
+        size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
+        return ffi.new("struct mg_readback[2]", [
+            {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
+            {"src": main, "dst": self._results.address(body), "size": size},
+        ])
+
+    @abstractmethod
+    def reserve(self) -> None:
+        """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
+
+    @abstractmethod
+    def _prepare(self, shape: PassShape, greedy: bool) -> None:
+        """Have every graph of the pass ready."""
+
+    @abstractmethod
+    def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+        """Enqueue the pass and its read-backs."""
+
+    def close(self) -> None:
+        """Free graphs and transfer memory."""
+        self.graphs.close()
+        self._inputs.close()
+        self._results.close()
+
+
+# Results start at multiples of this in the host block.
+_ALIGN = 64

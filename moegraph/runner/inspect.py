@@ -1,0 +1,55 @@
+"""Look inside a pass: every named node with memory of its own. For tests and for finding faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import OutOfDeviceMemory
+from ..ggml.handles import Buffer, Context
+from ..ggml.lib import C, ffi
+from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
+from ..graphs.inputs import PassShape
+from .base import Batch, Runner
+from .whole import build_whole, n_nodes_whole
+
+_DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
+
+
+def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray]:
+    """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
+
+    Arrays have numpy shapes (ggml's reversed, leading ones dropped to two dimensions at least). KV
+    and states advance as in any pass.
+    """
+    device, model = runner.device, runner.model
+    state, (n_seqs, n_tokens) = model.state, batch.tokens.shape
+    pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
+    at = PassShape(n_tokens, n_seqs, batch.seq0, state.n_kv(max(pos0) + n_tokens), batch.tokens.size)
+    n_nodes = n_nodes_whole(model)
+    with Context(4 * n_nodes, 2 * n_nodes) as context:
+        builder = Builder(context, n_nodes)
+        build_whole(builder, model, runner._inputs, at, True)
+        raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
+        if raw == ffi.NULL:
+            raise OutOfDeviceMemory(f"{device.name} cannot hold every node of a pass; use fewer rows")
+        with Buffer(raw, device.compute):
+            runner._inputs.fill(at, batch.tokens, pos0, model.weights.embedding, state)
+            device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
+            device.synchronize()
+            for seq in range(batch.seq0, batch.seq0 + n_seqs):
+                state.n_past[seq] += n_tokens
+            return {key: _read(tensor) for key, tensor in builder.named.items()}
+
+
+def _read(tensor: Tensor) -> npt.NDArray:
+    """Copy a tensor, strided or not, to a contiguous array."""
+    n_bytes = C.ggml_nbytes(tensor)
+    raw = np.empty(n_bytes, dtype=np.uint8)
+    C.ggml_backend_tensor_get(tensor, ffi.from_buffer(raw), 0, n_bytes)
+    flat = raw.view(_DTYPES[tensor.type])
+    ne, nb = shape(tensor), [tensor.nb[i] for i in range(4)]
+    full = np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])
+    while full.ndim > 2 and full.shape[0] == 1:
+        full = full[0]
+    return np.array(full)

@@ -1,0 +1,59 @@
+"""One graph a pass, replayed by CUDA as one launch: for models that are resident as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import Cancelled
+from ..ggml.lib import C
+from ..ggml.ops import Builder
+from ..graphs.cache import BuiltGraph
+from ..graphs.head import HeadOutputs, build_head
+from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.layer import Model, build_a, build_b
+from .base import Runner
+
+
+def build_whole(
+    b: Builder, m: Model, inputs: InputBlock, shape: PassShape, greedy: bool
+) -> HeadOutputs:
+    """Append every layer and the head; the router's choice goes straight to the experts."""
+    inp = inputs.leaves(b, shape)
+    x = inp.embd
+    for il in range(m.hp.n_layer):
+        r = build_a(b, m, inp, shape, x, il)
+        x = build_b(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+    return build_head(b, m.hp, m.weights, x, inp.out_ids, greedy)
+
+
+def n_nodes_whole(m: Model) -> int:
+    """Return an upper bound on the nodes of a whole pass."""
+    return m.hp.n_layer * (96 + 3 * m.hp.n_expert_used) + 64
+
+
+class WholeRunner(Runner):
+    """Runs a pass as one graph."""
+
+    mode = "whole"
+
+    def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
+        return self.graphs.get(
+            (shape, greedy),
+            n_nodes_whole(self.model),
+            lambda b: build_whole(b, self.model, self._inputs, shape, greedy),
+        )
+
+    def reserve(self) -> None:
+        """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
+        state = self.model.state
+        self._get(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
+
+    def _prepare(self, shape: PassShape, greedy: bool) -> None:
+        self._built = self._get(shape, greedy)
+
+    def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+        if cancelled():
+            raise Cancelled("cancelled")
+        reads = self._result_reads(shape, self._built.outputs, greedy)
+        status = C.mg_launch(self.device.compute.ptr, self._built.graph, reads, 2)
+        self.device.check(status, f"a pass of {shape.n_rows} rows")

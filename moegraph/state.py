@@ -1,0 +1,133 @@
+"""What a sequence leaves behind: KV rows of full-attention layers, states of DeltaNet layers.
+
+Sequences are contiguous slots of every tensor, so a batch of neighbours is one view.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .ggml.device import Device
+from .ggml.handles import Context
+from .ggml.lib import C, ffi
+from .ggml.ops import F32, Tensor, type_id
+from .hparams import HParams
+from .weights import place, round_up
+
+# The KV length that graphs see grows in these steps, as upstream's does: a graph stays valid for 256
+# positions, and CUDA's attention kernels want the multiple.
+KV_PAD = 256
+_ROT_MIN = 64
+
+
+class State:
+    """KV cache and recurrent states of `n_seq` sequences on one device.
+
+    k, v: per full-attention layer [n_embd_gqa, n_ctx * n_seq]; row `seq * n_ctx + pos`.
+    conv: per DeltaNet layer F32 [(d_conv - 1) * conv_dim, n_seq].
+    ssm: per DeltaNet layer F32 [head_v_dim^2 * n_v_heads, n_seq].
+    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] when K or V is quantized and head_dim % 64 == 0.
+    n_past: positions held by each sequence.
+    """
+
+    def __init__(
+        self, device: Device, hp: HParams, n_ctx: int, n_seq: int, type_k: str, type_v: str
+    ) -> None:
+        self.n_ctx = round_up(n_ctx, KV_PAD)
+        self.n_seq = n_seq
+        self.n_past = [0] * n_seq
+        self._context = Context(2 * hp.n_layer + 2)
+        self.k: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+        self.conv: dict[int, Tensor] = {}
+        self.ssm: dict[int, Tensor] = {}
+        rows = self.n_ctx * n_seq
+        for il in range(hp.n_layer):
+            if hp.is_recurrent(il):
+                self.conv[il] = self._new(F32, (hp.ssm_d_conv - 1) * hp.conv_dim, n_seq)
+                self.ssm[il] = self._new(F32, hp.head_v_dim**2 * hp.n_v_heads, n_seq)
+            else:
+                self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
+                self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
+        self.rot_k = self._rotation(type_k, hp.n_embd_head_k, largest=True)
+        self.rot_v = self._rotation(type_v, hp.n_embd_head_v, largest=False)
+        self._place(device)
+
+    def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
+        return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
+
+    def _rotation(self, type_name: str, head_dim: int, largest: bool) -> Tensor | None:
+        # Upstream rotates K by the largest power of two that divides the head, V by the smallest.
+        if type_name == "f16" or head_dim % _ROT_MIN:
+            return None
+        n = _ROT_MIN
+        while largest and head_dim % (2 * n) == 0:
+            n *= 2
+        return self._new(F32, n, n)
+
+    def _place(self, device: Device) -> None:
+        recurrent = [*self.conv.values(), *self.ssm.values()]
+        cache = [*self.k.values(), *self.v.values()]
+        constants = [rot for rot in (self.rot_k, self.rot_v) if rot is not None]
+        offsets, size = [], 0
+        for tensor in recurrent + cache + constants:
+            offsets.append(size)
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
+            size = round_up(size + needed, device.alignment)
+        self._buffer = device.buffer(
+            size, f"the KV cache and states ({self.n_ctx} positions)", "lower -c or use -ctk q8_0 -ctv q8_0"
+        )
+        for tensor, offset in zip(recurrent + cache + constants, offsets):
+            place(self._buffer, tensor, offset)
+        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+        for rot in constants:
+            matrix = hadamard(rot.ne[0])
+            C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
+        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache)
+        self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
+
+    def n_kv(self, n_used: int) -> int:
+        """Return the padded KV length for n_used positions."""
+        return min(self.n_ctx, max(KV_PAD, round_up(n_used, KV_PAD)))
+
+    def reset(self, seq: int) -> None:
+        """Forget a sequence. The device must be idle.
+
+        KV rows are cleared too: a masked row of a failed request may hold NaN, and NaN times zero
+        is NaN.
+        """
+        for tensor in (*self.conv.values(), *self.ssm.values()):
+            C.ggml_backend_tensor_memset(tensor, 0, seq * tensor.nb[1], tensor.nb[1])
+        used = self.n_kv(self.n_past[seq])
+        for tensor in (*self.k.values(), *self.v.values()):
+            start = seq * self.n_ctx * tensor.nb[1]
+            C.ggml_backend_tensor_memset(tensor, 0, start, used * tensor.nb[1])
+        self.n_past[seq] = 0
+
+    def first_non_finite_layer(self, seq: int) -> int | None:
+        """Return the first layer whose state of a sequence holds a NaN or infinity; the device is idle."""
+        for il in sorted({*self.conv, *self.k}):
+            tensor = self.conv.get(il, self.k.get(il))
+            is_kv = il in self.k
+            n_bytes = tensor.nb[1] * (self.n_kv(self.n_past[seq]) if is_kv else 1)
+            start = tensor.nb[1] * seq * (self.n_ctx if is_kv else 1)
+            raw = np.empty(n_bytes, dtype=np.uint8)
+            C.ggml_backend_tensor_get(tensor, ffi.from_buffer(raw), start, n_bytes)
+            if tensor.type == F32 and not np.isfinite(raw.view(np.float32)).all():
+                return il
+            if tensor.type == type_id("f16") and not np.isfinite(raw.view(np.float16)).all():
+                return il
+        return None
+
+    def close(self) -> None:
+        """Free the caches."""
+        self._buffer.close()
+        self._context.close()
+
+
+def hadamard(n: int) -> np.ndarray:
+    """Return the orthonormal Walsh-Hadamard matrix of order n (a power of two), F32 [n, n]."""
+    matrix = np.array([[np.float32(1.0 / np.sqrt(np.float32(n)))]], dtype=np.float32)
+    while matrix.shape[0] < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.ascontiguousarray(matrix)
