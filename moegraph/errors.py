@@ -11,10 +11,12 @@ _MAX_CHARS = 1200
 
 def one_line(text: str) -> str:
     """Return text with every unprintable character escaped and its length capped."""
-    shown = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+    shown = text[:_MAX_CHARS]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+    if len(text) > _MAX_CHARS or len(shown) > _MAX_CHARS:
+        shown = shown[: _MAX_CHARS - 3] + "..."
+    return shown
 
 
 class MoegraphError(Exception):

@@ -141,6 +141,12 @@ def block_index(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def merged_layers(hp: HParams, tensors: Mapping[str, TensorInfo]) -> frozenset[int]:
+    """Return the blocks whose gate and up experts are one tensor, prediction blocks included."""
+    blocks = range(hp.n_layer + hp.n_layer_nextn)
+    return frozenset(il for il in blocks if f"blk.{il}.ffn_gate_up_exps.weight" in tensors)
+
+
 def check_tensors(
     path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]
 ) -> list[str]:
@@ -151,10 +157,7 @@ def check_tensors(
         UnsupportedModel: a tensor has a type, or belongs to a variant, that moegraph does not run.
     """
     _check_variants(path, hp, tensors)
-    merged = frozenset(
-        il for il in range(hp.n_layer + hp.n_layer_nextn)
-        if f"blk.{il}.ffn_gate_up_exps.weight" in tensors
-    )
+    merged = merged_layers(hp, tensors)
     expected = expected_tensors(hp, merged)
     missing = [name for name, spec in expected.items() if spec.required and name not in tensors]
     if missing:

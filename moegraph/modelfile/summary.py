@@ -1,0 +1,241 @@
+"""What a model needs, in bytes: by type, by layer, by expert, by token, and what fits where.
+
+Pure functions over a tensor table and HParams; they print nothing and touch no device. Sizes are
+those of the tensors themselves: allocators add alignment on top, which the scratch term covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ..errors import ConfigError
+from ..hparams import HParams
+from .scan import TensorInfo
+from .tensors import block_index, expected_tensors, merged_layers
+
+# llama.cpp pads the context to this many positions; attention reads whole such blocks.
+KV_PADDING = 256
+_F32_BYTES = 4
+_EXPERT_NAMES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
+_KV_TYPES = {
+    "f16": GGMLQuantizationType.F16,
+    "q8_0": GGMLQuantizationType.Q8_0,
+    "q4_0": GGMLQuantizationType.Q4_0,
+}
+
+
+@dataclass(frozen=True)
+class TypeTotal:
+    """All tensors of one type."""
+
+    type: str
+    n_tensors: int
+    n_params: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer that runs. expert_types: type of each routed-expert tensor by its short name."""
+
+    il: int
+    recurrent: bool
+    dense_bytes: int
+    expert_bytes: int
+    bytes_per_expert: int
+    expert_types: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """Sizes of a model in bytes.
+
+    dense_bytes: everything that runs for each token, all but the routed experts: embedding, head,
+    norms, attention, router, shared expert. unused_bytes: prediction blocks and unknown tensors.
+    active_params: parameters that one token uses, the embedding counted as one row.
+    """
+
+    n_params: int
+    active_params: int
+    n_bytes: int
+    dense_bytes: int
+    expert_bytes: int
+    unused_bytes: int
+    by_type: tuple[TypeTotal, ...]
+    layers: tuple[LayerSummary, ...]
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Return the bytes of the largest expert, which is what a slot must hold."""
+        return max(layer.bytes_per_expert for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits into a memory budget. All sizes in bytes.
+
+    n_layers: layers, counted from the first, whose experts all fit after the fixed parts.
+    n_slots: experts of the largest size that fit instead, at most all of them.
+    shortfall_bytes: what the fixed parts (dense, KV, state, scratch) lack; 0 when they fit.
+    """
+
+    budget_bytes: int
+    n_ctx: int
+    dense_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    scratch_bytes: int
+    free_bytes: int
+    shortfall_bytes: int
+    n_layers: int
+    n_slots: int
+    n_experts_total: int
+    everything_fits: bool
+
+    @property
+    def slot_share(self) -> float:
+        """Return the share of all experts that fit, 0 to 1."""
+        return self.n_slots / self.n_experts_total
+
+
+def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
+    """Return the sizes of a model."""
+    names = expected_tensors(hp, merged_layers(hp, tensors))
+    running = {name: tensors[name] for name in names if name in tensors}
+    blocks: dict[int, list[TensorInfo]] = {il: [] for il in range(hp.n_layer)}
+    for info in running.values():
+        il = block_index(info.name)
+        if il is not None:
+            blocks[il].append(info)
+    layers = tuple(_summarize_layer(hp, il, block) for il, block in blocks.items())
+    n_bytes = sum(t.nbytes for t in tensors.values())
+    expert_bytes = sum(layer.expert_bytes for layer in layers)
+    used_bytes = sum(t.nbytes for t in running.values())
+    return ModelSummary(
+        n_params=sum(t.n_params for t in tensors.values()),
+        active_params=_active_params(hp, running),
+        n_bytes=n_bytes,
+        dense_bytes=used_bytes - expert_bytes,
+        expert_bytes=expert_bytes,
+        unused_bytes=n_bytes - used_bytes,
+        by_type=_by_type(tensors.values()),
+        layers=layers,
+    )
+
+
+def kv_bytes_per_token(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
+    """Return the bytes one position takes in the KV caches of all full-attention layers.
+
+    Raises:
+        ConfigError: an unknown cache type, or one whose blocks do not divide a row.
+    """
+    k = _row_bytes("type_k", type_k, hp.n_embd_head_k * hp.n_head_kv)
+    v = _row_bytes("type_v", type_v, hp.n_embd_head_v * hp.n_head_kv)
+    return (hp.n_layer - hp.n_layer_recurrent) * (k + v)
+
+
+def state_bytes(hp: HParams, n_seq: int = 1) -> int:
+    """Return the bytes of convolution and DeltaNet state of n_seq sequences, all layers, F32.
+
+    A layer keeps [d_conv - 1, conv_dim] and [head_v_dim, head_v_dim, n_v_heads] a sequence.
+    """
+    conv = (hp.ssm_d_conv - 1) * hp.conv_dim
+    delta = hp.head_v_dim * hp.head_k_dim * hp.n_v_heads
+    return n_seq * hp.n_layer_recurrent * (conv + delta) * _F32_BYTES
+
+
+def fit(
+    summary: ModelSummary, hp: HParams, budget_bytes: int, *, n_ctx: int, scratch_bytes: int,
+    type_k: str = "f16", type_v: str = "f16", n_seq: int = 1,
+) -> Fit:
+    """Return how many layers or expert slots fit into budget_bytes of device memory.
+
+    n_ctx: positions of each sequence, 0 for the model's own; rounded up to KV_PADDING.
+    scratch_bytes: margin for compute buffers, the device's own use and alignment.
+    """
+    n_ctx = -(-(n_ctx or hp.n_ctx_train) // KV_PADDING) * KV_PADDING
+    kv = kv_bytes_per_token(hp, type_k, type_v) * n_ctx * n_seq
+    state = state_bytes(hp, n_seq)
+    rest = budget_bytes - summary.dense_bytes - kv - state - scratch_bytes
+    free = max(0, rest)
+    n_layers, left = 0, free
+    for layer in summary.layers:
+        if layer.expert_bytes > left:
+            break
+        left -= layer.expert_bytes
+        n_layers += 1
+    total = hp.n_layer * hp.n_expert
+    everything = rest >= summary.expert_bytes
+    return Fit(
+        budget_bytes=budget_bytes,
+        n_ctx=n_ctx,
+        dense_bytes=summary.dense_bytes,
+        kv_bytes=kv,
+        state_bytes=state,
+        scratch_bytes=scratch_bytes,
+        free_bytes=free,
+        shortfall_bytes=max(0, -rest),
+        n_layers=n_layers,
+        n_slots=total if everything else min(total, free // summary.bytes_per_expert),
+        n_experts_total=total,
+        everything_fits=everything,
+    )
+
+
+def _is_expert(name: str) -> bool:
+    return name.endswith(tuple(f".{short}.weight" for short in _EXPERT_NAMES))
+
+
+def _summarize_layer(hp: HParams, il: int, tensors: list[TensorInfo]) -> LayerSummary:
+    experts = [t for t in tensors if _is_expert(t.name)]
+    expert_bytes = sum(t.nbytes for t in experts)
+    return LayerSummary(
+        il=il,
+        recurrent=hp.is_recurrent(il),
+        dense_bytes=sum(t.nbytes for t in tensors) - expert_bytes,
+        expert_bytes=expert_bytes,
+        bytes_per_expert=expert_bytes // hp.n_expert,
+        expert_types=tuple((t.name.split(".")[2], t.type.name) for t in experts),
+    )
+
+
+def _active_params(hp: HParams, tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the parameters that one token touches: top-k experts, one embedding row, the head."""
+    total = 0
+    for name, info in tensors.items():
+        if _is_expert(name):
+            total += info.n_params // hp.n_expert * hp.n_expert_used
+        elif name == "token_embd.weight":
+            tied = "output.weight" not in tensors
+            total += info.n_params if tied else hp.n_embd
+        else:
+            total += info.n_params
+    return total
+
+
+def _by_type(tensors: Iterable[TensorInfo]) -> tuple[TypeTotal, ...]:
+    """Return totals by type, the largest first."""
+    groups: dict[str, list[TensorInfo]] = {}
+    for info in tensors:
+        groups.setdefault(info.type.name, []).append(info)
+    totals = [
+        TypeTotal(name, len(g), sum(t.n_params for t in g), sum(t.nbytes for t in g))
+        for name, g in groups.items()
+    ]
+    return tuple(sorted(totals, key=lambda t: (-t.n_bytes, t.type)))
+
+
+def _row_bytes(field: str, name: str, n: int) -> int:
+    """Return the bytes of n elements of a cache type."""
+    if name not in _KV_TYPES:
+        raise ConfigError(f"{field} is {name!r}; allowed: {', '.join(_KV_TYPES)}")
+    block, size = GGML_QUANT_SIZES[_KV_TYPES[name]]
+    if n % block:
+        raise ConfigError(
+            f"{field} is {name!r}, whose blocks of {block} do not divide "
+            f"the {n} elements of a cache row; use f16"
+        )
+    return n // block * size

@@ -1,0 +1,111 @@
+"""Engine settings: defaults, limits, and messages that name field, value and range."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from moegraph import errors
+from moegraph.config import EngineConfig, default_threads, settings
+from moegraph.errors import ConfigError, MoegraphError, one_line
+
+
+def test_the_defaults_are_valid_and_llama_cpps() -> None:
+    config = EngineConfig().validate()
+    assert (config.n_ctx, config.n_ubatch, config.n_seq) == (4096, 512, 1)
+    assert (config.type_k, config.type_v, config.device, config.mode) == ("f16", "f16", "auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "gpu"), ("device", "cuda:"), ("device", "cuda:x"), ("device", "CPU "),
+        ("device", 0), ("mode", "fast"), ("n_ctx", -1), ("n_ctx", 1 << 40), ("n_ctx", 4096.0),
+        ("n_ctx", True), ("n_ctx", "4096"), ("n_ubatch", 0), ("n_threads", 0), ("n_threads", 513),
+        ("type_k", "q3_K"), ("type_v", None), ("n_seq", 0), ("n_seq", 257), ("cpu_reference", 1),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
+    field: str, value: object
+) -> None:
+    config = dataclasses.replace(EngineConfig(), **{field: value})
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    message = str(caught.value)
+    setting = next(s for s in settings() if s.name == field)
+    assert message.startswith(f"{field} is {value!r}")
+    assert all(flag in message for flag in setting.flags)
+    assert setting.allowed in message or "true or false" in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cpu"}, {"device": "cuda"}, {"device": "cuda:7"}, {"n_ctx": 0},
+        {"n_ctx": 1 << 22}, {"n_ubatch": 1}, {"n_threads": 512}, {"type_k": "q4_0"},
+        {"mode": "whole"}, {"cpu_reference": True, "device": "cpu"},
+    ],
+)
+def test_values_at_the_limits_are_allowed(changes: dict[str, object]) -> None:
+    assert EngineConfig(**changes).problems() == []
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    found = EngineConfig(n_ctx=-1, n_ubatch=0, type_k="f64").problems()
+    assert [line.split()[0] for line in found] == ["n_ctx", "n_ubatch", "type_k"]
+
+
+def test_reference_kernels_are_refused_on_cuda() -> None:
+    with pytest.raises(ConfigError, match="cpu_reference needs the CPU device"):
+        EngineConfig(device="cuda:0", cpu_reference=True).validate()
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().n_ctx = 1  # type: ignore[misc]
+
+
+def test_every_default_of_the_metadata_is_the_one_a_config_has() -> None:
+    config = EngineConfig()
+    for setting in settings():
+        if setting.name != "n_threads":
+            assert setting.default == getattr(config, setting.name)
+    assert config.n_threads == default_threads()
+
+
+def test_default_threads_never_exceed_what_the_process_may_use() -> None:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= default_threads() <= (usable or 1)
+
+
+def test_option_spellings_are_unique_and_long_ones_come_last() -> None:
+    flags = [flag for s in settings() for flag in s.flags]
+    assert len(flags) == len(set(flags))
+    assert all(s.flags[-1].startswith("--") for s in settings() if s.flags)
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    codes = {
+        name: cls.exit_code for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, MoegraphError)
+    }
+    assert codes == {
+        "MoegraphError": 1, "ConfigError": 2, "RequestError": 2, "ContextOverflow": 2,
+        "ModelFileError": 3, "UnsupportedModel": 3, "NativeError": 4, "OutOfDeviceMemory": 4,
+        "Cancelled": 130, "InternalError": 1,
+    }
+
+
+def test_an_error_is_one_printable_line_whatever_went_into_it() -> None:
+    message = str(MoegraphError("bad name \x1b[31m\n\u202e\ud800 end"))
+    assert message.isprintable()
+    assert message.startswith("bad name \\x1b[31m\\n\\u202e\\ud800")
+    assert len(one_line("x" * 10_000)) <= 1200
+    assert len(one_line("\x07" * 1000)) <= 1200
+
+
+def test_device_memory_errors_carry_their_numbers() -> None:
+    error = errors.OutOfDeviceMemory("no room", requested=10, free=3)
+    assert (error.requested, error.free, str(error)) == (10, 3, "no room")

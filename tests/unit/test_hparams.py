@@ -1,0 +1,304 @@
+"""Hyper-parameters: what each key gives, and a refusal for each value that cannot run."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggufbytes import Shape, T, key, kv, kv_array, model_pairs
+
+from moegraph.errors import ModelFileError, UnsupportedModel
+from moegraph.hparams import HParams, read_hparams
+from moegraph.modelfile.metadata import Metadata
+from moegraph.modelfile.reader import Reader
+from moegraph.modelfile.scan import _read_metadata
+
+N_VOCAB = 40
+Read = Callable[..., HParams]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Return a function that reads the hyper-parameters of a shape with some keys replaced."""
+
+    def run(shape: Shape | None = None, **changes: bytes | None) -> HParams:
+        pairs: dict[str, bytes | None] = {**model_pairs(shape or Shape())}
+        pairs |= {key(name.replace("__", ".")): value for name, value in changes.items()}
+        kept = [p for p in pairs.values() if p is not None]
+        return read_hparams(_metadata(tmp_path / "a.gguf", kept), N_VOCAB)
+
+    return run
+
+
+def _metadata(path: Path, pairs: list[bytes]) -> Metadata:
+    path.write_bytes(b"".join(pairs))
+    with path.open("rb") as file:
+        return _read_metadata(Reader(file.fileno(), path, path.stat().st_size), len(pairs))
+
+
+def uint(suffix: str, v: int) -> bytes:
+    return kv(key(suffix), T.UINT32, v)
+
+
+def real(suffix: str, v: float) -> bytes:
+    return kv(key(suffix), T.FLOAT32, v)
+
+
+def text(suffix: str, v: str) -> bytes:
+    return kv(key(suffix), T.STRING, v)
+
+
+def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
+    hp = read(Shape(
+        n_embd=2048, n_layer=40, n_nextn=1, n_head=16, n_head_kv=2, head_dim=256, n_rot=64,
+        sections=(11, 11, 10, 0), n_expert=256, n_used=8, n_ff_exp=512, n_ff_shexp=512,
+        d_state=128, n_v_heads=32, n_k_heads=16,
+    ))
+    assert (hp.n_layer, hp.n_layer_nextn, hp.n_layer_recurrent) == (40, 1, 30)
+    assert [il for il in range(40) if not hp.is_recurrent(il)] == list(range(3, 40, 4))
+    assert (hp.head_k_dim, hp.head_v_dim, hp.n_k_heads, hp.n_v_heads) == (128, 128, 16, 32)
+    assert (hp.key_dim, hp.value_dim, hp.conv_dim) == (2048, 4096, 8192)
+    assert (hp.n_embd_head_k, hp.n_rot, hp.n_head, hp.n_head_kv) == (256, 64, 16, 2)
+    assert (hp.n_vocab, hp.n_ff_exp, hp.n_ff_shexp) == (N_VOCAB, 512, 512)
+
+
+def test_optional_keys_fall_back_as_in_llama_cpp(read: Read) -> None:
+    hp = read(
+        attention__head_count_kv=None, attention__key_length=None, attention__value_length=None,
+        rope__dimension_count=None, rope__freq_base=None, full_attention_interval=None,
+        rope__dimension_sections=kv_array(key("rope.dimension_sections"), T.INT32, (2, 1, 1, 0)),
+    )
+    assert (hp.n_head_kv, hp.n_embd_head_k, hp.n_embd_head_v, hp.n_rot) == (4, 8, 8, 8)
+    assert hp.rope_freq_base == 10_000.0
+    assert hp.recurrent == (True, True, True, False)
+
+
+def test_expert_sizes_fall_back_to_the_feed_forward_length(read: Read) -> None:
+    hp = read(
+        expert_feed_forward_length=None, expert_shared_feed_forward_length=None,
+        feed_forward_length=uint("feed_forward_length", 128),
+    )
+    assert (hp.n_ff_exp, hp.n_ff_shexp) == (64, 128)
+
+
+def test_recurrent_layers_may_be_listed_one_by_one(read: Read) -> None:
+    name = key("attention.recurrent_layers")
+    flags = [False, True, False, False, False]
+    hp = read(Shape(n_nextn=1), attention__recurrent_layers=kv_array(name, T.BOOL, flags))
+    assert hp.recurrent == (False, True, False, False)
+
+
+def test_values_may_stand_once_a_layer_when_layers_agree(read: Read) -> None:
+    hp = read(
+        attention__head_count=kv_array(key("attention.head_count"), T.UINT32, [4] * 4),
+        expert_used_count=kv_array(key("expert_used_count"), T.INT32, [2] * 4),
+    )
+    assert (hp.n_head, hp.n_expert_used) == (4, 2)
+
+
+def test_keys_that_llama_cpp_ignores_for_this_architecture_are_ignored(read: Read) -> None:
+    hp = read(
+        expert_weights_scale=real("expert_weights_scale", 2.5),
+        attention__scale=real("attention.scale", 3.0),
+        rope__scaling__yarn_beta_fast=real("rope.scaling.yarn_beta_fast", 99.0),
+    )
+    assert (hp.expert_weights_scale, hp.f_attention_scale, hp.rope_beta_fast) == (0.0, 0.0, 32.0)
+
+
+REQUIRED = [
+    "block_count", "context_length", "embedding_length", "expert_count", "expert_used_count",
+    "expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.head_count",
+    "attention.layer_norm_rms_epsilon", "rope.dimension_sections", "ssm.conv_kernel",
+    "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
+]
+
+
+@pytest.mark.parametrize("suffix", REQUIRED)
+def test_a_missing_required_key_is_named(read: Read, suffix: str) -> None:
+    with pytest.raises(ModelFileError, match="missing") as caught:
+        read(**{suffix.replace(".", "__"): None})
+    assert key(suffix) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [s for s in REQUIRED if "sections" not in s])
+@pytest.mark.parametrize("kind", ["string", "bool", "strings", "number"])
+def test_a_key_of_the_wrong_type_is_named(read: Read, suffix: str, kind: str) -> None:
+    is_real = suffix.endswith("epsilon")
+    wrong = {
+        "string": text(suffix, "4"), "bool": kv(key(suffix), T.BOOL, True),
+        "strings": kv_array(key(suffix), T.STRING, ["4"]),
+        "number": uint(suffix, 1) if is_real else real(suffix, 1.0),
+    }[kind]
+    with pytest.raises(ModelFileError, match="expected") as caught:
+        read(**{suffix.replace(".", "__"): wrong})
+    assert key(suffix) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "v", "words"),
+    [
+        ("block_count", 0, "allowed are 1 to 512"), ("block_count", 513, "allowed are 1 to 512"),
+        ("context_length", 0, "allowed"), ("embedding_length", 0, "allowed"),
+        ("embedding_length", 2**32 - 1, "allowed"), ("expert_count", 0, "1 to 1024"),
+        ("expert_count", 1025, "1 to 1024"), ("expert_used_count", 0, "1 to 8"),
+        ("expert_used_count", 9, "1 to 8"), ("expert_feed_forward_length", 0, "cannot replace"),
+        ("attention.head_count", 0, "allowed"), ("attention.head_count_kv", 0, "allowed"),
+        ("attention.head_count_kv", 3, "does not divide n_head 4"),
+        ("attention.head_count_kv", 8, "does not divide"),
+        ("attention.key_length", 0, "allowed"), ("attention.value_length", 32, "needs them equal"),
+        ("rope.dimension_count", 0, "allowed"), ("rope.dimension_count", 7, "must be even"),
+        ("rope.dimension_count", 18, "rotate 18 of 16"), ("ssm.conv_kernel", 1, "2 to 64"),
+        ("ssm.conv_kernel", 65, "2 to 64"), ("ssm.inner_size", 33, "4 value heads"),
+        ("ssm.inner_size", 0, "allowed"), ("ssm.state_size", 16, "4 value heads"),
+        ("ssm.time_step_rank", 3, "3 value heads"), ("ssm.group_count", 3, "do not divide"),
+        ("ssm.group_count", 0, "allowed"), ("full_attention_interval", 0, "allowed"),
+        ("nextn_predict_layers", 4, "there are 4 blocks"),
+    ],
+)
+def test_a_value_that_cannot_run_is_refused(read: Read, suffix: str, v: int, words: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        read(**{suffix.replace(".", "__"): uint(suffix, v)})
+    assert words in str(caught.value) and key(suffix) in str(caught.value)
+
+
+@pytest.mark.parametrize("v", [0.0, -1e-6, math.nan, math.inf, 2.0])
+def test_a_norm_epsilon_must_be_a_small_positive_number(read: Read, v: float) -> None:
+    suffix = "attention.layer_norm_rms_epsilon"
+    with pytest.raises(ModelFileError, match="epsilon is"):
+        read(attention__layer_norm_rms_epsilon=real(suffix, v))
+
+
+@pytest.mark.parametrize("v", [0.0, -1.0, math.nan, math.inf])
+def test_a_rope_base_must_be_positive_and_finite(read: Read, v: float) -> None:
+    with pytest.raises(ModelFileError, match="freq_base is"):
+        read(rope__freq_base=real("rope.freq_base", v))
+
+
+def test_layers_that_differ_are_unsupported(read: Read) -> None:
+    heads = kv_array(key("attention.head_count"), T.UINT32, [4, 4, 8, 4])
+    with pytest.raises(UnsupportedModel, match=r"differs between layers \(\[4, 8\]\)"):
+        read(attention__head_count=heads)
+
+
+def test_per_layer_arrays_of_the_wrong_length_are_refused(read: Read) -> None:
+    heads = kv_array(key("attention.head_count"), T.UINT32, [4] * 5)
+    with pytest.raises(ModelFileError, match="has 5 elements; expected 4"):
+        read(attention__head_count=heads)
+
+
+def test_grouped_expert_selection_is_unsupported(read: Read) -> None:
+    read(expert_group_count=uint("expert_group_count", 1))
+    with pytest.raises(UnsupportedModel, match="grouped expert selection"):
+        read(expert_group_count=uint("expert_group_count", 2))
+
+
+def sections(*values: int) -> bytes:
+    return kv_array(key("rope.dimension_sections"), T.INT32, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((0, 0, 0, 4), "cannot all be 0"), ((2, 1, 1), "has 3 elements"),
+        ((9, 9, 9, 0), "exceed the head size 16"), ((-1, 2, 2, 0), "contains -1"),
+    ],
+)
+def test_malformed_rope_sections_are_refused(
+    read: Read, values: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(ModelFileError, match="dimension_sections") as caught:
+        read(rope__dimension_sections=sections(*values))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [(1, 1, 1, 1), (4, 0, 0, 0), (1, 1, 2, 0)])
+def test_sections_that_leave_a_pair_without_text_position_are_unsupported(
+    read: Read, values: tuple[int, ...]
+) -> None:
+    with pytest.raises(UnsupportedModel, match="without a text position"):
+        read(rope__dimension_sections=sections(*values))
+
+
+@pytest.mark.parametrize("values", [(2, 1, 1, 0), (2, 2, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0)])
+def test_sections_accepted_are_those_that_equal_neox_rope(
+    read: Read, values: tuple[int, ...]
+) -> None:
+    """Walk the angle choice of interleaved M-RoPE pair by pair, as ggml does."""
+    t, h, w, _ = values
+    total = sum(values)
+    chosen = []
+    for pair in range(4):
+        s = pair % total
+        if s % 3 == 1 and s < 3 * h:
+            chosen.append("h")
+        elif s % 3 == 2 and s < 3 * w:
+            chosen.append("w")
+        elif s % 3 == 0 and s < 3 * t:
+            chosen.append("t")
+        else:
+            chosen.append("e")
+    if "e" in chosen:
+        with pytest.raises(UnsupportedModel):
+            read(rope__dimension_sections=sections(*values))
+    else:
+        read(rope__dimension_sections=sections(*values))
+
+
+def scaling(kind: str | None, **values: float) -> dict[str, bytes]:
+    pairs = {} if kind is None else {"rope__scaling__type": text("rope.scaling.type", kind)}
+    return pairs | {f"rope__scaling__{k}": real(f"rope.scaling.{k}", v) for k, v in values.items()}
+
+
+def test_rope_scaling_none_and_linear(read: Read) -> None:
+    hp = read(**scaling("none", factor=4.0))
+    assert (hp.rope_freq_scale, hp.rope_ext_factor, hp.rope_attn_factor) == (1.0, 0.0, 1.0)
+    for kind in (None, "linear"):
+        hp = read(**scaling(kind, factor=3.0, attn_factor=0.5))
+        assert hp.rope_freq_scale == float(np.float32(1) / np.float32(3))
+        assert (hp.rope_ext_factor, hp.rope_attn_factor) == (0.0, 0.5)
+    assert read(**scaling("linear", factor=0.0)).rope_freq_scale == 1.0
+    assert read(rope__scale_linear=real("rope.scale_linear", 2.0)).rope_freq_scale == 0.5
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 4.0, 64.0, 0.5])
+def test_yarn_gives_what_llama_cpp_hands_to_ggml(read: Read, factor: float) -> None:
+    name = "rope.scaling.original_context_length"
+    hp = read(**scaling("yarn", factor=factor, attn_factor=1.25),
+              rope__scaling__original_context_length=uint(name, 1024))
+    logf = ctypes.CDLL(ctypes.util.find_library("m")).logf
+    logf.restype, logf.argtypes = ctypes.c_float, [ctypes.c_float]
+    f, log = np.float32, np.float32(logf(factor))
+    mscale = f(1) if factor <= 1 else f(0.1) * log + f(1)
+    want = mscale * (f(1) / (f(1) + f(0.1) * log)) * f(1.25)
+    assert hp.rope_attn_factor == float(want)
+    assert hp.rope_freq_scale == float(f(1) / f(factor))
+    assert (hp.rope_ext_factor, hp.n_ctx_orig) == (1.0, 1024)
+    assert (hp.rope_beta_fast, hp.rope_beta_slow) == (32.0, 1.0)
+    if factor >= 1:
+        # ggml multiplies by 1 + 0.1 ln(factor) itself: the total is YaRN's published factor.
+        assert hp.rope_attn_factor == pytest.approx(1.25, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "", "YARN"])
+def test_other_rope_scalings_are_unsupported(read: Read, kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match="none, linear and yarn"):
+        read(**scaling(kind))
+
+
+@pytest.mark.parametrize("factor", [-2.0, 1e-6, math.nan, math.inf, 1e7])
+def test_a_scaling_factor_out_of_range_is_refused(read: Read, factor: float) -> None:
+    with pytest.raises(ModelFileError, match=r"rope\.scaling\.factor is"):
+        read(**scaling("yarn", factor=factor))
+
+
+def test_messages_name_file_key_and_byte(read: Read, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        read(expert_count=uint("expert_count", 5000))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'a.gguf'}: key qwen35moe.expert_count is 5000")
+    assert "(at byte " in message
