@@ -1,0 +1,164 @@
+"""Find nvcc, cuBLAS and the driver's library, and lay them out as the one toolkit folder CMake expects."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from _tools import BuildError, say
+
+ARCHITECTURE = re.compile(r"^\d{2,3}[af]?(-real|-virtual)?$")
+
+# Functions of the driver that ggml-cuda calls. A machine that builds needs no driver: a library that
+# only has their names is enough for the linker, and the real one is found where the program runs.
+DRIVER_FUNCTIONS = (
+    "cuDeviceGet", "cuDeviceGetAttribute", "cuGetErrorString", "cuMemAddressFree",
+    "cuMemAddressReserve", "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap",
+    "cuMemRelease", "cuMemSetAccess", "cuMemUnmap",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cublas:
+    """Where cuBLAS lives: its headers, its libraries, and whether that is the toolkit itself."""
+
+    include: Path
+    lib: Path
+    in_toolkit: bool
+
+
+def check_architectures(given: list[str]) -> list[str]:
+    """Return the architectures as CMake spells them: machine code only, as for a known card.
+
+    `75` means `75-real`; `75-virtual` (PTX, compiled by the driver) is taken as it is.
+    """
+    for arch in given:
+        if not ARCHITECTURE.match(arch):
+            raise BuildError(f"--cuda-arch {arch}: expected numbers such as 75 86 89 90 120")
+    return [arch if "-" in arch else f"{arch}-real" for arch in given]
+
+
+def find_nvcc() -> tuple[Path, tuple[int, int]]:
+    """Return nvcc and its version.
+
+    Raises:
+        BuildError: there is none, or it cannot tell its version.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    for name in (os.environ.get("CUDACXX"), f"{home}/bin/nvcc", shutil.which("nvcc")):
+        if name and Path(name).is_file():
+            nvcc = Path(name).resolve()
+            break
+    else:
+        raise BuildError(
+            "no nvcc; install the CUDA toolkit (12.4 or newer) and put its bin folder on PATH, or set"
+            " CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
+        )
+    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is None:
+        raise BuildError(f"{nvcc} --version does not name a release; is it NVIDIA's compiler?")
+    return nvcc, (int(match[1]), int(match[2]))
+
+
+def find_cublas(toolkit: Path, major: int) -> Cublas:
+    """Find cuBLAS of CUDA `major` in the toolkit, else in the nvidia-cublas wheel of this Python.
+
+    Raises:
+        BuildError: neither has headers and library.
+    """
+    for sub in ("", "targets/x86_64-linux", "targets/sbsa-linux"):
+        include = toolkit / sub / "include"
+        for lib in (toolkit / sub / "lib64", toolkit / sub / "lib"):
+            if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
+                return Cublas(include, lib, True)
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    for wheel in (packages / f"cu{major}", packages / "cublas"):
+        if (wheel / "lib" / f"libcublas.so.{major}").is_file():
+            return Cublas(wheel / "include", wheel / "lib", False)
+    name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
+    raise BuildError(
+        f"no cuBLAS for CUDA {major}, neither in {toolkit} nor as a wheel; install libcublas of the"
+        f" toolkit, or: pip install '{name}=={major}.*'"
+    )
+
+
+def driver_library(toolkit: Path) -> Path | None:
+    """Return a library to link the driver's functions from, if this machine has one."""
+    places = [toolkit / "lib64" / "stubs", toolkit / "lib" / "stubs", toolkit / "lib64"]
+    places += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64")]
+    return next((place / "libcuda.so" for place in places if (place / "libcuda.so").exists()), None)
+
+
+def make_driver_stub(folder: Path) -> None:
+    """Compile a libcuda.so that has the names ggml-cuda links against and does nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "stub.c"
+    source.write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in DRIVER_FUNCTIONS))
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so"), str(source)], check=True)
+
+
+def _link(target: Path, link: Path) -> None:
+    if link.is_symlink() or link.exists():
+        link.unlink()
+    link.symlink_to(target)
+
+
+def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
+    """Make `kit`: a toolkit folder of links, completed by the cuBLAS wheel and a stub of the driver."""
+    shutil.rmtree(kit, ignore_errors=True)
+    for folder, source in (("include", toolkit / "include"), ("lib64", toolkit / "lib64")):
+        (kit / folder).mkdir(parents=True)
+        for entry in source.iterdir():
+            if entry.name != "stubs":
+                _link(entry, kit / folder / entry.name)
+    for name in ("bin", "nvvm"):
+        if (toolkit / name).exists():
+            _link(toolkit / name, kit / name)
+    if not cublas.in_toolkit:
+        # a folder of their own: the wheels' common include folder may hold another toolkit's headers
+        (kit / "cublas").mkdir()
+        for header in cublas.include.glob("cublas*.h"):
+            _link(header, kit / "cublas" / header.name)
+            _link(header, kit / "include" / header.name)
+        for name in ("libcublas", "libcublasLt"):
+            _link(cublas.lib / f"{name}.so.{major}", kit / "lib64" / f"{name}.so.{major}")
+            _link(cublas.lib / f"{name}.so.{major}", kit / "lib64" / f"{name}.so")
+    (kit / "lib64" / "stubs").mkdir()
+    library = driver_library(toolkit)
+    if library is None:
+        say("no driver on this machine: linking against a stub of libcuda")
+        make_driver_stub(kit / "lib64" / "stubs")
+    else:
+        _link(library, kit / "lib64" / "stubs" / "libcuda.so")
+
+
+def options(architectures: list[str], build: Path) -> list[str]:
+    """CMake options of a CUDA build; makes the toolkit folder under `build`."""
+    architectures = check_architectures(architectures)
+    nvcc, (major, minor) = find_nvcc()
+    toolkit = nvcc.parent.parent
+    cublas = find_cublas(toolkit, major)
+    where = "the toolkit" if cublas.in_toolkit else "the nvidia-cublas wheel"
+    say(f"CUDA {major}.{minor} from {toolkit}, cuBLAS from {where}, for {' '.join(architectures)}")
+    kit = toolkit
+    if not cublas.in_toolkit or driver_library(toolkit) is None:
+        kit = build / "cuda-toolkit"
+        lay_out(kit, toolkit, cublas, major)
+    # not the folder of links: its stub of the driver must never be found at run time
+    rpath = [str(toolkit / "lib64"), *([] if cublas.in_toolkit else [str(cublas.lib)])]
+    flags = [] if cublas.in_toolkit else [f"-DCMAKE_CUDA_FLAGS=-isystem {kit / 'cublas'}"]
+    return [
+        "-DGGML_CUDA=ON",
+        f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(architectures)}",
+        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DCUDAToolkit_ROOT={kit}",
+        f"-DMOEGRAPH_CUDA_RPATH={';'.join(rpath)}",
+        *flags,
+    ]

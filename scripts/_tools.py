@@ -1,0 +1,124 @@
+"""Compilers, CMake and instruction sets: what scripts/build hands to CMake, and plain words when it is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "vendor"))
+import fetch
+
+AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
+    "avx2": AVX2,
+    "avx512": (*AVX2, "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"),
+}
+MIN_CMAKE = (3, 21)
+
+
+class BuildError(Exception):
+    """The build cannot go on; the message is the one line a user sees."""
+
+
+def say(text: str) -> None:
+    print(f"moegraph: {text}", flush=True)
+
+
+def cpu_options(portable: str | None) -> list[str]:
+    """CMake options for the CPU: this machine's own instructions, or a named set for other machines."""
+    if portable is None:
+        return ["-DGGML_NATIVE=ON"]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ["-DGGML_NATIVE=OFF"]
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in INSTRUCTION_SETS[portable])]
+
+
+def check_compilers() -> None:
+    """Raise BuildError unless a C and a C++ compiler and Python's C headers are there."""
+    for variable, names in (("CC", ("cc", "gcc", "clang")), ("CXX", ("c++", "g++", "clang++"))):
+        wanted = os.environ.get(variable)
+        if not any(shutil.which(name.split()[0]) for name in ([wanted] if wanted else names)):
+            raise BuildError(
+                f"no {'C' if variable == 'CC' else 'C++'} compiler (looked for {wanted or ', '.join(names)});"
+                f" install gcc and g++, or set {variable}"
+            )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise BuildError(f"{header} is missing; install Python's C headers (python3-dev)")
+
+
+def find_cmake() -> str:
+    """Return a CMake that is new enough.
+
+    Raises:
+        BuildError: there is none, or it is older than MIN_CMAKE.
+    """
+    path = shutil.which("cmake", path=search_path())
+    if path is None:
+        raise BuildError(f"no cmake; install it with: {sys.executable} -m pip install cmake ninja")
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    version = tuple(int(part) for part in text.split()[2].split("-")[0].split(".")[:2])
+    if version < MIN_CMAKE:
+        raise BuildError(
+            f"{path} is {'.'.join(map(str, version))}, needed is {'.'.join(map(str, MIN_CMAKE))};"
+            f" install a newer one with: {sys.executable} -m pip install cmake"
+        )
+    return path
+
+
+def search_path() -> str:
+    """PATH with the folder of this Python's own scripts first: cmake and ninja may come from pip."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+
+
+def generator() -> list[str]:
+    ninja = shutil.which("ninja", path=search_path())
+    if ninja is None:
+        return ["-G", "Unix Makefiles"]
+    return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+
+
+def environment() -> dict[str, str]:
+    """Environment of a build: ccache, where present, shares results between checkouts."""
+    env = dict(os.environ, PATH=search_path())
+    env.setdefault("CCACHE_BASEDIR", str(ROOT.parent))
+    env.setdefault("CCACHE_NOHASHDIR", "1")
+    return env
+
+
+def install_python_packages(sdist: Path) -> None:
+    """Install what the build and the package need and pip would otherwise compile for minutes.
+
+    llama-cpp-python comes without its own llama.cpp: the patched libraries take its place.
+    """
+    missing = [name for name in ("cffi",) if importlib.util.find_spec(name) is None]
+    if missing:
+        pip_install(missing, os.environ)
+    if importlib.util.find_spec("llama_cpp") is None:
+        say("installing llama-cpp-python without its own build")
+        pip_install([str(sdist)], dict(os.environ, CMAKE_ARGS="-DLLAMA_BUILD=OFF"))
+
+
+def pip_install(arguments: list[str], env: os._Environ[str] | dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *arguments]
+    if subprocess.run(command, env=dict(env), check=False).returncode != 0:
+        raise BuildError(
+            f"pip could not install {' '.join(arguments)} into {sys.prefix} (see above);"
+            " scripts/quickstart makes a virtual environment for it"
+        )
+
+
+def default_jobs(cuda: bool) -> int:
+    """Processors of this machine; for CUDA at most one for every 3 GiB, which is what nvcc needs."""
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not cuda:
+        return jobs
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(jobs, total // (3 << 30)))
