@@ -1,0 +1,103 @@
+"""The checkout's own Python environment: packages in .venv, libraries built in place, the package linked in."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import _progress
+from _tools import MIN_CMAKE, ROOT, BuildError, fetch, say
+
+VENV = ROOT / ".venv"
+ORACLE = ROOT / ".oracle"
+STAMP = ".moegraph-stamp"
+
+
+def check_python() -> None:
+    if sys.version_info < (3, 10):
+        raise BuildError(f"Python {sys.version.split()[0]} is too old; 3.10 or newer is needed")
+
+
+def python() -> Path:
+    return VENV / "bin" / "python"
+
+
+def run_step(what: str, command: list[str | Path], env: dict[str, str] | None = None) -> None:
+    """Run one command with its output on the terminal; raise BuildError when it fails."""
+    if subprocess.run([str(c) for c in command], env=env, cwd=ROOT, check=False).returncode != 0:
+        raise BuildError(f"{what} failed (see above)")
+
+
+def pip(*arguments: str) -> list[str | Path]:
+    return [python(), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
+
+
+def make_venv() -> None:
+    """Create .venv with the build's own tools, unless it is there."""
+    if python().exists() and (VENV / STAMP).exists():
+        return
+    say(f"making a virtual environment in {VENV}")
+    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
+    if made.returncode != 0:
+        raise BuildError(f"{sys.executable} -m venv failed (see above); on Debian install python3-venv")
+    tools = ["scikit-build-core>=0.10", "cffi>=1.17"]
+    tools += [] if shutil.which("ninja") else ["ninja"]
+    tools += [] if cmake_is_new_enough() else ["cmake"]
+    run_step("installing build tools", pip(*tools))
+    (VENV / STAMP).write_text("")
+
+
+def cmake_is_new_enough() -> bool:
+    path = shutil.which("cmake")
+    if path is None:
+        return False
+    words = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split()
+    version = words[2].split(".")[:2] if len(words) > 2 else ["0"]
+    return tuple(int(part) for part in version if part.isdigit()) >= MIN_CMAKE
+
+
+def prepare(build_arguments: list[str], extras: str = "") -> None:
+    """Bring .venv, the native libraries and the installed package up to date; cheap when they are.
+
+    Raises:
+        BuildError: a step failed; its own output has been printed.
+    """
+    check_python()
+    make_venv()
+    run_step("scripts/build", [python(), ROOT / "scripts" / "build", *build_arguments])
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + extras.encode()).hexdigest()
+    if (VENV / STAMP).read_text() == wanted:
+        return
+    say("installing the package and what it needs")
+    # the libraries lie in the checkout already, so the package is only linked
+    target = f"{ROOT}[{extras}]" if extras else str(ROOT)
+    settings = ["-Cwheel.cmake=false", "-Ceditable.mode=inplace"]
+    run_step("installing moegraph", pip("--no-build-isolation", *settings, "-e", target))
+    (VENV / STAMP).write_text(wanted)
+
+
+def make_oracle(cpu_options: list[str]) -> None:
+    """Build llama-cpp-python with its own, unpatched llama.cpp into .oracle, unless it is there.
+
+    The same CPU options as ours: another instruction set would round differently.
+    """
+    options = " ".join([*cpu_options, "-DLLAVA_BUILD=OFF"])
+    wanted = f"{fetch.PIN['sha256']} {options}"
+    if (ORACLE / STAMP).is_file() and (ORACLE / STAMP).read_text() == wanted:
+        return
+    fresh = ORACLE.with_name(".oracle-new")
+    for folder in (fresh, ORACLE):
+        shutil.rmtree(folder, ignore_errors=True)
+    sdist = fetch.find_sdist(None, ROOT / "build" / "cache")
+    command = [str(c) for c in pip("--verbose", "--no-deps", "--no-build-isolation")]
+    command.remove("--quiet")
+    command += ["--target", str(fresh), str(sdist)]
+    path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    env = dict(os.environ, CMAKE_ARGS=options, PATH=path)
+    _progress.run("unpatched llama.cpp, the oracle", command, ROOT / "build" / "oracle.log", env)
+    (fresh / STAMP).write_text(wanted)
+    fresh.rename(ORACLE)
