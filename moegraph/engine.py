@@ -16,13 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig
-from .errors import Cancelled, ContextOverflow, InternalError, OutOfDeviceMemory, RequestError
+from .errors import (
+    Cancelled,
+    ContextOverflow,
+    InternalError,
+    NativeError,
+    OutOfDeviceMemory,
+    RequestError,
+)
 from .experts.bank import ExpertBanks
 from .ggml.device import Device
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
-from .runner.inspect import node_values
+from .runner.base import NotFinite
+from .runner.inspect import first_bad_layer, node_values
 from .sampling import Sampler, SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
 from .state import State
@@ -166,7 +174,7 @@ class Engine:
         """
         tokens = np.ascontiguousarray(np.atleast_2d(tokens), dtype=np.int32)
         self._submit(tokens, seq, all_rows, greedy, cancel)
-        return self.runner.collect()
+        return self._collect(seq)
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
@@ -228,6 +236,19 @@ class Engine:
         self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
         for i, row in enumerate(tokens.tolist()):
             self._held[seq + i].extend(row)
+
+    def _collect(self, seq: int) -> Output:
+        try:
+            return self.runner.collect()
+        except NotFinite as error:
+            il = first_bad_layer(self.runner, self._held[seq], seq)
+            where = (
+                "but not when computed again; the device may be unstable" if il is None
+                else f"first in the output of layer {il} (l_out-{il}); the model file may be damaged"
+            )
+            n = len(self._held[seq])
+            self.reset(seq)
+            raise NativeError(f"{error} after {n} positions, {where}") from error
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -351,7 +372,7 @@ class _Generation:
                 return
             self._submit(np.array([[token]], dtype=np.int32))
             yield event
-            output = self.engine.runner.collect()
+            output = self.engine._collect(0)
             kept = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
@@ -360,7 +381,7 @@ class _Generation:
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
-            output = self.engine.runner.collect()
+            output = self.engine._collect(0)
             if self.keep_logits:
                 rows.append(output.logits)
             if self.progress:

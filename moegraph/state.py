@@ -104,21 +104,6 @@ class State:
             C.ggml_backend_tensor_memset(tensor, 0, start, used * tensor.nb[1])
         self.n_past[seq] = 0
 
-    def first_non_finite_layer(self, seq: int) -> int | None:
-        """Return the first layer whose state of a sequence holds a NaN or infinity; the device is idle."""
-        for il in sorted({*self.conv, *self.k}):
-            tensor = self.conv.get(il, self.k.get(il))
-            is_kv = il in self.k
-            n_bytes = tensor.nb[1] * (self.n_kv(self.n_past[seq]) if is_kv else 1)
-            start = tensor.nb[1] * seq * (self.n_ctx if is_kv else 1)
-            raw = np.empty(n_bytes, dtype=np.uint8)
-            C.ggml_backend_tensor_get(tensor, ffi.from_buffer(raw), start, n_bytes)
-            if tensor.type == F32 and not np.isfinite(raw.view(np.float32)).all():
-                return il
-            if tensor.type == type_id("f16") and not np.isfinite(raw.view(np.float16)).all():
-                return il
-        return None
-
     def close(self) -> None:
         """Free the caches."""
         self._buffer.close()

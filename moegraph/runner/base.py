@@ -45,6 +45,10 @@ class Output:
     logits: npt.NDArray[np.float32] | None
 
 
+class NotFinite(NativeError):
+    """A pass ended in NaN or infinity; whoever holds the tokens can find out where."""
+
+
 class Runner(ABC):
     """Runs passes on one device, one at a time: `submit`, then `collect`."""
 
@@ -93,7 +97,7 @@ class Runner(ABC):
         """Wait for the pass and return its results.
 
         Raises:
-            NativeError: a result is not finite; names the first layer whose state is not.
+            NotFinite: a logit, or the hidden state behind it, is NaN or infinite.
         """
         shape, greedy = self._pending
         self._pending = None
@@ -110,18 +114,8 @@ class Runner(ABC):
             finite = finite and bool(np.isfinite(logits.sum(axis=1)).all())
             output = Output(None, logits)
         if not finite:
-            raise self._not_finite(shape)
+            raise NotFinite(f"{self.device.name} computed logits that are not finite")
         return output
-
-    def _not_finite(self, shape: PassShape) -> NativeError:
-        state = self.model.state
-        seqs = range(shape.seq0, shape.seq0 + shape.n_seqs)
-        layers = [il for il in map(state.first_non_finite_layer, seqs) if il is not None]
-        where = f"first in layer {min(layers)}" if layers else "in the output head"
-        return NativeError(
-            f"{self.device.name} computed logits that are not finite, {where} "
-            f"(position {state.n_past[shape.seq0] - 1}); the model file may be damaged"
-        )
 
     def _grow_results(self, shape: PassShape, greedy: bool) -> None:
         per_row = 4 if greedy else 4 * self.model.hp.n_vocab

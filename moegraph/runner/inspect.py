@@ -39,14 +39,38 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             device.synchronize()
             for seq in range(batch.seq0, batch.seq0 + n_seqs):
                 state.n_past[seq] += n_tokens
-            return {key: _read(tensor) for key, tensor in builder.named.items()}
+            return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
 
 
-def _read(tensor: Tensor) -> npt.NDArray:
-    """Copy a tensor, strided or not, to a contiguous array."""
+def first_bad_layer(runner: Runner, tokens: list[int], seq: int) -> int | None:
+    """Compute a sequence again from its start; return the first layer whose output is not finite.
+
+    None if all are finite this time. Few rows at a time, since every node takes memory of its own.
+    """
+    runner.device.synchronize()
+    runner.model.state.reset(seq)
+    for start in range(0, len(tokens), _REPLAY_ROWS):
+        rows = np.array([tokens[start : start + _REPLAY_ROWS]], dtype=np.int32)
+        nodes = node_values(runner, Batch(rows, seq, all_rows=True))
+        for il in range(runner.model.hp.n_layer):
+            if not np.isfinite(nodes["l_out", il]).all():
+                return il
+    return None
+
+
+_REPLAY_ROWS = 16
+
+
+def read_tensor(tensor: Tensor) -> npt.NDArray:
+    """Copy a tensor, strided or not, to a contiguous array; quantized ones as raw bytes.
+
+    The device must be idle.
+    """
     n_bytes = C.ggml_nbytes(tensor)
     raw = np.empty(n_bytes, dtype=np.uint8)
     C.ggml_backend_tensor_get(tensor, ffi.from_buffer(raw), 0, n_bytes)
+    if tensor.type not in _DTYPES:
+        return raw
     flat = raw.view(_DTYPES[tensor.type])
     ne, nb = shape(tensor), [tensor.nb[i] for i in range(4)]
     full = np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])

@@ -1,0 +1,63 @@
+"""Small random models and engines on the CPU device; skipped with a reason when nothing is built."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from modelgen.build import write_model  # noqa: E402
+from modelgen.presets import PRESETS  # noqa: E402
+
+from moegraph.config import EngineConfig  # noqa: E402
+
+try:
+    from moegraph.engine import Engine
+    from moegraph.ggml.handles import live_handles
+except Exception as error:  # noqa: BLE001 - whatever the reason, it is the skip's reason
+    collect_ignore_glob = ["test_*.py"]
+    print(f"tests/native is skipped: {error}", file=sys.stderr)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from preset name to a model file written once per session."""
+    folder = tmp_path_factory.mktemp("native-models")
+    made: dict[str, Path] = {}
+
+    def path_of(preset: str) -> Path:
+        if preset not in made:
+            chosen = PRESETS[preset]
+            made[preset] = write_model(folder / f"{preset}.gguf", chosen.shape, chosen.mix, seed=7)[0]
+        return made[preset]
+
+    return path_of
+
+
+@pytest.fixture
+def open_engine(model_path: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+    """Return a function that loads an engine on the CPU and closes it after the test."""
+    opened: list[Engine] = []
+
+    def load(preset: str = "legacy32", **settings: object) -> Engine:
+        chosen = {"device": "cpu", "n_threads": 1, "n_ctx": 512, "n_ubatch": 64, **settings}
+        engine = Engine.load(model_path(preset), EngineConfig(**chosen))
+        opened.append(engine)
+        return engine
+
+    yield load
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def no_leak() -> Iterator[None]:
+    """Assert that a test closes as many native handles as it opens."""
+    before = live_handles()
+    yield
+    assert live_handles() == before
+

@@ -1,0 +1,299 @@
+"""The engine on the CPU device: exactness between its own ways of computing, life of requests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import (
+    ConfigError,
+    ContextOverflow,
+    MoegraphError,
+    NativeError,
+    OutOfDeviceMemory,
+    RequestError,
+)
+from moegraph.ggml.handles import live_handles
+from moegraph.modelfile import open_model
+from moegraph.sampling import SamplingParams
+from moegraph.sequence import CancelToken
+
+# -- the same numbers whichever way they are computed -----------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"])
+@pytest.mark.parametrize("type_kv", ["f16", "q8_0"])
+def test_layered_equals_whole_bit_for_bit(open_engine, preset, type_kv):
+    logits = []
+    for mode in ("whole", "layered"):
+        engine = open_engine(preset, mode=mode, type_k=type_kv, type_v=type_kv)
+        ids = prompt(engine, 41)
+        rows = [engine.forward_logits(ids[:33]), engine.forward_logits(ids[33:40], 33)]
+        rows.append(engine.forward_logits(ids[40:], 40))
+        logits.append(np.concatenate(rows))
+    assert np.isfinite(logits[0]).all() and logits[0].std() > 0.1
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "float32"])
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_reference_mode_is_bit_equal_over_widths_chunks_and_threads(open_engine, preset, mode):
+    rows = []
+    for chunks, n_threads in (((60,), 1), ((1,) * 60, 1), ((7, 8, 33, 12), 2), ((60,), 3)):
+        engine = open_engine(preset, mode=mode, cpu_reference=True, n_threads=n_threads)
+        ids, start, parts = prompt(engine, 60), 0, []
+        for n in chunks:
+            parts.append(engine.forward_logits(ids[start : start + n], start))
+            start += n
+        rows.append((np.concatenate(parts), states_of(engine)))
+    for logits, states in rows[1:]:
+        np.testing.assert_array_equal(logits, rows[0][0])
+        for name, value in states.items():
+            np.testing.assert_array_equal(value, rows[0][1][name], err_msg=name)
+
+
+def states_of(engine: Engine) -> dict[str, np.ndarray]:
+    """Copy every cache and state tensor."""
+    from moegraph.runner.inspect import read_tensor
+
+    state = engine.state
+    groups = {"conv": state.conv, "ssm": state.ssm, "k": state.k, "v": state.v}
+    return {
+        f"{kind}-{il}": read_tensor(t)
+        for kind, tensors in groups.items() for il, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "iq64"])
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_sequences_in_one_pass_equal_sequences_alone(open_engine, preset, mode):
+    together = open_engine(preset, mode=mode, cpu_reference=True, n_seq=3)
+    alone = open_engine(preset, mode=mode, cpu_reference=True)
+    ids = prompt(together, 3 * 24).reshape(3, 24)
+    together.forward(ids[:, :9], seq=0)
+    batch = np.concatenate([
+        together.forward(ids[1:, 9:23], seq=1, all_rows=True).logits.reshape(2, 14, -1),
+        together.forward(ids[1:, 23:], seq=1).logits[:, None, :],
+    ], axis=1)  # fmt: skip
+    for row, seq in enumerate((1, 2)):
+        alone.reset()
+        alone.forward(ids[seq, :9])
+        single = alone.forward(ids[seq, 9:], all_rows=True).logits
+        np.testing.assert_array_equal(batch[row], single)
+
+
+def test_argmax_on_the_device_is_argmax_of_the_logits(open_engine):
+    engine = open_engine()
+    ids = prompt(engine, 30)
+    logits = engine.forward(ids, all_rows=True).logits
+    engine.reset()
+    greedy = engine.forward(ids, all_rows=True, greedy=True).argmax
+    np.testing.assert_array_equal(greedy, logits.argmax(axis=1))
+
+
+def test_router_weights_sum_to_one_in_every_layer(open_engine):
+    engine = open_engine("mini35b")
+    nodes = engine.forward_nodes(prompt(engine, 33))
+    for il in range(engine.hparams.n_layer):
+        np.testing.assert_allclose(nodes["ffn_moe_weights_norm", il].sum(axis=-1), 1.0, atol=1e-5)
+        chosen = nodes["ffn_moe_topk", il]
+        assert all(len(set(row)) == engine.hparams.n_expert_used for row in chosen.tolist())
+
+
+def test_delta_rule_equals_a_plain_loop(open_engine):
+    engine = open_engine("legacy32", cpu_reference=True)
+    nodes = engine.forward_nodes(prompt(engine, 19))
+    q, k, v = (nodes[f"{x}_conv_predelta", 0].astype(np.float64) for x in "qkv")
+    beta, gate = nodes["beta_sigmoid", 0].reshape(19, -1), nodes["gate", 0].reshape(19, -1)
+    n_v, d = v.shape[1], v.shape[2]
+    state, out = np.zeros((n_v, d, d)), np.zeros((19, n_v, d))
+    for t in range(19):
+        for h in range(n_v):
+            key, query = k[t, h % k.shape[1]], q[t, h % k.shape[1]]
+            state[h] *= np.exp(gate[t, h])
+            state[h] += np.outer(beta[t, h] * (v[t, h] - state[h] @ key), key)
+            out[t, h] = state[h] @ query / np.sqrt(d)
+    got = nodes["attn_output", 0].reshape(19, n_v, d)
+    error = ((got - out) ** 2).sum() / (out**2).sum()
+    assert error < 1e-11, error
+
+
+# -- one request after another ----------------------------------------------------------------------
+
+
+def test_two_requests_back_to_back_equal_two_fresh_processes(open_engine, model_path):
+    engine = open_engine()
+    first, second = prompt(engine, 50, seed=1), prompt(engine, 23, seed=2)
+    together = [greedy_tokens(engine, ids, 20) for ids in (first, second, first)]
+    script = (
+        "import sys, json, numpy as np\n"
+        "from moegraph.engine import Engine; from moegraph.config import EngineConfig\n"
+        "path, ids = sys.argv[1], json.loads(sys.argv[2])\n"
+        "with Engine.load(path, EngineConfig(device='cpu', n_threads=1, n_ctx=512, n_ubatch=64)) as e:\n"
+        "    print([v.token for v in e.generate(ids, max_tokens=20, text=False)])\n"
+    )
+    for ids, tokens in ((first, together[0]), (second, together[1])):
+        run = subprocess.run(
+            [sys.executable, "-c", script, str(model_path("legacy32")), str(ids.tolist())],
+            capture_output=True, text=True, check=True,
+        )
+        assert run.stdout.strip() == str(tokens)
+    assert together[2] == together[0]
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_200_requests_leave_handles_and_memory_flat(open_engine, mode):
+    engine = open_engine(mode=mode)
+    sizes, handles = [], []
+    for i in range(200):
+        n = 1 + (i * 7) % 70  # more lengths than graphs are cached for, some of two chunks
+        tokens = greedy_tokens(engine, prompt(engine, n, seed=i), 3)
+        assert len(tokens) == 3
+        sizes.append(resident_bytes())
+        handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
+    assert len(set(handles[60:])) == 1
+    assert max(sizes[150:]) - max(sizes[80:100]) < 4 << 20
+    assert engine.memory()["compute_bytes"] < 64 << 20
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_reuse_continues_a_sequence_with_the_same_result(open_engine):
+    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
+    ids = prompt(engine, 40)
+    answer = greedy_tokens(engine, ids, 10)
+    longer = [*ids.tolist(), *answer, 5, 6, 7]
+    again = [e.token for e in engine.generate(longer, max_tokens=10, text=False, reuse=True)]
+    assert again == greedy_tokens(other, longer, 10)
+
+
+def test_generation_stops_at_the_end_of_the_context(open_engine):
+    engine = open_engine(n_ctx=256)
+    events = list(engine.generate(prompt(engine, 250), text=False))
+    assert len(events) == 7 and events[-1].finish_reason == "length"
+
+
+def test_kept_logits_have_a_row_for_every_position_fed(open_engine):
+    engine = open_engine()
+    ids = prompt(engine, 70)  # two chunks
+    events = list(engine.generate(ids, max_tokens=5, text=False, keep_logits=True))
+    rows = np.concatenate([e.logits for e in events])
+    assert rows.shape == (70 + 5 - 1, engine.hparams.n_vocab)
+    np.testing.assert_array_equal(rows[69:].argmax(axis=1), [e.token for e in events])
+
+
+def test_sampling_is_repeatable_with_a_seed(open_engine):
+    engine = open_engine()
+    ids, sampling = prompt(engine, 12), SamplingParams(temperature=1.0, seed=3)
+    runs = [
+        [e.token for e in engine.generate(ids, sampling, max_tokens=24, text=False)]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    other = SamplingParams(temperature=1.0, seed=4)
+    assert [e.token for e in engine.generate(ids, other, max_tokens=24, text=False)] != runs[0]
+
+
+# -- cancellation and failure -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_cancel_ends_a_request_and_the_next_one_is_right(open_engine, mode):
+    engine = open_engine(mode=mode)
+    ids = prompt(engine, 60)
+    expected = greedy_tokens(engine, ids, 12)
+    token = CancelToken()
+    events = []
+    for event in engine.generate(ids, max_tokens=400, text=False, cancel=token, ignore_eos=True):
+        events.append(event)
+        if len(events) == 5:
+            token.set()
+    assert events[-1].finish_reason == "cancelled" and 5 <= len(events) <= 8
+    assert greedy_tokens(engine, ids, 12) == expected
+
+
+def test_cancel_from_another_thread_stops_inside_a_pass(open_engine):
+    engine = open_engine("kquant40", n_ctx=4096, n_ubatch=4096)
+    token = CancelToken()
+    threading.Timer(0.2, token.set).start()
+    events = list(engine.generate(prompt(engine, 4000), max_tokens=1, text=False, cancel=token))
+    assert [e.finish_reason for e in events] == ["cancelled"]
+    assert events[0].prefill_s < 3.0
+
+
+def test_a_consumer_that_leaves_does_not_disturb_the_next_request(open_engine):
+    engine = open_engine()
+    ids = prompt(engine, 30)
+    expected = greedy_tokens(engine, ids, 8)
+    stream = engine.generate(ids, max_tokens=100, text=False)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    assert greedy_tokens(engine, ids, 8) == expected
+
+
+def test_nan_in_a_weight_is_an_error_that_names_the_layer(tmp_path, model_path):
+    source = model_path("legacy32")
+    with open_model(source) as model:
+        info = model.tensors["blk.3.ffn_down_shexp.weight"]
+    raw = bytearray(source.read_bytes())
+    raw[info.offset : info.offset + 2] = b"\xff\xff"  # the F16 scale of the first block
+    damaged = tmp_path / "nan.gguf"
+    damaged.write_bytes(raw)
+    for mode in ("whole", "layered"):
+        config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=64, mode=mode)
+        with Engine.load(damaged, config) as engine:
+            with pytest.raises(NativeError, match=r"not finite after 9 positions, first in the output of layer 3"):
+                list(engine.generate(prompt(engine, 9), max_tokens=4, text=False))
+            assert engine.state.n_past == [0]
+
+
+def test_memory_that_does_not_suffice_is_refused_with_a_remedy(model_path, no_leak):
+    with pytest.raises(OutOfDeviceMemory, match=r"cannot allocate .* free; lower -c"):
+        Engine.load(
+            model_path("legacy32"),
+            EngineConfig(device="cpu", n_ctx=1 << 22, n_seq=256, n_threads=1),
+        )
+
+
+def test_a_missing_device_is_named_and_nothing_leaks(model_path, no_leak):
+    with pytest.raises(ConfigError, match=r"no device 'cuda:77'; available: cpu"):
+        Engine.load(model_path("legacy32"), EngineConfig(device="cuda:77"))
+
+
+def test_requests_are_checked_before_anything_is_computed(open_engine):
+    engine = open_engine(n_ctx=256)
+    n_vocab = engine.hparams.n_vocab
+    for ids, kind, words in (
+        ([], RequestError, "empty"),
+        ([0, -1], RequestError, "token id -1 at position 1"),
+        ([n_vocab], RequestError, f"token id {n_vocab} at position 0"),
+        ([1] * 257, ContextOverflow, "257 tokens, the context holds 256"),
+        ([2**40], RequestError, "out of range"),
+    ):
+        with pytest.raises(kind, match=words):
+            list(engine.generate(ids, text=False))
+    assert engine.state.n_past == [0]
+    with pytest.raises(RequestError, match="65 rows in a pass"):
+        engine.forward(np.zeros(65, dtype=np.int32))
+    with pytest.raises(MoegraphError, match="sequences 0 to 1"):
+        engine.forward(np.zeros((2, 1), dtype=np.int32))
+
+
+def test_closing_an_engine_frees_every_handle(model_path, no_leak):
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=32, mode="layered")
+    engine = Engine.load(model_path("iq64"), config)
+    greedy_tokens(engine, prompt(engine, 5), 3)
+    engine.close()
+    engine.close()
