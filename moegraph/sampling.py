@@ -11,7 +11,7 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,14 @@ def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limit
 class SamplingParams:
     """Say how the next token is chosen; the defaults are llama.cpp's.
 
-    ``temperature <= 0`` means greedy. ``seed=None`` takes a random one, which `Sampler.seed`
-    then reports. ``logit_bias`` maps token ids to numbers added to their logits; ``-inf``
+    ``temperature <= 0`` means greedy. ``seed=None`` takes a random one; `seeded` picks it where
+    it must be known. ``logit_bias`` maps token ids to numbers added to their logits; ``-inf``
     bans a token.
     """
 
     temperature: float = _setting(
-        "float", 0.8, ("--temp",), "Temperature; 0 always takes the likeliest token.",
+        "float", 0.8, ("--temp", "--temperature"),
+        "Temperature; 0 always takes the likeliest token.",
         minimum=-100, maximum=100,
     )
     top_k: int = _setting(
@@ -63,7 +64,8 @@ class SamplingParams:
         minimum=0, maximum=1,
     )
     typical_p: float = _setting(
-        "float", 1.0, ("--typical",), "Locally typical sampling up to this probability; 1 is off.",
+        "float", 1.0, ("--typical", "--typical-p"),
+        "Locally typical sampling up to this probability; 1 is off.",
         minimum=0, maximum=1,
     )
     repeat_penalty: float = _setting(
@@ -111,6 +113,12 @@ class SamplingParams:
             or bool(self.logit_bias)
             or self.typical_p < 1.0
         )
+
+    def seeded(self) -> SamplingParams:
+        """Return these settings with a seed of their own, a random one where none is given."""
+        if self.seed not in (None, -1, RANDOM_SEED):
+            return self
+        return replace(self, seed=secrets.randbelow(RANDOM_SEED))
 
     def validate(self, n_vocab: int) -> SamplingParams:
         """Return self if every value is in range.
@@ -162,11 +170,9 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
-        self.params = params.validate(n_vocab)
+        self.params = params = params.validate(n_vocab).seeded()
         self.n_vocab = n_vocab
-        seed = params.seed
-        self.seed = secrets.randbelow(RANDOM_SEED) if seed in (None, -1, RANDOM_SEED) else seed
-        self._rng = np.random.Generator(np.random.PCG64(self.seed))
+        self._rng = np.random.Generator(np.random.PCG64(params.seed))
         self._recent: deque[int] = deque(maxlen=params.repeat_last_n)
         bias = params.logit_bias
         self._bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))

@@ -136,8 +136,13 @@ def _open_length(text: str, stop: str) -> int:
     return 0
 
 
-def _room(n_prompt: int, n_ctx: int) -> int:
-    """Return how many tokens fit behind a prompt."""
+def room_after(n_prompt: int, n_ctx: int) -> int:
+    """Return how many tokens can follow a prompt.
+
+    Raises:
+        RequestError: the prompt is empty.
+        ContextOverflow: it is longer than the context.
+    """
     if n_prompt == 0:
         raise RequestError("the prompt is empty; give it at least one token")
     if n_prompt > n_ctx:
@@ -182,7 +187,7 @@ class Sequence:
             raise RequestError("stop strings need the model's vocabulary, and none is loaded")
         if max_tokens is not None and max_tokens < 0:
             raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 and more")
-        room = _room(len(prompt), n_ctx)
+        room = room_after(len(prompt), n_ctx)
         self.prompt = prompt
         self.tokens: list[int] = []
         self.text = ""

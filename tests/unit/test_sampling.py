@@ -150,11 +150,11 @@ def test_equal_seeds_draw_equal_tokens_and_other_seeds_do_not() -> None:
 
 
 @pytest.mark.parametrize("seed", [None, -1, 0xFFFFFFFF])
-def test_a_random_seed_is_reported_and_repeats_the_run(seed: int | None) -> None:
+def test_a_random_seed_can_be_read_and_repeats_the_run(seed: int | None) -> None:
     logits = random_logits(1, 500, 1.0)
     first = Sampler(SamplingParams(seed=seed), 500)
-    again = Sampler(SamplingParams(seed=first.seed), 500)
-    assert first.seed != Sampler(SamplingParams(seed=seed), 500).seed
+    again = Sampler(first.params, 500)
+    assert first.params.seed != SamplingParams(seed=seed).seeded().seed
     assert [first.sample(logits) for _ in range(20)] == [again.sample(logits) for _ in range(20)]
 
 

@@ -1,0 +1,200 @@
+"""`moegraph doctor`: what is installed and what this machine has, to read and to paste."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..config import default_threads
+from ..errors import MoegraphError, NativeError
+from ..units import format_bytes
+from . import ui
+
+_PACKAGES = ("llama-cpp-python", "numpy", "gguf", "cffi", "click", "jinja2", "rich")
+# The instruction sets that ggml's CPU kernels have variants for.
+_CPU_FLAGS = (
+    "sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx_vnni", "avx512f", "avx512vbmi",
+    "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+)  # fmt: skip
+_ARM_FLAGS = ("asimd", "asimddp", "i8mm", "sve", "sve2", "sme")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding; a failed one says what to do. Without a required one nothing runs."""
+
+    name: str
+    ok: bool
+    detail: str
+    required: bool = True
+
+
+@click.command(short_help="Check the installation and the machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show libraries, patch set, devices, driver, memory and CPU features, and what is missing.
+
+    \b
+    Examples:
+      moegraph doctor
+      moegraph doctor --json | jq .devices
+    """
+    native, devices = _native()
+    checks = [native, _tokenizer(), _cuda(devices)]
+    report = {
+        "moegraph": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "checks": [asdict(check) for check in checks],
+        "devices": devices,
+        "driver": _driver(),
+        "memory": _memory(),
+        "cpu": _cpu(),
+    }
+    if as_json:
+        click.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        _show(report, checks)
+    if not native.ok:
+        raise NativeError(f"moegraph cannot run a model here: {native.detail}")
+
+
+def native_summary() -> str:
+    """Return what the native libraries are, in a few words."""
+    try:
+        from ..ggml.device import list_devices
+        from ..ggml.lib import C, ffi, patchset
+    except MoegraphError:
+        return "native libraries not built"
+    kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in list_devices())
+    version = ffi.string(C.ggml_version()).decode()
+    return f"ggml {version}, patch set {patchset()}, devices: {', '.join(kinds)}"
+
+
+def _native() -> tuple[Check, list[dict[str, Any]]]:
+    try:
+        from ..ggml.device import list_devices
+        from ..ggml.lib import C, ffi, library_dir, patchset
+
+        devices = [{k: v for k, v in d.items() if k != "handle"} for d in list_devices()]
+        version = ffi.string(C.ggml_version()).decode()
+        detail = f"ggml {version}, patch set {patchset()}, in {library_dir()}"
+    except MoegraphError as error:
+        return Check("native libraries", False, str(error)), []
+    return Check("native libraries", True, detail), devices
+
+
+def _tokenizer() -> Check:
+    version = _version("llama-cpp-python")
+    if version is None:
+        hint = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
+        return Check("tokenizer", False, f"llama-cpp-python is not installed; {hint}")
+    return Check("tokenizer", True, f"llama-cpp-python {version}")
+
+
+def _cuda(devices: list[dict[str, Any]]) -> Check:
+    names = [d["description"] for d in devices if d["kind"] == "cuda"]
+    if names:
+        return Check("CUDA", True, ", ".join(names), required=False)
+    if _driver() is None:
+        return Check("CUDA", False, "no NVIDIA driver; models run on the CPU", required=False)
+    built = any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*"))
+    reason = (
+        "the driver shows no device" if built
+        else "this build has no CUDA; build it with scripts/build --cuda-arch"
+    )
+    return Check("CUDA", False, reason, required=False)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Return the version of the NVIDIA kernel driver, if there is one."""
+    match = re.search(r"Kernel Module\D*?\s(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
+    return match[1] if match else None
+
+
+def _memory() -> dict[str, int | None]:
+    """Return the machine's memory and the limit of the control group, in bytes."""
+    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo"), re.M))
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return {
+        "total_bytes": int(info["MemTotal"]) * 1024 if "MemTotal" in info else None,
+        "available_bytes": int(info["MemAvailable"]) * 1024 if "MemAvailable" in info else None,
+        "limit_bytes": int(limit) if limit.isdecimal() else None,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    text = _read("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+    present = set(flags[1].split()) if flags else set()
+    return {
+        "model": model[1].strip() if model else platform.processor() or platform.machine(),
+        "logical": os.cpu_count(),
+        "threads": default_threads(),
+        "features": [name for name in (*_CPU_FLAGS, *_ARM_FLAGS) if name in present],
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _show(report: dict[str, Any], checks: list[Check]) -> None:
+    ui.heading(f"moegraph {report['moegraph']}")
+    ui.table([
+        ("python", f"{report['python']} ({sys.executable})"),
+        ("platform", report["platform"]),
+        *((name, version or "missing") for name, version in report["packages"].items()),
+    ])  # fmt: skip
+    click.echo()
+    ui.heading("Checks")
+    ui.checks((check.name, check.ok, check.required, check.detail) for check in checks)
+    click.echo()
+    ui.heading("Machine")
+    cpu, memory = report["cpu"], report["memory"]
+    rows = [
+        ("cpu", f"{cpu['model']}, {cpu['logical']} logical, {cpu['threads']} threads by default"),
+        ("features", " ".join(cpu["features"]) or "none known"),
+        ("memory", _memory_line(memory)),
+        ("NVIDIA driver", report["driver"] or "none"),
+    ]
+    rows += [
+        (f"device {device['device']}", f"{device['description']}, {_free_line(device)}")
+        for device in report["devices"]
+    ]
+    ui.table(rows)
+
+
+def _memory_line(memory: dict[str, int | None]) -> str:
+    total, available, limit = memory.values()
+    if total is None or available is None:
+        return "unknown"
+    line = f"{format_bytes(available)} of {format_bytes(total)} available"
+    return line + (f", limited to {format_bytes(limit)}" if limit else "")
+
+
+def _free_line(device: dict[str, Any]) -> str:
+    free, total = device["memory_free"], device["memory_total"]
+    return f"{format_bytes(free)} of {format_bytes(total)} free"

@@ -1,0 +1,208 @@
+"""Options of the commands, made from the settings they fill, and checked input of all kinds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..config import EngineConfig, Setting
+from ..config import settings as engine_settings
+from ..errors import ModelFileError, RequestError
+from ..sampling import SamplingParams
+from ..sampling import settings as sampling_settings
+from ..tokenizer import MAX_PROMPT_BYTES
+from ..units import format_bytes
+from . import ui
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT, "str": click.STRING}
+_BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
+
+
+def setting_option(setting: Setting) -> Callable[[Command], Command]:
+    """Return the click option of a setting."""
+    described: dict[str, Any] = {"help": setting.help, "default": setting.default}
+    if setting.kind == "flag":
+        return click.option(*setting.flags, setting.name, is_flag=True, **described)
+    if setting.choices:
+        described["type"] = click.Choice(setting.choices)
+    else:
+        described["type"] = _TYPES[setting.kind]
+        described["metavar"] = setting.metavar or ("F" if setting.kind == "float" else "N")
+        if setting.kind == "str":
+            described["metavar"] = setting.metavar or "TEXT"
+    return click.option(
+        *setting.flags, setting.name, show_default=setting.default is not None, **described
+    )
+
+
+def _apply(command: Command, options: list[Callable[[Any], Any]]) -> Command:
+    # Decorators are applied from the inside out; help shows options in the order given here.
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def engine_options(command: Command) -> Command:
+    """Add one option for each EngineConfig field that has a spelling."""
+    return _apply(command, [setting_option(s) for s in engine_settings() if s.flags])
+
+
+def sampling_options(command: Command) -> Command:
+    """Add the sampler options under llama.cpp's spellings."""
+    options: list[Callable[[Any], Any]] = [setting_option(s) for s in sampling_settings()]
+    options += [
+        click.option(
+            "-l", "--logit-bias", "logit_bias", multiple=True, metavar="TOKEN(+/-)BIAS",
+            help="Add BIAS to a token's logit, as 15043+1 or 15043-inf; repeatable.",
+        ),
+        click.option("--ignore-eos", is_flag=True, help="Never end by itself: ban the end tokens."),
+    ]  # fmt: skip
+    return _apply(command, options)
+
+
+def length_options(command: Command) -> Command:
+    """Add the options that end a generation."""
+    return _apply(command, [
+        click.option(
+            "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1,
+            metavar="N", show_default=True,
+            help="Tokens to generate at most; -1 goes on until the model ends.",
+        ),
+        click.option(
+            "--stop", "-r", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
+            help="End before this text; repeatable.",
+        ),
+        click.option(
+            "-e", "--escape", is_flag=True,
+            help=r"Read \n, \t, \\ and \" in the prompt and in stop texts as escapes.",
+        ),
+    ])  # fmt: skip
+
+
+def build_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the validated EngineConfig of a command's options.
+
+    Raises:
+        ConfigError: names every wrong option.
+    """
+    names = {s.name for s in engine_settings() if s.flags}
+    # None is a default that depends on the machine.
+    given = {name: options[name] for name in names if options[name] is not None}
+    return EngineConfig(**given).validate()
+
+
+def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
+    """Return the SamplingParams of a command's options; ranges are checked with the model.
+
+    Raises:
+        RequestError: a bias is not written as TOKEN(+/-)BIAS.
+    """
+    given = {s.name: options[s.name] for s in sampling_settings()}
+    return SamplingParams(**given, logit_bias=parse_logit_bias(options["logit_bias"]))
+
+
+def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
+    """Parse '15043+1' and '15043-inf' as llama.cpp does; several for one token add up.
+
+    Raises:
+        RequestError: an entry has another form.
+    """
+    biases: dict[int, float] = {}
+    for entry in entries:
+        match = _BIAS.fullmatch(entry)
+        if match is None:
+            raise RequestError(
+                f"logit bias {entry!r}; write TOKEN(+/-)BIAS, for example 15043+1 or 15043-inf"
+            )
+        token, bias = int(match[1]), float(match[2] + match[3])
+        biases[token] = biases.get(token, 0.0) + bias
+    return biases
+
+
+def max_tokens(n_predict: int) -> int | None:
+    """Return -n as the engine takes it: None for no limit.
+
+    Raises:
+        RequestError: it is below -1.
+    """
+    if n_predict < -1:
+        raise RequestError(f"-n is {n_predict}; allowed: 0 and more, or -1 for no limit")
+    return None if n_predict == -1 else n_predict
+
+
+def read_text(path: str) -> str:
+    """Return the text of a prompt file, '-' for stdin, less one newline at its end.
+
+    Raises:
+        RequestError: it cannot be read, is too long, or is not UTF-8.
+    """
+    name = "stdin" if path == "-" else path
+    try:
+        with click.open_file(path, "rb") as file:
+            data: bytes = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"{name}: cannot read the prompt: {error.strerror}") from error
+    if len(data) > MAX_PROMPT_BYTES:
+        raise RequestError(
+            f"{name}: the prompt is larger than {format_bytes(MAX_PROMPT_BYTES)}; shorten it"
+        )
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name}: the prompt is not UTF-8 text (byte 0x{data[error.start]:02x} "
+            f"at offset {error.start})"
+        ) from error
+    return text.removesuffix("\n")
+
+
+def unescape(text: str) -> str:
+    r"""Return text with \n, \r, \t, \', \" and \\ replaced; other backslashes stay."""
+    known = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+    return re.sub(r"\\([nrt'\"\\])", lambda match: known[match[1]], text)
+
+
+def load_engine(target: str | Path, config: EngineConfig) -> Engine:
+    """Load a model by name or path, with a progress bar on a terminal."""
+    from ..engine import Engine
+    from ..modelfile import resolve_target
+
+    with ui.Bars() as bars:
+        engine = Engine.load(resolve_target(target), config, progress=bars)
+    for warning in engine.model.warnings:
+        ui.note(f"warning: {warning}")
+    return engine
+
+
+def has_vocabulary(engine: Engine) -> bool:
+    """Return whether the model file carries a tokenizer."""
+    return engine.model.kv.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+
+def require_vocabulary(engine: Engine) -> None:
+    """Refuse text for a model that knows only token ids.
+
+    Raises:
+        ModelFileError: the file has no tokenizer.
+    """
+    if not has_vocabulary(engine):
+        raise ModelFileError(
+            f"{engine.model.path}: the file has no vocabulary, so it cannot read or write text; "
+            "give token ids: moegraph run TARGET PROMPT_IDS N_GEN OUT_IDS"
+        )
+
+
+def end_token_bans(engine: Engine) -> dict[int, float]:
+    """Return the logit biases that --ignore-eos stands for."""
+    if not has_vocabulary(engine):
+        return {}
+    return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))

@@ -1,0 +1,125 @@
+"""Files that a command writes: checked before the model is loaded, kept if nothing was written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+
+
+class OutputFile:
+    """A file that is opened at once and truncated only by the first write.
+
+    What stood in it stays when the command fails before there is something to write; a file that
+    was not there before is removed again. Devices and pipes such as /dev/null work, too.
+
+    Raises:
+        ConfigError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written = False
+        self._created = not os.path.lexists(path)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot write: {error.strerror}") from error
+        self._is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        self._file: BinaryIO = os.fdopen(fd, "wb", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            ConfigError: the disk is full, or the reader of a pipe is gone.
+        """
+        try:
+            if not self._written and self._is_regular:
+                self._file.truncate(0)
+            self._written = True
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot write: {error.strerror}") from error
+
+    def rewrite_start(self, data: bytes) -> None:
+        """Replace the first bytes of a regular file by as many others."""
+        os.pwrite(self._file.fileno(), data, 0)
+
+    def require_regular(self) -> None:
+        """Refuse a device or a pipe.
+
+        Raises:
+            ConfigError: the start of the file cannot be written again at the end.
+        """
+        if not self._is_regular:
+            raise ConfigError(f"{self.path}: cannot write an array to a device or a pipe")
+
+    def close(self) -> None:
+        """Close the file, and remove it if it is new and nothing was written."""
+        if self._file.closed:
+            return
+        self._file.close()
+        if self._created and not self._written and self._is_regular:
+            self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class NpyWriter:
+    """Write rows of F32 to a .npy file as they come; the header is completed at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._out = OutputFile(path)
+        self._n_columns = 0
+        self._n_rows = 0
+        try:
+            self._out.require_regular()
+        except ConfigError:
+            self._out.close()
+            raise
+
+    def write(self, rows: npt.NDArray[np.float32]) -> None:
+        """Append rows; numpy shape [n_rows, n_columns]."""
+        if self._n_columns == 0:
+            self._n_columns = rows.shape[1]
+            self._out.write(_npy_header(0, self._n_columns))
+        self._n_rows += len(rows)
+        self._out.write(np.ascontiguousarray(rows, dtype="<f4").data)
+
+    def close(self) -> None:
+        """Put the number of rows into the header and close the file."""
+        if self._n_columns:
+            self._out.rewrite_start(_npy_header(self._n_rows, self._n_columns))
+        self._out.close()
+
+    def __enter__(self) -> NpyWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _npy_header(n_rows: int, n_columns: int) -> bytes:
+    """Return a version 1.0 header of 128 bytes, whatever the number of rows."""
+    fields = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({n_rows}, {n_columns}), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{fields:<117}\n".encode()

@@ -1,0 +1,138 @@
+"""The `moegraph` program: its commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..config import debug_level
+from ..errors import InternalError, MoegraphError
+from . import ui
+from .bench import bench
+from .chat import chat
+from .doctor import doctor
+from .inspect import inspect
+from .run import run
+
+# What a shell reports for a program that SIGPIPE ended.
+EXIT_BROKEN_PIPE = 141
+EXIT_INTERRUPTED = 130
+EXIT_USAGE = 2
+EXIT_NO_MEMORY = 4
+
+
+class Program(click.Group):
+    """A group whose errors are one line on stderr and an exit code, never a traceback."""
+
+    def main(
+        self,
+        args: Any = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line and exit."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, **extra)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # A terminal that cannot show a character is no reason to stop.
+                stream.reconfigure(errors="replace")
+        sys.exit(_flush(self._run(args, prog_name or "moegraph", complete_var, extra)))
+
+    def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
+        """Return the exit code of a command line."""
+        try:
+            result = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+        except (KeyboardInterrupt, click.Abort):
+            return _say("interrupted", EXIT_INTERRUPTED)
+        except click.UsageError as error:
+            where = error.ctx.command_path if error.ctx else name
+            return _say(f"{error.format_message()} (see {where} -h)", EXIT_USAGE)
+        except click.ClickException as error:
+            return _say(error.format_message(), error.exit_code)
+        except BrokenPipeError:
+            return EXIT_BROKEN_PIPE
+        except MoegraphError as error:
+            return _say(str(error), error.exit_code)
+        except MemoryError:
+            return _say(
+                "out of host memory; lower -c/--ctx-size or choose a smaller model", EXIT_NO_MEMORY
+            )
+        except OSError as error:
+            return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
+        except Exception as error:  # the last line of defence: a user sees one line
+            return _say(str(InternalError(f"{type(error).__name__}: {error}")), 1)
+
+
+def _say(message: str, code: int) -> int:
+    """Print an error; with MOEGRAPH_DEBUG=1 where it came from, too."""
+    try:
+        if debug_level() >= 1:
+            traceback.print_exc()
+        if code == EXIT_INTERRUPTED:
+            sys.stderr.write("\n" if ui.is_terminal(sys.stderr) else "")
+            ui.note("interrupted")
+        else:
+            ui.error(message)
+    except OSError:
+        pass  # stderr is gone: the exit code says it all
+    return code
+
+
+def _flush(code: int) -> int:
+    """Flush stdout here, because at exit the interpreter would print a traceback."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or EXIT_BROKEN_PIPE
+    except OSError as error:
+        code = code or _say(f"output: {error.strerror}", 1)
+    else:
+        return code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from .doctor import native_summary
+
+    click.echo(f"moegraph {__version__} ({native_summary()})")
+    ctx.exit()
+
+
+@click.group(
+    cls=Program, name="moegraph", context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)  # fmt: skip
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+    help="Show the version and what it was built from.",
+)  # fmt: skip
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Run Qwen3.5 / Qwen3.6 Mixture-of-Experts models (GGUF) on ggml graphs built by Python.
+
+    \b
+    Examples:
+      moegraph run tiny -p "def fibonacci(n):" -n 100
+      moegraph chat Qwen3.6-35B-A3B-Q4_K_M.gguf
+      moegraph inspect Qwen3.6-35B-A3B-Q4_K_M.gguf --vram 12
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+for command in (run, chat, inspect, bench, doctor):
+    main.add_command(command)

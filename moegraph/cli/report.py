@@ -1,0 +1,94 @@
+"""What a finished generation reports: the JSON object and the line on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..sampling import SamplingParams
+from ..sequence import GenerationEvent
+from ..units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+def stats_line(event: GenerationEvent, memory: dict[str, int]) -> str:
+    """Return one line about speed and memory."""
+    return (
+        f"prefill {event.n_prompt} tokens in {format_duration(event.prefill_s)}, "
+        f"{event.prefill_tps:.1f} tok/s; "
+        f"decode {event.n_generated} tokens in {format_duration(event.decode_s)}, "
+        f"{event.decode_tps:.1f} tok/s; "
+        f"peak {format_bytes(memory['device_peak_bytes'])} device, "
+        f"{format_bytes(memory['host_peak_bytes'])} host"
+    )
+
+
+def model_report(engine: Engine) -> dict[str, Any]:
+    """Return what identifies a model."""
+    hp, kv = engine.hparams, engine.model.kv
+    return {
+        "path": str(engine.model.path),
+        "name": kv.get("general.name"),
+        "architecture": kv.get("general.architecture"),
+        "n_bytes": engine.model.n_bytes,
+        "n_vocab": hp.n_vocab,
+        "n_embd": hp.n_embd,
+        "n_layer": hp.n_layer,
+        "n_expert": hp.n_expert,
+        "n_expert_used": hp.n_expert_used,
+        "n_ctx_train": hp.n_ctx_train,
+    }
+
+
+def config_report(engine: Engine) -> dict[str, Any]:
+    """Return the settings as they took effect."""
+    return {
+        **dataclasses.asdict(engine.config),
+        "device": engine.device_name,
+        "mode": engine.mode,
+        "n_ctx": engine.n_ctx,
+    }
+
+
+def sampling_report(params: SamplingParams) -> dict[str, Any]:
+    """Return the sampler settings; logit biases by token id, "-inf" where a token is banned."""
+    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    bias = {
+        str(token): value if value != float("-inf") else "-inf"
+        for token, value in params.logit_bias.items()
+    }
+    return {**values, "logit_bias": bias}
+
+
+def run_report(
+    engine: Engine,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    text: str,
+    event: GenerationEvent,
+    load_s: float,
+) -> dict[str, Any]:
+    """Return the object that --json prints; durations in seconds, sizes in bytes."""
+    return {
+        "model": model_report(engine),
+        "config": config_report(engine),
+        "sampling": sampling_report(params),
+        "prompt_tokens": list(prompt),
+        "tokens": list(tokens),
+        "text": text,
+        "finish_reason": event.finish_reason,
+        "n_prompt": event.n_prompt,
+        "n_generated": event.n_generated,
+        "prefill_tps": round(event.prefill_tps, 3),
+        "decode_tps": round(event.decode_tps, 3),
+        "timings": {
+            "load_s": round(load_s, 6),
+            "prefill_s": round(event.prefill_s, 6),
+            "decode_s": round(event.decode_s, 6),
+        },
+        "memory": engine.memory(),
+    }

@@ -1,0 +1,227 @@
+"""`moegraph run`: continue a prompt, given as text or as token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+from click.core import ParameterSource
+
+from ..config import EngineConfig
+from ..errors import Cancelled, RequestError
+from ..sampling import SamplingParams
+from ..sequence import CancelToken, GenerationEvent, room_after
+from . import options, ui
+from .interrupt import cancel_on_interrupt
+from .outputs import NpyWriter, OutputFile
+from .report import run_report, stats_line
+from .tokens import read_ids, require_ids_in_range
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked command line: what to run and where its results go."""
+
+    target: str
+    config: EngineConfig
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    prompt: str | None
+    ids: npt.NDArray[np.int32] | None
+    ids_path: Path | None
+    out_ids: OutputFile | None
+    logits_out: NpyWriter | None
+    ignore_eos: bool
+    as_json: bool
+    display_prompt: bool
+
+
+@click.command(short_help="Continue a prompt.")
+@click.argument("args", nargs=-1, metavar="TARGET [PROMPT_IDS N_GEN OUT_IDS]")
+@click.option("-m", "--model", metavar="TARGET", help="The model, in place of the first argument.")
+@click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
+@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE, - for stdin.")
+@options.length_options
+@options.engine_options
+@options.sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option(
+    "--logits-out", type=click.Path(path_type=Path), metavar="F.npy",
+    help="Write logits as float32 [n_prompt + n_generated - 1, n_vocab].",
+)  # fmt: skip
+@click.option(
+    "--display-prompt/--no-display-prompt", default=None,
+    help="Print the prompt before the text. Default: on a terminal.",
+)  # fmt: skip
+def run(args: tuple[str, ...], **given: Any) -> None:
+    """Continue a prompt with the model TARGET: a GGUF file, or a shipped model's name (tiny).
+
+    The prompt comes from -p, from -f, or through a pipe. Text goes to stdout, everything else to
+    stderr. It is not put into a chat template; see 'moegraph chat'.
+
+    With token ids: PROMPT_IDS holds raw little-endian 32-bit ids, N_GEN is how many to generate,
+    OUT_IDS receives the prompt and the generated ids (/dev/null is fine). This form is greedy
+    unless --temp says otherwise.
+
+    \b
+    Examples:
+      moegraph run tiny -p "def fibonacci(n):" -n 100
+      moegraph run model.gguf -f prompt.txt --temp 0 --json
+      git diff | moegraph run model.gguf -f - --stop "diff --git"
+      moegraph run model.gguf prompt.bin 64 out.bin --device cuda
+    """
+    with ExitStack() as stack:
+        job = _check(click.get_current_context(), args, given, stack)
+        started = time.perf_counter()
+        _check_ids(job)
+        engine = stack.enter_context(options.load_engine(job.target, job.config))
+        _generate(engine, job, time.perf_counter() - started)
+
+
+def _check(
+    ctx: click.Context, args: tuple[str, ...], given: dict[str, Any], stack: ExitStack
+) -> _Job:
+    """Check everything that can be checked before the model is opened."""
+    rest = list(args)
+    model = given["model"] or (rest.pop(0) if rest else None)
+    if model is None:
+        raise click.UsageError("no model; give a GGUF file or a shipped model's name", ctx)
+    if len(rest) not in (0, 3):
+        raise click.UsageError(
+            f"{len(rest)} arguments after the model; the form with token ids takes three, "
+            "PROMPT_IDS N_GEN OUT_IDS, and a text prompt goes to -p",
+            ctx,
+        )
+    config = options.build_config(given)
+    sampling = options.build_sampling(given).seeded()
+    max_tokens = options.max_tokens(given["n_predict"])
+    prompt, ids, ids_path, out_ids = None, None, None, None
+    if rest:
+        max_tokens = _check_id_form(ctx, rest[1])
+        ids_path = Path(rest[0])
+        ids = read_ids(ids_path)
+        if ctx.get_parameter_source("temperature") is ParameterSource.DEFAULT:
+            sampling = replace(sampling, temperature=0.0)
+        out_ids = stack.enter_context(OutputFile(Path(rest[2])))
+    else:
+        prompt = _read_prompt(given)
+    logits_out = stack.enter_context(NpyWriter(path)) if (path := given["logits_out"]) else None
+    stop = tuple(options.unescape(s) if given["escape"] else s for s in given["stop"])
+    display = given["display_prompt"]
+    return _Job(
+        target=model, config=config, sampling=sampling, max_tokens=max_tokens, stop=stop,
+        prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
+        ignore_eos=given["ignore_eos"], as_json=given["as_json"],
+        display_prompt=ui.is_terminal(sys.stdout) if display is None else display,
+    )  # fmt: skip
+
+
+def _check_id_form(ctx: click.Context, n_gen: str) -> int:
+    """Return N_GEN; refuse options that belong to text prompts."""
+    for name in ("prompt", "file", "n_predict", "escape"):
+        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            flag = next(p.opts[0] for p in ctx.command.params if p.name == name)
+            raise click.UsageError(f"{flag} does not go with PROMPT_IDS N_GEN OUT_IDS", ctx)
+    if not (n_gen.isascii() and n_gen.isdigit() and 0 < int(n_gen[:10]) < 2**31):
+        raise RequestError(f"N_GEN is {n_gen!r}; allowed: 1 to {2**31 - 1}")
+    return int(n_gen)
+
+
+def _read_prompt(given: dict[str, Any]) -> str:
+    text, file = given["prompt"], given["file"]
+    if text is not None and file is not None:
+        raise RequestError("both -p and -f give a prompt; use one of them")
+    if text is None:
+        if file is None and sys.stdin.isatty():
+            raise RequestError("no prompt; give -p TEXT or -f FILE, or pipe text in")
+        text = options.read_text(file or "-")
+    if not text:
+        raise RequestError("the prompt is empty; give it at least one character")
+    return options.unescape(text) if given["escape"] else text
+
+
+def _check_ids(job: _Job) -> None:
+    """Check ids against the file's header, before its weights are loaded."""
+    if job.ids is None or job.ids_path is None:
+        return
+    from ..modelfile import open_model, resolve_target
+
+    with open_model(resolve_target(job.target)) as model:
+        require_ids_in_range(job.ids_path, job.ids, model.hparams.n_vocab)
+        room_after(len(job.ids), job.config.n_ctx or model.hparams.n_ctx_train)
+
+
+def _generate(engine: Engine, job: _Job, load_s: float) -> None:
+    """Run the job and write its results; what was generated before Ctrl-C is written, too."""
+    if job.ids is None:
+        options.require_vocabulary(engine)
+        prompt = engine.tokenizer.encode(job.prompt or "")
+    else:
+        prompt = job.ids.tolist()
+    sampling = job.sampling
+    if job.ignore_eos:
+        bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
+        sampling = replace(sampling, logit_bias=bans)
+    tokens: list[int] = []
+    pieces: list[str] = []
+    with cancel_on_interrupt() as cancel:
+        event = _stream(engine, job, prompt, sampling, cancel, tokens, pieces)
+    _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, load_s)
+    if cancel.is_set():
+        raise Cancelled
+
+
+def _stream(
+    engine: Engine, job: _Job, prompt: list[int], sampling: SamplingParams, cancel: CancelToken,
+    tokens: list[int], pieces: list[str],
+) -> GenerationEvent:
+    """Print text as it comes; return the last event."""
+    shows_text = not job.as_json and job.out_ids is None
+    if shows_text and job.display_prompt and job.prompt is not None:
+        ui.write_text(job.prompt, "muted")
+    event = None
+    with ui.Bars() as bars:
+        for event in engine.generate(
+            prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
+            keep_logits=job.logits_out is not None, progress=bars,
+            text=options.has_vocabulary(engine),
+        ):  # fmt: skip
+            bars.clear()
+            if event.token is not None:
+                tokens.append(event.token)
+            if event.text:
+                pieces.append(event.text)
+                if shows_text:
+                    ui.write_text(event.text)
+            if job.logits_out is not None and event.logits is not None:
+                job.logits_out.write(event.logits)
+    if event is None:
+        raise Cancelled
+    if shows_text:
+        ui.end_line(pieces[-1] if pieces else job.prompt or "")
+    return event
+
+
+def _finish(
+    engine: Engine, job: _Job, sampling: SamplingParams, prompt: list[int], tokens: list[int],
+    text: str, event: GenerationEvent, load_s: float,
+) -> None:
+    if job.out_ids is not None:
+        job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
+    if job.as_json:
+        report = run_report(engine, sampling, prompt, tokens, text, event, load_s)
+        click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
+    else:
+        ui.note(stats_line(event, engine.memory()))

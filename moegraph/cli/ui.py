@@ -1,0 +1,195 @@
+"""All terminal drawing: colours, progress bars, tables, notes.
+
+Content goes to stdout, everything else to stderr. Nothing is drawn on a stream that is not a
+terminal, and no colour where NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from ..errors import one_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+STYLES: dict[str, dict[str, Any]] = {
+    "error": {"fg": "red", "bold": True},
+    "good": {"fg": "green"},
+    "head": {"bold": True},
+    "muted": {"dim": True},
+    "prompt": {"fg": "cyan", "bold": True},
+}
+_STAGES = {"load": "Loading", "prefill": "Reading the prompt"}
+# A bar that would be gone at once only flickers.
+_BAR_DELAY_S = 0.25
+# A model can write any character; a terminal must not obey it. Tab and newline are harmless.
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can be drawn on."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, role: str, stream: TextIO) -> str:
+    """Return text in the style of a role, plain where the stream shows no colour."""
+    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, **STYLES[role])
+
+
+def write_text(text: str, role: str | None = None, stream: TextIO | None = None) -> None:
+    """Write a piece of streamed text at once; control characters are shown and not obeyed.
+
+    A stream that is not a terminal gets the text as it is.
+    """
+    stream = stream or sys.stdout
+    if is_terminal(stream):
+        text = text.translate(_CONTROLS)
+    stream.write(styled(text, role, stream) if role and text else text)
+    stream.flush()
+
+
+def end_line(text: str) -> None:
+    """Put the cursor of a terminal on a new line after text; a pipe gets only the text."""
+    if is_terminal(sys.stdout) and not text.endswith("\n"):
+        write_text("\n")
+
+
+def error(message: str) -> None:
+    """Print one line to stderr."""
+    head = styled("error:", "error", sys.stderr)
+    sys.stderr.write(f"{head} {one_line(message)}\n")
+    sys.stderr.flush()
+
+
+def note(message: str) -> None:
+    """Print one quiet line to stderr."""
+    sys.stderr.write(styled(one_line(message), "muted", sys.stderr) + "\n")
+    sys.stderr.flush()
+
+
+def heading(text: str) -> None:
+    """Print a heading of a report to stdout."""
+    click.echo(styled(text, "head", sys.stdout))
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), indent: int = 2) -> None:
+    """Print aligned columns to stdout, numbers to the right; text is made printable."""
+    lines = [[one_line(str(cell)) for cell in row] for row in rows]
+    cells = [list(header), *lines] if header else lines
+    if not cells:
+        return
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    right = [
+        bool(lines) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in lines)
+        for i in range(len(cells[0]))
+    ]
+    for at, row in enumerate(cells):
+        padded = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        )
+        line = " " * indent + "  ".join(padded).rstrip()
+        click.echo(styled(line, "muted", sys.stdout) if header and at == 0 else line)
+
+
+def checks(findings: Iterable[tuple[str, bool, bool, str]]) -> None:
+    """Print findings to stdout, one a line: name, is it well, must it be, what was found."""
+    for name, ok, required, detail in findings:
+        sign, role = ("ok", "good") if ok else ("no", "error") if required else ("--", "muted")
+        mark = styled(sign, role, sys.stdout)
+        click.echo(f"  {mark}  {name}: {one_line(detail)}")
+
+
+def enable_line_editing() -> None:
+    """Give `ask` arrow keys and the lines typed before, where Python has readline."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - importing it is what enables it
+
+
+def ask(prompt: str) -> str:
+    """Return a line typed at the terminal.
+
+    Raises:
+        EOFError: Ctrl-D.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    if not is_terminal(sys.stdout):
+        # The prompt is not part of what is redirected into a file.
+        sys.stderr.write(styled(prompt, "prompt", sys.stderr))
+        sys.stderr.flush()
+        return input()
+    # readline counts columns, and must be told which characters take none.
+    return input(re.sub(r"(\x1b\[[0-9;]*m)", "\x01\\1\x02", styled(prompt, "prompt", sys.stdout)))
+
+
+class Bars:
+    """Progress bars on stderr: call it with (stage, done, total), as the engine does.
+
+    Draws nothing unless stderr is a terminal, and nothing for work that is quickly done.
+    """
+
+    def __init__(self) -> None:
+        self._enabled = is_terminal(sys.stderr)
+        self._stage = ""
+        self._began = 0.0
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that done of total units of a stage are finished."""
+        if not self._enabled:
+            return
+        now = time.monotonic()
+        if stage != self._stage:
+            self.clear()
+            self._stage, self._began = stage, now
+        if done >= total:
+            self.clear()
+        elif self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+        elif now - self._began >= _BAR_DELAY_S:
+            self._draw(done, total)
+
+    def clear(self) -> None:
+        """Remove the bar, so that text can follow."""
+        progress, self._progress, self._task = self._progress, None, None
+        if progress is not None:
+            progress.stop()
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.clear()
+
+    def _draw(self, done: int, total: int) -> None:
+        # rich takes a tenth of a second to import: only where a bar is drawn.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr), transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task(
+            _STAGES.get(self._stage, self._stage), completed=done, total=total
+        )
+        self._progress.start()
