@@ -43,8 +43,8 @@ def _lengths(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
 
 def _range(text: str) -> list[int]:
     """Return the lengths of 'a', 'a-b', 'a-b+step' or 'a-b*factor'."""
-    first, _, rest = text.partition("-")
-    if not rest:
+    first, dash, rest = text.partition("-")
+    if not dash:
         return [int(first)]
     last, step, factor = rest, 1, 1
     if "+" in rest:
