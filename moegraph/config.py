@@ -174,6 +174,6 @@ def _problem(setting: Setting, value: object) -> str:
 
 
 def debug_level() -> int:
-    """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks for our own errors, 2 and more native logs too."""
+    """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks of our own errors, 2 native logs too."""
     value = os.environ.get("MOEGRAPH_DEBUG", "")
     return int(value) if value.isdecimal() else 0

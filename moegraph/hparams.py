@@ -330,7 +330,7 @@ def _rope_scaling(meta: Metadata, n_ctx_train: int) -> dict[str, Any]:
     }
 
 
-def _yarn_attn_factor(freq_scale: float) -> np.float32:
+def _yarn_attn_factor(freq_scale: float) -> np.floating[Any]:
     """Return the magnitude factor for YaRN, in float32 as llama.cpp computes it.
 
     ggml multiplies by 1 + 0.1 ln(1 / freq_scale) itself when ext_factor is not 0, so the factor
@@ -340,4 +340,5 @@ def _yarn_attn_factor(freq_scale: float) -> np.float32:
     factor = one / np.float32(freq_scale)
     log = np.float32(math.log(factor))
     mscale = one if factor <= one else tenth * log + one
-    return np.float32(mscale * (one / (one + tenth * log)))
+    result: np.floating[Any] = mscale * (one / (one + tenth * log))
+    return result

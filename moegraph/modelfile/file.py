@@ -125,7 +125,8 @@ class ModelFile:
             ModelFileError: the file ends before the tensor does, or the disk fails.
         """
         self._check_open()
-        if out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
+        usable = out.flags.c_contiguous and out.flags.writeable
+        if out.dtype != np.uint8 or out.ndim != 1 or not usable:
             raise InternalError(f"read of {info.name} into {out.dtype} {out.shape}, not flat bytes")
         if start < 0 or start > info.nbytes - len(out):
             raise InternalError(
@@ -133,7 +134,7 @@ class ModelFile:
                 f"which has {info.nbytes}"
             )
         part, fd = self._parts[info.part], self._fds[info.part]
-        view, done = memoryview(out), 0
+        view, done = out.data, 0
         while done < len(out):
             target = view[done : done + _MAX_TRANSFER]
             try:

@@ -10,6 +10,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NoReturn, overload
 
 import numpy as np
@@ -61,7 +62,7 @@ class StringArray(Sequence[str]):
         """Yield every string as bytes, several times faster than indexing."""
         bounds = self._starts.tolist()
         data = self._data
-        return (data[a : b - 8] for a, b in zip(bounds, bounds[1:]))
+        return (data[a : b - 8] for a, b in pairwise(bounds))
 
 
 class Reader:

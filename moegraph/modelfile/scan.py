@@ -269,9 +269,10 @@ def _place(
                 f"{reader.path}: tensor {r.name} ends at byte {end} but the file has "
                 f"{reader.size} bytes; it is truncated, download or copy it again"
             )
-        padded = r.dims + (1,) * (MAX_DIMS - len(r.dims))
+        ne0, ne1, ne2, ne3 = r.dims + (1,) * (MAX_DIMS - len(r.dims))
         tensors[r.name] = TensorInfo(
-            r.name, r.type, padded, len(r.dims), r.nbytes, part, data_start + r.rel_offset
+            r.name, r.type, (ne0, ne1, ne2, ne3), len(r.dims), r.nbytes, part,
+            data_start + r.rel_offset,
         )
         expected = -(-(r.rel_offset + r.nbytes) // alignment) * alignment
         before = f"tensor {r.name}"

@@ -43,9 +43,10 @@ class Expected:
     required: bool = True
 
     @property
-    def ne4(self) -> tuple[int, ...]:
+    def ne4(self) -> tuple[int, int, int, int]:
         """Return the shape padded with 1 to four entries."""
-        return self.ne + (1,) * (4 - len(self.ne))
+        a, b, c, d = self.ne + (1,) * (4 - len(self.ne))
+        return a, b, c, d
 
 
 def _matrix(*ne: int, required: bool = True) -> Expected:

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ggufbytes import (
-    File, Q, Shape, T, Tensor, add, drop, edit, key, kv, kv_array, model_file, model_tensors,
-    string, u32, u64,
+    File,
+    Q,
+    Shape,
+    T,
+    Tensor,
+    add,
+    drop,
+    edit,
+    key,
+    kv,
+    kv_array,
+    model_file,
+    model_tensors,
+    string,
+    u32,
+    u64,
 )
 
 TOK = "tokenizer.ggml."

@@ -11,8 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ggufbytes import (
-    File, Q, Shape, T, Tensor, add, drop, edit, key, kv, kv_array, model_file, model_pairs,
-    model_tensors, vocab_pairs,
+    File,
+    Q,
+    Shape,
+    T,
+    Tensor,
+    add,
+    drop,
+    edit,
+    key,
+    kv,
+    kv_array,
+    model_file,
+    model_pairs,
+    model_tensors,
+    vocab_pairs,
 )
 
 from moegraph.errors import InternalError, ModelFileError, UnsupportedModel
@@ -123,7 +136,8 @@ def test_every_tensor_is_required_but_the_head(write: Write, name: str) -> None:
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_every_shape_is_checked(write: Write, name: str) -> None:
     tensor = next(t for t in model_tensors(Shape()) if t.name == name)
-    message = refused(write(model_file(tensors=edit(name, ne=(*tensor.ne[:-1], tensor.ne[-1] + 1)))))
+    wrong = (*tensor.ne[:-1], tensor.ne[-1] + 1)
+    message = refused(write(model_file(tensors=edit(name, ne=wrong))))
     if name == "token_embd.weight":
         assert "40 tokens but token_embd.weight has 41 rows" in message
     else:
@@ -175,10 +189,8 @@ def test_prediction_blocks_are_recognised_and_never_fatal(write: Write) -> None:
     wrong = edit("blk.4.attn_k.weight", ne=(32, 16))
     with open_model(write(model_file(shape, tensors=wrong))) as model:
         assert "attn_k.weight has shape [32, 16], expected [32, 32]" in model.warnings[0]
-    only = lambda tensors: [t for t in tensors if not str(t.name).startswith("blk.0.")]  # noqa: E731
-    assert "only prediction (MTP) blocks" in refused(
-        write(model_file(shape, tensors=only)), UnsupportedModel
-    )
+    path = write(model_file(shape, tensors=drop("blk.0.attn_norm.weight")))
+    assert "only prediction (MTP) blocks" in refused(path, UnsupportedModel)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe", "qwen35", "", "Qwen35MoE"])
@@ -294,6 +306,8 @@ def test_read_takes_a_range_and_refuses_one_outside(write: Write) -> None:
             model.read(info, np.empty(8, np.float32))
         with pytest.raises(InternalError, match="not flat bytes"):
             model.read(info, whole[::2])
+        with pytest.raises(InternalError, match="not flat bytes"):
+            model.read(info, model.map(info))
 
 
 def test_a_file_truncated_while_open_is_an_error(write: Write) -> None:

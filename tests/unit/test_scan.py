@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ggufbytes import (
-    File, Q, T, Tensor, kv, kv_array, string, u32, u64,
+    File,
+    Q,
+    T,
+    Tensor,
+    kv,
+    kv_array,
+    string,
+    u32,
+    u64,
 )
 
 from moegraph.errors import ModelFileError
@@ -55,7 +63,8 @@ def test_every_scalar_kind_is_read_with_its_python_type(tmp_path: Path, kind: T,
     [
         (T.INT8, [-1, 2], "int8"), (T.UINT16, [1, 65_535], "uint16"), (T.INT32, [-5, 6], "int32"),
         (T.UINT64, [2**63], "uint64"), (T.FLOAT32, [0.5, -1.5], "float32"),
-        (T.FLOAT64, [0.1], "float64"), (T.BOOL, [True, False, True], "bool"), (T.UINT8, [], "uint8"),
+        (T.FLOAT64, [0.1], "float64"), (T.BOOL, [True, False, True], "bool"),
+        (T.UINT8, [], "uint8"),
     ],
 )
 def test_number_arrays_become_numpy_arrays(
@@ -100,7 +109,7 @@ def test_tensors_are_placed_after_the_padded_header(
     assert (part.version, part.alignment, part.trailing_bytes) == (version, alignment, 0)
     assert [t.ne for t in part.tensors.values()] == [(3, 1, 1, 1), (32, 2, 1, 1), (256, 3, 2, 1)]
     assert [t.nbytes for t in part.tensors.values()] == [12, 36, 1260]
-    for info, t in zip(part.tensors.values(), tensors):
+    for info, t in zip(part.tensors.values(), tensors, strict=True):
         assert info.offset % alignment == 0
         assert raw[info.offset : info.offset + info.nbytes] == t.payload()
 
@@ -179,7 +188,7 @@ def header(pairs: bytes, n_kv: int = 1, n_tensors: int = 0) -> bytes:
         (header(string("k") + u32(T.ARRAY) + u32(T.UINT8) + u64(2**63)), "array of 9223372036"),
         (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2**61)), "of at least 8 bytes"),
         (header(string("k") + u32(T.ARRAY) + u32(T.ARRAY) + u64(1)), "array of arrays"),
-        (header(string("k") + u32(T.ARRAY) + u32(77) + u64(1)), "elements of key k has the unknown"),
+        (header(string("k") + u32(T.ARRAY) + u32(77) + u64(1)), "elements of key k has"),
         (header(string("k") + u32(T.ARRAY) + u32(T.FLOAT64) + u64(2) + bytes(15)), "array of 2"),
         (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2) + string("ab") + bytes(6)),
          "length of string 1"),
@@ -289,5 +298,6 @@ def test_a_file_that_shrinks_during_the_scan_is_an_error(tmp_path: Path) -> None
 
 def test_float_arrays_keep_their_bits(tmp_path: Path) -> None:
     values = [1e-40, -0.0, 3.4e38]
-    got = scan(tmp_path, File(pairs=[kv_array("k", T.FLOAT32, values)]).build()).metadata.values["k"]
+    raw = File(pairs=[kv_array("k", T.FLOAT32, values)]).build()
+    got = scan(tmp_path, raw).metadata.values["k"]
     assert got.tobytes() == np.array(values, np.float32).tobytes()

@@ -13,7 +13,12 @@ from moegraph.hparams import HParams
 from moegraph.modelfile import open_model
 from moegraph.modelfile.scan import TensorInfo
 from moegraph.modelfile.summary import (
-    Fit, ModelSummary, fit, kv_bytes_per_token, state_bytes, summarize,
+    Fit,
+    ModelSummary,
+    fit,
+    kv_bytes_per_token,
+    state_bytes,
+    summarize,
 )
 from moegraph.modelfile.tensors import expected_tensors
 from moegraph.units import GiB, MiB
@@ -56,7 +61,8 @@ def test_layers_tell_their_kind_types_and_bytes_per_expert(tmp_path: Path) -> No
     s = summarize(hp, tensors)
     one = 32 * 32 // 32 * 18
     assert [layer.recurrent for layer in s.layers] == [True, True, True, False]
-    assert [layer.bytes_per_expert for layer in s.layers] == [3 * one, 3 * one, 2 * one + 1088, 3 * one]
+    sizes = [layer.bytes_per_expert for layer in s.layers]
+    assert sizes == [3 * one, 3 * one, 2 * one + 1088, 3 * one]
     assert dict(s.layers[2].expert_types) == {
         "ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"
     }
@@ -98,8 +104,7 @@ def big() -> tuple[HParams, dict[str, TensorInfo]]:
         n = math.prod(spec.ne)
         kind = Q.Q4_K if "_exps" in name else Q.Q8_0 if len(spec.types) > 1 else Q.F32
         nbytes = {Q.Q4_K: n // 256 * 144, Q.Q8_0: n // 32 * 34, Q.F32: 4 * n}[kind]
-        ne = (*spec.ne4,)
-        tensors[name] = TensorInfo(name, kind, ne, len(spec.ne), nbytes, 0, 0)  # type: ignore[arg-type]
+        tensors[name] = TensorInfo(name, kind, spec.ne4, len(spec.ne), nbytes, 0, 0)
     return hp, tensors
 
 

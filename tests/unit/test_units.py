@@ -54,7 +54,8 @@ def test_a_bare_number_takes_the_given_unit_and_a_prefix_overrides_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "-1", "1e9", "1..2", "GiB", "1 PB", "nan", "inf", "1.", ".5", "\u0661", "9" * 40]
+    "text",
+    ["", "x", "-1", "1e9", "1..2", "GiB", "1 PB", "nan", "inf", "1.", ".5", "\u0661", "9" * 40],
 )
 def test_what_is_no_size_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
