@@ -5,9 +5,20 @@ residual stream starts at rms 1 and gains `growth` of energy over all layers tog
 
 A router score is static + token-dependent. The static part is carried by the first
 `const_dims` of the embedding, which hold the same value for every token: the router reads them with
-a normal draw for each expert. The token-dependent part is a random projection of the rest; its memory of
-earlier tokens comes from the mixers, so `mixer_share` sets how alike the experts of neighbouring
-tokens are.
+a normal draw for each expert. The token-dependent part is a random projection of the rest. Its
+memory of earlier tokens comes from the DeltaNet layers: `mixer_boost` strengthens the constant
+dimensions at their input, which makes keys and queries alike, so that the state averages over
+recent values.
+
+Measured with these defaults (12 layers of 256 experts top-8, 256 tokens, text and random ids),
+beside what is aimed at for models of the 35B-A3B kind:
+
+    normalised entropy of the selections            .73 to .75           .74
+    shared with the token before / 8 before         .25 to .29 / .23 to .27   .31 / .22
+    distinct experts of 2 / 4 / 8 / 16 / 32 tokens  13.8 22.7 35 51 70   13.5 22.2 34.9 51.7 71.6
+    hits of a global LRU over 26.9 %, by quarters   .80 .88 .88 .88      .80 .87 .87 .86
+
+What weights cannot carry is a static part that changes with the prompt.
 """
 
 from __future__ import annotations
@@ -31,12 +42,13 @@ ATTENTION_RMS = 0.6
 class Calibration:
     """The tunable statistics of a synthetic model."""
 
-    growth: float = 3.0
-    mixer_share: float = 0.5
+    growth: float = 8.0
+    mixer_share: float = 0.75
     const_share: float = 0.3
+    mixer_boost: float = 2.5
     router_std: float = 1.0
-    static_low: float = 0.55
-    static_high: float = 0.80
+    static_low: float = 0.45
+    static_high: float = 0.70
     static_edge: float = 0.45
     logit_std: float = 3.0
     conv_std: float = 0.5

@@ -1,9 +1,9 @@
 """Tensor bytes: quantized matrices tiled from pools, and the few vectors that have a structure.
 
 A pool holds random blocks of one type and deviation. A matrix is a run of the pool from a drawn
-offset, an expert stack one run for each expert, so writing costs no arithmetic. The number of blocks
-is prime and above the number of rows, so that no two rows of a matrix are equal: equal rows of the head
-would tie in every argmax.
+offset, an expert stack one run for each expert, so writing costs no arithmetic. The number of
+blocks is prime and above the number of rows, so that no two rows of a matrix are equal: equal rows
+of the head would tie in every argmax.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ class Filler:
     def _block_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
         weights = self._norm(t, rng)
         weights[: self.n_const] = 1  # the router's static part is read through these
+        return weights
+
+    def _mixer_norm(self, t: Tensor, rng: np.random.Generator) -> Array:
+        weights = self._norm(t, rng)
+        weights[: self.n_const] *= self.cal.mixer_boost
         return weights
 
     def _qk_norm(self, t: Tensor, rng: np.random.Generator) -> Array:

@@ -146,7 +146,8 @@ def write_split(
     if n_parts == 1:
         write_gguf(path, kvs, tensors, data, done)
         return paths
-    for no, (part_path, part) in enumerate(zip(paths, split_tensors(tensors, n_parts), strict=True)):
+    parts = split_tensors(tensors, n_parts)
+    for no, (part_path, part) in enumerate(zip(paths, parts, strict=True)):
         marks = [
             KV("split.no", KVType.U16, no),
             KV("split.count", KVType.U16, n_parts),

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from .blocks import TYPES
 
-# The classes a rule may name. `dense` stands for every quantizable matrix of attention, DeltaNet and the
-# shared expert that no narrower rule names; `experts` for gate_up and down together.
+# The classes a rule may name, and names for several of them.
 CLASSES = ("embd", "head", "attn", "ssm", "ssm_ab", "shexp", "gate_up", "down", "nextn")
 GROUPS = {
     "dense": ("attn", "ssm", "ssm_ab", "shexp", "nextn"),

@@ -74,7 +74,8 @@ class Plan:
 
     def _layer(self, il: int) -> Iterator[Tensor]:
         n_embd = self.shape.n_embd
-        yield self._vector(il, "attn_norm.weight", n_embd, "norm")
+        norm = "mixer_norm" if self.shape.is_recurrent(il) else "norm"
+        yield self._vector(il, "attn_norm.weight", n_embd, norm)
         yield self._vector(il, "post_attention_norm.weight", n_embd, "block_norm")
         yield from self._deltanet(il) if self.shape.is_recurrent(il) else self._attention(il)
         yield from self._ffn(il)
