@@ -1,4 +1,4 @@
-"""Find nvcc, cuBLAS and the driver's library, and lay them out as the one toolkit folder CMake expects."""
+"""Find nvcc, cuBLAS and the driver's library, and make of them the one folder CMake expects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from _tools import BuildError, say
 
 ARCHITECTURE = re.compile(r"^\d{2,3}[af]?(-real|-virtual)?$")
 
-# Functions of the driver that ggml-cuda calls. A machine that builds needs no driver: a library that
-# only has their names is enough for the linker, and the real one is found where the program runs.
+# Functions of the driver that ggml-cuda calls. A machine that builds needs no driver: a library
+# with their names is enough for the linker, and the real one is found where the program runs.
 DRIVER_FUNCTIONS = (
     "cuDeviceGet", "cuDeviceGetAttribute", "cuGetErrorString", "cuMemAddressFree",
     "cuMemAddressReserve", "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap",
@@ -56,10 +56,12 @@ def find_nvcc() -> tuple[Path, tuple[int, int]]:
             break
     else:
         raise BuildError(
-            "no nvcc; install the CUDA toolkit (12.4 or newer) and put its bin folder on PATH, or set"
-            " CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
+            "no nvcc; install the CUDA toolkit (12.4 or newer) and put its bin folder on PATH, or"
+            " set CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
         )
-    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    text = subprocess.run(
+        [str(nvcc), "--version"], capture_output=True, text=True, check=False
+    ).stdout
     match = re.search(r"release (\d+)\.(\d+)", text)
     if match is None:
         raise BuildError(f"{nvcc} --version does not name a release; is it NVIDIA's compiler?")
@@ -91,7 +93,11 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
 def driver_library(toolkit: Path) -> Path | None:
     """Return a library to link the driver's functions from, if this machine has one."""
     places = [toolkit / "lib64" / "stubs", toolkit / "lib" / "stubs", toolkit / "lib64"]
-    places += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64")]
+    places += [
+        Path("/usr/lib/x86_64-linux-gnu"),
+        Path("/usr/lib/aarch64-linux-gnu"),
+        Path("/usr/lib64"),
+    ]
     return next((place / "libcuda.so" for place in places if (place / "libcuda.so").exists()), None)
 
 
@@ -111,7 +117,7 @@ def _link(target: Path, link: Path) -> None:
 
 
 def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
-    """Make `kit`: a toolkit folder of links, completed by the cuBLAS wheel and a stub of the driver."""
+    """Make `kit`: links to the toolkit, to the cuBLAS wheel, and to the driver or a stub of it."""
     shutil.rmtree(kit, ignore_errors=True)
     for folder, source in (("include", toolkit / "include"), ("lib64", toolkit / "lib64")):
         (kit / folder).mkdir(parents=True)
@@ -122,7 +128,7 @@ def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
         if (toolkit / name).exists():
             _link(toolkit / name, kit / name)
     if not cublas.in_toolkit:
-        # a folder of their own: the wheels' common include folder may hold another toolkit's headers
+        # a folder of their own: the wheels share one that may hold another toolkit's headers
         (kit / "cublas").mkdir()
         for header in cublas.include.glob("cublas*.h"):
             _link(header, kit / "cublas" / header.name)

@@ -1,4 +1,4 @@
-"""Run a long build command: one line of progress, the whole output in a log, the end of it on failure."""
+"""Run a long build command: a line of progress, all output in a log, the end of it on failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAIL = 25
 
 
 class _Line:
-    """Draw progress: a line that rewrites itself on a terminal, else one line every tenth of the way."""
+    """Draw progress: a line that rewrites itself on a terminal, else ten lines all in all."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -43,7 +43,9 @@ class _Line:
         print(f"{lead}moegraph: {self.title} {word} in {spent:.0f} s", file=sys.stderr, flush=True)
 
 
-def run(title: str, command: list[str], log: Path, env: dict[str, str], cwd: Path | None = None) -> None:
+def run(
+    title: str, command: list[str], log: Path, env: dict[str, str], cwd: Path | None = None
+) -> None:
     """Run `command`, with its output in `log`.
 
     Raises:

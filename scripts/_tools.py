@@ -1,4 +1,4 @@
-"""Compilers, CMake and instruction sets: what scripts/build hands to CMake, and plain words when it is not there."""
+"""Compilers, CMake, instruction sets: find them, and say plainly what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vendor"))
-import fetch
+import fetch as fetch
+import unified
 
 AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
@@ -27,12 +28,16 @@ class BuildError(Exception):
     """The build cannot go on; the message is the one line a user sees."""
 
 
+# What a script reports as one line.
+FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
+
+
 def say(text: str) -> None:
     print(f"moegraph: {text}", flush=True)
 
 
 def cpu_options(portable: str | None) -> list[str]:
-    """CMake options for the CPU: this machine's own instructions, or a named set for other machines."""
+    """CMake options for the CPU: this machine's own instructions, or the set `portable` names."""
     if portable is None:
         return ["-DGGML_NATIVE=ON"]
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -46,8 +51,8 @@ def check_compilers() -> None:
         wanted = os.environ.get(variable)
         if not any(shutil.which(name.split()[0]) for name in ([wanted] if wanted else names)):
             raise BuildError(
-                f"no {'C' if variable == 'CC' else 'C++'} compiler (looked for {wanted or ', '.join(names)});"
-                f" install gcc and g++, or set {variable}"
+                f"no {'C' if variable == 'CC' else 'C++'} compiler (looked for"
+                f" {wanted or ', '.join(names)}); install gcc and g++, or set {variable}"
             )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
@@ -74,7 +79,7 @@ def find_cmake() -> str:
 
 
 def search_path() -> str:
-    """PATH with the folder of this Python's own scripts first: cmake and ninja may come from pip."""
+    """PATH with this Python's own scripts first: cmake and ninja may come from pip."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
@@ -116,7 +121,7 @@ def pip_install(arguments: list[str], env: os._Environ[str] | dict[str, str]) ->
 
 
 def default_jobs(cuda: bool) -> int:
-    """Processors of this machine; for CUDA at most one for every 3 GiB, which is what nvcc needs."""
+    """Processors of this machine; for CUDA at most one for each 3 GiB, which nvcc can need."""
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not cuda:
         return jobs

@@ -1,4 +1,4 @@
-"""The checkout's own Python environment: packages in .venv, libraries built in place, the package linked in."""
+"""The checkout's own Python: packages in .venv, libraries built in place, the package linked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def make_venv() -> None:
     say(f"making a virtual environment in {VENV}")
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
     if made.returncode != 0:
-        raise BuildError(f"{sys.executable} -m venv failed (see above); on Debian install python3-venv")
+        raise BuildError(
+            f"{sys.executable} -m venv failed (see above); on Debian install python3-venv"
+        )
     tools = ["scikit-build-core>=0.10", "cffi>=1.17"]
     tools += [] if shutil.which("ninja") else ["ninja"]
     tools += [] if cmake_is_new_enough() else ["cmake"]
@@ -55,7 +57,9 @@ def cmake_is_new_enough() -> bool:
     path = shutil.which("cmake")
     if path is None:
         return False
-    words = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split()
+    words = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, check=False
+    ).stdout.split()
     version = words[2].split(".")[:2] if len(words) > 2 else ["0"]
     return tuple(int(part) for part in version if part.isdigit()) >= MIN_CMAKE
 
@@ -75,7 +79,7 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
     say("installing the package and what it needs")
     # the libraries lie in the checkout already, so the package is only linked
     target = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    settings = ["-Cwheel.cmake=false", "-Ceditable.mode=inplace"]
+    settings = ["-Cwheel.cmake=false", "-Cwheel.py-api=py3", "-Ceditable.mode=inplace"]
     run_step("installing moegraph", pip("--no-build-isolation", *settings, "-e", target))
     (VENV / STAMP).write_text(wanted)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Put a patched llama.cpp into a folder: fetch the pinned source, verify it, unpack it, apply the patches.
+"""Put a patched llama.cpp into a folder: fetch the pinned source, verify, unpack, patch.
 
-Runs from CMake and by hand. Doing it again is cheap: nothing happens when the folder is up to date, and
-after a change in patches/ only the files that differ are written, so that the compiler has little to do.
+Runs from CMake and by hand. Doing it again is cheap: nothing happens when the folder is up to date,
+and after a change in patches/ only files that differ are written, so that little is compiled again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def verify(path: Path) -> Path:
     found = sha256(path)
     if found != PIN["sha256"]:
         raise FetchError(
-            f"{path}: sha256 is {found}, vendor/pin.json wants {PIN['sha256']}; delete it and try again"
+            f"{path}: sha256 is {found}, vendor/pin.json wants {PIN['sha256']};"
+            " delete the file and try again"
         )
     return path
 
@@ -77,8 +78,8 @@ def download(cache: Path) -> Path:
     """Fetch the pinned source distribution with pip into `cache`; pip checks the hash as well."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
-            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or give a copy of that"
-            " file by MOEGRAPH_SDIST or --sdist"
+            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or give a copy of"
+            " that file by MOEGRAPH_SDIST or --sdist"
         )
     cache.mkdir(parents=True, exist_ok=True)
     say(f"fetching {PIN['file']} (77 MB) with pip")
@@ -87,15 +88,15 @@ def download(cache: Path) -> Path:
         wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--no-binary", ":all:", "--require-hashes", "-r", str(wanted), "-d", tmp]
-        # pip asks the package for its metadata; with its backend at hand no environment is made for that
+        # pip asks the package for its metadata: with its backend here, no environment is made
         if importlib.util.find_spec("scikit_build_core") is not None:
             command.append("--no-build-isolation")
         done = subprocess.run(command, check=False)
         got = Path(tmp) / PIN["file"]
         if done.returncode != 0 or not got.is_file():
             raise FetchError(
-                f"pip could not fetch {PIN['package']} {PIN['version']} (see above); without a package"
-                f" index, give a copy of {PIN['file']} by MOEGRAPH_SDIST or --sdist"
+                f"pip could not fetch {PIN['package']} {PIN['version']} (see above); without a"
+                f" package index, give a copy of {PIN['file']} by MOEGRAPH_SDIST or --sdist"
             )
         return Path(shutil.move(verify(got), cache / PIN["file"]))
 
@@ -133,8 +134,8 @@ def unpack(sdist: Path, dest: Path) -> None:
 def apply_patches(dest: Path, files: list[Path]) -> list[str]:
     """Bring `dest` to pristine source plus `files`; return the paths that were written.
 
-    The pristine text of every file a patch touches is kept in PRISTINE, so that another series can be
-    applied to the same folder.
+    The pristine text of every file a patch touches is kept in PRISTINE, so that another series can
+    be applied to the same folder.
 
     Raises:
         unified.PatchError: a patch does not fit; the folder stays as it was.

@@ -1,7 +1,7 @@
 """Apply unified diffs exactly: every context line must match at the line the hunk names.
 
-Neither git nor patch is on every machine that has a compiler, and both accept a hunk that moved. A patch
-set for one pinned tree has no reason to move.
+Neither git nor patch is on every machine that has a compiler, and both accept a hunk that moved. A
+patch set for one pinned tree has no reason to move.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def declarations(folder: Path = HERE / "decl") -> str:
     present = {path.name for path in folder.glob("*.h")}
     if present != set(DECLARATIONS):
         odd = ", ".join(sorted(present ^ set(DECLARATIONS)))
-        raise ValueError(f"{folder}: DECLARATIONS in {Path(__file__).name} and the files differ: {odd}")
+        raise ValueError(
+            f"{folder}: DECLARATIONS in {Path(__file__).name} and the files differ: {odd}"
+        )
     return "\n".join((folder / name).read_text("utf-8") for name in DECLARATIONS)
 
 

@@ -1,0 +1,75 @@
+"""Each patch of the CPU side, seen from outside: patches/README.md names these tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Buffer, Context
+from moegraph.ggml.lib import C, ffi, patchset
+from moegraph.ggml.ops import F32, Builder
+
+ROOT = Path(__file__).resolve().parents[2]
+N_IN, N_OUT = 512, 96
+
+
+@pytest.fixture(scope="module")
+def fetch() -> ModuleType:
+    """Return vendor/fetch.py as a module."""
+    spec = importlib.util.spec_from_file_location("fetch", ROOT / "vendor" / "fetch.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def reference_device() -> Iterator[Device]:
+    """Yield the CPU device in reference mode."""
+    device = Device("cpu", n_threads=2, reference=True)
+    yield device
+    device.close()
+
+
+def test_the_libraries_carry_the_hash_of_the_patches_in_this_checkout(fetch: ModuleType):
+    assert patchset() == fetch.patchset()
+
+
+def product(
+    device: Device, kind: GGMLQuantizationType, weights: bytes, x: np.ndarray
+) -> np.ndarray:
+    """Return weights [N_IN, N_OUT] times x [N_IN, n]: float32 [N_OUT, n], rows of numpy."""
+    with Context(8, 8) as context:
+        build = Builder(context, 8)
+        a = build.leaf(int(kind), (N_IN, N_OUT), "a")
+        b = build.leaf(F32, (N_IN, x.shape[0]), "b")
+        out = C.ggml_mul_mat(context.ptr, a, b)
+        build.expand(out)
+        with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)):
+            C.ggml_backend_tensor_set(a, weights, 0, len(weights))
+            C.ggml_backend_tensor_set(b, x.tobytes(), 0, x.nbytes)
+            device.check(C.mg_launch(device.compute.ptr, build.graph, ffi.NULL, 0), "mul_mat")
+            result = np.empty((x.shape[0], N_OUT), np.float32)
+            C.ggml_backend_tensor_get(out, ffi.from_buffer(result), 0, result.nbytes)
+    return result
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+def test_a_reference_product_does_not_depend_on_the_number_of_rows(
+    kind: str, reference_device: Device
+):
+    dtype = GGMLQuantizationType[kind]
+    rng = np.random.default_rng(5)
+    weights = quants.quantize(rng.standard_normal((N_OUT, N_IN), np.float32), dtype).tobytes()
+    x = rng.standard_normal((13, N_IN), np.float32)
+    alone = [product(reference_device, dtype, weights, row[None]) for row in x]
+    for width in (2, 3, 8, 13):
+        together = product(reference_device, dtype, weights, x[:width])
+        np.testing.assert_array_equal(together, np.concatenate(alone[:width]))
