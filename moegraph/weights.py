@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +31,21 @@ def round_up(n: int, multiple: int) -> int:
 class TensorSet:
     """Tensors of a model file on one device, by GGUF name.
 
-    `n_bytes` counts the memory they take there, padding included.
+    tensors: by GGUF name; joined: matrices that lie behind one another, as one matrix of all their
+    rows. `n_bytes` counts the memory they take there, padding included.
     """
 
-    def __init__(self, context: Context, buffers: Sequence[Buffer], tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        buffers: Sequence[Buffer],
+        tensors: dict[str, Tensor],
+        joined: dict[tuple[str, ...], Tensor],
+    ) -> None:
         self._context = context
         self._buffers = buffers
         self.tensors = tensors
+        self.joined = joined
         self.n_bytes = sum(buffer.size for buffer in buffers)
 
     def close(self) -> None:
@@ -64,28 +71,31 @@ class Loader:
         if self._progress:
             self._progress("load", min(self._done, self._total), self._total)
 
-    def load(self, infos: Iterable[TensorInfo], what: str) -> TensorSet:
+    def load(
+        self, infos: Iterable[TensorInfo], what: str, join: Sequence[tuple[str, ...]] = ()
+    ) -> TensorSet:
         """Make tensors resident.
+
+        join: groups of matrices of one type and one input width that should lie behind one another.
+            Ignored where tensors are used in place (on the CPU): they lie as the file has them.
 
         Raises:
             OutOfDeviceMemory: they do not fit.
             ModelFileError: the file is shorter than its header says.
         """
         infos = list(infos)
-        context = Context(len(infos) + 1)
-        tensors = {}
-        for info in infos:
-            tensor = C.ggml_new_tensor(
-                context.ptr, int(info.type), info.n_dims, list(info.ne[: info.n_dims])
-            )
-            C.ggml_set_name(tensor, info.name.encode())
-            tensors[info.name] = tensor
         aligned = all(info.offset % _HOST_ALIGNMENT == 0 for info in infos)
-        if self._device.is_cpu and aligned:
+        in_place = self._device.is_cpu and aligned
+        if in_place:
+            join = ()
+        context = Context(len(infos) + len(join) + 1)
+        tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
+        joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
+        if in_place:
             buffers = self._map(infos, tensors)
         else:
-            buffers = [self._copy(infos, tensors, what)]
-        return TensorSet(context, buffers, tensors)
+            buffers = [self._copy(infos, tensors, joined, what)]
+        return TensorSet(context, buffers, tensors, joined)
 
     def _map(self, infos: list[TensorInfo], tensors: dict[str, Tensor]) -> list[Buffer]:
         buffers = []
@@ -104,18 +114,31 @@ class Loader:
             buffers.append(buffer)
         return buffers
 
-    def _copy(self, infos: list[TensorInfo], tensors: dict[str, Tensor], what: str) -> Buffer:
+    def _copy(
+        self,
+        infos: list[TensorInfo],
+        tensors: dict[str, Tensor],
+        joined: dict[tuple[str, ...], Tensor],
+        what: str,
+    ) -> Buffer:
         device = self._device
+        inside = {name for names in joined for name in names}
+        blocks = [([info.name], tensors[info.name]) for info in infos if info.name not in inside]
+        blocks += [(list(names), tensor) for names, tensor in joined.items()]
         offsets, size = [], 0
-        for info in infos:
+        for _, tensor in blocks:
             offsets.append(size)
-            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensors[info.name])
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
             size = round_up(size + needed, device.alignment)
         buffer = device.buffer(size, what, _REMEDY)
         C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        for info, offset in zip(infos, offsets):
-            # clears the padding behind a quantized row, so it comes before any data
-            place(buffer, tensors[info.name], offset)
+        # placing clears the padding behind a tensor, so all of it comes before any data
+        for (names, tensor), offset in zip(blocks, offsets):
+            if len(names) > 1:
+                place(buffer, tensor, offset)
+            for name in names:
+                place(buffer, tensors[name], offset)
+                offset += C.ggml_nbytes(tensors[name])
         for info in infos:
             if self._staging:
                 self._staging.send(self._model, info, tensors[info.name])
@@ -131,6 +154,19 @@ class Loader:
         """Wait for the copies and free the staging memory."""
         if self._staging:
             self._staging.close()
+
+
+def _new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+    ne = list(info.ne[: info.n_dims])
+    tensor = C.ggml_new_tensor(context.ptr, int(info.type), info.n_dims, ne)
+    C.ggml_set_name(tensor, name.encode())
+    return tensor
+
+
+def _join(context: Context, parts: list[Tensor]) -> Tensor:
+    """Make a matrix [ne0, all rows of parts]."""
+    rows = sum(part.ne[1] for part in parts)
+    return C.ggml_new_tensor_2d(context.ptr, parts[0].type, parts[0].ne[0], rows)
 
 
 class _Staging:
@@ -211,21 +247,59 @@ class Weights:
         tied = "output.weight" not in model.tensors
         if tied:
             infos.append(model.tensors["token_embd.weight"])
-        self._set = loader.load(infos, "the dense weights")
+        join = [group for il in range(hp.n_layer) for group in _groups(model, il)]
+        self._set = loader.load(infos, "the dense weights", join)
         self.n_bytes = self._set.n_bytes
         tensors = self._set.tensors
         self.output_norm = tensors["output_norm.weight"]
         self.output = tensors["token_embd.weight" if tied else "output.weight"]
-        self._layers = [_layer_view(tensors, il) for il in range(hp.n_layer)]
+        self._layers = [LayerWeights(self._set, il) for il in range(hp.n_layer)]
         self.embedding = TokenEmbedding(model)
 
-    def layer(self, il: int) -> dict[str, Any]:
-        """Return a layer's tensors by their name behind `blk.N.`, for example `attn_norm.weight`."""
+    def layer(self, il: int) -> LayerWeights:
+        """Return the tensors of a layer."""
         return self._layers[il]
 
     def close(self) -> None:
         """Free the weights."""
         self._set.close()
+
+
+class LayerWeights(dict[str, Tensor]):
+    """A layer's tensors by their name behind `blk.N.`, for example `attn_norm.weight`.
+
+    joined: groups of matrices with the same input, each as one matrix, by the names of its parts.
+    """
+
+    def __init__(self, source: TensorSet, il: int) -> None:
+        prefix = f"blk.{il}."
+        n = len(prefix)
+        super().__init__({k[n:]: t for k, t in source.tensors.items() if k.startswith(prefix)})
+        self.joined: dict[tuple[str, ...], Tensor] = {
+            tuple(name[n:] for name in names): tensor
+            for names, tensor in source.joined.items()
+            if names[0].startswith(prefix)
+        }
+
+
+# Projections of the same vector. For one row, a product with all of them at once replaces two to four
+# launches and as many quantizations of that vector.
+_SAME_INPUT = (
+    ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
+    ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+)
+
+
+def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
+    """Return the groups of a layer's projections that have one type."""
+    groups = []
+    for names in _SAME_INPUT:
+        by_type: dict[object, list[str]] = {}
+        for name in (f"blk.{il}.{name}" for name in names):
+            if name in model.tensors:
+                by_type.setdefault(model.tensors[name].type, []).append(name)
+        groups += [tuple(same) for same in by_type.values() if len(same) > 1]
+    return groups
 
 
 def _is_dense(name: str, n_layer: int) -> bool:
@@ -235,7 +309,3 @@ def _is_dense(name: str, n_layer: int) -> bool:
         return int(name.split(".")[1]) < n_layer  # the blocks behind are MTP, which is not run
     return name in ("output_norm.weight", "output.weight")
 
-
-def _layer_view(tensors: dict[str, Any], il: int) -> dict[str, Any]:
-    prefix = f"blk.{il}."
-    return {name[len(prefix):]: t for name, t in tensors.items() if name.startswith(prefix)}

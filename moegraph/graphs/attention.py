@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..hparams import HParams
 from ..state import State
+from ..weights import LayerWeights
 from .inputs import PassInputs, PassShape
+from .project import project
 
 
 def build_attention(
-    b: Builder, hp: HParams, w: dict[str, Any], state: State, inp: PassInputs,
+    b: Builder, hp: HParams, w: LayerWeights, state: State, inp: PassInputs,
     shape: PassShape, cur: Tensor, il: int,
 ) -> Tensor:
     """Append one full-attention mixer: F32 [n_embd, n_rows] in and out.
@@ -22,9 +23,8 @@ def build_attention(
     """
     d, n_head, n_head_kv, n_rows = hp.n_embd_head_k, hp.n_head, hp.n_head_kv, shape.n_rows
 
-    q_full = b.name(b.mul_mat(w["attn_q.weight"], cur), "Qcur_full", il)
-    k = b.name(b.mul_mat(w["attn_k.weight"], cur), "Kcur_mm", il)
-    v = b.name(b.mul_mat(w["attn_v.weight"], cur), "Vcur_mm", il)
+    q_full, k, v = project(b, w, ("attn_q.weight", "attn_k.weight", "attn_v.weight"), cur)
+    q_full = b.name(q_full, "Qcur_full", il)
 
     # each head's row holds d query elements and then d gate elements
     strides = (8 * d, 8 * d * n_head)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..ggml.ops import Builder, Tensor
 from ..hparams import HParams
 from ..state import State
+from ..weights import LayerWeights
 from .inputs import PassShape
+from .project import project
+
+_PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight")
 
 
 def build_deltanet(
-    b: Builder, hp: HParams, w: dict[str, Any], state: State, shape: PassShape, cur: Tensor, il: int
+    b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, cur: Tensor, il: int
 ) -> Tensor:
     """Append one DeltaNet mixer: F32 [n_embd, n_rows] in and out.
 
@@ -21,12 +24,12 @@ def build_deltanet(
     """
     t, s, n_v, d_v = shape.n_tokens, shape.n_seqs, hp.n_v_heads, hp.head_v_dim
 
-    qkv = b.mul_mat(w["attn_qkv.weight"], cur)
+    qkv, z, beta, alpha = project(b, w, _PROJECTIONS, cur)
     qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
-    z = b.name(b.mul_mat(w["attn_gate.weight"], cur), "z", il)
-    beta = b.name(b.reshape(b.mul_mat(w["ssm_beta.weight"], cur), 1, n_v, t, s), "beta", il)
+    z = b.name(z, "z", il)
+    beta = b.name(b.reshape(beta, 1, n_v, t, s), "beta", il)
     beta = b.name(b.sigmoid(beta), "beta_sigmoid", il)
-    alpha = b.name(b.reshape(b.mul_mat(w["ssm_alpha.weight"], cur), n_v, t, s), "alpha", il)
+    alpha = b.name(b.reshape(alpha, n_v, t, s), "alpha", il)
     softplus = b.name(b.softplus(b.add(alpha, w["ssm_dt.bias"])), "a_softplus", il)
     gate = b.name(b.mul(softplus, w["ssm_a"]), "gate", il)  # log of the decay, <= 0
     gate = b.reshape(gate, 1, n_v, t, s)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..experts.bank import Bank
 from ..ggml.ops import Builder, Tensor
 from ..hparams import HParams
+from ..weights import LayerWeights
 
 
 def build_slots(b: Builder, bank: Bank, ids: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def build_experts(
     return b.name(out, "ffn_moe_out", il)
 
 
-def build_shared_expert(b: Builder, w: dict[str, Any], cur: Tensor, il: int) -> Tensor:
+def build_shared_expert(b: Builder, w: LayerWeights, cur: Tensor, il: int) -> Tensor:
     """Append the shared expert, scaled by its own gate: F32 [n_embd, n_rows] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..ggml.ops import Builder, Tensor
 from ..hparams import HParams
+from ..weights import LayerWeights
 
 # Smallest normal F16: upstream's guard against dividing by a sum of zero.
 _MIN_SUM = 6.103515625e-5
@@ -27,7 +27,7 @@ class Routing:
     weights_data: Tensor
 
 
-def build_router(b: Builder, hp: HParams, w: dict[str, Any], cur: Tensor, il: int) -> Routing:
+def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int) -> Routing:
     """Append softmax, top-k and normalisation for rows F32 [n_embd, n_rows].
 
     The order of nodes is the one that CUDA runs as one kernel (soft_max to the last reshape).
