@@ -10,13 +10,18 @@ _MAX_CHARS = 1200
 
 
 def one_line(text: str) -> str:
-    """Return text with every unprintable character escaped and its length capped."""
-    shown = text[:_MAX_CHARS]
+    """Return text with every unprintable character escaped and a long middle left out."""
+    shown = _middle_cut(text)
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
-    if len(text) > _MAX_CHARS or len(shown) > _MAX_CHARS:
-        shown = shown[: _MAX_CHARS - 3] + "..."
-    return shown
+    return _middle_cut(shown)
+
+
+def _middle_cut(text: str) -> str:
+    """Shorten a long text in its middle: a path stands in front, the limit and remedy behind."""
+    if len(text) <= _MAX_CHARS:
+        return text
+    return f"{text[: _MAX_CHARS - 405]} ... {text[-400:]}"
 
 
 class MoegraphError(Exception):

@@ -5,9 +5,12 @@ Nothing here checks anything: any count, length, type number or offset can be ma
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -74,15 +77,18 @@ class Tensor:
     type_number: int | None = None
     n_dims: int | None = None
 
+    def nbytes(self) -> int:
+        """Return the number of bytes of the data."""
+        if self.data is not None:
+            return len(self.data)
+        return row_bytes(self.kind, math.prod(self.ne))
+
     def payload(self) -> bytes:
         """Return the bytes of the data: given ones, or a pattern that differs between tensors."""
         if self.data is not None:
             return self.data
-        n = 1
-        for dim in self.ne:
-            n *= dim
         seed = sum(self.name.encode() if isinstance(self.name, str) else self.name) % 251
-        return bytes([seed + 1]) * row_bytes(self.kind, n)
+        return bytes([seed + 1]) * self.nbytes()
 
 
 @dataclass
@@ -109,8 +115,17 @@ class File:
             out += [u64(dim) for dim in t.ne]
             out += [u32(t.kind if t.type_number is None else t.type_number)]
             out += [u64(offset if t.offset is None else t.offset)]
-            offset += len(t.payload()) + -len(t.payload()) % self.alignment
+            offset += t.nbytes() + -t.nbytes() % self.alignment
         return b"".join(out)
+
+    def write_sparse(self, path: Path) -> None:
+        """Write the header and leave the data, of any size, a hole of zeros."""
+        header = self.header()
+        size = len(header)
+        for t in self.tensors:
+            size += -size % self.alignment + t.nbytes()
+        path.write_bytes(header)
+        os.truncate(path, size)
 
     def build(self) -> bytes:
         """Return the whole file."""

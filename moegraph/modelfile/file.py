@@ -12,9 +12,10 @@ import mmap
 import os
 import re
 import stat
+import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -48,6 +49,8 @@ class ModelFile:
             UnsupportedModel: well-formed, but not a model that moegraph runs.
         """
         self._fds: list[int] = []
+        # Closes the files of a model that nobody closed, also at exit.
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[int, mmap.mmap] = {}
         self._closed = False
         self.path = path
@@ -70,6 +73,9 @@ class ModelFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ModelFile owns open files: it cannot be copied or pickled")
 
     def __repr__(self) -> str:
         return f"ModelFile({str(self.path)!r}, {len(self.tensors)} tensors)"
@@ -151,8 +157,7 @@ class ModelFile:
         """Close the files; views that map() gave out stay valid. Closing twice is harmless."""
         self._closed = True
         self._maps.clear()
-        while self._fds:
-            os.close(self._fds.pop())
+        self._finalizer()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -192,6 +197,11 @@ class ModelFile:
         if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{path}: {_node_kind(status.st_mode)}, not a model file")
         return scan_part(fd, path, status.st_size, no)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFile:

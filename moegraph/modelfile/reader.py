@@ -18,9 +18,9 @@ import numpy as np
 from ..errors import ModelFileError
 
 # A 250,000-token vocabulary with its merges needs some 11 MB of header.
-HEADER_LIMIT = 256 << 20
+HEADER_LIMIT = 128 << 20
 # Bounds time and memory for headers full of empty strings (8 bytes each in the file).
-STRINGS_LIMIT = 1 << 23
+STRINGS_LIMIT = 1 << 22
 _FIRST_READ = 1 << 20
 
 _U32 = struct.Struct("<I")
@@ -158,15 +158,24 @@ class Reader:
         self.pos = start + n
         return start
 
+    def check_room(self, n: int, what: str, at: int | None = None) -> None:
+        """Check that n bytes follow, before anything is made for them; at is for the message."""
+        self._check(self.pos, n, what, at)
+
+    def _check(self, pos: int, n: int, what: str, at: int | None = None) -> None:
+        if n <= self._limit - pos:
+            return
+        at = pos if at is None else at
+        if self._limit < self.size and n <= self.size - pos:
+            self.fail(f"the header is larger than {HEADER_LIMIT >> 20} MiB, in {what}", at)
+        self.fail(
+            f"{what} needs {n} bytes but the file ends after {self.size}; "
+            "it is truncated or damaged, download or convert it again", at,
+        )
+
     def _fill_or_fail(self, pos: int, n: int, what: str) -> int:
         """Make bytes [pos, pos + n) available; return how many bytes of the file are now held."""
-        if n > self._limit - pos:
-            if self._limit < self.size and n <= self.size - pos:
-                self.fail(f"the header is larger than {HEADER_LIMIT >> 20} MiB, in {what}", pos)
-            self.fail(
-                f"{what} needs {n} bytes but the file ends after {self.size}; "
-                "it is truncated or damaged, download or convert it again", pos,
-            )
+        self._check(pos, n, what)
         self._fill(pos + n)
         return len(self._data)
 

@@ -112,11 +112,7 @@ def _read_count(reader: Reader, what: str, min_bytes: int) -> int:
     n = reader.u64(f"number of {what}")
     if n > MAX_COUNT:
         reader.fail(f"the header claims {n} {what}; allowed are {MAX_COUNT}", at)
-    if n * min_bytes > reader.remaining:
-        reader.fail(
-            f"the header claims {n} {what}, which cannot fit into the {reader.remaining} bytes "
-            "that follow; the file is truncated or damaged", at,
-        )
+    reader.check_room(n * min_bytes, f"a header with {n} {what}", at)
     return n
 
 
@@ -165,11 +161,7 @@ def _read_array(reader: Reader, key: str) -> Any:
         reader.fail(f"key {key} is an array of arrays, which moegraph does not read", at)
     n = reader.u64(f"array length of key {key}")
     item = 8 if kind == _T.STRING else struct.calcsize("<" + _SCALARS[kind])
-    if n > reader.remaining // item:
-        reader.fail(
-            f"key {key} is an array of {n} elements of at least {item} bytes, "
-            f"but {reader.remaining} bytes follow; the file is truncated or damaged", at,
-        )
+    reader.check_room(n * item, f"key {key}, an array of {n} elements,", at)
     if kind == _T.STRING:
         return reader.string_array(n, f"key {key}")
     dtype = np.dtype("<u1" if kind == _T.BOOL else f"<{np.dtype(_SCALARS[kind]).str[1:]}")

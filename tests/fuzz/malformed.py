@@ -79,8 +79,8 @@ def _preambles() -> Iterator[Case]:
     yield "n_tensors 2^64-1", head(b"", n_kv=0, n_tensors=2**64 - 1), "allowed are 65536"
     yield "n_kv 2^63", head(b"", n_kv=2**63), "allowed are 65536"
     yield "n_kv 65537", head(bytes(99), n_kv=65_537), "allowed are 65536"
-    yield "n_kv beyond the file", head(bytes(99), n_kv=60_000), "cannot fit"
-    yield "n_tensors beyond the file", head(bytes(99), n_kv=0, n_tensors=60_000), "cannot fit"
+    yield "n_kv beyond the file", head(bytes(99), n_kv=60_000), "a header with"
+    yield "n_tensors beyond the file", head(bytes(99), n_kv=0, n_tensors=60_000), "a header with"
 
 
 def _lengths() -> Iterator[Case]:

@@ -170,8 +170,8 @@ def header(pairs: bytes, n_kv: int = 1, n_tensors: int = 0) -> bytes:
     [
         (header(b"", n_kv=2**64 - 1), "claims 18446744073709551615 key-value pairs"),
         (header(b"", n_kv=0, n_tensors=2**63), "tensors; allowed are 65536"),
-        (header(bytes(100), n_kv=65_536), "cannot fit into"),
-        (header(bytes(100), n_kv=0, n_tensors=1000), "cannot fit into"),
+        (header(bytes(100), n_kv=65_536), "a header with"),
+        (header(bytes(100), n_kv=0, n_tensors=1000), "a header with"),
         (header(u64(2**63) + bytes(40)), "key 0 has 9223372036854775808 bytes"),
         (header(u64(0) + bytes(40)), "key 0 has 0 bytes"),
         (header(u64(65_536) + bytes(70_000)), "allowed are 1 to 65535"),
@@ -186,7 +186,7 @@ def header(pairs: bytes, n_kv: int = 1, n_tensors: int = 0) -> bytes:
         (header(string("k") + u32(T.STRING) + u64(2**64 - 1) + bytes(20)), "value of key k needs"),
         (header(string("k") + u32(T.UINT64) + b"1234"), "value of key k needs 8 bytes"),
         (header(string("k") + u32(T.ARRAY) + u32(T.UINT8) + u64(2**63)), "array of 9223372036"),
-        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2**61)), "of at least 8 bytes"),
+        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2**61)), "an array of 2305843009213693952 elements, needs"),
         (header(string("k") + u32(T.ARRAY) + u32(T.ARRAY) + u64(1)), "array of arrays"),
         (header(string("k") + u32(T.ARRAY) + u32(77) + u64(1)), "elements of key k has"),
         (header(string("k") + u32(T.ARRAY) + u32(T.FLOAT64) + u64(2) + bytes(15)), "array of 2"),
@@ -274,7 +274,7 @@ def test_a_header_beyond_its_budget_is_refused_and_not_read(
     raw = header(string("k") + u32(T.STRING) + string("x" * 2000))
     assert "the header is larger than" in refused(tmp_path, raw)
     raw = header(string("k") + u32(T.ARRAY) + u32(T.INT32) + u64(500) + bytes(2000))
-    assert "array of 500 elements" in refused(tmp_path, raw)
+    assert "the header is larger than" in refused(tmp_path, raw)
 
 
 def test_the_number_of_strings_in_a_header_is_bounded(
