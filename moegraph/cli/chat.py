@@ -89,7 +89,7 @@ def chat(target: str | None, **given: Any) -> None:
         if given["prompt"] is not None:
             talk.answer(unescape(given["prompt"]))
         else:
-            _converse(talk, interactive=sys.stdin.isatty())
+            _converse(talk, interactive=ui.stdin_is_terminal())
 
 
 def _template_of(engine: Engine) -> ChatTemplate:

@@ -14,7 +14,7 @@ import numpy as np
 from ..config import KV_TYPES
 from ..errors import RequestError
 from ..units import MiB, format_bytes, format_count, parse_bytes
-from . import ui
+from . import options, ui
 
 if TYPE_CHECKING:
     from ..modelfile import ModelFile, TensorInfo
@@ -52,13 +52,12 @@ def inspect(
       moegraph inspect model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
       moegraph inspect model.gguf --tensors --json | jq .layers
     """
-    from ..modelfile import open_model, resolve_target
     from ..modelfile.summary import fit, summarize
 
     budgets = [parse_bytes(size, unit="g") for size in vram]
     if not 0 <= n_ctx <= 1 << 22:
         raise RequestError(f"n_ctx is {n_ctx} (-c/--ctx-size); allowed: 0 to {1 << 22}")
-    with open_model(resolve_target(target)) as model:
+    with options.open_header(target) as model:
         summary = summarize(model.hparams, model.tensors)
         fits = [
             fit(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from ..sequence import CancelToken
+
+
+_AGAIN_S = 0.01
 
 
 @contextmanager
@@ -57,17 +62,22 @@ def _watch(reader: int, token: CancelToken) -> None:
 
 
 def let_interrupts_pass_callbacks() -> None:
-    """Keep a Ctrl-C that arrives inside a callback from native code.
+    """Keep a Ctrl-C that arrives inside a callback from native code or inside a finalizer.
 
-    Python would print a traceback there, drop the exception and go on: raise the signal again,
-    so that it is handled as soon as the callback has returned.
+    Python would print a traceback there, drop the exception and go on. The interrupt comes again
+    a moment later instead, from another thread: raised here, it would be dropped here, too.
     """
     default = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is KeyboardInterrupt:
-            signal.raise_signal(signal.SIGINT)
+            _thread.start_new_thread(_interrupt_soon, ())
         else:
             default(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _interrupt_soon() -> None:
+    time.sleep(_AGAIN_S)
+    _thread.interrupt_main()

@@ -20,6 +20,7 @@ from . import ui
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..modelfile import ModelFile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -169,6 +170,13 @@ def unescape(text: str) -> str:
     r"""Return text with \n, \r, \t, \', \" and \\ replaced; other backslashes stay."""
     known = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
     return re.sub(r"\\([nrt'\"\\])", lambda match: known[match[1]], text)
+
+
+def open_header(target: str | Path) -> ModelFile:
+    """Open a model by name or path without loading its weights."""
+    from ..modelfile import open_model, resolve_target
+
+    return open_model(resolve_target(target))
 
 
 def load_engine(target: str | Path, config: EngineConfig) -> Engine:

@@ -12,7 +12,7 @@ import click
 
 from .. import __version__
 from ..config import debug_level
-from ..errors import InternalError, MoegraphError
+from ..errors import Cancelled, InternalError, MoegraphError, NativeError
 from . import ui
 from .bench import bench
 from .chat import chat
@@ -22,9 +22,10 @@ from .run import run
 
 # What a shell reports for a program that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
-EXIT_INTERRUPTED = 130
-EXIT_USAGE = 2
-EXIT_NO_MEMORY = 4
+
+
+class _ReaderGone(Exception):
+    """Whoever read our stdout has left."""
 
 
 class Program(click.Group):
@@ -47,6 +48,15 @@ class Program(click.Group):
                 stream.reconfigure(errors="replace")
         sys.exit(_flush(self._run(args, prog_name or "moegraph", complete_var, extra)))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; click's own answers to Ctrl-C and a closed pipe are kept out."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Cancelled from None
+        except BrokenPipeError:
+            raise _ReaderGone from None
+
     def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
         """Return the exit code of a command line."""
         try:
@@ -54,19 +64,20 @@ class Program(click.Group):
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except (KeyboardInterrupt, click.Abort):
-            return _say("interrupted", EXIT_INTERRUPTED)
+            return _say("", Cancelled.exit_code)
         except click.UsageError as error:
             where = error.ctx.command_path if error.ctx else name
-            return _say(f"{error.format_message()} (see {where} -h)", EXIT_USAGE)
+            return _say(f"{error.format_message()} (see {where} -h)", error.exit_code)
         except click.ClickException as error:
             return _say(error.format_message(), error.exit_code)
-        except BrokenPipeError:
+        except (_ReaderGone, BrokenPipeError):
             return EXIT_BROKEN_PIPE
         except MoegraphError as error:
             return _say(str(error), error.exit_code)
         except MemoryError:
             return _say(
-                "out of host memory; lower -c/--ctx-size or choose a smaller model", EXIT_NO_MEMORY
+                "out of host memory; lower -c/--ctx-size or choose a smaller model",
+                NativeError.exit_code,
             )
         except OSError as error:
             return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
@@ -79,7 +90,7 @@ def _say(message: str, code: int) -> int:
     try:
         if debug_level() >= 1:
             traceback.print_exc()
-        if code == EXIT_INTERRUPTED:
+        if code == Cancelled.exit_code:
             sys.stderr.write("\n" if ui.is_terminal(sys.stderr) else "")
             ui.note("interrupted")
         else:

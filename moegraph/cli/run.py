@@ -144,7 +144,7 @@ def _read_prompt(given: dict[str, Any]) -> str:
     if text is not None and file is not None:
         raise RequestError("both -p and -f give a prompt; use one of them")
     if text is None:
-        if file is None and sys.stdin.isatty():
+        if file is None and ui.stdin_is_terminal():
             raise RequestError("no prompt; give -p TEXT or -f FILE, or pipe text in")
         text = options.read_text(file or "-")
     if not text:
@@ -156,9 +156,7 @@ def _check_ids(job: _Job) -> None:
     """Check ids against the file's header, before its weights are loaded."""
     if job.ids is None or job.ids_path is None:
         return
-    from ..modelfile import open_model, resolve_target
-
-    with open_model(resolve_target(job.target)) as model:
+    with options.open_header(job.target) as model:
         require_ids_in_range(job.ids_path, job.ids, model.hparams.n_vocab)
         room_after(len(job.ids), job.config.n_ctx or model.hparams.n_ctx_train)
 

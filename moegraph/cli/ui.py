@@ -43,6 +43,11 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def stdin_is_terminal() -> bool:
+    """Return whether a person types the input."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def styled(text: str, role: str, stream: TextIO) -> str:
     """Return text in the style of a role, plain where the stream shows no colour."""
     if not is_terminal(stream) or os.environ.get("NO_COLOR"):

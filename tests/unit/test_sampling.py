@@ -36,7 +36,8 @@ def reference_chain(logits: list[float], params: SamplingParams) -> dict[int, fl
         kept = reference_top_p(kept, params.top_p)
     if params.min_p > 0:
         probs = softmax([x for _, x in kept])
-        kept = [pair for pair, p in zip(kept, probs, strict=True) if p >= params.min_p * max(probs)]
+        floor = params.min_p * max(probs)
+        kept = [pair for pair, p in zip(kept, probs, strict=True) if p >= floor]
     probs = softmax([x / params.temperature for _, x in kept])
     return {token: p for (token, _), p in zip(kept, probs, strict=True)}
 
@@ -84,7 +85,7 @@ CHAINS = [
 @pytest.mark.parametrize("n_vocab", [1, 3, 40, 1024, 1025, 3000])
 def test_the_chain_agrees_with_its_definition(chain: dict, n_vocab: int) -> None:
     params = SamplingParams(**chain)
-    for seed in range(8):
+    for seed in range(4):
         logits = random_logits(seed, n_vocab)
         ids, probs = Sampler(params, n_vocab).distribution(logits)
         expected = reference_chain([float(x) for x in logits], params)
@@ -93,7 +94,7 @@ def test_the_chain_agrees_with_its_definition(chain: dict, n_vocab: int) -> None
 
 
 def test_top_k_of_a_large_vocabulary_is_exact() -> None:
-    for seed in range(5):
+    for seed in range(2):
         logits = random_logits(seed, N_VOCAB_LARGE)
         for k in (1, 40, 1024, 1025, 5000):
             ids, kept = sampling._top_k(logits, k)
@@ -125,7 +126,7 @@ def test_top_p_of_a_large_vocabulary_is_exact_flat_or_peaked(scale: float) -> No
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: ",".join(chain) or "defaults")
 def test_draws_follow_the_distribution(chain: dict) -> None:
-    n_vocab, n_draws = 30, 20_000
+    n_vocab, n_draws = 30, 6_000
     logits = random_logits(3, n_vocab, 1.5)
     sampler = Sampler(SamplingParams(**chain, seed=11), n_vocab)
     ids, probs = sampler.distribution(logits)

@@ -1,0 +1,479 @@
+"""`moegraph run` over a scripted engine: what goes where, what is refused, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from fake_engine import END, N_VOCAB, FakeEngine
+
+from moegraph.cli import ui
+from moegraph.config import EngineConfig
+from moegraph.errors import (
+    ConfigError,
+    InternalError,
+    ModelFileError,
+    NativeError,
+    OutOfDeviceMemory,
+    UnsupportedModel,
+)
+
+if TYPE_CHECKING:
+    from conftest import Cli
+
+
+def ids_file(path: Path, *ids: int) -> Path:
+    path.write_bytes(np.array(ids, dtype="<i4").tobytes())
+    return path
+
+
+class TestText:
+    def test_text_goes_to_stdout_and_everything_else_to_stderr(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("hello world")
+        result = cli("run", "m.gguf", "-p", "say")
+        assert result.exit_code == 0
+        assert result.stdout == "hello world"
+        assert "prefill 3 tokens" in result.stderr
+        assert "decode 12 tokens" in result.stderr
+        assert cli.engine.calls[0].prompt == "say"
+        assert cli.engine.closed
+
+    def test_characters_of_several_tokens_arrive_whole(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("naïve 日本")
+        assert cli("run", "m", "-p", "x").stdout == "naïve 日本"
+
+    def test_the_prompt_is_shown_only_on_request(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("b")
+        assert cli("run", "m", "-p", "a", "--display-prompt").stdout == "ab"
+        assert cli("run", "m", "-p", "a").stdout == "b"
+
+    @pytest.mark.parametrize("how", ["file", "dash", "pipe"])
+    def test_a_prompt_from_a_file_or_a_pipe_loses_one_newline(
+        self, cli: Cli, tmp_path: Path, how: str
+    ) -> None:
+        (tmp_path / "p").write_text("two\nlines\n\n")
+        if how == "file":
+            cli("run", "m", "-f", tmp_path / "p")
+        else:
+            cli("run", "m", *(["-f", "-"] if how == "dash" else []), stdin="two\nlines\n\n")
+        assert cli.engine.calls[0].prompt == "two\nlines\n"
+
+    def test_a_prompt_on_the_command_line_leaves_stdin_alone(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "typed", stdin="piped")
+        assert cli.engine.calls[0].prompt == "typed"
+
+    def test_the_model_may_come_as_an_option(self, cli: Cli) -> None:
+        cli("run", "-m", "m.gguf", "-p", "x")
+        assert cli.loaded == ["m.gguf"]
+
+    def test_stop_strings_end_the_text(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("one\n\ntwo")
+        assert cli("run", "m", "-p", "x", "-e", "--stop", r"\n\n").stdout == "one"
+        assert cli("run", "m", "-p", "x", "-r", "tw", "--stop", "zz").stdout == "one\n\n"
+
+    def test_escapes_are_read_only_on_request(self, cli: Cli) -> None:
+        cli("run", "m", "-p", r"a\nb\\n\x\"")
+        cli("run", "m", "-p", r"a\nb\\n\x\"", "--escape")
+        assert [c.prompt for c in cli.engine.calls] == [r"a\nb\\n\x\"", 'a\nb\\n\\x"']
+
+    @pytest.mark.parametrize(("n", "expected"), [("-1", None), ("0", 0), ("7", 7)])
+    def test_predict(self, cli: Cli, n: str, expected: int | None) -> None:
+        cli("run", "m", "-p", "x", "-n", n)
+        assert cli.engine.calls[0].max_tokens == expected
+
+    def test_control_characters_reach_a_pipe_as_they_are(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("a\x07b")
+        assert cli("run", "m", "-p", "x").stdout == "a\x07b"
+
+    def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("", vocabulary=False)
+        assert "PROMPT_IDS N_GEN OUT_IDS" in cli.refused("run", "m", "-p", "x", code=3)
+
+
+class TestSettings:
+    def test_options_reach_the_engine_under_llama_cpp_spellings(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "x", "-c", 128, "-t", 3, "-ub", 64, "-ctk", "q8_0", "-ctv", "q4_0",
+            "--device", "cpu", "--mode", "layered", "--cpu-reference")  # fmt: skip
+        assert cli.engine.config == EngineConfig(
+            device="cpu", mode="layered", n_ctx=128, n_ubatch=64, n_threads=3,
+            type_k="q8_0", type_v="q4_0", cpu_reference=True,
+        )  # fmt: skip
+
+    def test_sampling_options_reach_the_engine(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "x", "--temp", "0.5", "--top-k", 7, "--top-p", "0.9", "--min-p",
+            "0.1", "--typical", "0.8", "--repeat-penalty", "1.2", "--repeat-last-n", 32,
+            "--presence-penalty", "0.3", "--frequency-penalty", "0.4", "-s", 42,
+            "-l", "65+1.5", "-l", "65-0.5", "-l", "66-inf")  # fmt: skip
+        assert asdict(cli.engine.calls[0].sampling) == {
+            "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
+            "repeat_penalty": 1.2, "repeat_last_n": 32, "presence_penalty": 0.3,
+            "frequency_penalty": 0.4, "seed": 42, "logit_bias": {65: 1.0, 66: -math.inf},
+        }  # fmt: skip
+
+    def test_ignore_eos_bans_the_end_tokens(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "x", "--ignore-eos", "-l", "65+1")
+        assert cli.engine.calls[0].sampling.logit_bias == {65: 1.0, END: -math.inf}
+
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            (["--top-p", "1.5"], "top_p is 1.5 (--top-p); allowed: 0 to 1"),
+            (["--temp", "nan"], "temperature is nan"),
+            (["--repeat-last-n", "-1"], "repeat_last_n is -1"),
+            (["-s", "-2"], "seed is -2"),
+            (["-c", "-1"], "n_ctx is -1 (-c/--ctx-size)"),
+            (["-t", "0"], "n_threads is 0"),
+            (["-ub", "0"], "n_ubatch is 0"),
+            (["--device", "tpu"], "device is 'tpu'"),
+            (["--device", "cuda", "--cpu-reference"], "cpu_reference needs the CPU"),
+            (["-n", "-2"], "-n is -2"),
+            (["-l", "15"], "logit bias '15'"),
+            (["-l", "x+1"], "logit bias 'x+1'"),
+            (["-l", "5+1x"], "logit bias '5+1x'"),
+            (["-l", f"{N_VOCAB}+1"], f"logit_bias names token {N_VOCAB}"),
+            (["-l", "5+inf"], "logit_bias of token 5 is inf"),
+            (["--stop", ""], "a stop string is empty"),
+        ],
+    )
+    def test_values_out_of_range(self, cli: Cli, args: list[str], line: str) -> None:
+        assert line in cli.refused("run", "m", "-p", "x", *args)
+
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            (["--foo"], "No such option"),
+            (["--temp"], "requires an argument"),
+            (["--temp", "warm"], "'warm' is not a valid float"),
+            (["--top-k", "1.5"], "'1.5' is not a valid integer"),
+            (["-ctk", "q5_0"], "'q5_0' is not one of"),
+            (["--mode", "fast"], "'fast' is not one of"),
+        ],
+    )
+    def test_a_command_line_that_makes_no_sense(
+        self, cli: Cli, args: list[str], line: str
+    ) -> None:
+        message = cli.refused("run", "m", "-p", "x", *args)
+        assert line in message
+        assert message.endswith("-h)")
+        assert cli.loaded == []
+
+
+class TestPrompt:
+    def test_no_prompt_on_a_terminal(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ui, "stdin_is_terminal", lambda: True)
+        assert "no prompt; give -p TEXT" in cli.refused("run", "m")
+
+    @pytest.mark.parametrize("args", [["-p", ""], []])
+    def test_an_empty_prompt(self, cli: Cli, args: list[str]) -> None:
+        assert "the prompt is empty" in cli.refused("run", "m", *args, stdin="\n")
+
+    def test_two_prompts(self, cli: Cli) -> None:
+        assert "both -p and -f" in cli.refused("run", "m", "-p", "x", "-f", "y")
+
+    def test_a_prompt_file_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
+        assert "cannot read the prompt: No such file" in cli.refused("run", "m", "-f", "nope")
+        assert "Is a directory" in cli.refused("run", "m", "-f", tmp_path)
+
+    def test_a_prompt_that_is_not_text(self, cli: Cli, tmp_path: Path) -> None:
+        (tmp_path / "p").write_bytes(b"ok\xff")
+        line = cli.refused("run", "m", "-f", tmp_path / "p")
+        assert "not UTF-8 text (byte 0xff at offset 2)" in line
+        assert "stdin: the prompt is not UTF-8" in cli.refused("run", "m", stdin=b"\xff")
+
+    def test_a_prompt_that_is_too_large(
+        self, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("moegraph.cli.options.MAX_PROMPT_BYTES", 10)
+        (tmp_path / "p").write_text("x" * 11)
+        assert "larger than 10 B" in cli.refused("run", "m", "-f", tmp_path / "p")
+        assert cli.loaded == []
+
+    def test_a_prompt_longer_than_the_context(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("", n_ctx=4)
+        line = cli.refused("run", "m", "-p", "12345")
+        assert "5 tokens, the context holds 4" in line
+        assert "-c/--ctx-size" in line
+
+    def test_no_model(self, cli: Cli) -> None:
+        assert "no model" in cli.refused("run")
+
+
+class TestJson:
+    def report(self, cli: Cli, *args: object) -> dict[str, Any]:
+        result = cli("run", "m", *args, "--json")
+        assert result.stderr == ""
+        return json.loads(result.stdout)
+
+    def test_one_object_with_everything(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("hé")
+        report = self.report(cli, "-p", "ab", "--seed", "5", "-l", "7-inf")
+        assert report["text"] == "hé"
+        assert report["prompt_tokens"] == [97, 98]
+        assert report["tokens"] == [*"hé".encode(), END]
+        assert (report["n_prompt"], report["n_generated"]) == (2, 4)
+        assert report["finish_reason"] == "stop"
+        assert report["timings"]["prefill_s"] == 0.5
+        assert report["timings"]["decode_s"] == 0.75
+        assert report["prefill_tps"] == 4
+        assert report["decode_tps"] == 4
+        assert report["memory"]["device_peak_bytes"] == 1 << 20
+        assert report["config"]["device"] == "cpu"
+        assert report["config"]["n_ubatch"] == 512
+        assert report["sampling"]["seed"] == 5
+        assert report["sampling"]["logit_bias"] == {"7": "-inf"}
+        assert report["model"]["n_expert"] == 32
+
+    def test_a_random_seed_is_told(self, cli: Cli) -> None:
+        first, second = (self.report(cli, "-p", "x")["sampling"]["seed"] for _ in range(2))
+        assert isinstance(first, int)
+        assert first != second
+
+    def test_length_is_a_reason(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abcdef")
+        report = self.report(cli, "-p", "x", "-n", "3")
+        assert (report["text"], report["finish_reason"]) == ("abc", "length")
+
+
+class TestIds:
+    def test_prompt_and_generated_ids_are_written(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("xy")
+        result = cli("run", "m", ids_file(tmp_path / "in", 97, 98), 64, tmp_path / "out")
+        assert result.exit_code == 0
+        assert result.stdout == ""
+        assert "decode 3 tokens" in result.stderr
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 98, 120, 121, END]
+        assert cli.engine.calls[0].max_tokens == 64
+
+    def test_it_is_greedy_unless_told_otherwise(self, cli: Cli, tmp_path: Path) -> None:
+        trio = (ids_file(tmp_path / "in", 97), 1, "/dev/null")
+        cli("run", "m", *trio)
+        cli("run", "m", *trio, "--temp", "0.8")
+        first, second = (call.sampling for call in cli.engine.calls)
+        assert not first.needs_logits
+        assert second.temperature == 0.8
+
+    def test_an_old_file_is_replaced_whole(self, cli: Cli, tmp_path: Path) -> None:
+        (tmp_path / "out").write_bytes(b"z" * 1000)
+        cli("run", "m", ids_file(tmp_path / "in", 97), 1, tmp_path / "out")
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, END]
+
+    def test_json_goes_with_ids(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("xy")
+        result = cli("run", "m", ids_file(tmp_path / "in", 97), 2, "/dev/null", "--json")
+        assert json.loads(result.stdout)["tokens"] == [120, 121]
+
+    def test_a_model_without_vocabulary_runs(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine(b"\x05\x06", vocabulary=False)
+        trio = (ids_file(tmp_path / "in", 97), 3, tmp_path / "out")
+        assert cli("run", "m", *trio, "--ignore-eos").exit_code == 0
+        assert not cli.engine.calls[0].text
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 5, 6, END]
+
+    @pytest.mark.parametrize(
+        ("data", "line"),
+        [
+            (b"", "the file is empty"),
+            (b"\1\0\0", "3 bytes is not a multiple of 4"),
+            (b"\1\0\0\0\1", "5 bytes is not a multiple of 4"),
+            (b"\1\0\0\0\0\1\0\0", "token id 256 at position 1; the model has ids 0 to 255"),
+            (b"\xff\xff\xff\xff", "token id -1 at position 0"),
+            (b"\1\0\0\0" * 4097, "4097 tokens, the context holds 4096"),
+        ],
+    )
+    def test_wrong_ids_are_refused_before_anything_is_loaded(
+        self, cli: Cli, tmp_path: Path, data: bytes, line: str
+    ) -> None:
+        (tmp_path / "in").write_bytes(data)
+        assert line in cli.refused("run", "m", tmp_path / "in", 4, tmp_path / "out")
+        assert cli.loaded == []
+        assert not (tmp_path / "out").exists()
+
+    def test_ids_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
+        assert "No such file" in cli.refused("run", "m", tmp_path / "in", 4, "/dev/null")
+
+    @pytest.mark.parametrize("n", ["0", "-1", "x", "1.5", "", str(2**31), "9" * 5000, "²"])
+    def test_n_gen_out_of_range(self, cli: Cli, tmp_path: Path, n: str) -> None:
+        line = cli.refused("run", "m", "--", ids_file(tmp_path / "in", 1), n, "/dev/null")
+        assert "N_GEN is" in line
+
+    @pytest.mark.parametrize("extra", [["-p", "x"], ["-f", "x"], ["-n", "3"], ["-e"]])
+    def test_text_options_do_not_go_with_ids(
+        self, cli: Cli, tmp_path: Path, extra: list[str]
+    ) -> None:
+        trio = (ids_file(tmp_path / "in", 1), 1, "/dev/null")
+        assert f"{extra[0]} does not go with" in cli.refused("run", "m", *trio, *extra)
+
+    @pytest.mark.parametrize("n", [1, 2, 4])
+    def test_a_wrong_number_of_arguments(self, cli: Cli, n: int) -> None:
+        assert f"{n} arguments after the model" in cli.refused("run", "m", *"abcd"[:n])
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("where", ["no/such/dir", "."])
+    @pytest.mark.parametrize("which", ["ids", "logits"])
+    def test_an_output_that_cannot_be_written_is_found_before_loading(
+        self, cli: Cli, tmp_path: Path, where: str, which: str
+    ) -> None:
+        target = tmp_path / where
+        if which == "ids":
+            args = [ids_file(tmp_path / "in", 1), 1, target]
+        else:
+            args = ["-p", "x", "--logits-out", target]
+        assert f"{target}: cannot write:" in cli.refused("run", "m", *args)
+        assert cli.loaded == []
+
+    @pytest.mark.parametrize("existed", [True, False])
+    def test_a_failure_leaves_the_output_as_it_was(
+        self, cli: Cli, tmp_path: Path, existed: bool
+    ) -> None:
+        out = tmp_path / "out"
+        if existed:
+            out.write_bytes(b"old")
+
+        def fail() -> None:
+            raise ModelFileError("broken")
+
+        cli.on_load = fail
+        cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, out, code=3)
+        assert (out.read_bytes() if out.exists() else None) == (b"old" if existed else None)
+
+    def test_a_full_disk_is_one_line(self, cli: Cli, tmp_path: Path) -> None:
+        line = cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, "/dev/full")
+        assert "/dev/full: cannot write: No space left on device" in line
+
+    def test_logits_have_a_row_for_every_position_that_was_computed(
+        self, cli: Cli, tmp_path: Path
+    ) -> None:
+        cli.engine = FakeEngine("abcdef")
+        cli("run", "m", "-p", "xyz", "-n", 4, "--logits-out", tmp_path / "l.npy")
+        logits = np.load(tmp_path / "l.npy")
+        assert (logits.shape, logits.dtype) == ((3 + 4 - 1, N_VOCAB), np.float32)
+        assert logits[:, 0].tolist() == [1, 1, 1, 2, 3, 4]
+
+    def test_logits_go_to_regular_files_only(self, cli: Cli) -> None:
+        line = cli.refused("run", "m", "-p", "x", "--logits-out", "/dev/null")
+        assert "cannot write an array to a device" in line
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (ConfigError("no device cuda:3"), 2),
+            (ModelFileError("m: bad magic"), 3),
+            (UnsupportedModel("m: architecture llama"), 3),
+            (NativeError("mul_mat failed"), 4),
+            (OutOfDeviceMemory("needs 3 GiB, 2 GiB free; lower -c"), 4),
+            (InternalError("slots"), 1),
+            (RuntimeError("surprise"), 1),
+            (MemoryError(), 4),
+            (KeyboardInterrupt(), 130),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+    )
+    def test_an_error_while_loading_is_one_line_and_a_code(
+        self, cli: Cli, error: BaseException, code: int
+    ) -> None:
+        def fail() -> None:
+            raise error
+
+        cli.on_load = fail
+        line = cli.refused("run", "m", "-p", "x", code=code)
+        assert str(error) in line
+
+    def test_an_unexpected_error_asks_for_a_report(self, cli: Cli) -> None:
+        cli.on_load = lambda: {}["key"]
+        line = cli.refused("run", "m", "-p", "x", code=1)
+        assert "internal error: KeyError: 'key' (please report this)" in line
+
+    def test_an_error_in_the_middle_comes_after_the_text(self, cli: Cli) -> None:
+        def fail(at: int) -> None:
+            if at == 2:
+                raise NativeError("layer 3: logits are not finite")
+
+        cli.engine = FakeEngine("abcdef", before_token=fail)
+        result = cli("run", "m", "-p", "x")
+        assert (result.exit_code, result.stdout) == (4, "ab")
+        assert result.stderr == "error: layer 3: logits are not finite\n"
+
+    def test_a_reader_that_leaves_is_no_error(self, cli: Cli) -> None:
+        def leave(at: int) -> None:
+            raise BrokenPipeError
+
+        cli.engine = FakeEngine("a", before_token=leave)
+        result = cli("run", "m", "-p", "x")
+        assert (result.exit_code, result.output) == (141, "")
+
+    def test_debug_shows_where_an_error_came_from(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from click.testing import CliRunner
+
+        from moegraph.cli import main
+
+        monkeypatch.setenv("MOEGRAPH_DEBUG", "1")
+        result = CliRunner().invoke(main, ["run", "m", "-p", "x", "--top-p", "7"])
+        assert result.exit_code == 2
+        assert "Traceback" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("error: top_p is 7")
+
+
+def press_ctrl_c(at: int) -> Any:
+    def press(i: int) -> None:
+        if i == at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return press
+
+
+class TestInterrupt:
+    def test_ctrl_c_ends_the_text_with_one_line(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(3))
+        result = cli("run", "m", "-p", "x")
+        assert (result.exit_code, result.stdout) == (130, "abc")
+        assert result.stderr.splitlines()[-1] == "interrupted"
+        assert cli.engine.closed
+
+    def test_held_text_is_shown(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abc", before_token=press_ctrl_c(3))
+        assert cli("run", "m", "-p", "x", "--stop", "bcd").stdout == "abc"
+
+    def test_ids_that_were_generated_are_written(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
+        result = cli("run", "m", ids_file(tmp_path / "in", 7), 6, tmp_path / "out")
+        assert result.exit_code == 130
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [7, 97, 98]
+
+    def test_json_is_complete(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
+        result = cli("run", "m", "-p", "x", "--json")
+        assert result.exit_code == 130
+        assert json.loads(result.stdout)["finish_reason"] == "cancelled"
+
+    def test_logits_so_far_are_a_whole_array(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("abcdef", before_token=press_ctrl_c(2))
+        cli("run", "m", "-p", "xy", "--logits-out", tmp_path / "l.npy")
+        assert np.load(tmp_path / "l.npy").shape == (3, N_VOCAB)
+
+    def test_a_second_ctrl_c_does_not_wait_for_the_engine(self, cli: Cli) -> None:
+        def press_twice(at: int) -> None:
+            if at == 2:
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGINT)
+                raise AssertionError("went on after the second Ctrl-C")
+
+        cli.engine = FakeEngine("abcdef", before_token=press_twice)
+        result = cli("run", "m", "-p", "x")
+        assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+    def test_the_handler_is_put_back(self, cli: Cli) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        cli("run", "m", "-p", "x")
+        assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,106 @@
+"""Ctrl-C where Python cannot run its handlers: inside native calls and inside callbacks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from moegraph.cli.interrupt import cancel_on_interrupt
+
+
+def busy_in_native_code(seconds: float) -> None:
+    """Stay in one C call that lets other threads run."""
+    start = time.perf_counter()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 20_000)
+    rounds = int(20_000 * seconds / (time.perf_counter() - start))
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
+
+
+def test_the_token_is_set_while_native_code_runs() -> None:
+    with cancel_on_interrupt() as token:
+        seen: list[float] = []
+
+        def watch() -> None:
+            while not token.is_set():
+                time.sleep(0.005)
+            seen.append(time.perf_counter())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        busy_in_native_code(1.0)
+        returned = time.perf_counter()
+        watcher.join()
+    assert seen[0] < returned - 0.2
+
+
+def test_without_ctrl_c_nothing_is_set_and_everything_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    n_threads = threading.active_count()
+    with cancel_on_interrupt() as token:
+        assert not token.is_set()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == n_threads
+
+
+def test_other_signals_do_not_cancel() -> None:
+    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with cancel_on_interrupt() as token:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            assert not token.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_outside_the_main_thread_it_only_makes_a_token() -> None:
+    found: list[bool] = []
+
+    def run() -> None:
+        with cancel_on_interrupt() as token:
+            found.append(token.is_set())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_ctrl_c_inside_a_callback_from_native_code_is_not_lost(kept: bool) -> None:
+    code = f"""
+import ctypes, signal, sys, time
+from moegraph.cli.interrupt import let_interrupts_pass_callbacks
+if {kept}:
+    let_interrupts_pass_callbacks()
+compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+def callback(a, b):
+    if not fired:
+        fired.append(1)
+        signal.raise_signal(signal.SIGINT)
+    return 0
+
+fired = []
+array = (ctypes.c_int * 4)()
+try:
+    ctypes.CDLL(None).qsort(array, 4, 4, compare(callback))
+    time.sleep(1)
+    print("lost")
+except KeyboardInterrupt:
+    print("caught")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if kept:
+        assert (done.stdout, done.stderr) == ("caught\n", "")
+    else:
+        assert done.stdout == "lost\n"
