@@ -1,0 +1,109 @@
+"""What tests/cuda/test_patches.py runs in a child process, because a failure may be a crash.
+
+Usage: python patch_cases.py NAME; exits 0 when the case holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Buffer, Context
+from moegraph.ggml.lib import C, ffi, library_dir
+from moegraph.ggml.ops import F32, Builder
+
+N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
+
+
+@contextmanager
+def allocated(device: Device, context: Any) -> Iterator[None]:
+    """Give every tensor of a context memory of its own on the device."""
+    with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context, device.buft)):
+        yield
+
+
+def launch(device: Device, graph: Any) -> None:
+    device.check(C.mg_launch(device.compute.ptr, graph, ffi.NULL, 0), "graph")
+    device.synchronize()
+
+
+def routing_weights(ctx: Any, logits: Any) -> Any:
+    """Softmax, top-k and normalised weights [1, N_USED, N_TOKENS], in the order that is fused."""
+    probs = C.ggml_soft_max(ctx, logits)
+    selected = C.ggml_argsort_top_k(ctx, probs, N_USED)
+    column = C.ggml_reshape_3d(ctx, probs, 1, N_EXPERT, N_TOKENS)
+    weights = C.ggml_reshape_2d(ctx, C.ggml_get_rows(ctx, column, selected), N_USED, N_TOKENS)
+    total = C.ggml_clamp(ctx, C.ggml_sum_rows(ctx, weights), 6.103515625e-5, float("inf"))
+    return C.ggml_reshape_3d(ctx, C.ggml_div(ctx, weights, total), 1, N_USED, N_TOKENS)
+
+
+def graph_that_ends_with_the_weights() -> None:
+    device = Device("cuda")
+    size = 64 * C.ggml_tensor_overhead() + C.ggml_graph_overhead_custom(64, False)
+    # whatever lies behind the last node of the graph is then no valid pointer
+    memory = ffi.new("char[]", b"\xaa" * size)
+    ctx = C.ggml_init({"mem_size": size, "mem_buffer": memory, "no_alloc": True})
+    logits = C.ggml_new_tensor_2d(ctx, F32, N_EXPERT, N_TOKENS)
+    weights = routing_weights(ctx, logits)
+    graph = C.ggml_new_graph_custom(ctx, 64, False)
+    C.ggml_build_forward_expand(graph, weights)
+    values = np.random.default_rng(3).standard_normal((N_TOKENS, N_EXPERT)).astype(np.float32)
+    result = np.empty((N_TOKENS, N_USED), np.float32)
+    with allocated(device, ctx):
+        C.ggml_backend_tensor_set(logits, values.tobytes(), 0, values.nbytes)
+        launch(device, graph)
+        C.ggml_backend_tensor_get(weights, ffi.from_buffer(result), 0, result.nbytes)
+    top = np.sort(np.exp(values - values.max(1, keepdims=True)), axis=1)[:, ::-1][:, :N_USED]
+    np.testing.assert_allclose(result, top / top.sum(1, keepdims=True), rtol=1e-5)
+    C.ggml_free(ctx)
+    device.close()
+
+
+def pin_ordinary_memory() -> None:
+    device = Device("cuda")
+    cuda = ctypes.CDLL(str(library_dir() / "libggml-cuda.so"))
+    pin = cuda.ggml_backend_cuda_register_host_buffer
+    pin.restype, pin.argtypes = ctypes.c_bool, [ctypes.c_void_p, ctypes.c_size_t]
+    unpin = cuda.ggml_backend_cuda_unregister_host_buffer
+    unpin.restype, unpin.argtypes = None, [ctypes.c_void_p]
+    with mmap.mmap(-1, 1 << 20) as memory:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        assert pin(address, 1 << 20), "not pinned"
+        assert not pin(address, 1 << 20), "pinned twice"
+        unpin(address)
+        assert pin(address, 1 << 20), "not pinned again: it was never released"
+        unpin(address)
+    device.close()
+
+
+def graphs_after_a_pause() -> None:
+    """Prints ggml's log; the parent counts the captures."""
+    C.mg_install_callbacks(1)
+    device = Device("cuda")
+    with Context(8, 16) as context:
+        build = Builder(context, 16)
+        x = build.leaf(F32, (256, 4), "x")
+        y = C.ggml_rms_norm(context.ptr, C.ggml_add(context.ptr, x, x), 1e-6)
+        build.expand(C.ggml_mul(context.ptr, y, x))
+        with allocated(device, context.ptr):
+            for pause in (0, 11):
+                time.sleep(pause)
+                for _ in range(4):
+                    launch(device, build.graph)
+    device.close()
+
+
+CASES = {f.__name__: f for f in (
+    graph_that_ends_with_the_weights, pin_ordinary_memory, graphs_after_a_pause,
+)}  # fmt: skip
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]]()

@@ -1,0 +1,79 @@
+"""Each patch of the CUDA side, seen from outside: patches/README.md names these tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+lib = pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
+devices = pytest.importorskip("moegraph.ggml.device").list_devices()
+
+pytestmark = pytest.mark.skipif(
+    not any(device["kind"] == "cuda" for device in devices), reason="no CUDA device"
+)
+
+CASES = Path(__file__).with_name("patch_cases.py")
+Q2_K, Q3_K, MXFP4 = 10, 11, 39
+
+
+def run_case(name: str) -> str:
+    """Run a case in a child process; return what it wrote to stderr."""
+    unset = ("GGML_CUDA_REGISTER_HOST", "GGML_CUDA_DISABLE_GRAPHS", "GGML_CUDA_DISABLE_FUSION")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, CASES, name], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, f"{name}: exit {done.returncode}\n{done.stderr[-2000:]}"
+    return done.stderr
+
+
+def test_a_graph_may_end_with_the_routing_weights() -> None:
+    run_case("graph_that_ends_with_the_weights")
+
+
+def test_ordinary_memory_can_be_pinned_without_an_environment_variable() -> None:
+    run_case("pin_ordinary_memory")
+
+
+def test_captured_graphs_survive_a_pause() -> None:
+    log = run_case("graphs_after_a_pause")
+    assert log.count("CUDA graph warmup complete") == 1, "captured once, not once more after it"
+
+
+def compiled_architectures(cuda: ctypes.CDLL) -> list[int]:
+    """Return the architectures this build holds code for: 750, 860, ..."""
+
+    class Feature(ctypes.Structure):
+        _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
+
+    base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
+    cuda.ggml_backend_cuda_reg.restype = ctypes.c_void_p
+    lookup = base.ggml_backend_reg_get_proc_address
+    lookup.restype, lookup.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+    address = lookup(cuda.ggml_backend_cuda_reg(), b"ggml_backend_get_features")
+    feature = ctypes.CFUNCTYPE(ctypes.POINTER(Feature), ctypes.c_void_p)(address)(None)
+    for i in range(64):
+        if feature[i].name is None:
+            break
+        if feature[i].name == b"ARCHS":
+            return [int(arch) for arch in feature[i].value.decode().split(",")]
+    raise AssertionError("the CUDA backend does not say what it was compiled for")
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(Q2_K, 7), (Q3_K, 5), (MXFP4, 7)])
+def test_the_row_limit_of_expert_products_follows_the_compiled_architecture(
+    kind: int, limit: int
+) -> None:
+    cuda = ctypes.CDLL(str(lib.library_dir() / "libggml-cuda.so"))
+    newest = max(compiled_architectures(cuda))
+    if not 750 <= newest < 890:
+        pytest.skip(f"compiled for {newest}; only builds for 75 to 87 and no newer one differ")
+    max_batch = cuda["_Z23get_mmvq_mmid_max_batch9ggml_typei"]
+    assert max_batch(kind, newest) == limit
+    assert max_batch(kind, 900) == limit, "the kernel's bound, not that of the newer card"

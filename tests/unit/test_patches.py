@@ -1,0 +1,198 @@
+"""The patch series: it applies to the pinned source, exactly, and its README tells the truth."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = sorted((ROOT / "patches").glob("*.patch"))
+README = (ROOT / "patches" / "README.md").read_text("utf-8")
+ROW = re.compile(r"^\| (\d{4}-[a-z0-9-]+) \|(.*)\|$", re.MULTILINE)
+
+DIFF = """\
+Say why.
+
+---
+ a.txt | 2 +-
+
+diff --git a/a.txt b/a.txt
+--- a/a.txt
++++ b/a.txt
+@@ -1,3 +1,3 @@
+ one
+-two
++TWO
+ three
+"""
+NEW_FILE = "--- /dev/null\n+++ b/b.txt\n@@ -0,0 +1,2 @@\n+x\n+y\n"
+
+
+@pytest.fixture(scope="module")
+def fetch() -> ModuleType:
+    """Return vendor/fetch.py as a module."""
+    spec = importlib.util.spec_from_file_location("fetch", ROOT / "vendor" / "fetch.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def sdist(fetch: ModuleType) -> Path:
+    """Return a copy of the pinned source distribution, if one is at hand."""
+    for place in (os.environ.get("MOEGRAPH_SDIST"), ROOT / "build" / "cache" / fetch.PIN["file"]):
+        if place and Path(place).is_file():
+            return Path(place)
+    pytest.skip("no copy of the pinned source distribution here (scripts/build fetches one)")
+
+
+@pytest.fixture(scope="module")
+def pristine(fetch: ModuleType, sdist: Path) -> dict[str, str]:
+    """Return path -> text of the upstream files that the patches touch."""
+    touched = {
+        line[len("+++ b/") :]
+        for patch in PATCHES
+        for line in patch.read_text("utf-8").splitlines()
+        if line.startswith("+++ b/")
+    }
+    prefix = fetch.PIN["llama_cpp_path"] + "/"
+    texts = {}
+    with tarfile.open(sdist) as tar:
+        for member in tar:
+            name = member.name[len(prefix) :]
+            if member.name.startswith(prefix) and name in touched:
+                content = tar.extractfile(member)
+                assert content is not None
+                texts[name] = content.read().decode("utf-8")
+    return texts
+
+
+def test_patches_are_numbered_without_gaps() -> None:
+    assert PATCHES
+    numbers = [int(patch.name.split("-")[0]) for patch in PATCHES]
+    assert numbers == list(range(1, len(PATCHES) + 1))
+
+
+def test_the_series_applies_to_the_pinned_source(
+    fetch: ModuleType, pristine: dict[str, str]
+) -> None:
+    series = [(patch.name, patch.read_text("utf-8")) for patch in PATCHES]
+    texts = fetch.unified.apply_series(series, pristine.get)
+    assert all(texts[path] != pristine.get(path) for path in texts)
+
+
+def test_the_sdist_is_the_pinned_one(fetch: ModuleType, sdist: Path) -> None:
+    assert fetch.verify(sdist) == sdist
+
+
+def test_another_file_is_refused_by_its_hash(fetch: ModuleType, tmp_path: Path) -> None:
+    other = tmp_path / fetch.PIN["file"]
+    other.write_bytes(b"not it")
+    with pytest.raises(fetch.FetchError, match=r"sha256 is .*832db069"):
+        fetch.verify(other)
+    with pytest.raises(fetch.FetchError, match="no such file"):
+        fetch.verify(tmp_path / "absent.tar.gz")
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem[:4])
+def test_a_patch_says_why_and_stays_small(patch: Path) -> None:
+    head, _, diff = patch.read_text("utf-8").partition("\n---\n")
+    assert len(head.split("\n\n")) >= 2, "a subject, an empty line, a reason"
+    changed = [x for x in diff.splitlines() if x[:1] in "+-" and x[:4] not in ("--- ", "+++ ")]
+    assert len(changed) < 200
+
+
+def test_every_patch_has_a_row_and_every_row_a_patch() -> None:
+    assert [row[0] for row in ROW.findall(README)] == [patch.stem for patch in PATCHES]
+
+
+def test_rows_are_complete_and_name_tests_that_exist() -> None:
+    for name, cells in ROW.findall(README):
+        why, upstream, proof, drop = (cell.strip() for cell in cells.split("|"))
+        assert why and upstream and drop, name
+        file, _, test = proof.strip("`").partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text("utf-8"), f"{name}: {proof}"
+
+
+def test_the_patch_set_changes_with_content_and_order(fetch: ModuleType, tmp_path: Path) -> None:
+    first, second = tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
+    first.write_text("a")
+    second.write_text("b")
+    hashes = {fetch.patchset(files) for files in ([first, second], [second, first], [first], [])}
+    assert len(hashes) == 4
+    assert all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes)
+
+
+def test_a_diff_changes_a_file_and_adds_another(fetch: ModuleType) -> None:
+    series = [("1", DIFF), ("2", NEW_FILE)]
+    texts = fetch.unified.apply_series(series, {"a.txt": "one\ntwo\nthree\n"}.get)
+    assert texts == {"a.txt": "one\nTWO\nthree\n", "b.txt": "x\ny\n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("one\n2\nthree\n", r"a.txt:2: expected 'two', found '2'"),
+        ("zero\none\ntwo\nthree\n", r"a.txt:1: expected 'one', found 'zero'"),
+        ("one\ntwo\nthree", None),
+        ("one\n", r"a.txt:2: expected 'two', found ''"),
+        (None, r"a.txt does not exist"),
+    ],
+)
+def test_a_hunk_fits_exactly_or_not_at_all(
+    fetch: ModuleType, text: str | None, message: str | None
+) -> None:
+    diffs = fetch.unified.parse(DIFF, "p")
+    if message is None:
+        assert fetch.unified.apply(diffs[0], text, "p") == "one\nTWO\nthree"
+        return
+    with pytest.raises(fetch.unified.PatchError, match=message):
+        fetch.unified.apply(diffs[0], text, "p")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing here\n", "holds no diff"),
+        ("@@ -1,1 +1,1 @@\n a\n", "hunk before any file header"),
+        ("rename from a\n", "only changed and new files"),
+        ("deleted file mode 100644\n", "only changed and new files"),
+        ("--- a/x\n+++ /dev/null\n", "expected '\\+\\+\\+ b/PATH'"),
+        ("--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n one\n", "ends early"),
+    ],
+)
+def test_a_damaged_patch_is_refused(fetch: ModuleType, text: str, message: str) -> None:
+    with pytest.raises(fetch.unified.PatchError, match=message):
+        fetch.unified.parse(text, "p")
+
+
+def test_another_series_can_follow_in_the_same_folder(fetch: ModuleType, tmp_path: Path) -> None:
+    tree, changing, adding = tmp_path / "tree", tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
+    tree.mkdir()
+    (tree / "a.txt").write_text("one\ntwo\nthree\n")
+    changing.write_text(DIFF)
+    adding.write_text(NEW_FILE)
+    assert fetch.apply_patches(tree, [changing, adding]) == ["a.txt", "b.txt"]
+    assert fetch.apply_patches(tree, [changing, adding]) == [], "nothing to write a second time"
+    assert fetch.apply_patches(tree, [changing]) == []
+    assert not (tree / "b.txt").exists()
+    assert fetch.apply_patches(tree, []) == ["a.txt"]
+    assert (tree / "a.txt").read_text() == "one\ntwo\nthree\n"
+
+
+def test_fetch_reports_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "vendor" / "fetch.py", "--sdist", str(tmp_path / "absent")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"moegraph: .*absent: no such file; expected .*\n", done.stderr)
