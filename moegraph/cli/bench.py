@@ -64,7 +64,7 @@ def _range(text: str) -> list[int]:
 
 
 @click.command(short_help="Measure speed as llama-bench does.")
-@click.argument("target", required=False)
+@click.argument("target", required=False, metavar="TARGET")
 @click.option("-m", "--model", metavar="TARGET", help="The model, in place of the argument.")
 @click.option("-p", "--n-prompt", callback=_lengths, default="512", show_default=True,
               metavar="LIST", help="Prompt lengths (pp); 0 for none.")

@@ -31,7 +31,7 @@ _BLOCK = '"""'
 
 
 @click.command(short_help="Talk with a model.")
-@click.argument("target", required=False)
+@click.argument("target", required=False, metavar="TARGET")
 @click.option("-m", "--model", metavar="TARGET", help="The model, in place of the argument.")
 @click.option("-p", "--prompt", metavar="TEXT", help="Ask this, print the answer, and quit.")
 @click.option(
@@ -52,8 +52,9 @@ def chat(target: str | None, **given: Any) -> None:
     """Talk with the model TARGET: a GGUF file, or a shipped model's name.
 
     The model's own chat template makes prompts of the messages. Answers go to stdout, reasoning
-    and everything else to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation. Without
-    a terminal, each line that is piped in is one message.
+    and everything else to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation; /clear
+    forgets it, and /help shows more. Without a terminal, each line that is piped in is one
+    message.
 
     \b
     Examples:

@@ -76,10 +76,10 @@ def length_options(command: Command) -> Command:
         click.option(
             "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1,
             metavar="N", show_default=True,
-            help="Tokens to generate at most; -1 goes on until the model ends.",
+            help="Tokens to generate at most; -1 goes on to the end token or a full context.",
         ),
         click.option(
-            "--stop", "-r", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
+            "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
             help="End before this text; repeatable.",
         ),
         click.option(
