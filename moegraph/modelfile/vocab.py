@@ -1,8 +1,8 @@
 """Check the tokenizer part of a header before llama.cpp's tokenizer is built from it.
 
-llama.cpp asserts, and so ends the process, on a vocabulary with equal tokens; it reads arrays as
-the type it expects; and text that is not UTF-8 raises through its C interface. None of that can
-be caught, so all of it is checked here.
+llama.cpp asserts, and so ends the process, on a vocabulary with equal tokens (and cuts tokens at
+a NUL before it compares them); it reads arrays as the type it expects; and text that is not UTF-8
+raises through its C interface. None of that can be caught, so all of it is checked here.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ def _check_bpe(meta: Metadata) -> int:
     raw = [t or b"[EMPTY_%d]" % i for i, t in enumerate(tokens.raw_strings())]
     if len(set(raw)) != n_vocab:
         raise meta.error(TOKENS, f"contains {_first_repeated(raw)!r} more than once")
+    joined = b"\n".join(raw)
+    if b"\0" in joined:
+        raise meta.error(TOKENS, "contains a token with a NUL byte")
     try:
-        b"\n".join(raw).decode("utf-8")
+        joined.decode("utf-8")
     except UnicodeDecodeError as error:
         raise meta.error(TOKENS, "contains a token that is not UTF-8") from error
     meta.strings(MERGES)

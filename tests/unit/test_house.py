@@ -20,7 +20,6 @@ from moegraph.config import EngineConfig, settings
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "moegraph"
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-FOLDERS = ("moegraph", "scripts", "tests", "vendor")
 
 # Low to high: a room imports rooms of its own line and of the lines above it.
 ROOMS = (
@@ -44,20 +43,20 @@ FUNCTION_CAP, FUNCTION_P90 = 80, 35
 WIDTH = 100
 
 
-def sources(*folders: str) -> list[Path]:
-    """Return the Python files that are tracked or would be: no build outputs, no caches."""
-    out = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders],
-        cwd=ROOT, capture_output=True, check=False,
-    )
-    listed = [ROOT / name for name in out.stdout.decode().split("\0") if name.endswith(".py")]
-    if not listed:
-        listed = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
-    return sorted(path for path in listed if path.is_file() and path.stat().st_size)
+def sources(*patterns: str) -> list[Path]:
+    """Return the Python files that match, scripts without a suffix included; no empty ones."""
+    found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.stat().st_size and _is_python(path))
 
 
-MODULES = sources("moegraph")
-EVERYTHING = sources(*FOLDERS)
+def _is_python(path: Path) -> bool:
+    if path.suffix:
+        return path.suffix == ".py"
+    return b"python" in path.read_bytes().partition(b"\n")[0]
+
+
+MODULES = sources("moegraph/**/*.py")
+EVERYTHING = [*MODULES, *sources("scripts/**/*", "tests/**/*.py", "vendor/*.py")]
 
 
 def short(path: Path) -> str:
@@ -78,9 +77,9 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+def imported(path: Path, root: Path = ROOT) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name inside moegraph) for every import, type-checking ones left out."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    package = path.relative_to(root).with_suffix("").parts[:-1]
     for node in _runtime_nodes(tree(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -274,14 +273,5 @@ def test_the_import_rule_notices_a_higher_room(rank: int, tmp_path: Path) -> Non
     for text in (f"from ..{higher} import a", f"import moegraph.{higher}.b",
                  f"def f():\n    from moegraph.{higher} import a", f"from .. import {higher}"):
         module.write_text(text)
-        found = [name.split(".")[0] for _, name in _imported_below(module, tmp_path)]
+        found = [name.split(".")[0] for _, name in imported(module, tmp_path)]
         assert found == [higher], text
-
-
-def _imported_below(path: Path, root: Path) -> list[tuple[int, str]]:
-    global ROOT
-    kept, ROOT = ROOT, root
-    try:
-        return list(imported(path))
-    finally:
-        ROOT = kept

@@ -225,6 +225,7 @@ def tokens(values: list[str | bytes]) -> bytes:
         ("tokens", tokens(["a"] * 40), "contains b'a' more than once"),
         ("tokens", tokens(["", "[EMPTY_0]", *map(str, range(38))]), "more than once"),
         ("tokens", tokens([b"\xff", *map(str, range(39))]), "not UTF-8"),
+        ("tokens", tokens(["a", "a\0b", *map(str, range(38))]), "NUL"),
         ("tokens", tokens([b"\xc3", b"\xa9", *map(str, range(38))]), "not UTF-8"),
         ("merges", kv_array(TOKENIZER + "merges", T.INT32, [1]), "expected an array of strings"),
         ("token_type", kv_array(TOKENIZER + "token_type", T.INT32, [1] * 39), "has 39 elements"),
@@ -441,7 +442,8 @@ def full_size() -> File:
         d_state=128, n_v_heads=32, n_k_heads=16, matrix_type=Q.Q8_0, expert_type=Q.Q4_K,
     )
     merges = [f"t{i} x{i}" for i in range(247_587)]
-    return model_file(shape, {TOKENIZER + "merges": kv_array(TOKENIZER + "merges", T.STRING, merges)})
+    name = TOKENIZER + "merges"
+    return model_file(shape, {name: kv_array(name, T.STRING, merges)})
 
 
 def test_a_model_of_full_size_opens_in_well_under_a_second(tmp_path: Path) -> None:
