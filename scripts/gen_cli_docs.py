@@ -90,10 +90,7 @@ def section(command: click.Command, parent: click.Context) -> str:
     lines = [f"## {context.command_path}", "", "```", usage, "```", "", text.strip(), ""]
     lines += ["```sh", inspect.cleandoc(examples), "```", ""]
     lines += ["| option | default | meaning |", "|---|---|---|"]
-    lines += [
-        row(option, context) for option in command.get_params(context)
-        if isinstance(option, click.Option) and option.name != "help"
-    ]
+    lines += [row(option, context) for option in command.params if isinstance(option, click.Option)]
     return "\n".join(lines) + "\n"
 
 
