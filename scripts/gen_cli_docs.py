@@ -48,7 +48,7 @@ RUN_JSON = {
 
 def page() -> str:
     """Return the whole page."""
-    context = click.Context(program, info_name="moegraph")
+    context = click.Context(program, info_name="moegraph", **program.context_settings)
     parts = [HEAD, exit_codes()]
     for name, command in program.commands.items():
         parts.append(section(command, context))
