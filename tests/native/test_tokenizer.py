@@ -1,0 +1,129 @@
+"""The tokenizer on the patched library, with the shipped model's vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegraph import tokenizer as tokenizer_module
+from moegraph.errors import InternalError, ModelFileError, RequestError
+from moegraph.ggml import lib
+from moegraph.modelfile import open_model, resolve_target
+from moegraph.tokenizer import MAX_PROMPT_BYTES, Tokenizer
+
+TINY = resolve_target("tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    with Tokenizer(TINY) as opened:
+        yield opened
+
+
+def test_the_vocabulary_is_that_of_the_file(tokenizer: Tokenizer) -> None:
+    with open_model(TINY) as model:
+        tokens = model.kv["tokenizer.ggml.tokens"]
+        assert tokenizer.n_vocab == len(tokens) == model.hparams.n_vocab
+        assert tokenizer.eos == model.kv["tokenizer.ggml.eos_token_id"]
+        special = tokens[tokenizer.eos]
+    assert tokenizer.eos in tokenizer.eog_ids
+    assert tokenizer.piece(tokenizer.eos) == b""
+    assert tokenizer.piece(tokenizer.eos, special=True).decode() == special
+    assert tokenizer.encode(special) == [tokenizer.eos]
+    assert len(tokenizer.encode(special, parse_special=False)) > 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60))
+def test_text_comes_back(text: str) -> None:
+    opened = shared()
+    ids = opened.encode(text, add_special=False, parse_special=False)
+    assert opened.decode(ids) == text
+    assert b"".join(opened.piece(token) for token in ids) == text.encode()
+
+
+@cache
+def shared() -> Tokenizer:
+    return Tokenizer(TINY)
+
+
+@pytest.mark.parametrize("text", ["\U0001f600" * 500, "\x00\x01" * 400, "a\u0301\u200d" * 300])
+def test_text_of_many_tokens_asks_for_more_room(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special=False)
+    assert len(ids) > len(text.encode()) // 2 + 16
+    assert tokenizer.decode(ids) == text
+
+
+def test_an_empty_text_has_no_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("", add_special=False) == []
+    assert tokenizer.decode([]) == ""
+
+
+def test_ids_that_do_not_exist(tokenizer: Tokenizer) -> None:
+    for token in (-1, tokenizer.n_vocab, 2**31):
+        with pytest.raises(RequestError, match=f"token id {token}"):
+            tokenizer.piece(token)
+
+
+def test_text_that_is_too_long_or_no_text(tokenizer: Tokenizer) -> None:
+    for text in ("x" * (MAX_PROMPT_BYTES + 1), "\u00e9" * (MAX_PROMPT_BYTES // 2 + 1)):
+        with pytest.raises(RequestError, match="at most 16"):
+            tokenizer.encode(text)
+    with pytest.raises(RequestError, match="lone surrogate at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_a_closed_tokenizer_says_so() -> None:
+    opened = Tokenizer(TINY)
+    opened.close()
+    opened.close()
+    with pytest.raises(InternalError, match="is closed"):
+        opened.encode("x")
+    with pytest.raises(InternalError, match="is closed"):
+        opened.piece(0)
+
+
+@pytest.mark.parametrize("data", [b"", b"GGUF", b"not a model at all"])
+def test_a_file_that_llama_cpp_refuses(
+    tmp_path: Path, data: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelFileError, match="cannot read the vocabulary") as error:
+        Tokenizer(tmp_path / "m.gguf")
+    assert "no reason given" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_llama_cpp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Tokenizer(TINY) as opened:
+        opened.encode("def f():")
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_the_log_callback_of_ggml_stays_ours() -> None:
+    base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
+
+    def installed() -> int | None:
+        callback, data = ctypes.c_void_p(), ctypes.c_void_p()
+        base.ggml_log_get(ctypes.byref(callback), ctypes.byref(data))
+        return callback.value
+
+    before = installed()
+    Tokenizer(TINY).close()
+    assert installed() == before
+
+
+def test_one_ggml_in_the_process() -> None:
+    tokenizer_module._load_llama()
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libggml" in line or "libllama" in line
+    }
+    assert {Path(name).parent for name in mapped} == {lib.library_dir()}
