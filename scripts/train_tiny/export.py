@@ -1,0 +1,190 @@
+"""Write the trained model as GGUF, quantized by ggml's own functions.
+
+    python export.py CHECKPOINT TOKENIZER OUT.gguf --ggml LIBGGML_BASE
+
+CHECKPOINT is train.py's checkpoint.safetensors, TOKENIZER bpe.py's tokenizer.json and
+LIBGGML_BASE a libggml-base shared library, whose ggml_quantize_chunk does the quantization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import shape
+from gguf import GGMLQuantizationType as Type
+from mapping import Entry, entries, to_gguf
+from safetensors import safe_open
+
+# Types that vary by layer, as in files quantized dynamically: the first and last layers and the
+# full-attention layers keep more bits. Rows of the down projection (n_ff_exp 128) are shorter
+# than a K-quant block.
+GATE_UP = (Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q4_K, Type.Q5_K)
+DOWN = (Type.Q8_0, Type.Q5_0, Type.Q5_0, Type.Q5_1, Type.Q5_0, Type.Q5_0, Type.Q5_0, Type.Q5_1)
+BY_SUFFIX = {
+    "token_embd": Type.Q6_K,
+    "output": Type.Q6_K,
+    "attn_q": Type.Q5_K,
+    "attn_k": Type.Q8_0,
+    "attn_v": Type.Q6_K,
+    "attn_output": Type.Q5_K,
+    "attn_qkv": Type.Q5_K,
+    "attn_gate": Type.Q5_K,
+    "ssm_out": Type.Q6_K,
+    "ssm_beta": Type.Q8_0,
+    "ssm_alpha": Type.Q8_0,
+    "ffn_gate_shexp": Type.Q6_K,
+    "ffn_up_shexp": Type.Q6_K,
+    "ffn_down_shexp": Type.Q8_0,
+}
+NORMAL, CONTROL = 1, 3
+
+
+def tensor_type(name: str) -> Type:
+    """Return the type that a tensor is stored in."""
+    parts = name.split(".")
+    if parts[0] == "blk":
+        il, stem = int(parts[1]), parts[2]
+        if stem in ("ffn_gate_exps", "ffn_up_exps"):
+            return GATE_UP[il]
+        if stem == "ffn_down_exps":
+            return DOWN[il]
+        return BY_SUFFIX.get(stem, Type.F32)
+    return BY_SUFFIX.get(parts[0], Type.F32)
+
+
+class Quantizer:
+    """Calls ggml_quantize_chunk of a libggml-base shared library."""
+
+    def __init__(self, library: Path) -> None:
+        self.chunk = ctypes.CDLL(str(library)).ggml_quantize_chunk
+        self.chunk.restype = ctypes.c_size_t
+        pointer = ctypes.c_void_p
+        self.chunk.argtypes = [ctypes.c_int, pointer, pointer, *[ctypes.c_int64] * 3, pointer]
+
+    def __call__(self, x: np.ndarray, kind: Type) -> np.ndarray:
+        """Return x [..., row] as bytes [..., row bytes] of the given type."""
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if x.shape[-1] % block:
+            raise SystemExit(f"a row of {x.shape[-1]} is no multiple of {kind.name}'s {block}")
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((*x.shape[:-1], x.shape[-1] // block * size), np.uint8)
+        rows = x.size // x.shape[-1]
+        n = self.chunk(kind, x.ctypes.data, out.ctypes.data, 0, rows, x.shape[-1], None)
+        if n != out.nbytes:
+            raise SystemExit(f"{kind.name}: {n} bytes written, {out.nbytes} expected")
+        return out
+
+
+def add_hparams(writer: gguf.GGUFWriter) -> None:
+    """Write the keys of the architecture."""
+    ints = {
+        "block_count": shape.N_LAYER,
+        "context_length": shape.N_CTX_TRAIN,
+        "embedding_length": shape.N_EMBD,
+        "expert_count": shape.N_EXPERT,
+        "expert_used_count": shape.N_EXPERT_USED,
+        "expert_feed_forward_length": shape.N_FF_EXP,
+        "expert_shared_feed_forward_length": shape.N_FF_SHEXP,
+        "attention.head_count": shape.N_HEAD,
+        "attention.head_count_kv": shape.N_HEAD_KV,
+        "attention.key_length": shape.HEAD_DIM,
+        "attention.value_length": shape.HEAD_DIM,
+        "rope.dimension_count": shape.N_ROT,
+        "ssm.conv_kernel": shape.SSM_D_CONV,
+        "ssm.inner_size": shape.SSM_D_INNER,
+        "ssm.state_size": shape.SSM_D_STATE,
+        "ssm.time_step_rank": shape.SSM_DT_RANK,
+        "ssm.group_count": shape.SSM_N_GROUP,
+        "full_attention_interval": shape.FULL_ATTENTION_INTERVAL,
+    }
+    for key, value in ints.items():
+        writer.add_uint32(f"qwen35moe.{key}", value)
+    writer.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", shape.NORM_RMS_EPS)
+    writer.add_float32("qwen35moe.rope.freq_base", shape.ROPE_FREQ_BASE)
+    writer.add_array("qwen35moe.rope.dimension_sections", [*shape.ROPE_SECTIONS, 0])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, path: Path) -> None:
+    """Write the vocabulary, merges, special tokens and chat template."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    vocab = data["model"]["vocab"] | {t["content"]: t["id"] for t in data["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    if [vocab[t] for t in tokens] != list(range(shape.VOCAB_SIZE)):
+        raise SystemExit(f"{path}: ids are not 0 to {shape.VOCAB_SIZE - 1}")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(shape.PRE_TOKENIZER)
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if t in shape.SPECIAL_TOKENS else NORMAL for t in tokens])
+    pairs = data["model"]["merges"]
+    writer.add_token_merges([p if isinstance(p, str) else " ".join(p) for p in pairs])
+    writer.add_bos_token_id(vocab[shape.EOT])
+    writer.add_eos_token_id(vocab[shape.EOT])
+    writer.add_pad_token_id(vocab[shape.EOT])
+    writer.add_eot_token_id(vocab[shape.IM_END])
+    writer.add_mask_token_id(vocab[shape.MASK])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(shape.CHAT_TEMPLATE)
+
+
+def add_general(writer: gguf.GGUFWriter) -> None:
+    """Write what the model is and where its text comes from."""
+    writer.add_name("moegraph tiny")
+    writer.add_description(
+        "A small Mixture-of-Experts model of Python source, trained from scratch for tests and"
+        " demonstrations; see scripts/train_tiny of moegraph.")
+    writer.add_license("MIT")
+    writer.add_string("general.dataset.description",
+                      "CPython standard library (PSF-2.0) and packages under BSD-3-Clause and MIT")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def write_model(checkpoint: Path, tokenizer: Path, out: Path, quantize: Quantizer) -> None:
+    """Write the whole GGUF file."""
+    writer = gguf.GGUFWriter(str(out), "qwen35moe")
+    add_general(writer)
+    add_hparams(writer)
+    add_tokenizer(writer, tokenizer)
+    with safe_open(str(checkpoint), "pt") as state:
+        unused = set(state.keys())
+        for entry in entries():
+            unused.discard(entry.param)
+            add_weight(writer, entry, state.get_tensor(entry.param).float().numpy(), quantize)
+    if unused:
+        raise SystemExit(f"parameters without a tensor: {sorted(unused)}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_weight(
+    writer: gguf.GGUFWriter, entry: Entry, param: np.ndarray, quantize: Quantizer
+) -> None:
+    """Convert, quantize and add one tensor."""
+    x = to_gguf(entry, param)
+    kind = tensor_type(entry.gguf)
+    if kind == Type.F32:
+        writer.add_tensor(entry.gguf, x)
+    else:
+        writer.add_tensor(entry.gguf, quantize(x, kind), raw_dtype=kind)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ggml", type=Path, required=True)
+    args = parser.parse_args()
+    write_model(args.checkpoint, args.tokenizer, args.out, Quantizer(args.ggml))
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
