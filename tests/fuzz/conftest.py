@@ -21,18 +21,19 @@ sys.path.insert(0, str(_HERE))
 def open_in_child() -> Iterator[Open]:
     """Yield a function that opens a file in a limited child and returns how that ended."""
     path = os.pathsep.join(p for p in sys.path if p)
-    server = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(_HERE / "opener.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": path},
-    )
-    assert server.stdin is not None and server.stdout is not None
+    ) as server:
+        ask, answers = server.stdin, server.stdout
+        assert ask is not None and answers is not None
 
-    def run(target: Path) -> dict[str, Any]:
-        server.stdin.write(json.dumps(str(target)) + "\n")
-        server.stdin.flush()
-        result: dict[str, Any] = json.loads(server.stdout.readline())
-        return result
+        def run(target: Path) -> dict[str, Any]:
+            ask.write(json.dumps(str(target)) + "\n")
+            ask.flush()
+            answer = answers.readline()
+            assert answer, f"the opener ended with {server.wait(30)}"
+            result: dict[str, Any] = json.loads(answer)
+            return result
 
-    yield run
-    server.stdin.close()
-    server.wait(timeout=30)
+        yield run

@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from ggufbytes import Q, Shape, edit, model_file, row_bytes
 
-from moegraph.modelfile import check, open_model
+from moegraph.modelfile import check, open_model, resolve_target
 from moegraph.modelfile.check import BadTensor, find_nonfinite
 from moegraph.modelfile.tensors import MATRIX_TYPES
 
@@ -51,6 +51,13 @@ def test_a_sound_model_has_nothing_to_report_and_progress_reaches_the_end(tmp_pa
         assert find_nonfinite(model, lambda done, total: calls.append((done, total))) == []
         total = sum(info.nbytes for info in model.tensors.values())
     assert calls[-1] == (total, total) and len(calls) >= len(model.tensors)
+
+
+def test_the_shipped_model_opens_without_a_warning_and_is_sound() -> None:
+    with open_model(resolve_target("tiny")) as model:
+        assert model.warnings == ()
+        assert model.n_bytes <= 24e6
+        assert find_nonfinite(model) == []
 
 
 def test_tensors_longer_than_one_read_are_counted_over_all_reads(
