@@ -1,0 +1,331 @@
+"""The expert cache: which expert of which layer is in which slot. Bookkeeping only, no bytes.
+
+An expert of a layer is in one of three states:
+
+    cold       no slot: table -1
+    loading    a slot is reserved and its bytes are on the way: table -1, nobody may take the slot
+    resident   table = slot
+
+`admit` goes from cold to resident at once, for bytes that this very step streams and uses; the slot
+is safe until the next `begin_step`. `reserve` and `publish` part the two halves, for uploads in the
+background that end in a later step. A layer that is pinned holds expert e in slot e and never misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, InternalError
+from .cachestats import CacheStats
+from .policy import LayerPolicy, Policy
+
+
+class _Layer:
+    """One layer: owner [n_slots] slot -> expert or -1, resident experts, free slots, loading."""
+
+    def __init__(self, n_expert: int, n_slots: int, policy: LayerPolicy) -> None:
+        self.pinned = n_slots == n_expert
+        self.policy = policy
+        self.owner = list(range(n_expert)) if self.pinned else [-1] * n_slots
+        self.resident = set(self.owner) if self.pinned else set()
+        # taken from the end: low slots first
+        self.free = [] if self.pinned else list(range(n_slots - 1, -1, -1))
+        # expert -> slot: reserved, not published
+        self.loading: dict[int, int] = {}
+        # admitted in this step: their bytes may still be on the way
+        self.fresh: set[int] = set()
+
+
+class ExpertCache:
+    """Slots of all layers.
+
+    n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer, n_expert],
+    expert -> slot or -1, what the tables on the device should hold; dirty: layers whose row changed
+    since the owner of the device tables took it and cleared the set. counts [n_layer][n_expert]: how
+    often each expert was chosen.
+
+    Raises:
+        ConfigError: a layer has fewer than 0 or more than n_expert slots.
+    """
+
+    def __init__(
+        self, n_expert: int, n_slots: Sequence[int], policy: Policy, n_expert_used: int = 8
+    ) -> None:
+        for il, n in enumerate(n_slots):
+            if not 0 <= n <= n_expert:
+                raise ConfigError(f"layer {il} has {n} slots; allowed: 0 to {n_expert}")
+        self.n_expert, self.n_expert_used = n_expert, n_expert_used
+        self.n_slots = list(n_slots)
+        self.policy = policy
+        self.tables = np.full((len(n_slots), n_expert), -1, dtype=np.int32)
+        self.counts = [[0] * n_expert for _ in n_slots]
+        self.dirty = set(range(len(n_slots)))
+        self.step = 0
+        self._layers = [
+            _Layer(n_expert, n, policy.layer(n_expert, n, n_expert_used)) for n in n_slots
+        ]
+        self._touched: list[_Layer] = []
+        self._hits, self._misses, self._missing, self._admitted, self._evicted, self._declined = (
+            [0] * len(n_slots) for _ in range(6)
+        )
+        for layer, row in zip(self._layers, self.tables):
+            if layer.pinned:
+                row[:] = np.arange(n_expert)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Return all counters as they stand."""
+        return CacheStats(
+            self.step, self.n_expert_used,
+            *(np.array(c, dtype=np.int64) for c in (
+                self._hits, self._misses, self._missing,
+                self._admitted, self._evicted, self._declined,
+            )),
+        )  # fmt: skip
+
+    def is_pinned(self, il: int) -> bool:
+        """Return whether layer il holds all its experts for good."""
+        return self._layers[il].pinned
+
+    def begin_step(self) -> None:
+        """Start a forward pass: one decode token or one prompt chunk; all its bytes have arrived."""
+        self.step += 1
+        for layer in self._touched:
+            layer.fresh.clear()
+        self._touched.clear()
+
+    def look(self, il: int, ids: list[int]) -> list[int]:
+        """Count and stamp the chosen ids; return those not resident, each once, in routing order.
+
+        Raises:
+            InternalError: an id is out of range, which only a broken router can produce.
+        """
+        layer = self._layers[il]
+        # set.issuperset is one call for all ids; whatever it knows is in range
+        if layer.resident.issuperset(ids):
+            missing = []
+            self._hits[il] += len(ids)
+        else:
+            missing = self._missing_of(il, layer, ids)
+        counts = self.counts[il]
+        for expert in ids:
+            counts[expert] += 1
+        if not layer.pinned:
+            layer.policy.touch(ids, self.step)
+        return missing
+
+    def _missing_of(self, il: int, layer: _Layer, ids: list[int]) -> list[int]:
+        if min(ids) < 0 or max(ids) >= self.n_expert:
+            raise InternalError(f"layer {il}: router chose ids {ids} of {self.n_expert} experts")
+        resident = layer.resident
+        cold = [expert for expert in ids if expert not in resident]
+        self._misses[il] += len(cold)
+        self._hits[il] += len(ids) - len(cold)
+        missing = list(dict.fromkeys(cold)) if len(cold) > 1 else cold
+        self._missing[il] += len(missing)
+        return missing
+
+    def look_batch(self, il: int, ids: npt.NDArray[np.int32]) -> list[int]:
+        """As `look`, for the ids of many rows; the missing experts come most chosen first.
+
+        Raises:
+            InternalError: an id is out of range, which only a broken router can produce.
+        """
+        if ids.size == 0:
+            return []
+        if ids.min() < 0 or ids.max() >= self.n_expert:
+            raise InternalError(f"layer {il}: router chose an expert outside 0..{self.n_expert - 1}")
+        chosen = np.bincount(ids.reshape(-1), minlength=self.n_expert)
+        counts, layer = self.counts[il], self._layers[il]
+        experts = np.flatnonzero(chosen).tolist()
+        for expert, n in zip(experts, chosen[experts].tolist()):
+            counts[expert] += n
+        cold = np.flatnonzero((self.tables[il] < 0) & (chosen > 0))
+        missing = cold[np.argsort(-chosen[cold], kind="stable")].tolist()
+        n_cold = int(chosen[cold].sum())
+        self._hits[il] += ids.size - n_cold
+        self._misses[il] += n_cold
+        self._missing[il] += len(missing)
+        if not layer.pinned:
+            layer.policy.touch(experts, self.step)
+        return missing
+
+    def admit(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
+        """Give expert a slot that counts as resident at once; return it.
+
+        The victim is the policy's choice, never of working_set, loading, or admitted in this step.
+        None: the policy keeps what is there, or nothing may be evicted.
+
+        Raises:
+            InternalError: expert is resident already.
+        """
+        slot = self.reserve(il, expert, working_set)
+        if slot is not None:
+            self.publish(il, expert)
+            layer = self._layers[il]
+            layer.fresh.add(expert)
+            self._touched.append(layer)
+        return slot
+
+    def reserve(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
+        """Free a slot for expert and return it; expert is resident only after `publish`.
+
+        The victim leaves the table at once. None: as `admit`, or expert is loading already.
+
+        Raises:
+            InternalError: expert is resident already.
+        """
+        layer = self._layers[il]
+        if expert in layer.resident:
+            raise InternalError(f"layer {il}: expert {expert} is resident already")
+        if expert in layer.loading:
+            return None
+        slot = self._free_slot(layer)
+        if slot < 0:
+            victim = self._victim(layer, expert, working_set)
+            if victim is None:
+                self._declined[il] += 1
+                return None
+            slot = layer.owner.index(victim)
+            self._drop(il, layer, victim, slot)
+            self._evicted[il] += 1
+        layer.owner[slot] = expert
+        layer.loading[expert] = slot
+        return slot
+
+    def publish(self, il: int, expert: int) -> None:
+        """Make a loading expert resident: its bytes are in its slot.
+
+        Raises:
+            InternalError: expert is not loading.
+        """
+        layer = self._layers[il]
+        slot = layer.loading.pop(expert, -1)
+        if slot < 0:
+            raise InternalError(f"layer {il}: expert {expert} is not loading")
+        layer.resident.add(expert)
+        self.tables[il, expert] = slot
+        self.dirty.add(il)
+        self._admitted[il] += 1
+
+    def abandon(self, il: int, expert: int) -> None:
+        """Free the slot of a loading or resident expert whose bytes did not arrive.
+
+        Raises:
+            InternalError: expert has no slot, or the layer is pinned.
+        """
+        layer = self._layers[il]
+        slot = layer.loading.pop(expert, int(self.tables[il, expert]))
+        if slot < 0 or layer.pinned:
+            raise InternalError(f"layer {il}: expert {expert} has no slot to give up")
+        self._drop(il, layer, expert, slot)
+        layer.fresh.discard(expert)
+        layer.free.append(slot)
+
+    def preload(
+        self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
+    ) -> list[tuple[int, int]]:
+        """Fill the free slots of a layer and return (expert, slot) of all that are new.
+
+        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: how often
+        a step is expected to choose each expert. A pinned layer is full: nothing is returned.
+        """
+        layer = self._layers[il]
+        wanted = range(self.n_expert) if experts is None else dict.fromkeys(experts)
+        new = [e for e in wanted if e not in layer.resident and e not in layer.loading]
+        placed = []
+        layer.free.sort(reverse=True)
+        for expert in new[: len(layer.free)]:
+            if not 0 <= expert < self.n_expert:
+                raise InternalError(f"layer {il}: no expert {expert} of {self.n_expert}")
+            slot = layer.free.pop()
+            layer.owner[slot] = expert
+            layer.resident.add(expert)
+            self.tables[il, expert] = slot
+            placed.append((expert, slot))
+        layer.policy.start([expert for expert, _ in placed], experts is not None, shares)
+        self.dirty.add(il)
+        return placed
+
+    def residents(self, il: int) -> list[int]:
+        """Return the resident experts of a layer, the one to keep longest first."""
+        layer = self._layers[il]
+        static = [e for e in layer.owner[: layer.policy.n_static] if e in layer.resident]
+        rest = [e for e in layer.owner[layer.policy.n_static :] if e in layer.resident]
+        return static + sorted(rest, key=layer.policy.score.__getitem__, reverse=True)
+
+    def hint(self) -> str | None:
+        """Return one line when layers have fewer slots than one token chooses experts, or None."""
+        short = [il for il, n in enumerate(self.n_slots) if 0 < n < self.n_expert_used]
+        if not short:
+            return None
+        fewest = min(self.n_slots[il] for il in short)
+        return (
+            f"{len(short)} of {len(self.n_slots)} layers have fewer slots (least {fewest}) than a "
+            f"token chooses experts ({self.n_expert_used}): recency cannot hit there, decayed "
+            f"frequency decides; {self.n_expert_used * 2} slots a layer are worth having"
+        )
+
+    def check(self) -> None:
+        """Verify all invariants.
+
+        Raises:
+            InternalError: tables, owners, free slots and loading experts disagree.
+        """
+        for il, layer in enumerate(self._layers):
+            owned = [e for e in layer.owner if e >= 0]
+            table = self.tables[il]
+            wrong = [
+                what for what, bad in (
+                    ("a slot has two experts or an expert two slots", len(set(owned)) != len(owned)),
+                    ("owners are not residents and loading", set(owned)
+                     != layer.resident | set(layer.loading)),
+                    ("an expert is loading and resident", bool(layer.resident & set(layer.loading))),
+                    ("the table is not the residents'",
+                     set(np.flatnonzero(table >= 0).tolist()) != layer.resident),
+                    ("table and owners disagree",
+                     any(layer.owner[table[e]] != e for e in layer.resident)),
+                    ("a loading slot has another owner",
+                     any(layer.owner[s] != e for e, s in layer.loading.items())),
+                    ("free slots are owned", sorted(layer.free)
+                     != [s for s, e in enumerate(layer.owner) if e < 0]),
+                    ("an expert admitted in this step is gone", not layer.fresh <= layer.resident),
+                    ("a pinned layer changed",
+                     layer.pinned and layer.owner != list(range(self.n_expert))),
+                ) if bad
+            ]  # fmt: skip
+            if wrong:
+                raise InternalError(f"expert cache, layer {il}: {'; '.join(wrong)}")
+
+    def _free_slot(self, layer: _Layer) -> int:
+        """Take a free slot that is not static, or return -1."""
+        for at in range(len(layer.free) - 1, -1, -1):
+            if layer.free[at] >= layer.policy.n_static:
+                return layer.free.pop(at)
+        return -1
+
+    def _victim(self, layer: _Layer, expert: int, working_set: Collection[int]) -> int | None:
+        """Return the resident expert that the policy gives up for expert, or None."""
+        candidates = layer.owner[layer.policy.n_static :]
+        if not candidates:
+            return None
+        score = layer.policy.score.__getitem__
+        victim = min(candidates, key=score)
+        if victim in working_set or victim in layer.loading or victim in layer.fresh or victim < 0:
+            may = [
+                e for e in candidates
+                if e >= 0 and e not in working_set and e not in layer.loading and e not in layer.fresh
+            ]
+            if not may:
+                return None
+            victim = min(may, key=score)
+        return victim if layer.policy.accepts(expert, victim) else None
+
+    def _drop(self, il: int, layer: _Layer, expert: int, slot: int) -> None:
+        layer.owner[slot] = -1
+        layer.resident.discard(expert)
+        self.tables[il, expert] = -1
+        self.dirty.add(il)

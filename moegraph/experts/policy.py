@@ -1,0 +1,248 @@
+"""Policies: which experts of a layer deserve its slots.
+
+A policy is a frozen dataclass of parameters; `layer()` makes the state of one layer from it. All
+policies keep one score for each expert, resident or not, and give up the resident expert of lowest
+score. They differ in what a choice of the router adds to the score, in how many leading slots never
+change (`n_static`), and in whether a newcomer is worth the exchange (`accepts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
+
+from ..errors import ConfigError
+
+# Growing weights are scaled back long before a float of 1.8e308 overflows.
+_RESCALE = 1e100
+
+
+class LayerPolicy(Protocol):
+    """The state of a policy in one layer."""
+
+    score: list[float]
+    n_static: int
+
+    def touch(self, ids: Sequence[int], step: int) -> None:
+        """Note that the router chose ids in this step; called once a layer and step, so quick."""
+
+    def accepts(self, expert: int, victim: int) -> bool:
+        """Return whether expert should take the slot of victim."""
+
+    def start(
+        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
+    ) -> None:
+        """Score experts that are resident from the start, in slots 0, 1, ...
+
+        ranked: they come best first, and not for want of knowledge. shares [n_expert]: how often a
+        step is expected to choose each expert, from a profile.
+        """
+
+
+class Policy(Protocol):
+    """Parameters of a policy; `layer` makes the state for a layer of n_slots dynamic slots."""
+
+    name: ClassVar[str]
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        """Return the state of this policy for one layer."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the parameters, one line each."""
+
+
+class Recency:
+    """Score: the step in which an expert was last chosen.
+
+    n_ranked: how many slots become static when the experts of the start come ranked.
+    """
+
+    def __init__(self, n_expert: int, n_static: int = 0, n_ranked: int = 0) -> None:
+        self.score = [0.0] * n_expert
+        self.n_static = n_static
+        self._n_ranked = n_ranked
+
+    def touch(self, ids: Sequence[int], step: int) -> None:
+        """Stamp ids with the step."""
+        score = self.score
+        for expert in ids:
+            score[expert] = step
+
+    def accepts(self, expert: int, victim: int) -> bool:
+        """Take every newcomer: it was chosen later than any victim."""
+        return True
+
+    def start(
+        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
+    ) -> None:
+        """Rank experts below everything chosen since, the best first."""
+        if ranked:
+            self.n_static = max(self.n_static, min(self._n_ranked, len(experts)))
+        for rank, expert in enumerate(experts, 1):
+            self.score[expert] = -float(rank)
+
+
+class Frequency:
+    """Score: choices so far, each halved for every half_life steps since.
+
+    The scores themselves never decay: a later choice weighs more, which orders them the same.
+    """
+
+    def __init__(self, n_expert: int, half_life: float, hysteresis: float) -> None:
+        self.score = [0.0] * n_expert
+        self.n_static = 0
+        self._half_life = half_life
+        self._growth = 2.0 ** (1.0 / half_life)
+        self._hysteresis = hysteresis
+        self._weight = 1.0
+        self._step = 0
+
+    def touch(self, ids: Sequence[int], step: int) -> None:
+        """Add the weight of this step to every choice."""
+        if step != self._step:
+            self._advance(step)
+        score, weight = self.score, self._weight
+        for expert in ids:
+            score[expert] += weight
+
+    def _advance(self, step: int) -> None:
+        # a pause of many half-lives must not overflow in one go
+        self._weight *= self._growth ** min(step - self._step, 300.0 * self._half_life)
+        self._step = step
+        if self._weight > _RESCALE:
+            self.score = [s / self._weight for s in self.score]
+            self._weight = 1.0
+
+    def accepts(self, expert: int, victim: int) -> bool:
+        """Take a newcomer whose score is clearly above the victim's, so that two do not alternate."""
+        return self.score[expert] > self._hysteresis * self.score[victim]
+
+    def start(
+        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
+    ) -> None:
+        """Score as if the profile had been seen for ever; without shares, below one choice."""
+        if shares is None:
+            for rank, expert in enumerate(experts):
+                self.score[expert] = 0.5 * self._weight * (1.0 - rank / max(len(experts), 1))
+            return
+        seen = self._weight * self._growth / (self._growth - 1.0)
+        for expert, share in enumerate(shares):
+            self.score[expert] = seen * share
+
+
+@dataclass(frozen=True)
+class Lru:
+    """Give up the expert that was chosen longest ago."""
+
+    name: ClassVar[str] = "lru"
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        """Return recency, or frequency where the slots do not hold one token's experts.
+
+        Below one token's cycle every expert would be given up before it is chosen again.
+        """
+        if n_slots < n_expert_used:
+            return Lfu().layer(n_expert, n_slots, n_expert_used)
+        return Recency(n_expert)
+
+    def problems(self) -> list[str]:
+        """Return no problems: there are no parameters."""
+        return []
+
+
+@dataclass(frozen=True)
+class Lfu:
+    """Decayed frequency with hysteresis.
+
+    half_life: steps after which a choice counts half. hysteresis: how many times the victim's score
+    a newcomer needs.
+    """
+
+    name: ClassVar[str] = "lfu"
+    half_life: float = 64.0
+    hysteresis: float = 1.25
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        """Return the frequency state of one layer."""
+        return Frequency(n_expert, self.half_life, self.hysteresis)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with half_life or hysteresis."""
+        return [
+            *_outside("half_life", self.half_life, 1.0, 1e6),
+            *_outside("hysteresis", self.hysteresis, 1.0, 100.0),
+        ]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """The best experts of a profile stay for good in static_share of the slots; LRU in the rest.
+
+    Without a profile no slot is static.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    static_share: float = 0.25
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        """Return recency over the slots that are not static."""
+        if n_slots < n_expert_used:
+            return Lfu().layer(n_expert, n_slots, n_expert_used)
+        n_static = min(int(self.static_share * n_slots), n_slots - n_expert_used)
+        return Recency(n_expert, n_ranked=n_static)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with static_share."""
+        return _outside("static_share", self.static_share, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Static:
+    """Keep what was there at the start, the best experts of a profile."""
+
+    name: ClassVar[str] = "static"
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        """Return a state whose slots are all static."""
+        return Recency(n_expert, n_slots)
+
+    def problems(self) -> list[str]:
+        """Return no problems: there are no parameters."""
+        return []
+
+
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Lru, Lfu, Adaptive, Static)}
+
+
+def parse_policy(text: str) -> Policy:
+    """Return the policy written as 'lru' or 'lfu:half_life=32,hysteresis=1.5'.
+
+    Raises:
+        ConfigError: no such policy or parameter, or a value outside its range.
+    """
+    name, _, listed = text.partition(":")
+    if name not in POLICIES:
+        raise ConfigError(f"no policy {name!r}; allowed: {', '.join(POLICIES)}")
+    cls = POLICIES[name]
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, float] = {}
+    for item in filter(None, listed.split(",")):
+        key, _, value = item.partition("=")
+        if key.strip() not in known:
+            allowed = ", ".join(known) or "none"
+            raise ConfigError(f"policy {name} has no parameter {key.strip()!r}; allowed: {allowed}")
+        try:
+            values[key.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"policy {name}: {key.strip()} is {value!r}; give a number") from None
+    policy = cls(**values)
+    wrong = policy.problems()
+    if wrong:
+        raise ConfigError(f"policy {name}: {'; '.join(wrong)}")
+    return policy
+
+
+def _outside(name: str, value: float, low: float, high: float) -> list[str]:
+    """Return a line when value is not in low..high (nor is NaN)."""
+    return [] if low <= value <= high else [f"{name} is {value:g}; allowed: {low:g} to {high:g}"]

@@ -1,0 +1,419 @@
+"""The expert cache under all policies: rules for victims, tables, loading, statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moegraph.errors import ConfigError, InternalError
+from moegraph.experts.cache import ExpertCache
+from moegraph.experts.policy import POLICIES, Adaptive, Lfu, Lru, Policy, Static, parse_policy
+
+N_EXPERT, N_USED = 16, 4
+
+
+def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
+    return ExpertCache(N_EXPERT, n_slots, policy or Lru(), N_USED)
+
+
+def run_step(cache: ExpertCache, ids: list[int], il: int = 0) -> list[int | None]:
+    """Choose ids in a step of its own and admit what is missing."""
+    cache.begin_step()
+    return [cache.admit(il, expert, ids) for expert in cache.look(il, ids)]
+
+
+def test_a_missing_expert_is_returned_once_and_in_routing_order() -> None:
+    cache = new_cache([8])
+    cache.begin_step()
+    assert cache.look(0, [9, 3, 9, 12, 3]) == [9, 3, 12]
+    assert [cache.admit(0, e, [9, 3, 12]) for e in (9, 3, 12)] == [0, 1, 2]
+    assert cache.look(0, [12, 3, 9]) == []
+    assert cache.tables[0, [9, 3, 12]].tolist() == [0, 1, 2]
+    assert (cache.tables[0] >= 0).sum() == 3
+
+
+def test_stats_count_choices_and_distinct_missing_apart() -> None:
+    cache = new_cache([8, 8])
+    run_step(cache, [1, 2, 1, 2])
+    before = cache.stats
+    run_step(cache, [1, 2, 3, 3])
+    assert before.misses.tolist() == [4, 0] and before.missing.tolist() == [2, 0]
+    later = cache.stats.since(before)
+    assert (later.n_steps, later.hits[0], later.misses[0], later.missing[0]) == (1, 2, 2, 1)
+    assert cache.stats.hit_rate == pytest.approx(2 / 8)
+    assert cache.stats.hit_rates == [0.25, 1.0]
+    assert cache.stats.missing_per_step == pytest.approx(1.5)
+    assert cache.counts[0][:4] == [0, 3, 3, 2]
+
+
+def test_pinned_layer_is_the_identity_and_never_misses_or_changes() -> None:
+    cache = new_cache([N_EXPERT, 0])
+    assert cache.is_pinned(0) and not cache.is_pinned(1)
+    assert cache.tables[0].tolist() == list(range(N_EXPERT))
+    assert run_step(cache, [15, 0, 7, 3]) == []
+    assert cache.preload(0, [5]) == []
+    with pytest.raises(InternalError, match="resident already"):
+        cache.admit(0, 5, [])
+    with pytest.raises(InternalError, match="no slot to give up"):
+        cache.abandon(0, 5)
+
+
+def test_a_layer_without_slots_admits_nothing() -> None:
+    cache = new_cache([0])
+    assert run_step(cache, [1, 2, 3, 4]) == [None] * 4
+    assert cache.stats.declined.tolist() == [4]
+    cache.check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_everything_in_the_working_set_means_nothing_to_evict(name: str) -> None:
+    cache = new_cache([3], parse_policy(name))
+    cache.preload(0, [0, 1, 2])
+    cache.begin_step()
+    assert cache.look(0, [0, 1, 2, 3]) == [3]
+    assert cache.admit(0, 3, [0, 1, 2, 3]) is None
+    assert cache.residents(0) == [0, 1, 2]
+
+
+def test_an_expert_admitted_in_this_step_is_safe_even_outside_the_working_set() -> None:
+    cache = new_cache([1], Lru())
+    cache.begin_step()
+    cache.look(0, [1, 2])
+    assert cache.admit(0, 1, ()) == 0
+    assert cache.admit(0, 2, ()) is None
+    cache.begin_step()
+    cache.look(0, [2, 2])
+    assert cache.admit(0, 2, ()) == 0
+
+
+def test_lru_gives_up_what_was_chosen_longest_ago() -> None:
+    cache = new_cache([6])
+    run_step(cache, [0, 1, 2, 3])
+    run_step(cache, [4, 5, 0, 1])
+    run_step(cache, [6, 0, 4, 5])
+    assert set(cache.residents(0)) in ({0, 1, 3, 4, 5, 6}, {0, 1, 2, 4, 5, 6})
+    run_step(cache, [7, 8, 0, 6])
+    assert 1 not in cache.residents(0) or cache.stats.evicted[0] == 3
+    assert {0, 4, 5, 6, 7, 8} == set(cache.residents(0))
+
+
+def test_lfu_keeps_the_frequent_through_a_single_newcomer() -> None:
+    cache = new_cache([4], Lfu(half_life=100, hysteresis=1.5))
+    for _ in range(10):
+        run_step(cache, [0, 1, 2, 3])
+    assert run_step(cache, [0, 1, 2, 9]) == [None]
+    for _ in range(40):
+        run_step(cache, [0, 1, 2, 9])
+    assert set(cache.residents(0)) == {0, 1, 2, 9}
+
+
+def test_lfu_forgets_by_its_half_life() -> None:
+    """30 choices long ago weigh less than 3 now when ten half-lives lie between."""
+    cache = new_cache([1], Lfu(half_life=4, hysteresis=1.0))
+    for _ in range(30):
+        run_step(cache, [0])
+    for _ in range(40):
+        cache.begin_step()
+    assert run_step(cache, [1]) == [0]
+
+
+def test_lfu_scores_survive_any_number_of_steps() -> None:
+    cache = new_cache([2], Lfu(half_life=1.0))
+    for step in range(3000):
+        run_step(cache, [step % 2])
+    cache.step += 10**9
+    run_step(cache, [5])
+    score = cache._layers[0].policy.score
+    assert np.isfinite(score).all() and max(score) == score[5] > 0
+
+
+def test_hysteresis_stops_two_experts_from_alternating() -> None:
+    def evictions(hysteresis: float) -> int:
+        cache = new_cache([1], Lfu(half_life=64, hysteresis=hysteresis))
+        for step in range(100):
+            run_step(cache, [step % 2])
+        return int(cache.stats.evicted[0])
+
+    assert evictions(1.0) > 20
+    assert evictions(1.25) < 5
+
+
+def test_static_never_admits() -> None:
+    cache = new_cache([6], Static())
+    assert run_step(cache, [1, 2]) == [None, None]
+    assert cache.preload(0, [9, 8]) == [(9, 0), (8, 1)]
+    assert run_step(cache, [9, 1, 8]) == [None]
+    assert cache.residents(0) == [9, 8]
+
+
+def test_adaptive_keeps_the_best_of_the_profile_and_exchanges_the_rest() -> None:
+    cache = new_cache([8], Adaptive(static_share=0.5))
+    cache.preload(0, list(range(8)))
+    for base in (8, 12, 8, 12):
+        run_step(cache, [base, base + 1, base + 2, base + 3])
+    assert set(cache.residents(0)) == {0, 1, 2, 3, 12, 13, 14, 15}
+    assert cache.residents(0)[:4] == [0, 1, 2, 3]
+
+
+def test_adaptive_without_a_profile_is_lru() -> None:
+    cache = new_cache([8], Adaptive(static_share=0.5))
+    cache.preload(0)
+    for base in (8, 12):
+        run_step(cache, [base, base + 1, base + 2, base + 3])
+    assert set(cache.residents(0)) == set(range(8, 16))
+
+
+def test_preload_takes_the_lowest_ids_or_a_ranking() -> None:
+    cache = new_cache([3, 3, 3])
+    assert cache.preload(0) == [(0, 0), (1, 1), (2, 2)]
+    assert cache.preload(1, [7, 7, 5, 3, 1]) == [(7, 0), (5, 1), (3, 2)]
+    assert cache.preload(1, [2]) == []
+    with pytest.raises(InternalError, match="no expert 16"):
+        cache.preload(2, [16])
+
+
+def test_the_worst_of_a_ranking_goes_first() -> None:
+    for policy in (Lru(), Lfu(hysteresis=1.0)):
+        cache = new_cache([4], policy)
+        cache.preload(0, [7, 5, 3, 1])
+        run_step(cache, [9, 7])
+        assert cache.residents(0)[-2:] == [5, 3], policy
+        assert 1 not in cache.residents(0)
+
+
+def test_shares_of_a_profile_defend_a_frequent_expert_under_lfu() -> None:
+    shares = [0.0] * N_EXPERT
+    shares[3], shares[1] = 0.9, 0.02
+    cache = new_cache([2], Lfu(half_life=64))
+    cache.preload(0, [3, 1], shares)
+    assert run_step(cache, [9]) == [None]
+    for _ in range(3):
+        run_step(cache, [9])
+    assert cache.residents(0) == [3, 9]
+
+
+def test_reserved_slot_is_not_resident_until_published_and_nobody_takes_it() -> None:
+    cache = new_cache([1])
+    cache.preload(0, [4])
+    cache.dirty.clear()
+    cache.begin_step()
+    assert cache.look(0, [9]) == [9]
+    assert cache.reserve(0, 9, [9]) == 0
+    assert cache.tables[0].tolist() == [-1] * N_EXPERT, "the victim left at once"
+    assert cache.dirty == {0}
+    cache.begin_step()
+    assert cache.look(0, [9, 2]) == [9, 2]
+    assert cache.reserve(0, 9, []) is None
+    assert cache.reserve(0, 2, []) is None
+    cache.publish(0, 9)
+    assert cache.tables[0, 9] == 0 and cache.look(0, [9]) == []
+    with pytest.raises(InternalError, match="not loading"):
+        cache.publish(0, 9)
+
+
+def test_abandoned_slot_is_free_again() -> None:
+    cache = new_cache([1])
+    cache.begin_step()
+    cache.look(0, [9, 3])
+    cache.reserve(0, 9, [9])
+    cache.abandon(0, 9)
+    cache.check()
+    assert cache.admit(0, 3, [3]) == 0
+    cache.abandon(0, 3)
+    cache.check()
+    assert cache.tables.max() == -1
+    with pytest.raises(InternalError, match="no slot"):
+        cache.abandon(0, 3)
+
+
+@pytest.mark.parametrize("policy", [Lru(), Adaptive()])
+def test_fewer_slots_than_a_token_chooses_still_hit(policy: Policy) -> None:
+    """Plain recency over a cycle longer than the slots never hits; frequency keeps its share."""
+    cache = new_cache([3], policy)
+    for step in range(40):
+        ids = [0, 1, 2, 3 + step % 2]
+        run_step(cache, ids)
+    assert cache.stats.hit_rate > 0.7
+    assert "fewer slots (least 3)" in (cache.hint() or "")
+
+
+@pytest.mark.parametrize("n_slots", [[0, 4], [N_EXPERT, 16], [5]])
+def test_no_hint_without_a_cliff(n_slots: list[int]) -> None:
+    assert new_cache(n_slots).hint() is None
+
+
+@pytest.mark.parametrize("bad", [[-1], [4, 17]])
+def test_impossible_slot_counts_are_refused(bad: list[int]) -> None:
+    with pytest.raises(ConfigError, match="allowed: 0 to 16"):
+        new_cache(bad)
+
+
+@pytest.mark.parametrize("ids", [[0, 16], [-1, 0], [-5]])
+def test_an_impossible_id_is_an_internal_error(ids: list[int]) -> None:
+    for n_slots in (4, N_EXPERT):
+        cache = new_cache([n_slots])
+        cache.preload(0)
+        with pytest.raises(InternalError, match="router chose"):
+            cache.look(0, ids)
+        with pytest.raises(InternalError, match="router chose"):
+            cache.look_batch(0, np.array(ids, dtype=np.int32))
+        assert cache.stats.hits.sum() == cache.stats.misses.sum() == 0
+
+
+def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, N_EXPERT, (40, N_USED)).astype(np.int32)
+    one, many = new_cache([6]), new_cache([6])
+    for cache in (one, many):
+        cache.preload(0, [3, 1, 4, 15, 9, 2])
+        cache.begin_step()
+    missing = one.look(0, ids.reshape(-1).tolist())
+    batch = many.look_batch(0, ids)
+    assert sorted(missing) == sorted(batch)
+    assert one.counts == many.counts
+    chosen = [one.counts[0][e] for e in batch]
+    assert chosen == sorted(chosen, reverse=True)
+    for field in ("hits", "misses", "missing"):
+        assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
+    assert many.look_batch(0, ids[:0]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [("lru", Lru()), ("static", Static()), ("lfu:half_life=32", Lfu(half_life=32)),
+     ("lfu:half_life=8, hysteresis=2", Lfu(8, 2)), ("adaptive:static_share=0", Adaptive(0))],
+)  # fmt: skip
+def test_policies_are_written_as_text(text: str, policy: Policy) -> None:
+    assert parse_policy(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "say"),
+    [("mru", "allowed: lru, lfu, adaptive, static"), ("", "no policy ''"),
+     ("lru:x=1", "no parameter 'x'; allowed: none"), ("lfu:half_life=z", "'z'; give a number"),
+     ("lfu:half_life=0", "half_life is 0; allowed: 1 to 1e+06"),
+     ("lfu:hysteresis=nan", "hysteresis is nan"), ("adaptive:static_share=1.5", "allowed: 0 to 1")],
+)  # fmt: skip
+def test_wrong_policies_are_refused_by_name(text: str, say: str) -> None:
+    with pytest.raises(ConfigError, match=say.replace("+", r"\+")):
+        parse_policy(text)
+
+
+def test_check_notices_every_kind_of_damage() -> None:
+    def damaged(harm: str) -> ExpertCache:
+        cache = new_cache([6, N_EXPERT])
+        cache.preload(0, [0, 1, 2])
+        cache.begin_step()
+        cache.look(0, [8])
+        cache.reserve(0, 8, [])
+        cache.check()
+        exec(harm, {"cache": cache, "layer": cache._layers[0], "pinned": cache._layers[1]})
+        return cache
+
+    harms = (
+        "cache.tables[0, 5] = 3", "cache.tables[0, 1] = 0", "cache.tables[0, 1] = -1",
+        "layer.owner[4] = 0", "layer.free.pop()", "layer.loading[8] = 2", "layer.loading.clear()",
+        "layer.resident.add(8)", "layer.fresh.add(7)", "pinned.owner.reverse()",
+        "layer.owner[0], layer.owner[1] = 1, 0",
+    )  # fmt: skip
+    for harm in harms:
+        with pytest.raises(InternalError, match="expert cache, layer"):
+            damaged(harm).check()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any order of calls, against a model that knows only which bytes were put where."""
+
+    @initialize(
+        name=st.sampled_from(sorted(POLICIES)),
+        n_slots=st.lists(st.integers(0, 12), min_size=2, max_size=3),
+        static=st.sampled_from([0.0, 0.5, 1.0]),
+    )
+    def start(self, name: str, n_slots: list[int], static: float) -> None:
+        policy = Adaptive(static) if name == "adaptive" else parse_policy(name)
+        self.cache = ExpertCache(12, n_slots, policy, 3)
+        self.slots = n_slots
+        # what each slot really holds, and what is on its way into it
+        self.bytes = [list(range(12)) if n == 12 else [-1] * n for n in n_slots]
+        self.coming: dict[tuple[int, int], int] = {}
+        self.used: set[tuple[int, int]] = set()
+        self.device = self.cache.tables.copy()
+        self.n_ids = self.n_admitted = 0
+
+    def layer(self, at: int) -> int:
+        return at % len(self.slots)
+
+    @rule()
+    def begin_step(self) -> None:
+        self.cache.begin_step()
+        self.used.clear()
+
+    @rule(at=st.integers(0, 2))
+    def preload(self, at: int) -> None:
+        for expert, slot in self.cache.preload(self.layer(at), [11, 5, 2, 7]):
+            assert self.bytes[self.layer(at)][slot] == -1
+            self.bytes[self.layer(at)][slot] = expert
+
+    @rule(at=st.integers(0, 2), ids=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+          background=st.booleans())  # fmt: skip
+    def route(self, at: int, ids: list[int], background: bool) -> None:
+        il = self.layer(at)
+        table = self.cache.tables[il].copy()
+        missing = self.cache.look(il, ids)
+        self.n_ids += len(ids)
+        assert missing == [e for e in dict.fromkeys(ids) if table[e] < 0]
+        for expert in missing:
+            call = self.cache.reserve if background else self.cache.admit
+            slot = call(il, expert, ids)
+            if slot is None:
+                continue
+            before = self.bytes[il][slot]
+            assert before not in ids, "a victim was in the working set"
+            assert (il, slot) not in self.coming.values(), "a loading slot was given away"
+            assert (il, before) not in self.used, "a victim was admitted in this step"
+            if background:
+                self.bytes[il][slot] = -2
+                self.coming[il, expert] = slot
+            else:
+                self.bytes[il][slot] = expert
+                self.used.add((il, expert))
+                self.n_admitted += 1
+
+    @precondition(lambda self: self.coming)
+    @rule(at=st.integers(0, 50), arrives=st.booleans())
+    def upload_ends(self, at: int, arrives: bool) -> None:
+        il, expert = sorted(self.coming)[at % len(self.coming)]
+        slot = self.coming.pop((il, expert))
+        if arrives:
+            self.cache.publish(il, expert)
+            self.n_admitted += 1
+        else:
+            self.cache.abandon(il, expert)
+        self.bytes[il][slot] = expert if arrives else -1
+
+    @rule()
+    def take_tables(self) -> None:
+        for il in self.cache.dirty:
+            self.device[il] = self.cache.tables[il]
+        self.cache.dirty.clear()
+        assert (self.device == self.cache.tables).all(), "a change was not marked dirty"
+
+    @invariant()
+    def tables_name_the_bytes_that_are_there(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        for il, held in enumerate(self.bytes):
+            for expert, slot in enumerate(self.cache.tables[il]):
+                assert (slot >= 0) == (expert in held)
+                assert slot < 0 or held[slot] == expert
+        stats = self.cache.stats
+        assert stats.hits.sum() + stats.misses.sum() == self.n_ids == np.sum(self.cache.counts)
+        assert stats.admitted.sum() == self.n_admitted
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
