@@ -10,6 +10,7 @@ from typing import Any
 from .errors import ConfigError
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
+EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -108,6 +109,29 @@ class EngineConfig:
     )
     type_v: str = _setting(
         "choice", "f16", ("-ctv", "--cache-type-v"), "Type of the V cache.", choices=KV_TYPES
+    )
+    pin_layers: int = _setting(
+        "int", -1, ("--pin-layers",),
+        "Layers whose experts all stay on the device; -1 lets the planner choose.",
+        minimum=-1, maximum=1 << 10,
+    )
+    cache_slots: int = _setting(
+        "int", -1, ("--cache-slots",),
+        "Expert slots on the device for the other layers, in all; -1 lets the planner choose.",
+        minimum=-1, maximum=1 << 20,
+    )
+    vram: str = _setting(
+        "str", "auto", ("--vram",),
+        "Device memory for everything, such as 8GiB; auto takes what is free, less a margin.",
+        metavar="SIZE|auto",
+    )
+    policy: str = _setting(
+        "choice", "lfu", ("--policy",), "Which experts keep their slots.", choices=EXPERT_POLICIES
+    )
+    host_pin: str = _setting(
+        "choice", "auto", ("--host-pin",),
+        "Pin host copies of experts that may be needed: faster uploads, more locked memory.",
+        choices=("auto", "all", "none"),
     )
     n_seq: int = _setting(
         "int", 1, (), "Sequences the caches have room for (Python API only).",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,17 @@ from .errors import (
     RequestError,
 )
 from .experts.bank import ExpertBanks
+from .experts.cache import ExpertCache
+from .experts.policy import POLICIES
+from .experts.store import ExpertStore
 from .ggml.device import Device
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
 from .runner.base import NotFinite
 from .runner.inspect import first_bad_layer, node_values
+from .runner.misses import MissHandler
+from .runner.replay import Replay
 from .sampling import Sampler, SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
 from .state import State
@@ -43,13 +48,26 @@ if TYPE_CHECKING:
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+Part = TypeVar("Part", bound=_Closes)
+
+
 class Engine:
     """One model, loaded on one device, generating for one sequence at a time.
 
     Use `Engine.load`; close it or use it as a context manager. All calls from one thread.
     """
 
-    def __init__(self, model: ModelFile, config: EngineConfig, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        model: ModelFile,
+        config: EngineConfig,
+        progress: Progress | None,
+        routing: npt.NDArray[np.int32] | None,
+    ) -> None:
         """Take ownership of an open model file and load it; see `Engine.load`."""
         self.model = model
         self.config = config
@@ -58,7 +76,7 @@ class Engine:
         self._stack.callback(model.close)
         self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
         try:
-            self._load(progress)
+            self._load(progress, routing)
         except BaseException:
             self.close()
             raise
@@ -69,10 +87,13 @@ class Engine:
         path: str | os.PathLike[str],
         config: EngineConfig | None = None,
         progress: Progress | None = None,
+        routing: npt.NDArray[np.int32] | None = None,
     ) -> Engine:
         """Open a GGUF file and make it resident.
 
         progress: called with (stage, done, total) while bytes are loaded.
+        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace the
+            router's choice in single-row passes; for measuring.
 
         Raises:
             ConfigError: a setting is wrong or there is no such device.
@@ -80,43 +101,67 @@ class Engine:
             OutOfDeviceMemory: it does not fit; the message names the setting to lower.
         """
         config = (config or EngineConfig()).validate()
-        return cls(open_model(path), config, progress)
+        return cls(open_model(path), config, progress, routing)
 
-    def _load(self, progress: Progress | None) -> None:
+    def _load(
+        self, progress: Progress | None, routing: npt.NDArray[np.int32] | None
+    ) -> None:
         config, hp = self.config, self.hparams
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
-        self._check_fits()
+        self.n_ctx = config.n_ctx or hp.n_ctx_train
+        n_slots = self._plan_slots()
         loader = Loader(self.device, self.model, progress)
         try:
             self.weights = self._own(Weights(loader, self.model))
-            self.banks = self._own(ExpertBanks(self.device, loader, self.model))
+            self.banks = self._own(ExpertBanks(self.device, loader, self.model, n_slots))
         finally:
             loader.close()
-        self.n_ctx = config.n_ctx or hp.n_ctx_train
         self.state = self._own(
             State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
         )
         parts = Model(hp, self.weights, self.banks, self.state)
-        kind = LayeredRunner if config.mode == "layered" else WholeRunner
-        self.runner: Runner = self._own(
-            kind(self.device, parts, min(config.n_ubatch, self.state.n_ctx))
-        )
+        n_ubatch = min(config.n_ubatch, self.state.n_ctx)
+        self.runner: Runner
+        if n_slots is None and routing is None and config.mode != "layered":
+            self.runner = self._own(WholeRunner(self.device, parts, n_ubatch))
+        else:
+            misses = None if n_slots is None else self._open_misses(n_slots)
+            replay = None if routing is None else Replay(self.device, hp, routing)
+            self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
         self.runner.reserve()
         self.device.note_peak()
 
-    def _own(self, part):  # noqa: ANN001, ANN202 - any part with close(), returned as it came
+    def _open_misses(self, n_slots: list[int]) -> MissHandler:
+        """Open the expert store and cache, and fill the slots."""
+        config, hp = self.config, self.hparams
+        cold = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
+        store = self._own(ExpertStore(self.device, self.model, cold, config.host_pin))
+        policy = POLICIES[config.policy]()
+        cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
+        misses = MissHandler(self.device, self.banks, store, cache)
+        for il in cold:
+            misses.fill(il, cache.preload(il))
+        misses.upload_tables()
+        return misses
+
+    def _own(self, part: Part) -> Part:
+        """Close a part with the engine, the last one first; return it."""
         self._stack.callback(part.close)
         return part
 
-    def _check_fits(self) -> None:
-        """Refuse before gigabytes are copied, rather than after."""
-        free, _ = self.device.memory()
-        needed = self.model.n_bytes
-        if not self.device.is_cpu and needed > free:
-            raise OutOfDeviceMemory(
-                f"{self.model.path} has {format_bytes(needed)} of weights, {self.device.name} has "
-                f"{format_bytes(free)} free; choose a smaller quantization or use --device cpu"
-            )
+    def _plan_slots(self) -> list[int] | None:
+        """Return the expert slots of each layer, or None when all experts are resident."""
+        config, hp = self.config, self.hparams
+        if config.pin_layers < 0 and config.cache_slots < 0:
+            return None
+        pins = min(max(config.pin_layers, 0), hp.n_layer)
+        order = [0, hp.n_layer - 1, *range(1, hp.n_layer - 1)][:pins]
+        rest = [il for il in range(hp.n_layer) if il not in order]
+        each, extra = divmod(max(config.cache_slots, 0), max(len(rest), 1))
+        n_slots = [hp.n_expert] * hp.n_layer
+        for at, il in enumerate(rest):
+            n_slots[il] = min(each + (at < extra), hp.n_expert)
+        return n_slots
 
     # -- what it is --------------------------------------------------------------------------------
 

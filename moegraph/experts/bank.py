@@ -1,78 +1,140 @@
-"""Banks: a layer's routed experts as slots of three tensors, and the table that finds them.
+"""Banks: a layer's routed experts as slots of two or three tensors, and the table that finds them.
 
-A graph never names an expert, it names a slot: `table` [1, n_expert] I32 on the device maps expert to
-slot, and graph B looks the slots up in the graph. Here every expert has a slot, in file order.
+A graph never names an expert, it names a slot: a layer's `table` [1, n_expert] I32 on the device maps
+expert to slot, or to -1 for an expert that is not there, and graphs look the slots up themselves.
+
+Kinds of bank: a layer's own, with a slot for some or all of its experts; and spare banks, one pair
+for all layers whose stacks have the same types and shapes, for experts that get no slot of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..ggml.device import Device
-from ..ggml.handles import Context
+from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import I32, Tensor
-from ..modelfile import ModelFile
+from ..modelfile import ModelFile, TensorInfo
 from ..weights import Loader, TensorSet, place, round_up
+from .store import N_SPARE, expert_tensors
 
-_REMEDY = "choose a smaller quantization, or use --device cpu"
+_REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
 
 
 @dataclass(frozen=True)
 class Bank:
-    """One layer's slots.
+    """Slots of one or more layers.
 
-    gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate first),
-    down [n_ff_exp, n_embd, n_slots]; table I32 [1, n_expert].
+    parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
+    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0.
     """
 
-    gate: Tensor | None
-    up: Tensor | None
-    gate_up: Tensor | None
-    down: Tensor
-    table: Tensor
+    n_slots: int
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ExpertBanks:
-    """The banks of all layers, filled from the model file."""
+    """The banks of all layers and their tables.
 
-    def __init__(self, device: Device, loader: Loader, model: ModelFile) -> None:
+    n_slots: slots of each layer; None makes all experts resident, straight from the model file.
+    tables: I32 [1, n_expert] of each layer; missed: the same for what the layer's graph B left out.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        loader: Loader,
+        model: ModelFile,
+        n_slots: Sequence[int] | None = None,
+    ) -> None:
         hp = model.hparams
-        self._sets = [_load_layer(loader, model, il) for il in range(hp.n_layer)]
-        self._context = Context(hp.n_layer)
-        tables = [
-            C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert) for _ in self._sets
+        self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
+        self._sets: list[TensorSet] = []
+        self._owned: list[_Slots] = []
+        self._spare: dict[tuple, list[Bank]] = {}
+        self._banks = [self._bank(device, loader, model, il) for il in range(hp.n_layer)]
+        self._spare_of = [
+            self._spares(device, model, il) if n < hp.n_expert else []
+            for il, n in enumerate(self.n_slots)
         ]
+        self._context = Context(hp.n_layer + 1)
+        rows = [C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert)
+                for _ in range(hp.n_layer + 1)]  # fmt: skip
         stride = round_up(4 * hp.n_expert, device.alignment)
-        self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
+        self._tables = device.buffer(stride * len(rows), "the expert tables", _REMEDY)
         identity = np.arange(hp.n_expert, dtype=np.int32)
-        for il, table in enumerate(tables):
-            place(self._tables, table, il * stride)
-            C.ggml_backend_tensor_set(table, ffi.from_buffer(identity), 0, identity.nbytes)
-        self._banks = [
-            Bank(*(tensors.tensors.get(f"blk.{il}.ffn_{part}_exps.weight") for part in _PARTS), table)
-            for il, (tensors, table) in enumerate(zip(self._sets, tables))
-        ]
-        self.n_bytes = sum(s.n_bytes for s in self._sets) + self._tables.size
+        for at, row in enumerate(rows):
+            place(self._tables, row, at * stride)
+            C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
+        self.tables, self.missed = rows[:-1], rows[-1]
+        parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
+        self.n_bytes = sum(parts) + self._tables.size
+
+    def _bank(self, device: Device, loader: Loader, model: ModelFile, il: int) -> Bank:
+        infos, n_slots = expert_tensors(model, il), self.n_slots[il]
+        if n_slots == 0:
+            return Bank(0)
+        if n_slots == model.hparams.n_expert:
+            tensors = loader.load(infos.values(), f"the experts of layer {il}")
+            self._sets.append(tensors)
+            return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
+        slots = _Slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
+        self._owned.append(slots)
+        return Bank(n_slots, slots.parts)
+
+    def _spares(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
+        infos = expert_tensors(model, il)
+        kind = tuple((part, i.type, i.ne[:2]) for part, i in infos.items())
+        if kind not in self._spare:
+            pair = [_Slots(device, infos, N_SPARE, "spare expert slots") for _ in range(2)]
+            self._owned += pair
+            self._spare[kind] = [Bank(N_SPARE, slots.parts) for slots in pair]
+        return self._spare[kind]
 
     def layer(self, il: int) -> Bank:
         """Return the bank of layer il."""
         return self._banks[il]
 
+    def spare(self, il: int, turn: int) -> Bank:
+        """Return one of the two spare banks that fit layer il."""
+        return self._spare_of[il][turn]
+
     def close(self) -> None:
         """Free the banks."""
-        for tensors in self._sets:
-            tensors.close()
+        for part in (*self._sets, *self._owned):
+            part.close()
         self._tables.close()
         self._context.close()
 
 
-_PARTS = ("gate", "up", "gate_up", "down")
+class _Slots:
+    """Memory for n_slots experts with stacks like `infos`."""
 
+    def __init__(
+        self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str
+    ) -> None:
+        self._context = Context(len(infos))
+        self.parts: dict[str, Tensor] = {}
+        offsets, size = [], 0
+        for part, info in infos.items():
+            tensor = C.ggml_new_tensor_3d(
+                self._context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots
+            )
+            self.parts[part] = tensor
+            offsets.append(size)
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
+            size = round_up(size + needed, device.alignment)
+        self.buffer: Buffer = device.buffer(size, what, _REMEDY)
+        C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        # an empty slot holds zeros: a kernel may read past the last row it needs
+        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
+        for tensor, offset in zip(self.parts.values(), offsets):
+            place(self.buffer, tensor, offset)
 
-def _load_layer(loader: Loader, model: ModelFile, il: int) -> TensorSet:
-    names = (f"blk.{il}.ffn_{part}_exps.weight" for part in _PARTS)
-    infos = [model.tensors[name] for name in names if name in model.tensors]
-    return loader.load(infos, f"the experts of layer {il}")
+    def close(self) -> None:
+        self.buffer.close()
+        self._context.close()

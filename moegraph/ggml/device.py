@@ -105,6 +105,7 @@ class Device:
         self._dev = chosen["handle"]
         self.compute = Backend(self._dev)
         self.copy = self.compute if self.is_cpu else Backend(self._dev)
+        self._upload: Backend | None = None
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         if self.is_cpu:
@@ -112,6 +113,13 @@ class Device:
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
         self._free_at_start = self.memory()[0]
         self.peak_bytes = 0
+
+    @property
+    def upload(self) -> Backend:
+        """The stream for expert uploads, opened at first use: a read-back must never queue behind one."""
+        if self._upload is None:
+            self._upload = self.compute if self.is_cpu else Backend(self._dev)
+        return self._upload
 
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes as the driver reports them."""
@@ -144,15 +152,25 @@ class Device:
             f"{format_bytes(free)} free; {remedy}"
         )
 
-    def host_buffer(self, size: int) -> HostBuffer:
-        """Allocate host memory for transfers; pinned on CUDA, ordinary where pinning fails."""
+    def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
+        """Allocate host memory for transfers; pinned on CUDA, ordinary where pinning fails.
+
+        Raises:
+            NativeError: no memory, or must_pin and it could not be pinned.
+        """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
         if buft == ffi.NULL:
             buft = self.buft
         ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
         if ptr == ffi.NULL:
             raise NativeError(f"cannot allocate {format_bytes(size)} of host memory for transfers")
-        return HostBuffer(ptr, size, self.compute)
+        host = HostBuffer(ptr, size, self.compute)
+        # ggml falls back to ordinary memory in silence; its buffer type tells
+        name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
+        if must_pin and not self.is_cpu and not name.endswith(b"_Host"):
+            host.close()
+            raise NativeError(f"cannot pin {format_bytes(size)} of host memory")
+        return host
 
     def event(self) -> Event | None:
         """Return a new event, or None on the CPU, where nothing is asynchronous."""
@@ -169,17 +187,19 @@ class Device:
             word = ffi.NULL if flag is None else ffi.cast("int32_t *", flag.ctypes.data)
             C.mg_cancel_bind(self.compute.ptr, word)
 
-    def upload(self, tensor: Any, host: HostBuffer, offset: int, size: int) -> None:
+    def send(self, tensor: Any, host: HostBuffer, offset: int, size: int) -> None:
         """Enqueue a copy of host bytes into a tensor on the compute stream."""
         C.ggml_backend_tensor_set_async(
             self.compute.ptr, tensor, host.address(offset), 0, size
         )
 
     def synchronize(self) -> None:
-        """Wait until both streams are idle."""
-        C.ggml_backend_synchronize(self.compute.ptr)
-        if self.copy is not self.compute:
-            C.ggml_backend_synchronize(self.copy.ptr)
+        """Wait until all streams are idle."""
+        for stream in self._streams():
+            C.ggml_backend_synchronize(stream.ptr)
+
+    def _streams(self) -> list[Backend]:
+        return list(dict.fromkeys(filter(None, (self.compute, self.copy, self._upload))))
 
     def check(self, status: int, what: str) -> None:
         """Turn a graph status into an exception.
@@ -198,10 +218,9 @@ class Device:
         raise NativeError(f"{what} failed on {self.name}: {detail}")
 
     def close(self) -> None:
-        """Wait for the device and free both streams."""
-        if self.compute._ptr is None:
+        """Wait for the device and free its streams."""
+        if self.compute.is_closed:
             return
         self.synchronize()
-        if self.copy is not self.compute:
-            self.copy.close()
-        self.compute.close()
+        for stream in self._streams():
+            stream.close()

@@ -50,6 +50,11 @@ class Handle:
             raise InternalError(f"use of a closed {type(self).__name__}")
         return self._ptr
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._ptr is None
+
     def close(self) -> None:
         """Free the native object; a second call does nothing."""
         self._ptr = None

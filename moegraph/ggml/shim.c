@@ -183,3 +183,28 @@ enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
     }
     return ggml_backend_graph_compute_async(compute, second);
 }
+
+void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies) {
+    for (int i = 0; i < n_copies; i++) {
+        ggml_backend_tensor_set_async(backend, copies[i].dst, copies[i].src, copies[i].offset, copies[i].size);
+    }
+}
+
+enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
+    if (ev_free) {
+        ggml_backend_event_wait(upload, ev_free);
+    }
+    mg_upload(upload, experts, n_experts);
+    mg_upload(compute, tables, n_tables);
+    if (ev_here) {
+        ggml_backend_event_record(ev_here, upload);
+        ggml_backend_event_wait(compute, ev_here);
+    }
+    const enum ggml_status status = ggml_backend_graph_compute_async(compute, graph);
+    if (ev_free && status == GGML_STATUS_SUCCESS) {
+        ggml_backend_event_record(ev_free, compute);
+    }
+    return status;
+}

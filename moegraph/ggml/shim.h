@@ -26,6 +26,14 @@ struct mg_readback {
     size_t size;
 };
 
+// Copy `size` host bytes to byte `offset` of a tensor. The host bytes stay valid until the copy has finished.
+struct mg_copy {
+    struct ggml_tensor * dst;
+    size_t offset;
+    const void * src;
+    size_t size;
+};
+
 // Keep ggml's last error line for mg_last_error instead of printing it, and turn ggml's abort into one line
 // and exit status 4. `verbose` passes every log line through to stderr.
 void   mg_install_callbacks(int verbose);
@@ -50,6 +58,16 @@ enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
         struct ggml_cgraph * first, struct ggml_cgraph * second,
         ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
         const struct mg_readback * reads, int n_reads);
+
+// Enqueue copies to the device on one stream, in order.
+void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
+
+// Fetch experts on the upload stream and run `graph` over them on the compute stream. `tables` go to the device
+// on the compute stream, behind whatever still uses the old ones. If ev_free is given, the upload waits for
+// it (slots still in use) and it is recorded again behind the graph.
+enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
 
 #ifdef __cplusplus
 }

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 from ..experts.bank import Bank
 from ..ggml.ops import Builder, Tensor
-from ..hparams import HParams
 from ..weights import LayerWeights
 
 
-def build_slots(b: Builder, bank: Bank, ids: Tensor) -> Tensor:
-    """Look up slot numbers of expert ids, I32 [n_expert_used, n_rows] in and out."""
+def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
+    """Look up slot numbers of expert ids in a table [1, n_expert]: I32 [n_expert_used, n_rows]."""
     k, n_rows = ids.ne[0], ids.ne[1]
-    slots = b.get_rows(bank.table, b.reshape(ids, k * n_rows))
+    slots = b.get_rows(table, b.reshape(ids, k * n_rows))
     return b.reshape(slots, k, n_rows)
 
 
-def build_experts(
-    b: Builder, hp: HParams, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, il: int
+def build_expert_rows(
+    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, il: int
 ) -> Tensor:
-    """Append the routed experts: rows F32 [n_embd, n_rows] in and out.
+    """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_rows].
 
-    slots I32 [n_expert_used, n_rows], weights F32 [1, n_expert_used, n_rows]. Node order matters:
-    gate, up, activation are one CUDA kernel for few rows, and so is the weighted sum.
+    cur F32 [n_embd, n_rows], slots I32 [n_expert_used, n_rows] (a slot < 0 gives a row of zeros),
+    weights F32 [1, n_expert_used, n_rows]. Node order matters: gate, up, activation are one CUDA
+    kernel for few rows.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
     n_embd, n_rows, k = cur.ne[0], cur.ne[1], slots.ne[0]
     cur = b.reshape(cur, n_embd, 1, n_rows)
-    if bank.gate_up is not None:
-        both = b.name(b.mul_mat_id(bank.gate_up, cur, slots), "ffn_moe_gate_up", il)
+    if "gate_up" in bank.parts:
+        both = b.name(b.mul_mat_id(bank.parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
         half, strides = (both.ne[0] // 2, k, n_rows), (both.nb[1], both.nb[2])
         gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
         up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
     else:
-        up = b.name(b.mul_mat_id(bank.up, cur, slots), "ffn_moe_up", il)
-        gate = b.name(b.mul_mat_id(bank.gate, cur, slots), "ffn_moe_gate", il)
+        up = b.name(b.mul_mat_id(bank.parts["up"], cur, slots), "ffn_moe_up", il)
+        gate = b.name(b.mul_mat_id(bank.parts["gate"], cur, slots), "ffn_moe_gate", il)
     act = b.name(b.swiglu(gate, up), "ffn_moe_swiglu", il)
-    down = b.name(b.mul_mat_id(bank.down, act, slots), "ffn_moe_down", il)
-    rows = b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
+    down = b.name(b.mul_mat_id(bank.parts["down"], act, slots), "ffn_moe_down", il)
+    return b.expand(b.name(b.mul(down, weights), "ffn_moe_weighted", il))
 
-    # all views first, then the sums in routing order
+
+def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
+    """Append the sum over a token's experts, in routing order: F32 [n_embd, n_rows].
+
+    All views first, then the sums: CUDA runs the product with the weights and this as one kernel.
+    """
+    n_embd, k, n_rows = rows.ne[0], rows.ne[1], rows.ne[2]
     parts = [
         b.expand(b.view(rows, (n_embd, n_rows), (rows.nb[2],), i * rows.nb[1])) for i in range(k)
     ]

@@ -131,7 +131,7 @@ class InputBlock:
             region(at[3], shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n_tokens - 1
         mask = region(at[4], shape.n_kv * n_rows, np.float16).reshape(-1, n_tokens, shape.n_kv)
         _fill_mask(mask, pos0)
-        self._device.upload(self._all, self._host, 0, end)
+        self._device.send(self._all, self._host, 0, end)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 

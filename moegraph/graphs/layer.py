@@ -11,7 +11,7 @@ from ..state import State
 from ..weights import Weights
 from .attention import build_attention
 from .deltanet import build_deltanet
-from .experts import build_experts, build_shared_expert
+from .experts import build_expert_rows, build_expert_sum, build_shared_expert
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
 
@@ -55,8 +55,18 @@ def build_b(
     b: Builder, m: Model, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor, il: int
 ) -> Tensor:
     """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_rows]."""
-    out = build_experts(b, m.hp, m.banks.layer(il), post_norm, slots, weights, il)
-    w = m.weights.layer(il)
-    if "ffn_up_shexp.weight" in w:
-        out = b.name(b.add(out, build_shared_expert(b, w, post_norm, il)), "ffn_out", il)
+    bank, moe = m.banks.layer(il), None
+    if bank.n_slots:
+        rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
+        moe = build_expert_sum(b, rows, il)
+    return build_layer_end(b, m, residual, post_norm, moe, il)
+
+
+def build_layer_end(
+    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
+) -> Tensor:
+    """Append the shared expert and the residual to the routed experts' sum [n_embd, n_rows], if any."""
+    out = build_shared_expert(b, m.weights.layer(il), post_norm, il)
+    if moe is not None:
+        out = b.name(b.add(moe, out), "ffn_out", il)
     return b.expand(b.name(b.add(out, residual), "l_out", il))

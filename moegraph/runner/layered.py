@@ -10,31 +10,42 @@ A ends at the router. B finds its slots in the graph, through the table on the d
 wait for the host; the host's look hides behind B. The ids leave through the copy stream because a copy
 to the host on the compute stream would delay B. Fixed memory carries values from graph to graph; one
 set is enough, because A(l+1) is enqueued only after the host has seen the ids of layer l.
+
+An expert that is not on the device has slot -1, and B leaves it out; misses.py says how it is added by
+graph C. On CUDA, B ends with the layer's output and C adds to it. On the CPU, where results have to be
+bit-equal whatever is resident, B and C only produce single experts' rows, and D sums them in routing
+order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import Cancelled
-from ..experts.usage import ExpertUsage
+from ..experts.bank import Bank
+from ..experts.cache import ExpertCache
+from ..experts.policy import Lru
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F32, I32, Builder, Tensor
-from ..graphs.experts import build_slots
+from ..graphs.cache import BuiltGraph
+from ..graphs.experts import build_expert_rows, build_expert_sum, build_slots
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import PassShape
-from ..graphs.layer import Model, build_a, build_b
+from ..graphs.layer import Model, build_a, build_b, build_layer_end
 from ..state import KV_PAD
 from ..weights import place, round_up
 from .base import Runner
+from .misses import ADMIT_ROWS, MissHandler
+from .replay import Replay
 
-# Plans kept: decode at two KV lengths and a few prompt chunks. Each holds two graphs a layer.
+# Plans kept: decode at two KV lengths and a few prompt chunks. Each holds two graphs a layer or more.
 _MAX_PLANS = 8
 
 
@@ -42,20 +53,24 @@ class _Carried:
     """Fixed device memory for what passes from graph to graph.
 
     l_out, residual, post_norm F32 [n_embd, n_rows]; argsort I32 [n_expert, n_rows]; ids I32
-    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows].
+    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; expert_rows F32 [n_embd,
+    n_expert_used, n_rows], where B and C produce rows only.
     """
 
-    def __init__(self, device: Device, model: Model, max_rows: int) -> None:
+    def __init__(self, device: Device, model: Model, max_rows: int, with_rows: bool) -> None:
         hp = model.hp
         rows = {
             "l_out": hp.n_embd, "residual": hp.n_embd, "post_norm": hp.n_embd,
             "argsort": hp.n_expert, "ids": hp.n_expert_used, "weights": hp.n_expert_used,
         }
+        if with_rows:
+            rows["expert_rows"] = hp.n_embd * hp.n_expert_used
         self.offsets, size = {}, 0
         for name, ne0 in rows.items():
             self.offsets[name] = size
             size = round_up(size + 4 * ne0 * max_rows, device.alignment)
         self.buffer = device.buffer(size, "activations between graphs", "lower -ub")
+        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
 
     def put(self, tensor: Tensor, name: str) -> Tensor:
         place(self.buffer, tensor, self.offsets[name])
@@ -65,25 +80,51 @@ class _Carried:
         return self.put(b.leaf(dtype, ne, name), name)
 
 
-class _Plan:
-    """All launches of one pass: per layer A, B and the read-back, then the head."""
+@dataclass(frozen=True)
+class _LayerPlan:
+    """Launches of one layer: A, B, the read-back of ids, and where experts may be missing C and D."""
 
-    def __init__(self, layers: list[tuple[Any, Any, Any]], head: Any, generation: int) -> None:
-        self.layers = layers
-        self.head = head
-        self.generation = generation
+    a: BuiltGraph
+    b: BuiltGraph
+    read: Any
+    c: dict[str, BuiltGraph]
+    d: BuiltGraph | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All launches of one pass: the layers, then the head."""
+
+    layers: list[_LayerPlan]
+    head: BuiltGraph
+    generation: int
 
 
 class LayeredRunner(Runner):
-    """Runs a pass as two graphs a layer and counts which experts the router chose."""
+    """Runs a pass as two graphs a layer.
+
+    cache: which expert is where, and how often each was chosen.
+    misses: fetches what is not on the device; None when everything is.
+    replay: recorded routing for single-row passes, or None.
+    observers: called with (il, ids I32 [n_rows * n_expert_used]) for every layer of every pass.
+    """
 
     mode = "layered"
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
+    def __init__(
+        self, device: Device, model: Model, n_ubatch: int, misses: MissHandler | None = None,
+        replay: Replay | None = None,
+    ) -> None:
         super().__init__(device, model, n_ubatch)
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
-        self.usage = ExpertUsage(hp.n_layer, hp.n_expert)
-        self._carried = _Carried(device, model, max_rows)
+        self.misses = misses
+        self.replay = replay
+        self.cache = misses.cache if misses else ExpertCache(
+            hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used
+        )
+        self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
+        self._sums_last = device.is_cpu and misses is not None
+        self._carried = _Carried(device, model, max_rows, self._sums_last)
         self._ids = device.host_buffer(4 * hp.n_expert_used * max_rows)
         self._a_done, self._read_done = device.event(), device.event()
         self._plans: OrderedDict[tuple[PassShape, bool], _Plan] = OrderedDict()
@@ -105,20 +146,59 @@ class LayeredRunner(Runner):
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.argsort, "argsort")
         c.put(r.routing.weights_data, "weights")
+        if shape.n_rows == 1 and self.replay:
+            return self.replay.leaf(b, il)
         if shape.n_rows == 1:
             return r.routing.argsort  # its first ids are the choice: no copy needed
         return c.put(b.expand(b.cont(r.routing.topk)), "ids")
 
-    def _build_b(self, b: Builder, n_rows: int, il: int) -> Tensor:
+    def _routing(
+        self, b: Builder, table: Tensor, n_rows: int, il: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Make the leaves that A left behind: post_norm, slots by a table, weights."""
         hp, c = self.model.hp, self._carried
         k = hp.n_expert_used
+        post_norm = c.leaf(b, "post_norm", F32, hp.n_embd, n_rows)
+        if n_rows == 1 and self.replay:
+            ids = self.replay.leaf(b, il)
+        else:
+            ids = c.leaf(b, "argsort" if n_rows == 1 else "ids", I32, k, n_rows)
+        weights = c.leaf(b, "weights", F32, 1, k, n_rows)
+        return post_norm, build_slots(b, table, ids), weights
+
+    def _rows_leaf(self, b: Builder, n_rows: int) -> Tensor:
+        hp = self.model.hp
+        return self._carried.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_rows)
+
+    def _build_b(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        hp, c, bank = self.model.hp, self._carried, self.model.banks.layer(il)
+        post_norm, slots, weights = self._routing(b, self.model.banks.tables[il], n_rows, il)
+        if not self._is_partial(il) or not self._sums_last:
+            residual = c.leaf(b, "residual", F32, hp.n_embd, n_rows)
+            return c.put(build_b(b, self.model, residual, post_norm, slots, weights, il), "l_out")
+        if bank.n_slots == 0:
+            return c.put(b.expand(b.scale(self._rows_leaf(b, n_rows), 0.0)), "expert_rows")
+        return c.put(build_expert_rows(b, bank, post_norm, slots, weights, il), "expert_rows")
+
+    def _build_c(self, b: Builder, n_rows: int, il: int, bank: Bank) -> Tensor:
+        """Append the experts that the table `missed` finds in a bank, added to what B left."""
+        hp, c = self.model.hp, self._carried
+        post_norm, slots, weights = self._routing(b, self.model.banks.missed, n_rows, il)
+        rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
+        if self._sums_last:
+            return c.put(b.expand(b.add(self._rows_leaf(b, n_rows), rows)), "expert_rows")
+        so_far = c.leaf(b, "l_out", F32, hp.n_embd, n_rows)
+        return c.put(b.expand(b.add(so_far, build_expert_sum(b, rows, il))), "l_out")
+
+    def _build_d(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        hp, c = self.model.hp, self._carried
         residual = c.leaf(b, "residual", F32, hp.n_embd, n_rows)
         post_norm = c.leaf(b, "post_norm", F32, hp.n_embd, n_rows)
-        ids = c.leaf(b, "argsort" if n_rows == 1 else "ids", I32, k, n_rows)
-        weights = c.leaf(b, "weights", F32, 1, k, n_rows)
-        slots = build_slots(b, self.model.banks.layer(il), ids)
-        out = build_b(b, self.model, residual, post_norm, slots, weights, il)
-        return c.put(out, "l_out")
+        moe = build_expert_sum(b, self._rows_leaf(b, n_rows), il)
+        return c.put(build_layer_end(b, self.model, residual, post_norm, moe, il), "l_out")
+
+    def _is_partial(self, il: int) -> bool:
+        return self.model.banks.n_slots[il] < self.model.hp.n_expert
 
     def _build_head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs:
         x = self._carried.leaf(b, "l_out", F32, self.model.hp.n_embd, shape.n_rows)
@@ -142,17 +222,32 @@ class LayeredRunner(Runner):
             self._plans.popitem(last=False)
         return plan
 
-    def _layer(self, shape: PassShape, il: int) -> tuple[Any, Any, Any]:
-        hp, n_rows = self.model.hp, shape.n_rows
+    def _layer(self, shape: PassShape, il: int) -> _LayerPlan:
+        hp, n_rows, get = self.model.hp, shape.n_rows, self.graphs.get
         # a DeltaNet layer does not see the KV length, so one graph serves for ever
         seen = replace(shape, n_out=0, n_kv=KV_PAD if hp.is_recurrent(il) else shape.n_kv)
-        a = self.graphs.get(("A", il, seen), 160, lambda b: self._build_a(b, seen, il))
-        experts = self.graphs.get(
-            ("B", il, n_rows), 64 + 3 * hp.n_expert_used, lambda b: self._build_b(b, n_rows, il)
-        )
-        size = 4 * hp.n_expert_used * n_rows
-        read = {"src": a.outputs, "dst": self._ids.address(), "size": size}
-        return a, experts, ffi.new("struct mg_readback[1]", [read])
+        size = 64 + 3 * hp.n_expert_used
+        a = get(("A", il, seen), 160, lambda b: self._build_a(b, seen, il))
+        experts = get(("B", il, n_rows), size, lambda b: self._build_b(b, n_rows, il))
+        added, summed = {}, None
+        if self._is_partial(il):
+            for name, bank in self._banks_for_misses(il, n_rows).items():
+                # a spare bank's C serves all layers, unless each has ids of its own
+                own = name == "own" or (n_rows == 1 and self.replay is not None)
+                key = ("C", il if own else -1, id(bank), n_rows)
+                added[name] = get(key, size, lambda b, k=bank: self._build_c(b, n_rows, il, k))
+            if self._sums_last:
+                summed = get(("D", il, n_rows), size, lambda b: self._build_d(b, n_rows, il))
+        n_bytes = 4 * hp.n_expert_used * n_rows
+        read = {"src": a.outputs, "dst": self._ids.address(), "size": n_bytes}
+        return _LayerPlan(a, experts, ffi.new("struct mg_readback[1]", [read]), added, summed)
+
+    def _banks_for_misses(self, il: int, n_rows: int) -> dict[str, Bank]:
+        banks = self.model.banks
+        found = {f"spare{turn}": banks.spare(il, turn) for turn in range(2)}
+        if n_rows <= ADMIT_ROWS and banks.n_slots[il]:
+            found["own"] = banks.layer(il)
+        return found
 
     def reserve(self) -> None:
         """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
@@ -170,26 +265,51 @@ class LayeredRunner(Runner):
         read_done = self._read_done.ptr if self._read_done else ffi.NULL
         n_ids = self.model.hp.n_expert_used * shape.n_rows
         ids = self._ids.array[: 4 * n_ids].view(np.int32)
-        for il, (a, experts, read) in enumerate(self._current.layers):
+        self.cache.begin_step()
+        if self.replay and shape.n_rows == 1:
+            self.replay.send()
+        for il, layer in enumerate(self._current.layers):
             if cancelled():
                 raise Cancelled("cancelled")
             status = C.mg_launch_pair(
-                compute, copy, a.graph, experts.graph, a_done, read_done, read, 1
+                compute, copy, layer.a.graph, layer.b.graph, a_done, read_done, layer.read, 1
             )
             if status:
                 self.device.check(status, f"layer {il}")
             if self._read_done:
                 self._read_done.wait()
-            self.usage.observe(il, ids)
+            self._look(il, layer, ids, shape.n_rows)
         head = self._current.head
         reads = self._result_reads(shape, head.outputs, greedy)
         status = C.mg_launch(compute, head.graph, reads, 2)
         self.device.check(status, "the output head")
 
+    def _look(
+        self, il: int, layer: _LayerPlan, ids: npt.NDArray[np.int32], n_rows: int
+    ) -> None:
+        """Read the router's choice, and have what is missing computed."""
+        if n_rows <= ADMIT_ROWS:
+            chosen = ids.tolist()
+            missing = self.cache.look(il, chosen)
+        else:
+            chosen, missing = [], self.cache.look_batch(il, ids)
+        if missing and self.misses:
+            self.misses.resolve(il, missing, chosen, n_rows, layer.c)
+        if layer.d:
+            status = C.mg_launch(self.device.compute.ptr, layer.d.graph, ffi.NULL, 0)
+            if status:
+                self.device.check(status, f"layer {il}")
+        for observer in self.observers:
+            observer(il, ids)
+
     def close(self) -> None:
         """Free graphs, events and fixed memory."""
         self._plans.clear()
+        self._current = None
         super().close()
+        for part in (self.misses, self.replay):
+            if part:
+                part.close()
         for handle in (self._a_done, self._read_done, self._ids, self._carried.buffer):
             if handle:
                 handle.close()

@@ -57,3 +57,8 @@ class WholeRunner(Runner):
         reads = self._result_reads(shape, self._built.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, self._built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_rows} rows")
+
+    def close(self) -> None:
+        """Free graphs and transfer memory."""
+        self._built = None
+        super().close()

@@ -9,6 +9,13 @@ struct mg_readback {
     size_t size;
 };
 
+struct mg_copy {
+    struct ggml_tensor * dst;
+    size_t offset;
+    const void * src;
+    size_t size;
+};
+
 void mg_install_callbacks(int verbose);
 size_t mg_last_error(char * out, size_t size);
 void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
@@ -20,3 +27,7 @@ enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
         struct ggml_cgraph * first, struct ggml_cgraph * second,
         ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
         const struct mg_readback * reads, int n_reads);
+void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
+enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);

@@ -1,0 +1,71 @@
+"""Routing taken from a trace instead of from the router: the same hits and misses in every run.
+
+Only for measuring. Single-row passes take the recorded ids step by step, from the start again at the
+end; the router still runs, and its weights are used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C, ffi
+from ..ggml.ops import I32, Builder, Tensor
+from ..hparams import HParams
+from ..weights import place
+
+
+class Replay:
+    """Recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], fed to the device."""
+
+    def __init__(self, device: Device, hp: HParams, ids: npt.NDArray[np.int32]) -> None:
+        """Take a recording.
+
+        Raises:
+            ConfigError: it was made with a model of another shape.
+        """
+        wanted = (hp.n_layer, hp.n_expert_used)
+        if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:
+            raise ConfigError(
+                f"the routing trace has shape {ids.shape}; this model needs steps of "
+                f"{wanted[0]} layers with {wanted[1]} experts"
+            )
+        if ids.min() < 0 or ids.max() >= hp.n_expert:
+            raise ConfigError(f"the routing trace has ids outside 0..{hp.n_expert - 1}")
+        self._device = device
+        self._recorded = np.ascontiguousarray(ids, dtype=np.int32)
+        self._n_used = hp.n_expert_used
+        self._context = Context(1)
+        self._all = C.ggml_new_tensor_1d(self._context.ptr, I32, hp.n_layer * hp.n_expert_used)
+        self._buffer = device.buffer(C.ggml_nbytes(self._all), "the routing trace", "drop --routing")
+        place(self._buffer, self._all, 0)
+        C.ggml_backend_tensor_set(
+            self._all, ffi.from_buffer(self._recorded), 0, C.ggml_nbytes(self._all)
+        )
+        self._host = device.host_buffer(C.ggml_nbytes(self._all))
+        self._step = 0
+
+    def leaf(self, b: Builder, il: int) -> Tensor:
+        """Make the tensor that holds this step's ids of a layer: I32 [n_expert_used, 1]."""
+        tensor = b.leaf(I32, (self._n_used, 1), "ids_replayed")
+        place(self._buffer, tensor, 4 * self._n_used * il)
+        return tensor
+
+    def rewind(self) -> None:
+        """Start from the first step again."""
+        self._step = 0
+
+    def send(self) -> None:
+        """Enqueue the upload of the next step's ids; the last pass has finished."""
+        ids = self._recorded[self._step % len(self._recorded)]
+        self._step += 1
+        self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)
+        self._device.send(self._all, self._host, 0, ids.nbytes)
+
+    def close(self) -> None:
+        """Free the device and host memory."""
+        for handle in (self._host, self._buffer, self._context):
+            handle.close()
