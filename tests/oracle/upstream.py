@@ -2,12 +2,12 @@
 
     python upstream.py ORACLE_FOLDER
 
-Requests come on stdin, replies go to stdout; arrays go to the .npz file a request names. Every reply
-has "ok"; with ok false, "error" says why. Operations (fields beside "op"):
+Requests come on stdin, replies go to stdout; arrays go to the .npz file a request names. Every
+reply has "ok"; with ok false, "error" says why. Operations (fields beside "op"):
 
     info                          versions and library files
     run     model cfg steps out   a fresh sequence: each step is one llama_decode. A step is
-                                  {"tokens": [...], "rows": "all" | "last" | "none", "nodes": [...]};
+                                  {"tokens": [...], "rows": "all", "last" or "none", "nodes": [...]}.
                                   out gets logits{i} [rows, n_vocab] and node/{i}/{name}/{il}.
                                   nodes [] keeps none, ["*"] every named one; such a step must fit
                                   one ubatch.
@@ -17,8 +17,8 @@ has "ok"; with ok false, "error" says why. Operations (fields beside "op"):
     unload                        drop all models
 
 cfg: n_ctx, n_ubatch, n_batch, threads, flash_attn, type_k, type_v, extra_bufts (weight repacking),
-device ("cpu" or "gpu"), n_cpu_moe (layers whose experts stay on the CPU). Model and context are kept
-for the next request with the same settings.
+device ("cpu" or "gpu"), n_cpu_moe (layers whose experts stay on the CPU). Model and context are
+kept for the next request with the same settings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""How two runs are compared, and the numbers of the exactness contract (docs/correctness.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Key = tuple[str, int]
+
+# Matched settings. Both sides call the same kernels in the same order, so equality is the rule; the
+# bound leaves room for a reordered float sum and is four orders below what one flipped int8
+# activation causes (1e-6 and more on the test models).
+MATCHED_NMSE = 1e-10
+
+# Other settings: ours against upstream may differ this many times as much as upstream differs from
+# itself between the two settings. Both are measured in the same test.
+OTHER_FACTOR = 2.0
+
+# The lengths the contract names: single row, below and above the tiled kernels, past one KV bucket.
+PROMPT_LENGTHS = (1, 7, 64, 300)
+DECODE_STEPS = 64
+FORCED_POSITIONS = 2000
+FREE_PROMPTS, FREE_TOKENS = 20, 64
+
+# Named upstream, but not values of the model: views and reshapes of other nodes, the norm before
+# its weight, the attention output before a quantized cache's rotation is undone (attn_pregate after
+# it), and copies between the state cache and the graph (ours updates the state in place; the state
+# itself is compared as new_state).
+PLUMBING = frozenset({
+    "Qcur_reshaped", "conv_state_last", "conv_state_update", "conv_states", "conv_states_reshaped",
+    "k_conv", "kqv_out", "model.input_embed", "norm", "q_conv", "qkv_mixed_transposed",
+    "state_predelta",
+})  # fmt: skip
+
+ROUTER_IDS = "ffn_moe_topk"
+
+
+def nmse(ours: Array, theirs: Array) -> float:
+    """Return the squared error of `ours` over the energy of `theirs`; inf if it is not finite."""
+    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+    if a.size != b.size:
+        raise ValueError(f"shapes {ours.shape} and {theirs.shape} cannot be compared")
+    error, energy = float(np.sum((a - b) ** 2)), float(np.sum(b**2))
+    if not np.isfinite(error):
+        return float("inf")
+    return error / energy if energy else (0.0 if error == 0 else float("inf"))
+
+
+def margins(logits: Array) -> Array:
+    """Return the distance of the two largest logits of each row."""
+    two = np.partition(logits, -2, axis=-1)[..., -2:]
+    return two[..., 1] - two[..., 0]
+
+
+@dataclass(frozen=True)
+class NodeDiff:
+    """How one node differs; `problem` says in words what a number cannot."""
+
+    key: Key
+    nmse: float
+    problem: str
+
+    def __str__(self) -> str:
+        name, il = self.key
+        where = f"layer {il}" if il >= 0 else "outside the layers"
+        return f"{name:28} {where:18} NMSE {self.nmse:.2e}  {self.problem}"
+
+
+def _compare(key: Key, ours: Array | None, theirs: Array, limit: float) -> NodeDiff | None:
+    if ours is None:
+        return NodeDiff(key, float("inf"), "missing on our side")
+    if ours.size != theirs.size:
+        return NodeDiff(key, float("inf"), f"shape {ours.shape}, upstream {theirs.shape}")
+    if key[0] == ROUTER_IDS:
+        wrong = np.flatnonzero(ours.ravel() != theirs.ravel())
+        if wrong.size == 0:
+            return None
+        row = int(wrong[0]) // theirs.shape[-1]
+        return NodeDiff(key, float("inf"), f"{wrong.size} router ids differ, first in row {row}")
+    error = nmse(ours, theirs)
+    if error <= limit:
+        return None
+    gap = np.abs(ours.astype(np.float64).ravel() - theirs.astype(np.float64).ravel())
+    worst = int(np.argmax(np.nan_to_num(gap, nan=np.inf)))
+    at = tuple(int(i) for i in np.unravel_index(worst, theirs.shape))
+    values = f"{ours.ravel()[worst]:.6g} against {theirs.ravel()[worst]:.6g}"
+    return NodeDiff(key, error, f"worst at {at} of {theirs.shape}: {values}")
+
+
+def node_diffs(
+    ours: Mapping[Key, Array],
+    theirs: Mapping[Key, Array],
+    limit: float = MATCHED_NMSE,
+    ignore: Iterable[str] = PLUMBING,
+) -> list[NodeDiff]:
+    """Return the nodes that differ, in the order in which upstream computed them.
+
+    Every node of upstream must exist on our side; router ids must be equal whatever the limit.
+    """
+    skipped = frozenset(ignore)
+    found = [
+        _compare(key, ours.get(key), value, limit)
+        for key, value in theirs.items()
+        if key[0] not in skipped
+    ]
+    return [diff for diff in found if diff is not None]
+
+
+def report(diffs: Sequence[NodeDiff], n_compared: int, most: int = 12) -> str:
+    """Return a text that names the first differing node and lists what follows from it."""
+    if not diffs:
+        return f"all {n_compared} nodes agree"
+    name, il = diffs[0].key
+    lines = [f"{len(diffs)} of {n_compared} nodes differ; the first is {name} of layer {il}:"]
+    lines += [f"  {diff}" for diff in diffs[:most]]
+    if len(diffs) > most:
+        lines.append(f"  and {len(diffs) - most} more")
+    return "\n".join(lines)
+
+
+def assert_nodes_match(ours: Mapping[Key, Array], theirs: Mapping[Key, Array], what: str) -> None:
+    """Fail with a report unless every named node agrees."""
+    assert theirs, f"{what}: upstream gave no nodes"
+    diffs = node_diffs(ours, theirs)
+    assert not diffs, f"{what}: {report(diffs, len(theirs))}"
+
+
+def assert_logits_match(ours: Array, theirs: Array, what: str) -> None:
+    """Fail unless logits agree as matched settings must, and argmax at every row."""
+    assert ours.shape == theirs.shape, f"{what}: shape {ours.shape}, upstream {theirs.shape}"
+    error = nmse(ours, theirs)
+    rows = [i for i in range(len(ours)) if nmse(ours[i], theirs[i]) > MATCHED_NMSE]
+    first = f", first in row {rows[0]} of {len(ours)}" if rows else ""
+    assert error <= MATCHED_NMSE, f"{what}: logits NMSE {error:.2e}{first}"
+    parted = np.flatnonzero(ours.argmax(-1) != theirs.argmax(-1))
+    assert parted.size == 0, f"{what}: argmax differs in rows {parted[:10].tolist()}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ours against upstream at other settings, beside upstream against itself."""
+
+    ours: float
+    upstream: float
+
+    @property
+    def allowed(self) -> float:
+        return max(OTHER_FACTOR * self.upstream, MATCHED_NMSE)
+
+    @property
+    def within(self) -> bool:
+        return self.ours <= self.allowed
+
+    def __str__(self) -> str:
+        return f"NMSE {self.ours:.2e}, upstream from itself {self.upstream:.2e}"

@@ -1,0 +1,134 @@
+"""Models, texts and engines that the regression and CUDA tests share."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from oracle.client import Oracle, Step, oracle_folder
+
+if TYPE_CHECKING:
+    from moegraph.engine import Engine
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from modelgen.build import write_model  # noqa: E402
+from modelgen.presets import PRESETS  # noqa: E402
+
+F32 = npt.NDArray[np.float32]
+
+# The trained model and random ones: experts 32, 40, 64, 256; every weight type; merged and separate
+# gate_up; tied and own head; MTP block; head sizes 64, 128, 256; DeltaNet states 64 and 128.
+MODELS = ("tiny", "legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b")
+KV_TYPES = ("f16", "q8_0", "q4_0")
+MODES = ("whole", "layered")
+SEED = 20
+THREADS = min(2, os.cpu_count() or 1)
+
+HELD_OUT = ROOT / "tests" / "data" / "heldout.py.txt"
+
+
+def held_out_text() -> str:
+    """Return text no model was trained on; without the data file, some standard library source."""
+    if HELD_OUT.is_file():
+        return HELD_OUT.read_text(encoding="utf-8")
+    return inspect.getsource(argparse)
+
+
+class Models:
+    """Test models by name, written once a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._paths: dict[str, Path] = {}
+
+    def path(self, name: str) -> Path:
+        """Return the file of a model; skips the test if the trained model is not there."""
+        if name not in self._paths:
+            self._paths[name] = self._tiny() if name == "tiny" else self._random(name)
+        return self._paths[name]
+
+    def _random(self, name: str) -> Path:
+        preset = PRESETS[name]
+        return write_model(self.folder / f"{name}.gguf", preset.shape, preset.mix, SEED)[0]
+
+    @staticmethod
+    def _tiny() -> Path:
+        path = ROOT / "moegraph" / "models" / "tiny.gguf"
+        if not path.is_file():
+            pytest.skip("the trained model moegraph/models/tiny.gguf is not in this checkout")
+        return path
+
+
+class Upstream:
+    """The oracle with its answers kept for the session."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self._rows: dict[Any, F32] = {}
+
+    def logits(self, model: Path, tokens: Sequence[int], **cfg: Any) -> F32:
+        """Return the logits of every token of a prompt, [n_tokens, n_vocab]."""
+        return self._kept(model, [Step(tokens)], cfg)
+
+    def decode_steps(
+        self, model: Path, prompt: Sequence[int], more: Sequence[int], **cfg: Any
+    ) -> F32:
+        """Return the logits of `more`, run a token at a time after a prompt."""
+        return self._kept(model, [Step(prompt, "none"), *(Step([t]) for t in more)], cfg)
+
+    def _kept(self, model: Path, steps: Sequence[Step], cfg: dict[str, Any]) -> F32:
+        asked = tuple((tuple(s.tokens), s.rows) for s in steps)
+        key = (model, asked, tuple(sorted(cfg.items())))
+        if key not in self._rows:
+            results = self.oracle.run(model, steps, **cfg)
+            self._rows[key] = np.concatenate([r.logits for r in results if r.logits is not None])
+        return self._rows[key]
+
+
+def start_oracle() -> Oracle:
+    """Start the oracle process; skips the test with a reason if there is none."""
+    folder = oracle_folder()
+    if folder is None:
+        pytest.skip("no unpatched llama.cpp: scripts/test makes it, or set MOEGRAPH_ORACLE")
+    return Oracle(folder)
+
+
+@contextmanager
+def open_engine(model: Path, **settings: Any) -> Iterator[Engine]:
+    """Load a model on our side; skips the test with a reason if nothing is built."""
+    try:
+        from moegraph.config import EngineConfig
+        from moegraph.engine import Engine
+    except ImportError as error:
+        pytest.skip(f"the native libraries are not usable: {error}")
+    chosen = {"device": "cpu", "n_threads": THREADS, "n_ctx": 1024, **settings}
+    with Engine.load(model, EngineConfig(**chosen)) as engine:
+        yield engine
+
+
+def random_ids(n_vocab: int, n: int, seed: int = SEED) -> list[int]:
+    """Return n token ids drawn from the whole vocabulary."""
+    return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+
+
+def our_logits(engine: Engine, tokens: Sequence[int], width: int | None = None) -> F32:
+    """Run tokens from an empty sequence in passes of `width` rows; return all rows of logits."""
+    engine.reset()
+    width = width or len(tokens)
+    rows = [
+        engine.forward_logits(tokens[at : at + width], pos0=at)
+        for at in range(0, len(tokens), width)
+    ]
+    return np.concatenate(rows)

@@ -1,0 +1,103 @@
+"""Matched settings: the same numbers as unpatched upstream, node by node and token by token."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracle.client import Step
+from regression.compare import (
+    DECODE_STEPS,
+    FORCED_POSITIONS,
+    FREE_PROMPTS,
+    FREE_TOKENS,
+    PROMPT_LENGTHS,
+    assert_logits_match,
+    assert_nodes_match,
+)
+from regression.harness import (
+    KV_TYPES,
+    MODELS,
+    MODES,
+    THREADS,
+    Models,
+    Upstream,
+    held_out_text,
+    open_engine,
+    our_logits,
+    random_ids,
+)
+
+# Kept of a long prompt, where every node would be hundreds of megabytes.
+MAIN_NODES = (
+    "attn_norm", "linear_attn_out", "new_state", "attn_pregate", "attn_output", "ffn_moe_topk",
+    "ffn_moe_weights_norm", "ffn_moe_out", "ffn_shexp_gated", "l_out", "result_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_named_node_equals_upstreams(
+    name: str, kv: str, models: Models, upstream: Upstream
+) -> None:
+    """A short prompt, one decode step, a chunk of 64 after it, then 300 rows."""
+    path = models.path(name)
+    with open_engine(path, type_k=kv, type_v=kv) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 7 + 1 + 64 + 300)
+        chunks = [ids[:7], ids[7:8], ids[8:72], ids[72:]]
+        kept = [("*",), ("*",), ("*",), MAIN_NODES]
+        steps = [Step(c, "all", k) for c, k in zip(chunks, kept, strict=True)]
+        theirs = upstream.oracle.run(
+            path, steps, n_ctx=1024, threads=THREADS, type_k=kv, type_v=kv
+        )
+        pos0 = 0
+        for chunk, result in zip(chunks, theirs, strict=True):
+            ours = engine.forward_nodes(chunk, pos0=pos0)
+            assert_nodes_match(ours, result.nodes, f"{name} {kv} {len(chunk)} rows at {pos0}")
+            pos0 += len(chunk)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_prompts_and_decode_steps_equal_upstreams(
+    name: str, kv: str, mode: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(name)
+    cfg = {"n_ctx": 1024, "threads": THREADS, "type_k": kv, "type_v": kv}
+    with open_engine(path, type_k=kv, type_v=kv, mode=mode) as engine:
+        for n in PROMPT_LENGTHS:
+            ids = random_ids(engine.hparams.n_vocab, n, seed=n)
+            theirs = upstream.logits(path, ids, **cfg)
+            assert_logits_match(our_logits(engine, ids), theirs, f"{name} {kv} {mode} {n} rows")
+        more = random_ids(engine.hparams.n_vocab, DECODE_STEPS, seed=1)
+        theirs = upstream.decode_steps(path, ids, more, **cfg)
+        for i, token in enumerate(more):
+            ours = engine.forward_logits([token], pos0=len(ids) + i)
+            assert_logits_match(ours, theirs[i : i + 1], f"{name} {kv} {mode} decode step {i}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_argmax_equals_upstreams_at_2000_positions_of_held_out_text(
+    name: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(name)
+    ids = upstream.oracle.tokenize(path, held_out_text())[:FORCED_POSITIONS]
+    assert len(ids) == FORCED_POSITIONS
+    theirs = upstream.logits(path, ids, n_ctx=2048, threads=THREADS)
+    with open_engine(path, n_ctx=2048) as engine:
+        assert_logits_match(our_logits(engine, ids, 512), theirs, f"{name} teacher-forced")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_20_prompts_run_free_for_64_tokens_as_upstream_does(
+    name: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(name)
+    text = upstream.oracle.tokenize(path, held_out_text())
+    prompts = [text[97 * i : 97 * i + 1 + 5 * i] for i in range(FREE_PROMPTS)]
+    theirs, _ = upstream.oracle.greedy(path, prompts, FREE_TOKENS, n_ctx=1024, threads=THREADS)
+    with open_engine(path) as engine:
+        for i, prompt in enumerate(prompts):
+            events = engine.generate(prompt, max_tokens=FREE_TOKENS, text=False)
+            ours = [event.token for event in events if event.token is not None]
+            assert ours == theirs[i], f"{name}: prompt {i} of {len(prompt)} tokens"
