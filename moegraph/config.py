@@ -128,6 +128,12 @@ class EngineConfig:
     policy: str = _setting(
         "choice", "lfu", ("--policy",), "Which experts keep their slots.", choices=EXPERT_POLICIES
     )
+    miss: str = _setting(
+        "choice", "auto", ("--miss",),
+        "Who computes an expert that is not on the device: the CPU where it is, the device after "
+        "streaming it there, or both, by what this machine measured at start.",
+        choices=("auto", "cpu", "stream"),
+    )
     host_pin: str = _setting(
         "choice", "auto", ("--host-pin",),
         "Pin host copies of experts that may be needed: faster uploads, more locked memory.",

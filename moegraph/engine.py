@@ -33,8 +33,9 @@ from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
 from .runner.base import NotFinite
+from .runner.cold import ColdExperts
 from .runner.inspect import first_bad_layer, node_values
-from .runner.misses import MissHandler
+from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay
 from .sampling import Sampler, SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
@@ -134,14 +135,17 @@ class Engine:
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and cache, and fill the slots."""
         config, hp = self.config, self.hparams
-        cold = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.model, cold, config.host_pin))
+        partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
+        store = self._own(ExpertStore(self.device, self.model, partial, config.host_pin))
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        misses = MissHandler(self.device, self.banks, store, cache)
-        for il in cold:
+        cold = None if config.miss == "stream" else ColdExperts(
+            self.device, hp, store, config.n_threads, ADMIT_ROWS,
+            as_rows=self.device.is_cpu, reference=config.cpu_reference,
+        )
+        misses = MissHandler(self.device, self.banks, store, cache, cold, config.miss)
+        for il in partial:
             misses.fill(il, cache.preload(il))
-        misses.upload_tables()
         return misses
 
     def _own(self, part: Part) -> Part:

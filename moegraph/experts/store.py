@@ -52,6 +52,25 @@ class ExpertStore:
             self._ring = [device.host_buffer(size) for _ in range(N_SPARE)]
 
     @property
+    def layers(self) -> list[int]:
+        """Layers this store serves."""
+        return list(self._infos)
+
+    def stacks(self, il: int) -> dict[str, tuple[TensorInfo, int, Any]]:
+        """Return (info, address, owner) of a layer's whole stacks in host memory.
+
+        The address is pinned memory, or the mapped file.
+        """
+        found = {}
+        for part, info in self._infos[il].items():
+            if (il, part) in self._pinned:
+                owner = self._pinned[il, part]
+                found[part] = (info, owner.base, owner)
+            else:
+                found[part] = (info, self._model.map(info).ctypes.data, self._model)
+        return found
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory held for experts."""
         return sum(buffer.array.nbytes for buffer in self._pinned.values())

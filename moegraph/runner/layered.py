@@ -12,8 +12,8 @@ to the host on the compute stream would delay B. Fixed memory carries values fro
 set is enough, because A(l+1) is enqueued only after the host has seen the ids of layer l.
 
 An expert that is not on the device has slot -1, and B leaves it out; misses.py says how it is added by
-graph C. On CUDA, B ends with the layer's output and C adds to it. On the CPU, where results have to be
-bit-equal whatever is resident, B and C only produce single experts' rows, and D sums them in routing
+graphs C and E. On CUDA, B ends with the layer's output and they add to it. On the CPU, where results have to be
+bit-equal whatever is resident, they only produce single experts' rows, and D sums them in routing
 order.
 """
 
@@ -54,10 +54,12 @@ class _Carried:
 
     l_out, residual, post_norm F32 [n_embd, n_rows]; argsort I32 [n_expert, n_rows]; ids I32
     [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; expert_rows F32 [n_embd,
-    n_expert_used, n_rows], where B and C produce rows only.
+    n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed.
     """
 
-    def __init__(self, device: Device, model: Model, max_rows: int, with_rows: bool) -> None:
+    def __init__(
+        self, device: Device, model: Model, max_rows: int, with_rows: bool, cold: bool
+    ) -> None:
         hp = model.hp
         rows = {
             "l_out": hp.n_embd, "residual": hp.n_embd, "post_norm": hp.n_embd,
@@ -65,6 +67,8 @@ class _Carried:
         }
         if with_rows:
             rows["expert_rows"] = hp.n_embd * hp.n_expert_used
+        if cold:
+            rows["cold"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
         self.offsets, size = {}, 0
         for name, ne0 in rows.items():
             self.offsets[name] = size
@@ -82,11 +86,11 @@ class _Carried:
 
 @dataclass(frozen=True)
 class _LayerPlan:
-    """Launches of one layer: A, B, the read-back of ids, and where experts may be missing C and D."""
+    """Launches of one layer: A, B, read-backs, and where experts may be missing C, E and D."""
 
     a: BuiltGraph
     b: BuiltGraph
-    read: Any
+    reads: Any
     c: dict[str, BuiltGraph]
     d: BuiltGraph | None
 
@@ -124,7 +128,10 @@ class LayeredRunner(Runner):
         )
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         self._sums_last = device.is_cpu and misses is not None
-        self._carried = _Carried(device, model, max_rows, self._sums_last)
+        self._cold = misses.cold if misses else None
+        self._carried = _Carried(
+            device, model, max_rows, self._sums_last, self._cold is not None
+        )
         self._ids = device.host_buffer(4 * hp.n_expert_used * max_rows)
         self._a_done, self._read_done = device.event(), device.event()
         self._plans: OrderedDict[tuple[PassShape, bool], _Plan] = OrderedDict()
@@ -136,8 +143,8 @@ class LayeredRunner(Runner):
 
     # -- graphs ----------------------------------------------------------------------------------
 
-    def _build_a(self, b: Builder, shape: PassShape, il: int) -> Tensor:
-        """Append A(il) and return the tensor that holds the chosen ids, [n_expert_used, n_rows]."""
+    def _build_a(self, b: Builder, shape: PassShape, il: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Append A(il); return the tensors that hold the chosen ids, post_norm and the weights."""
         hp, c = self.model.hp, self._carried
         inp = self._inputs.leaves(b, shape)
         x = c.leaf(b, "l_out", F32, hp.n_embd, shape.n_rows) if il else inp.embd
@@ -147,10 +154,12 @@ class LayeredRunner(Runner):
         c.put(r.routing.argsort, "argsort")
         c.put(r.routing.weights_data, "weights")
         if shape.n_rows == 1 and self.replay:
-            return self.replay.leaf(b, il)
-        if shape.n_rows == 1:
-            return r.routing.argsort  # its first ids are the choice: no copy needed
-        return c.put(b.expand(b.cont(r.routing.topk)), "ids")
+            ids = self.replay.leaf(b, il)
+        elif shape.n_rows == 1:
+            ids = r.routing.argsort  # its first ids are the choice: no copy needed
+        else:
+            ids = c.put(b.expand(b.cont(r.routing.topk)), "ids")
+        return ids, r.post_norm, r.routing.weights_data
 
     def _routing(
         self, b: Builder, table: Tensor, n_rows: int, il: int
@@ -189,6 +198,15 @@ class LayeredRunner(Runner):
             return c.put(b.expand(b.add(self._rows_leaf(b, n_rows), rows)), "expert_rows")
         so_far = c.leaf(b, "l_out", F32, hp.n_embd, n_rows)
         return c.put(b.expand(b.add(so_far, build_expert_sum(b, rows, il))), "l_out")
+
+    def _build_e(self, b: Builder, n_rows: int) -> Tensor:
+        """Append what the CPU computed to what is there; return the tensor that receives it."""
+        hp, c = self.model.hp, self._carried
+        ne = (hp.n_embd, hp.n_expert_used, n_rows) if self._sums_last else (hp.n_embd, n_rows)
+        where = "expert_rows" if self._sums_last else "l_out"
+        cold, so_far = c.leaf(b, "cold", F32, *ne), c.leaf(b, where, F32, *ne)
+        c.put(b.expand(b.add(so_far, cold)), where)
+        return cold
 
     def _build_d(self, b: Builder, n_rows: int, il: int) -> Tensor:
         hp, c = self.model.hp, self._carried
@@ -236,11 +254,19 @@ class LayeredRunner(Runner):
                 own = name == "own" or (n_rows == 1 and self.replay is not None)
                 key = ("C", il if own else -1, id(bank), n_rows)
                 added[name] = get(key, size, lambda b, k=bank: self._build_c(b, n_rows, il, k))
+            if self._cold and n_rows <= ADMIT_ROWS:
+                added["cpu"] = get(("E", n_rows), 16, lambda b: self._build_e(b, n_rows))
             if self._sums_last:
                 summed = get(("D", il, n_rows), size, lambda b: self._build_d(b, n_rows, il))
-        n_bytes = 4 * hp.n_expert_used * n_rows
-        read = {"src": a.outputs, "dst": self._ids.address(), "size": n_bytes}
-        return _LayerPlan(a, experts, ffi.new("struct mg_readback[1]", [read]), added, summed)
+        ids, *for_cpu = a.outputs
+        reads = [(ids, self._ids.address(), 4 * hp.n_expert_used * n_rows)]
+        if "cpu" in added:
+            x, weights = for_cpu
+            reads += [
+                (x, self._cold.address("x"), C.ggml_nbytes(x)),
+                (weights, self._cold.address("weights"), C.ggml_nbytes(weights)),
+            ]
+        return _LayerPlan(a, experts, ffi.new("struct mg_readback[]", reads), added, summed)
 
     def _banks_for_misses(self, il: int, n_rows: int) -> dict[str, Bank]:
         banks = self.model.banks
@@ -265,14 +291,15 @@ class LayeredRunner(Runner):
         read_done = self._read_done.ptr if self._read_done else ffi.NULL
         n_ids = self.model.hp.n_expert_used * shape.n_rows
         ids = self._ids.array[: 4 * n_ids].view(np.int32)
-        self.cache.begin_step()
+        (self.misses or self.cache).begin_step()
         if self.replay and shape.n_rows == 1:
             self.replay.send()
         for il, layer in enumerate(self._current.layers):
             if cancelled():
                 raise Cancelled("cancelled")
             status = C.mg_launch_pair(
-                compute, copy, layer.a.graph, layer.b.graph, a_done, read_done, layer.read, 1
+                compute, copy, layer.a.graph, layer.b.graph, a_done, read_done,
+                layer.reads, len(layer.reads),
             )
             if status:
                 self.device.check(status, f"layer {il}")
@@ -289,12 +316,11 @@ class LayeredRunner(Runner):
     ) -> None:
         """Read the router's choice, and have what is missing computed."""
         if n_rows <= ADMIT_ROWS:
-            chosen = ids.tolist()
-            missing = self.cache.look(il, chosen)
+            missing = self.cache.look(il, ids.tolist())
         else:
-            chosen, missing = [], self.cache.look_batch(il, ids)
+            missing = self.cache.look_batch(il, ids)
         if missing and self.misses:
-            self.misses.resolve(il, missing, chosen, n_rows, layer.c)
+            self.misses.resolve(il, missing, ids, n_rows, layer.c)
         if layer.d:
             status = C.mg_launch(self.device.compute.ptr, layer.d.graph, ffi.NULL, 0)
             if status:

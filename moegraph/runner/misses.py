@@ -13,10 +13,14 @@ ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spa
 turns: an upload waits for the event behind the last C that read its bank. Tables travel on the compute
 stream, behind whatever still uses the old ones. Their host copies are one row for each wave of each
 layer, so none is rewritten before the next pass.
+
+What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream behind
+everything else, and its table entry changes when the next pass begins.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,21 +35,32 @@ from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
+from .cold import ColdExperts
 
 # From more rows on, experts pass through the spare banks: a prompt would flush the cache of a layer.
 ADMIT_ROWS = 8
+# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of PCIe,
+# so that the next pass, which waits for them, does not feel it.
+MAX_PROMOTED = 16
 
 
 class MissHandler:
     """Fetches missing experts and has them computed."""
 
     def __init__(
-        self, device: Device, banks: ExpertBanks, store: ExpertStore, cache: ExpertCache
+        self,
+        device: Device,
+        banks: ExpertBanks,
+        store: ExpertStore,
+        cache: ExpertCache,
+        cold: ColdExperts | None,
+        mode: str,
     ) -> None:
         self._device = device
         self._banks = banks
         self._store = store
         self.cache = cache
+        self.cold = cold
         n_layer, n_expert = cache.tables.shape
         self._row_bytes = 4 * n_expert
         self._waves = 2 + -(-n_expert // N_SPARE)
@@ -55,14 +70,61 @@ class MissHandler:
         self._here = device.event()
         self._free = [device.event(), device.event()]
         self._turn = 0
+        self._promoted: list[tuple[int, int]] = []
         self.n_bytes_fetched = 0
+        self.n_cpu_experts = 0
+        self.n_on_cpu = self._split(mode)
 
-    def upload_tables(self) -> None:
-        """Bring the device's tables up to date with the cache; the device is idle."""
-        for il in self.cache.dirty:
-            row = np.ascontiguousarray(self.cache.tables[il])
-            C.ggml_backend_tensor_set(self._banks.tables[il], ffi.from_buffer(row), 0, row.nbytes)
-        self.cache.dirty.clear()
+    def begin_step(self) -> None:
+        """Start a pass: experts that went up in the background become resident, tables follow.
+
+        The last pass has finished, so no host row is in use.
+        """
+        if self._promoted:
+            if self._here:
+                self._here.wait()
+            for il, expert in self._promoted:
+                self.cache.publish(il, expert)
+            self._promoted.clear()
+        if self.cache.dirty:
+            tables = [self._main_table(il) for il in sorted(self.cache.dirty)]
+            copies = ffi.new("struct mg_copy[]", tables)
+            C.mg_upload(self._device.compute.ptr, copies, len(tables))
+            self.cache.dirty.clear()
+        self.cache.begin_step()
+
+    def _main_table(self, il: int) -> tuple[Any, int, Any, int]:
+        """Copy a layer's table to its host row; return the upload that is then due."""
+        self._rows[il, 1] = self.cache.tables[il]
+        return self._table_copy(il, 1, self._banks.tables[il])
+
+    def _split(self, mode: str) -> list[int]:
+        """Return how many of n missing experts the CPU should take, for n = 0 .. n_expert_used."""
+        n_used = self.cache.n_expert_used
+        if self.cold is None or mode == "stream":
+            return [0] * (n_used + 1)
+        if mode == "cpu":
+            return list(range(n_used + 1))
+        on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
+        streamed = [0.0] + [self._measure_stream(n) for n in range(1, n_used + 1)]
+        return [
+            min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
+            for n in range(n_used + 1)
+        ]
+
+    def _measure_stream(self, n_experts: int) -> float:
+        """Return the seconds that fetching n experts into a spare bank takes; median of five."""
+        il, samples = self._store.layers[0], []
+        bank = self._banks.spare(il, 0)
+        for at in range(6):
+            first = at * n_experts % (self.cache.n_expert - n_experts + 1)
+            copies = self._copies(il, bank, [(first + i, i) for i in range(n_experts)])
+            start = time.perf_counter()
+            C.mg_upload(self._device.upload.ptr, copies, len(copies))
+            C.ggml_backend_synchronize(self._device.upload.ptr)
+            samples.append(time.perf_counter() - start)
+        self.n_bytes_fetched = 0
+        return float(np.median(samples[1:]))
 
     def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
         """Copy experts into slots of a layer, as (expert, slot), and wait for it."""
@@ -72,38 +134,86 @@ class MissHandler:
             self._device.synchronize()
 
     def resolve(
-        self, il: int, missing: list[int], ids: list[int], n_rows: int,
+        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int,
         graphs: Mapping[str, BuiltGraph],
     ) -> None:
         """Fetch and compute the missing experts of a layer.
 
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
-        rows and a layer that has slots), 'spare0', 'spare1'.
+        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows.
         """
-        admitted, waiting = [], missing
+        few = "cpu" in graphs
+        n_cpu = self.n_on_cpu[min(len(missing), len(self.n_on_cpu) - 1)] if few else 0
+        # the CPU takes what the cache is least likely to want: the last chosen
+        streamed, on_cpu = missing[: len(missing) - n_cpu], missing[len(missing) - n_cpu :]
         if "own" in graphs:
-            waiting = []
-            for expert in missing:
-                slot = self.cache.admit(il, expert, ids)
-                if slot is None:
-                    waiting.append(expert)
-                else:
-                    admitted.append((expert, slot))
-        if admitted:
-            self._run(il, 0, self._banks.layer(il), admitted, graphs["own"], None)
-        for wave, start in enumerate(range(0, len(waiting), N_SPARE), 2):
-            pairs = list(zip(waiting[start : start + N_SPARE], range(N_SPARE)))
+            streamed = self._into_slots(il, streamed, ids.tolist(), graphs["own"])
+        for wave, start in enumerate(range(0, len(streamed), N_SPARE), 2):
+            pairs = list(zip(streamed[start : start + N_SPARE], range(N_SPARE)))
             turn, self._turn = self._turn, 1 - self._turn
             bank = self._banks.spare(il, turn)
             self._run(il, wave, bank, pairs, graphs[f"spare{turn}"], self._free[turn])
+        if on_cpu:
+            self._on_cpu(il, on_cpu, ids, n_rows, graphs["cpu"])
+
+    def _into_slots(
+        self, il: int, missing: list[int], working_set: list[int], graph: BuiltGraph
+    ) -> list[int]:
+        """Stream experts into slots of their layer; return those that got none."""
+        admitted, rest = [], []
+        for expert in missing:
+            slot = self.cache.admit(il, expert, working_set)
+            if slot is None:
+                rest.append(expert)
+            else:
+                admitted.append((expert, slot))
+        if admitted:
+            self._run(il, 0, self._banks.layer(il), admitted, graph, None)
+        return rest
+
+    def _on_cpu(
+        self, il: int, experts: list[int], ids: npt.NDArray[np.int32], n_rows: int,
+        graph: BuiltGraph,
+    ) -> None:
+        """Compute experts on the CPU now and have the device add the result."""
+        self.cold.compute(il, ids, experts, n_rows)
+        self.n_cpu_experts += len(experts)
+        y = graph.outputs
+        C.ggml_backend_tensor_set_async(
+            self._device.compute.ptr, y, self.cold.address("y"), 0, C.ggml_nbytes(y)
+        )
+        status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
+        if status:
+            self._device.check(status, f"the cold experts of layer {il}")
+        self._promote(il, experts, ids.tolist())
+
+    def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
+        """Send experts up in the background, if the cache wants them; resident from the next pass on."""
+        if not self._banks.layer(il).n_slots:
+            return
+        pairs = []
+        for expert in experts[: max(0, MAX_PROMOTED - len(self._promoted))]:
+            slot = self.cache.reserve(il, expert, working_set)
+            if slot is not None:
+                pairs.append((expert, slot))
+                self._promoted.append((il, expert))
+        if pairs:
+            self._wait_for_ring()
+            copies = self._copies(il, self._banks.layer(il), pairs)
+            C.mg_upload(self._device.upload.ptr, copies, len(copies))
+            if self._here:
+                C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+
+    def _wait_for_ring(self) -> None:
+        if self._store.uses_ring and self._here:
+            self._here.wait()
 
     def _run(
         self, il: int, wave: int, bank: Bank, pairs: list[tuple[int, int]],
         graph: BuiltGraph, free: Event | None,
     ) -> None:
         """Upload experts as (expert, slot) of a bank and launch C over them."""
-        if self._store.uses_ring and self._here:
-            self._here.wait()
+        self._wait_for_ring()
         copies = self._copies(il, bank, pairs)
         row = self._rows[il, wave]
         row.fill(-1)
@@ -111,8 +221,7 @@ class MissHandler:
             row[expert] = slot
         tables = [self._table_copy(il, wave, self._banks.missed)]
         if il in self.cache.dirty:
-            self._rows[il, 1] = self.cache.tables[il]
-            tables.append(self._table_copy(il, 1, self._banks.tables[il]))
+            tables.append(self._main_table(il))
             self.cache.dirty.discard(il)
         status = C.mg_fetch_launch(
             self._device.compute.ptr, self._device.upload.ptr, copies, len(copies),
@@ -137,6 +246,8 @@ class MissHandler:
     def close(self) -> None:
         """Free events and tables."""
         self._device.synchronize()
+        if self.cold:
+            self.cold.close()
         for handle in (self._host, self._here, *self._free):
             if handle:
                 handle.close()
