@@ -93,7 +93,8 @@ class Engine:
         """Open a GGUF file and make it resident.
 
         progress: called with (stage, done, total) while bytes are loaded.
-        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace the
+        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace
+        the
             router's choice in single-row passes; for measuring.
 
         Raises:
@@ -167,8 +168,6 @@ class Engine:
             n_slots[il] = min(each + (at < extra), hp.n_expert)
         return n_slots
 
-    # -- what it is --------------------------------------------------------------------------------
-
     @property
     def device_name(self) -> str:
         """Spelling of the device in use: cpu or cuda:N."""
@@ -197,8 +196,6 @@ class Engine:
             "state_bytes": self.state.recurrent_bytes,
             "compute_bytes": self.runner.compute_bytes,
         }
-
-    # -- passes ------------------------------------------------------------------------------------
 
     def reset(self, seq: int = 0) -> None:
         """Forget a sequence."""
@@ -247,7 +244,8 @@ class Engine:
     def _expect_position(self, seq: int, pos0: int) -> None:
         if pos0 != self.state.n_past[seq]:
             raise RequestError(
-                f"sequence {seq} holds {self.state.n_past[seq]} positions, the pass starts at {pos0}"
+                f"sequence {seq} holds {self.state.n_past[seq]} positions, "
+                f"the pass starts at {pos0}"
             )
 
     def _check_batch(self, tokens: npt.NDArray[np.int32], seq: int) -> None:
@@ -293,13 +291,11 @@ class Engine:
             il = first_bad_layer(self.runner, self._held[seq], seq)
             where = (
                 "but not when computed again; the device may be unstable" if il is None
-                else f"first in the output of layer {il} (l_out-{il}); the model file may be damaged"
+                else f"first in the output of layer {il}; the model file may be damaged"
             )
             n = len(self._held[seq])
             self.reset(seq)
             raise NativeError(f"{error} after {n} positions, {where}") from error
-
-    # -- generation --------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -456,7 +452,8 @@ class _Generation:
         self.decode_s = now - self.prefill_s
 
     def _event(
-        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None, reason: str | None
+        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None,
+        reason: str | None,
     ) -> GenerationEvent:
         return GenerationEvent(
             token, text, self.sequence.n_prompt, self.sequence.n_generated,

@@ -14,8 +14,8 @@ from .ggml.ops import F32, Tensor, type_id
 from .hparams import HParams
 from .weights import place, round_up
 
-# The KV length that graphs see grows in these steps, as upstream's does: a graph stays valid for 256
-# positions, and CUDA's attention kernels want the multiple.
+# The KV length that graphs see grows in these steps, as upstream's does: a graph stays valid for
+# 256 positions, and CUDA's attention kernels want the multiple.
 KV_PAD = 256
 _ROT_MIN = 64
 
@@ -26,7 +26,8 @@ class State:
     k, v: per full-attention layer [n_embd_gqa, n_ctx * n_seq]; row `seq * n_ctx + pos`.
     conv: per DeltaNet layer F32 [(d_conv - 1) * conv_dim, n_seq].
     ssm: per DeltaNet layer F32 [head_v_dim^2 * n_v_heads, n_seq].
-    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] when K or V is quantized and head_dim % 64 == 0.
+    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] when K or V is quantized and head_dim % 64 ==
+    0.
     n_past: positions held by each sequence.
     """
 
@@ -75,7 +76,8 @@ class State:
             needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
             size = round_up(size + needed, device.alignment)
         self._buffer = device.buffer(
-            size, f"the KV cache and states ({self.n_ctx} positions)", "lower -c or use -ctk q8_0 -ctv q8_0"
+            size, f"the KV cache and states ({self.n_ctx} positions)",
+            "lower -c or use -ctk q8_0 -ctv q8_0",
         )
         for tensor, offset in zip(recurrent + cache + constants, offsets):
             place(self._buffer, tensor, offset)

@@ -239,7 +239,7 @@ class TokenEmbedding:
 
 
 class Weights:
-    """Everything but the routed experts, resident: attention, delta net, routers, shared experts, head."""
+    """All but the routed experts: attention, delta net, routers, shared experts, head."""
 
     def __init__(self, loader: Loader, model: ModelFile) -> None:
         hp = model.hparams
@@ -282,8 +282,8 @@ class LayerWeights(dict[str, Tensor]):
         }
 
 
-# Projections of the same vector. For one row, a product with all of them at once replaces two to four
-# launches and as many quantizations of that vector.
+# Projections of the same vector. For one row, a product with all of them at once replaces two to
+# four launches and as many quantizations of that vector.
 _SAME_INPUT = (
     ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
     ("attn_q.weight", "attn_k.weight", "attn_v.weight"),

@@ -6,7 +6,8 @@ loads the model each time); moegraph's engines stay loaded and idle meanwhile. O
 goes to --out; the table goes to stdout.
 
 Example:
-    scripts/bench_vs_upstream.py 35b.gguf --llama-bench upstream/llama-bench --pairs 5 --out rows.jsonl
+    scripts/bench_vs_upstream.py 35b.gguf --llama-bench upstream/llama-bench --pairs 5 --out
+    rows.jsonl
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def upstream(args: argparse.Namespace, ubatch: int) -> dict[str, float]:
         command += ["-t", str(args.threads)]
     env = dict(os.environ)
     env["LD_LIBRARY_PATH"] = ":".join(
-        part for part in (str(args.llama_bench.parent), args.lib_path, env.get("LD_LIBRARY_PATH")) if part
+        part
+        for part in (str(args.llama_bench.parent), args.lib_path, env.get("LD_LIBRARY_PATH"))
+        if part
     )
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -122,8 +125,8 @@ def report(args: argparse.Namespace, samples: dict[tuple[int, str, str], list[fl
         ratios = [a / b for a, b in zip(values, base)]
         middle = statistics.median(values)
         print(
-            f"| {ubatch} | {test} | {system} | {middle:.1f} | {min(values):.1f} .. {max(values):.1f} "
-            f"| {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
+            f"| {ubatch} | {test} | {system} | {middle:.1f} "
+            f"| {min(values):.1f} .. {max(values):.1f} | {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
         )
         lines.append({
             "ubatch": ubatch, "test": test, "system": system, "tps": values, "ratio": ratios,

@@ -1,8 +1,8 @@
 """Time prompt passes (pp) and single-token passes (tg) at a depth, as llama-bench does.
 
 Tokens are random, nothing is sampled, every repetition starts from an empty sequence, and one
-repetition before the first is not counted (it builds and captures the graphs). A tg pass includes the
-argmax on the device and its read-back.
+repetition before the first is not counted (it builds and captures the graphs). A tg pass includes
+the argmax on the device and its read-back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Banks: a layer's routed experts as slots of two or three tensors, and the table that finds them.
 
-A graph never names an expert, it names a slot: a layer's `table` [1, n_expert] I32 on the device maps
-expert to slot, or to -1 for an expert that is not there, and graphs look the slots up themselves.
+A graph never names an expert, it names a slot: a layer's `table` [1, n_expert] I32 on the device
+maps expert to slot, or to -1 for an expert that is not there, and graphs look the slots up
+themselves.
 
 Kinds of bank: a layer's own, with a slot for some or all of its experts; and spare banks, one pair
-for all layers whose stacks have the same types and shapes, for experts that get no slot of their own.
+for all layers whose stacks have the same types and shapes, for experts that get no slot of their
+own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host bytes of every expert: pinned copies, or the file itself.
 
 From pinned memory a device copies at full PCIe speed without the host's help. Where pinning is not
-wanted or fails, bytes are read from the file into a small pinned ring first; a file that was cut short
-is then an error and not a signal.
+wanted or fails, bytes are read from the file into a small pinned ring first; a file that was cut
+short is then an error and not a signal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device: compute stream, copy stream, memory, events.
 
-The CPU device has neither streams nor events: every call is finished when it returns, in the same order
-of calls, so callers need no second path.
+The CPU device has neither streams nor events: every call is finished when it returns, in the same
+order of calls, so callers need no second path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostBuffer(Buffer):
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """Return name, description, kind ('cpu', 'cuda' or 'other') and memory of every device ggml sees."""
+    """Return name, description, kind ('cpu', 'cuda', 'other') and memory of every device."""
     found, n_gpu = [], 0
     for i in range(C.ggml_backend_dev_count()):
         dev = C.ggml_backend_dev_get(i)
@@ -116,7 +116,7 @@ class Device:
 
     @property
     def upload(self) -> Backend:
-        """The stream for expert uploads, opened at first use: a read-back must never queue behind one."""
+        """The stream for expert uploads, opened at first use: no read-back may queue behind one."""
         if self._upload is None:
             self._upload = self.compute if self.is_cpu else Backend(self._dev)
         return self._upload

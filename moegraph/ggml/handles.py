@@ -1,4 +1,4 @@
-"""Owners of native objects: one handle, one `close()`, a strong reference to what must outlive it."""
+"""Owners of native objects: one handle, one `close()`, references to what must outlive it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _release(kind: str, free: Callable[[Any], None], ptr: Any) -> None:
 class Handle:
     """A native pointer with one owner.
 
-    `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until then.
+    `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until
+    then.
     """
 
     __slots__ = ("_ptr", "_parents", "_finalizer", "__weakref__")

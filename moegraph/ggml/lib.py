@@ -34,8 +34,8 @@ def _load() -> tuple[object, object]:
     )
     if built != loaded:
         raise NativeError(
-            f"{_LIB_DIR}: libraries carry patch set {loaded}, this build of moegraph needs {built}; "
-            "run scripts/build again"
+            f"{_LIB_DIR}: libraries carry patch set {loaded}, this build of moegraph needs "
+            f"{built}; run scripts/build again"
         )
     lib.mg_install_callbacks(1 if debug_level() >= 2 else 0)
     return ffi, lib

@@ -1,8 +1,8 @@
 """Graph nodes with their shapes checked before ggml sees them.
 
-ggml asserts, and an assert ends the process; every rule that a graph of ours could break is therefore
-tested here first and raised as InternalError. A tensor is a plain cffi pointer to struct ggml_tensor;
-its memory belongs to the Builder's context. Shapes in ggml order.
+ggml asserts, and an assert ends the process; every rule that a graph of ours could break is
+therefore tested here first and raised as InternalError. A tensor is a plain cffi pointer to struct
+ggml_tensor; its memory belongs to the Builder's context. Shapes in ggml order.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class Builder:
         self.graph = C.ggml_new_graph_custom(self.ctx, n_nodes, False)
         self.named: dict[tuple[str, int], Tensor] = {}
 
-    # -- structure -------------------------------------------------------------------------------
-
     def name(self, t: Tensor, name: str, il: int = -1) -> Tensor:
         """Name a node as upstream's cb() does: `name-il`, or `name` outside a layer."""
         C.ggml_set_name(t, (f"{name}-{il}" if il >= 0 else name).encode())
@@ -74,8 +72,6 @@ class Builder:
         t = C.ggml_new_tensor(self.ctx, dtype, len(ne), list(ne))
         C.ggml_set_name(t, name.encode())
         return t
-
-    # -- element-wise ----------------------------------------------------------------------------
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b, b repeated to a's shape."""
@@ -117,8 +113,6 @@ class Builder:
         _require(shape(gate) == shape(up) and gate.type == up.type, "swiglu", gate, up)
         return C.ggml_swiglu_split(self.ctx, gate, up)
 
-    # -- reductions and norms --------------------------------------------------------------------
-
     def rms_norm(self, a: Tensor, eps: float) -> Tensor:
         """a / sqrt(mean(a^2) + eps) over ne0."""
         return C.ggml_rms_norm(self.ctx, a, eps)
@@ -144,8 +138,6 @@ class Builder:
         """Indices of the k largest elements of each row, best first: a view of a full argsort."""
         _require(0 < k <= a.ne[0], f"argsort_top_k({k})", a)
         return C.ggml_argsort_top_k(self.ctx, a, k)
-
-    # -- products --------------------------------------------------------------------------------
 
     def mul_mat(self, w: Tensor, x: Tensor) -> Tensor:
         """w^T x: [k, m] and [k, n] give F32 [m, n]."""
@@ -175,8 +167,6 @@ class Builder:
         )
         _require(ok, "mul_mat_id", experts, x, ids)
         return C.ggml_mul_mat_id(self.ctx, experts, x, ids)
-
-    # -- shape and memory ------------------------------------------------------------------------
 
     def reshape(self, a: Tensor, *ne: int) -> Tensor:
         """Give a contiguous tensor another shape of 1 to 4 extents."""
@@ -223,17 +213,15 @@ class Builder:
         return C.ggml_cpy(self.ctx, a, dst)
 
     def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
-        """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b] (F32, or I32 for an I32 table)."""
+        """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b], F32, or I32 for an I32 a."""
         _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)
         return C.ggml_get_rows(self.ctx, a, ids)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 rows [n, r] into dst [n, m] at row numbers ids I64 [r], converting to its type."""
+        """Write F32 rows [n, r] into dst [n, m] at rows ids I64 [r], converting to its type."""
         ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type == I64
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
-
-    # -- attention and delta net -----------------------------------------------------------------
 
     def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.
@@ -251,8 +239,8 @@ class Builder:
     def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         """Attention with F32 accumulation.
 
-        q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens, 1, s]:
-        F32 [d, n_head, n_tokens, s].
+        q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens,
+        1, s]: F32 [d, n_head, n_tokens, s].
         """
         ok = (
             q.ne[0] == k.ne[0] == v.ne[0] and k.ne[1] == v.ne[1] == mask.ne[0]

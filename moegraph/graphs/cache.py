@@ -35,8 +35,9 @@ class BuiltGraph:
 class GraphCache:
     """Built graphs by key, least recently used dropped first.
 
-    All of them share one block for intermediates: they run one after another on one stream, and what
-    must survive a graph lives in fixed memory. When a larger graph makes the block move, every graph
+    All of them share one block for intermediates: they run one after another on one stream, and
+    what must survive a graph lives in fixed memory. When a larger graph makes the block move, every
+    graph
     built before is stale: `generation` then changes and the cache is empty.
     """
 

@@ -28,7 +28,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Routed:
-    """What B needs from A: attn_residual and attn_post_norm F32 [n_embd, n_rows], and the routing."""
+    """What B needs from A: attn_residual, attn_post_norm F32 [n_embd, n_rows], and the routing."""
 
     residual: Tensor
     post_norm: Tensor
@@ -52,7 +52,8 @@ def build_a(
 
 
 def build_b(
-    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor, il: int
+    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor,
+    il: int,
 ) -> Tensor:
     """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_rows]."""
     bank, moe = m.banks.layer(il), None
@@ -65,7 +66,7 @@ def build_b(
 def build_layer_end(
     b: Builder, m: Model, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
 ) -> Tensor:
-    """Append the shared expert and the residual to the routed experts' sum [n_embd, n_rows], if any."""
+    """Append shared expert and residual to the routed experts' sum [n_embd, n_rows], if any."""
     out = build_shared_expert(b, m.weights.layer(il), post_norm, il)
     if moe is not None:
         out = b.name(b.add(moe, out), "ffn_out", il)

@@ -16,8 +16,9 @@ _MIN_SUM = 6.103515625e-5
 class Routing:
     """A router's choice.
 
-    argsort I32 [n_expert, n_rows]: all experts, best first; topk I32 [n_expert_used, n_rows]: a view
-    of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1, then scaled.
+    argsort I32 [n_expert, n_rows]: all experts, best first; topk I32 [n_expert_used, n_rows]: a
+    view of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1, then
+    scaled.
     weights_data: the node whose memory holds the weights.
     """
 

@@ -3,6 +3,8 @@
 `whole` runs one graph a pass; `layered` runs two a layer and lets Python see the router in between.
 """
 
+from __future__ import annotations
+
 from .base import Batch, Output, Runner
 from .layered import LayeredRunner
 from .whole import WholeRunner

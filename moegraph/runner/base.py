@@ -36,7 +36,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Output:
-    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out, n_vocab].
+    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
+    n_vocab].
 
     Both are copies.
     """

@@ -1,7 +1,7 @@
 """Missing experts computed on the CPU, from the host memory they are in, while the device runs B.
 
-The layer's A publishes attn_post_norm and the weights beside the ids. The CPU computes the experts it
-was given and the device adds the result:
+The layer's A publishes attn_post_norm and the weights beside the ids. The CPU computes the experts
+it was given and the device adds the result:
 
     compute: A(l) | B(l) ............ | y from the host | E(l): l_out += y | A(l+1)
     copy:          ids, x, weights
@@ -32,8 +32,8 @@ from ..weights import place, round_up
 class ColdExperts:
     """Computes chosen experts of a layer on the CPU for up to max_rows rows.
 
-    as_rows: return single experts' weighted rows [n_embd, n_expert_used, n_rows] instead of their sum
-    [n_embd, n_rows].
+    as_rows: return single experts' weighted rows [n_embd, n_expert_used, n_rows] instead of their
+    sum [n_embd, n_rows].
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ColdExperts:
         return Bank(self._hp.n_expert, parts)
 
     def address(self, name: str) -> Any:
-        """Return where x, weights or y is: 'x' and 'weights' are filled by the device, 'y' read by it."""
+        """Return where x, weights or y is: the device fills the first two and reads the last."""
         return self._host.address(self._offsets[name])
 
     def _graph(self, il: int, n_rows: int) -> BuiltGraph:
@@ -115,7 +115,7 @@ class ColdExperts:
         self._cpu.check(status, f"the cold experts of layer {il}")
 
     def measure(self, n_experts: int, repeat: int = 6) -> float:
-        """Return the seconds that n_experts cold experts of one row take; the median of `repeat`."""
+        """Return the seconds that n_experts cold experts of one row take, as a median."""
         rng, hp, samples = np.random.default_rng(n_experts), self._hp, []
         layers = sorted(self._banks)
         ids = np.full(hp.n_expert_used, -1, dtype=np.int32)

@@ -25,14 +25,17 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     device, model = runner.device, runner.model
     state, (n_seqs, n_tokens) = model.state, batch.tokens.shape
     pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
-    at = PassShape(n_tokens, n_seqs, batch.seq0, state.n_kv(max(pos0) + n_tokens), batch.tokens.size)
+    n_kv = state.n_kv(max(pos0) + n_tokens)
+    at = PassShape(n_tokens, n_seqs, batch.seq0, n_kv, batch.tokens.size)
     n_nodes = n_nodes_whole(model)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
         build_whole(builder, model, runner._inputs, at, True)
         raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
         if raw == ffi.NULL:
-            raise OutOfDeviceMemory(f"{device.name} cannot hold every node of a pass; use fewer rows")
+            raise OutOfDeviceMemory(
+                f"{device.name} cannot hold every node of a pass; use fewer rows"
+            )
         with Buffer(raw, device.compute):
             runner._inputs.fill(at, batch.tokens, pos0, model.weights.embedding, state)
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")

@@ -6,15 +6,16 @@ Protocol of one layer, on a compute stream and a copy stream:
     copy:           wait a | ids to pinned memory | event r
     host:    enqueues all of it, waits for r, looks at the ids, goes on with layer l+1
 
-A ends at the router. B finds its slots in the graph, through the table on the device, so it does not
-wait for the host; the host's look hides behind B. The ids leave through the copy stream because a copy
-to the host on the compute stream would delay B. Fixed memory carries values from graph to graph; one
-set is enough, because A(l+1) is enqueued only after the host has seen the ids of layer l.
+A ends at the router. B finds its slots in the graph, through the table on the device, so it does
+not wait for the host; the host's look hides behind B. The ids leave through the copy stream because
+a copy to the host on the compute stream would delay B. Fixed memory carries values from graph to
+graph; one set is enough, because A(l+1) is enqueued only after the host has seen the ids of layer
+l.
 
-An expert that is not on the device has slot -1, and B leaves it out; misses.py says how it is added by
-graphs C and E. On CUDA, B ends with the layer's output and they add to it. On the CPU, where results have to be
-bit-equal whatever is resident, they only produce single experts' rows, and D sums them in routing
-order.
+An expert that is not on the device has slot -1, and B leaves it out; misses.py says how it is added
+by graphs C and E. On CUDA, B ends with the layer's output and they add to it. On the CPU, where
+results have to be bit-equal whatever is resident, they only produce single experts' rows, and D
+sums them in routing order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from .base import Runner
 from .misses import ADMIT_ROWS, MissHandler
 from .replay import Replay
 
-# Plans kept: decode at two KV lengths and a few prompt chunks. Each holds two graphs a layer or more.
+# Plans kept: decode at two KV lengths and a few prompt chunks. Each holds two graphs a layer or
+# more.
 _MAX_PLANS = 8
 
 
@@ -141,8 +143,6 @@ class LayeredRunner(Runner):
         """Device bytes for inputs, intermediates and what passes between graphs."""
         return super().compute_bytes + self._carried.buffer.size
 
-    # -- graphs ----------------------------------------------------------------------------------
-
     def _build_a(self, b: Builder, shape: PassShape, il: int) -> tuple[Tensor, Tensor, Tensor]:
         """Append A(il); return the tensors that hold the chosen ids, post_norm and the weights."""
         hp, c = self.model.hp, self._carried
@@ -224,7 +224,7 @@ class LayeredRunner(Runner):
         return build_head(b, self.model.hp, self.model.weights, x, out_ids, greedy)
 
     def _plan(self, shape: PassShape, greedy: bool) -> _Plan:
-        """Return the launches of a pass, built so that no graph moved while the others were built."""
+        """Return the launches of a pass; no graph moved while the others were built."""
         key = (shape, greedy)
         plan = self._plans.get(key)
         while plan is None or plan.generation != self.graphs.generation:
@@ -279,8 +279,6 @@ class LayeredRunner(Runner):
         """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
         state = self.model.state
         self._plan(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
-
-    # -- one pass --------------------------------------------------------------------------------
 
     def _prepare(self, shape: PassShape, greedy: bool) -> None:
         self._current = self._plan(shape, greedy)

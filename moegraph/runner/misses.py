@@ -1,7 +1,7 @@
 """What happens when a token needs experts that are not on the device.
 
-Graph B of the layer is running meanwhile and left those experts out. They are fetched from host memory
-on the upload stream and computed by a small graph C, which adds them:
+Graph B of the layer is running meanwhile and left those experts out. They are fetched from host
+memory on the upload stream and computed by a small graph C, which adds them:
 
     compute: A(l) | B(l) ............ | tables | wait here | C(l) | A(l+1)
     upload:               experts ... | event here
@@ -10,12 +10,12 @@ on the upload stream and computed by a small graph C, which adds them:
 An expert goes into a slot of its layer when the cache gives it one; its victim is no expert of this
 pass, and every earlier pass that read the slot has finished, because the host has seen this layer's
 ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spare banks, which take
-turns: an upload waits for the event behind the last C that read its bank. Tables travel on the compute
-stream, behind whatever still uses the old ones. Their host copies are one row for each wave of each
-layer, so none is rewritten before the next pass.
+turns: an upload waits for the event behind the last C that read its bank. Tables travel on the
+compute stream, behind whatever still uses the old ones. Their host copies are one row for each wave
+of each layer, so none is rewritten before the next pass.
 
-What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream behind
-everything else, and its table entry changes when the next pass begins.
+What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
+behind everything else, and its table entry changes when the next pass begins.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from .cold import ColdExperts
 
-# From more rows on, experts pass through the spare banks: a prompt would flush the cache of a layer.
+# From more rows on, experts pass through the spare banks: a prompt would flush the cache of a
+# layer.
 ADMIT_ROWS = 8
-# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of PCIe,
-# so that the next pass, which waits for them, does not feel it.
+# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of
+# PCIe, so that the next pass, which waits for them, does not feel it.
 MAX_PROMOTED = 16
 
 
@@ -188,7 +189,7 @@ class MissHandler:
         self._promote(il, experts, ids.tolist())
 
     def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
-        """Send experts up in the background, if the cache wants them; resident from the next pass on."""
+        """Send experts up in the background if the cache wants them, for the passes to come."""
         if not self._banks.layer(il).n_slots:
             return
         pairs = []

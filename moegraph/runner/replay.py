@@ -1,7 +1,7 @@
 """Routing taken from a trace instead of from the router: the same hits and misses in every run.
 
-Only for measuring. Single-row passes take the recorded ids step by step, from the start again at the
-end; the router still runs, and its weights are used.
+Only for measuring. Single-row passes take the recorded ids step by step, from the start again at
+the end; the router still runs, and its weights are used.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ class Replay:
         self._n_used = hp.n_expert_used
         self._context = Context(1)
         self._all = C.ggml_new_tensor_1d(self._context.ptr, I32, hp.n_layer * hp.n_expert_used)
-        self._buffer = device.buffer(C.ggml_nbytes(self._all), "the routing trace", "drop --routing")
+        n_bytes = C.ggml_nbytes(self._all)
+        self._buffer = device.buffer(n_bytes, "the routing trace", "drop --routing")
         place(self._buffer, self._all, 0)
-        C.ggml_backend_tensor_set(
-            self._all, ffi.from_buffer(self._recorded), 0, C.ggml_nbytes(self._all)
-        )
-        self._host = device.host_buffer(C.ggml_nbytes(self._all))
+        C.ggml_backend_tensor_set(self._all, ffi.from_buffer(self._recorded), 0, n_bytes)
+        self._host = device.host_buffer(n_bytes)
         self._step = 0
 
     def leaf(self, b: Builder, il: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small random models and engines on the CPU device; skipped with a reason when nothing is built."""
+"""Small random models and engines on the CPU; skipped with a reason when nothing is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def path_of(preset: str) -> Path:
         if preset not in made:
             chosen = PRESETS[preset]
-            made[preset] = write_model(folder / f"{preset}.gguf", chosen.shape, chosen.mix, seed=7)[0]
+            path = folder / f"{preset}.gguf"
+            made[preset] = write_model(path, chosen.shape, chosen.mix, seed=7)[0]
         return made[preset]
 
     return path_of

@@ -25,10 +25,14 @@ from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 from moegraph.sequence import CancelToken
 
-# -- the same numbers whichever way they are computed -----------------------------------------------
+# -- the same numbers whichever way they are computed
+# -----------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"])
+PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("type_kv", ["f16", "q8_0"])
 def test_layered_equals_whole_bit_for_bit(open_engine, preset, type_kv):
     logits = []
@@ -137,7 +141,8 @@ def test_delta_rule_equals_a_plain_loop(open_engine):
     assert error < 1e-11, error
 
 
-# -- one request after another ----------------------------------------------------------------------
+# -- one request after another
+# ----------------------------------------------------------------------
 
 
 def test_two_requests_back_to_back_equal_two_fresh_processes(open_engine, model_path):
@@ -148,7 +153,8 @@ def test_two_requests_back_to_back_equal_two_fresh_processes(open_engine, model_
         "import sys, json, numpy as np\n"
         "from moegraph.engine import Engine; from moegraph.config import EngineConfig\n"
         "path, ids = sys.argv[1], json.loads(sys.argv[2])\n"
-        "with Engine.load(path, EngineConfig(device='cpu', n_threads=1, n_ctx=512, n_ubatch=64)) as e:\n"
+        "config = EngineConfig(device='cpu', n_threads=1, n_ctx=512, n_ubatch=64)\n"
+        "with Engine.load(path, config) as e:\n"
         "    print([v.token for v in e.generate(ids, max_tokens=20, text=False)])\n"
     )
     for ids, tokens in ((first, together[0]), (second, together[1])):
@@ -217,7 +223,8 @@ def test_sampling_is_repeatable_with_a_seed(open_engine):
     assert [e.token for e in engine.generate(ids, other, max_tokens=24, text=False)] != runs[0]
 
 
-# -- cancellation and failure -----------------------------------------------------------------------
+# -- cancellation and failure
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["whole", "layered"])
@@ -266,7 +273,8 @@ def test_nan_in_a_weight_is_an_error_that_names_the_layer(tmp_path, model_path):
     for mode in ("whole", "layered"):
         config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=64, mode=mode)
         with Engine.load(damaged, config) as engine:
-            with pytest.raises(NativeError, match=r"not finite after 9 positions, first in the output of layer 3"):
+            message = r"not finite after 9 positions, first in the output of layer 3"
+            with pytest.raises(NativeError, match=message):
                 list(engine.generate(prompt(engine, 9), max_tokens=4, text=False))
             assert engine.state.n_past == [0]
 
