@@ -25,9 +25,6 @@ from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 from moegraph.sequence import CancelToken
 
-# -- the same numbers whichever way they are computed
-# -----------------------------------------------
-
 
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
 
@@ -141,10 +138,6 @@ def test_delta_rule_equals_a_plain_loop(open_engine):
     assert error < 1e-11, error
 
 
-# -- one request after another
-# ----------------------------------------------------------------------
-
-
 def test_two_requests_back_to_back_equal_two_fresh_processes(open_engine, model_path):
     engine = open_engine()
     first, second = prompt(engine, 50, seed=1), prompt(engine, 23, seed=2)
@@ -221,10 +214,6 @@ def test_sampling_is_repeatable_with_a_seed(open_engine):
     assert runs[0] == runs[1]
     other = SamplingParams(temperature=1.0, seed=4)
     assert [e.token for e in engine.generate(ids, other, max_tokens=24, text=False)] != runs[0]
-
-
-# -- cancellation and failure
-# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["whole", "layered"])
