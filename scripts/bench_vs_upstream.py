@@ -51,23 +51,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def upstream(args: argparse.Namespace, ubatch: int) -> dict[str, float]:
+def run_llama_bench(
+    program: Path, model: Path, options: list[str], lib_path: str = ""
+) -> dict[str, float]:
     """Run llama-bench once; return tokens per second by test name."""
-    command = [
-        str(args.llama_bench), "-m", str(args.model), "-r", "1", "-o", "json", "-fa", "1",
-        "-ngl", "0" if args.device == "cpu" else "99", "-ub", str(ubatch),
-        "-b", str(max(2048, ubatch)), "-p", ",".join(map(str, args.prompt)) or "0",
-        "-n", ",".join(map(str, args.gen)) if ubatch == args.ubatch[0] else "0",
-        "-d", ",".join(map(str, args.depth)),
-    ]
-    if args.threads:
-        command += ["-t", str(args.threads)]
+    command = [str(program), "-m", str(model), "-r", "1", "-o", "json", "-fa", "1", *options]
     env = dict(os.environ)
-    env["LD_LIBRARY_PATH"] = ":".join(
-        part
-        for part in (str(args.llama_bench.parent), args.lib_path, env.get("LD_LIBRARY_PATH"))
-        if part
-    )
+    paths = (str(program.parent), lib_path, env.get("LD_LIBRARY_PATH"))
+    env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"llama-bench failed ({done.returncode}): {done.stderr[-600:]}")
@@ -77,6 +68,19 @@ def upstream(args: argparse.Namespace, ubatch: int) -> dict[str, float]:
         depth = row.get("n_depth", 0)
         rows[f"{kind}{n}" + (f" @ d{depth}" if depth else "")] = row["avg_ts"]
     return rows
+
+
+def upstream(args: argparse.Namespace, ubatch: int) -> dict[str, float]:
+    """Run llama-bench once with a ubatch; decode only with the first."""
+    options = [
+        "-ngl", "0" if args.device == "cpu" else "99", "-ub", str(ubatch),
+        "-b", str(max(2048, ubatch)), "-p", ",".join(map(str, args.prompt)) or "0",
+        "-n", ",".join(map(str, args.gen)) if ubatch == args.ubatch[0] else "0",
+        "-d", ",".join(map(str, args.depth)),
+    ]  # fmt: skip
+    if args.threads:
+        options += ["-t", str(args.threads)]
+    return run_llama_bench(args.llama_bench, args.model, options, args.lib_path)
 
 
 def ours(engine: Engine, args: argparse.Namespace, with_gen: bool) -> dict[str, float]:

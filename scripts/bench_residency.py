@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Decode speed when the experts do not fit, beside llama.cpp's -ncmoe at the same device memory.
+
+For each N of --ncmoe: llama-bench -ncmoe N is run once and the driver is asked how much device memory
+it takes; moegraph gets as many expert slots as fit into that. Then both run in turn. moegraph's routing
+is replayed from a generated trace with the statistics of real models (its hash is printed), each sample
+continuing where the last one ended, after --warm tokens that are not counted.
+
+Example:
+    scripts/bench_residency.py 35b.gguf --llama-bench upstream/llama-bench --ncmoe 16 30 40 --pairs 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_vs_upstream import run_llama_bench  # noqa: E402
+
+from moegraph.config import EngineConfig, default_threads  # noqa: E402
+from moegraph.engine import Engine  # noqa: E402
+from moegraph.errors import MoegraphError  # noqa: E402
+from moegraph.experts.generator import generate_trace  # noqa: E402
+from moegraph.experts.identity import RouterShape  # noqa: E402
+from moegraph.experts.tracestats import trace_stats  # noqa: E402
+from moegraph.ggml.device import Device  # noqa: E402
+from moegraph.ggml.lib import patchset  # noqa: E402
+from moegraph.modelfile import open_model  # noqa: E402
+
+MIB = 1 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", type=Path)
+    p.add_argument("--llama-bench", type=Path, required=True, help="the unpatched llama-bench")
+    p.add_argument("--lib-path", default="", help="extra LD_LIBRARY_PATH of llama-bench")
+    p.add_argument("--ncmoe", type=int, nargs="*", default=[16, 30, 40])
+    p.add_argument("--pairs", type=int, default=5)
+    p.add_argument("--tokens", type=int, default=128, help="tokens of a sample")
+    p.add_argument("--warm", type=int, default=64, help="tokens before the first sample")
+    p.add_argument("--miss", nargs="*", default=["auto"], choices=("auto", "cpu", "stream"))
+    p.add_argument("--policy", default="lfu")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=default_threads())
+    p.add_argument("--out", type=Path, help="append JSON lines here")
+    return p
+
+
+class MemoryWatch:
+    """The most device memory in use while it is open, above what was in use when it opened."""
+
+    def __enter__(self) -> MemoryWatch:
+        self._device = Device("cuda:0")
+        self._before = self._least = self._device.memory()[0]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self._least = min(self._least, self._device.memory()[0])
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._device.close()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that others took meanwhile."""
+        return self._before - self._least
+
+
+def engine_for(
+    args: argparse.Namespace, n_slots: int, miss: str, ids: npt.NDArray[np.int32]
+) -> Engine:
+    """Load an engine with n_slots expert slots in all."""
+    config = EngineConfig(
+        device="cuda:0", n_ctx=512, cache_slots=n_slots, policy=args.policy, miss=miss,
+        n_threads=args.threads, n_ubatch=64,
+    )  # fmt: skip
+    return Engine.load(args.model, config, routing=ids)
+
+
+def decode(engine: Engine, n: int) -> float:
+    """Run n single-row passes from an empty sequence; return tokens per second."""
+    engine.reset()
+    start = time.perf_counter()
+    for token in range(n):
+        engine.forward(np.array([token], dtype=np.int32), greedy=True)
+    return n / (time.perf_counter() - start)
+
+
+def upstream(args: argparse.Namespace, ncmoe: int, n: int) -> float:
+    """Run llama-bench once; return tokens per second."""
+    extra = ["-ngl", "99", "-ncmoe", str(ncmoe), "-p", "0", "-n", str(n), "-t", str(args.threads)]
+    return run_llama_bench(args.llama_bench, args.model, extra, args.lib_path)[f"tg{n}"]
+
+
+def compare(
+    args: argparse.Namespace, ncmoe: int, fixed: int, expert_bytes: int, ids: npt.NDArray[np.int32]
+) -> list[dict[str, object]]:
+    """Measure one point of the curve; return a row for upstream and one for each way of missing."""
+    with MemoryWatch() as watch:
+        upstream(args, ncmoe, 16)
+    budget = watch.n_bytes
+    n_layer, n_expert = ids.shape[1], int(ids.max()) + 1
+    n_slots = max(0, min((budget - fixed - 64 * MIB) // expert_bytes, n_layer * n_expert))
+    engines = {miss: engine_for(args, n_slots, miss, ids) for miss in args.miss}
+    samples: dict[str, list[float]] = {"upstream": []} | {miss: [] for miss in engines}
+    before = {}
+    for miss, engine in engines.items():
+        decode(engine, args.warm)
+        before[miss] = engine.runner.cache.stats, engine.runner.misses.n_bytes_fetched
+    for _ in range(args.pairs):
+        samples["upstream"].append(upstream(args, ncmoe, args.tokens))
+        for miss, engine in engines.items():
+            samples[miss].append(decode(engine, args.tokens))
+    rows = [{"system": f"upstream -ncmoe {ncmoe}", "tps": samples["upstream"], "device": budget}]
+    n = args.tokens * args.pairs
+    for miss, engine in engines.items():
+        stats, (old, old_bytes) = engine.runner.cache.stats, before[miss]
+        hits = int(stats.hits.sum() - old.hits.sum())
+        misses = int(stats.misses.sum() - old.misses.sum())
+        fetched = engine.runner.misses.n_bytes_fetched - old_bytes
+        rows.append({
+            "system": f"{miss}, {n_slots} slots", "tps": samples[miss],
+            "device": engine.memory()["device_peak_bytes"] // len(engines),
+            "hit_rate": hits / max(hits + misses, 1), "misses_token": misses / n,
+            "mib_token": fetched / n / MIB, "on_cpu": engine.runner.misses.n_on_cpu,
+        })  # fmt: skip
+        engine.close()
+    for row in rows:
+        ratios = [a / b for a, b in zip(row["tps"], samples["upstream"])]
+        row |= {"ncmoe": ncmoe, "ratio": ratios}
+    return rows
+
+
+def show(row: dict[str, object]) -> str:
+    """Return one line of the table."""
+    tps, ratios = row["tps"], row["ratio"]
+    text = (
+        f"| {row['ncmoe']} | {row['system']} | {row['device'] / 2**30:.2f} | "
+        f"{statistics.median(tps):.1f} ({min(tps):.1f} .. {max(tps):.1f}) | "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) |"
+    )
+    if "hit_rate" in row:
+        text += (
+            f" {row['hit_rate']:.3f} | {row['misses_token']:.1f} | {row['mib_token']:.1f} | "
+            f"{row['on_cpu']} |"
+        )
+    return text
+
+
+def main() -> int:
+    """Run the comparison."""
+    args = parser().parse_args()
+    try:
+        with open_model(args.model) as model:
+            hp = model.hparams
+            stacks = [i for i in model.tensors.values() if "_exps." in i.name]
+            expert_bytes = sum(i.nbytes for i in stacks) // (hp.n_layer * hp.n_expert)
+        shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
+        trace = generate_trace(shape, args.warm + args.pairs * args.tokens, args.seed)
+        print(f"trace {trace.sha256[:16]}, {trace_stats(trace).line()}", flush=True)
+        ids = trace.ids.astype(np.int32)
+        engine = engine_for(args, 0, args.miss[0], ids)
+        fixed = engine.memory()["device_peak_bytes"]
+        engine.close()
+        print("| ncmoe | system | GiB | t/s | ratio | hit rate | misses | MiB | CPU of n |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for ncmoe in args.ncmoe:
+            for row in compare(args, ncmoe, fixed, expert_bytes, ids):
+                print(show(row), flush=True)
+                if args.out:
+                    line = row | {"trace": trace.sha256, "patchset": patchset()}
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+    except MoegraphError as error:
+        print(f"bench_residency.py: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
