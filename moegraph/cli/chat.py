@@ -69,7 +69,11 @@ def chat(target: str | None, **given: Any) -> None:
     config = options.build_config(given)
     sampling = options.build_sampling(given).seeded()
     length = options.max_tokens(given["n_predict"])
-    unescape = options.unescape if given["escape"] else str
+    stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
+    system, question = (
+        None if text is None else options.argument_text(text, given["escape"])
+        for text in (given["system"], given["prompt"])
+    )
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
@@ -83,12 +87,11 @@ def chat(target: str | None, **given: Any) -> None:
         sampling.validate(engine.hparams.n_vocab)
         thinks = {"on": True, "off": False}.get(given["reasoning"])
         talk = Conversation(
-            engine, template, History(given["system"]), sampling, length,
-            tuple(unescape(text) for text in given["stop"]),
+            engine, template, History(system), sampling, length, stop,
             {} if thinks is None else {"enable_thinking": thinks},
         )  # fmt: skip
-        if given["prompt"] is not None:
-            talk.answer(unescape(given["prompt"]))
+        if question is not None:
+            talk.answer(question)
         else:
             _converse(talk, interactive=ui.stdin_is_terminal())
 

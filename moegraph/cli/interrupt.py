@@ -14,7 +14,6 @@ from types import FrameType
 
 from ..sequence import CancelToken
 
-
 _AGAIN_S = 0.01
 
 

@@ -166,6 +166,20 @@ def read_text(path: str) -> str:
     return text.removesuffix("\n")
 
 
+def argument_text(text: str, escape: bool = False) -> str:
+    """Return text from the command line as it was typed, escapes replaced on request.
+
+    Raises:
+        RequestError: it is not UTF-8.
+    """
+    try:
+        # In a locale without UTF-8, Python keeps the bytes of an argument as surrogates.
+        text = text.encode(errors="surrogateescape").decode()
+    except UnicodeError as error:
+        raise RequestError(f"not UTF-8 text on the command line: {text!a}") from error
+    return unescape(text) if escape else text
+
+
 def unescape(text: str) -> str:
     r"""Return text with \n, \r, \t, \', \" and \\ replaced; other backslashes stay."""
     known = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 def stats_line(event: GenerationEvent, memory: dict[str, int]) -> str:
     """Return one line about speed and memory."""
-    return (
+    line = (
         f"prefill {event.n_prompt} tokens in {format_duration(event.prefill_s)}, "
-        f"{event.prefill_tps:.1f} tok/s; "
-        f"decode {event.n_generated} tokens in {format_duration(event.decode_s)}, "
-        f"{event.decode_tps:.1f} tok/s; "
-        f"peak {format_bytes(memory['device_peak_bytes'])} device, "
-        f"{format_bytes(memory['host_peak_bytes'])} host"
+        f"{event.prefill_tps:.1f} tok/s"
     )
+    if event.n_generated > 1:
+        line += (
+            f"; decode {event.n_generated} tokens in {format_duration(event.decode_s)}, "
+            f"{event.decode_tps:.1f} tok/s"
+        )
+    if memory["device_peak_bytes"]:
+        line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
+    return f"{line}; peak {format_bytes(memory['host_peak_bytes'])} on the host"
 
 
 def model_report(engine: Engine) -> dict[str, Any]:

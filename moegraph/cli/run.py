@@ -118,7 +118,7 @@ def _check(
     else:
         prompt = _read_prompt(given)
     logits_out = stack.enter_context(NpyWriter(path)) if (path := given["logits_out"]) else None
-    stop = tuple(options.unescape(s) if given["escape"] else s for s in given["stop"])
+    stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
     display = given["display_prompt"]
     return _Job(
         target=model, config=config, sampling=sampling, max_tokens=max_tokens, stop=stop,
@@ -140,16 +140,19 @@ def _check_id_form(ctx: click.Context, n_gen: str) -> int:
 
 
 def _read_prompt(given: dict[str, Any]) -> str:
-    text, file = given["prompt"], given["file"]
+    text, file, escape = given["prompt"], given["file"], given["escape"]
     if text is not None and file is not None:
         raise RequestError("both -p and -f give a prompt; use one of them")
-    if text is None:
-        if file is None and ui.stdin_is_terminal():
-            raise RequestError("no prompt; give -p TEXT or -f FILE, or pipe text in")
+    if text is not None:
+        text = options.argument_text(text, escape)
+    elif file is None and ui.stdin_is_terminal():
+        raise RequestError("no prompt; give -p TEXT or -f FILE, or pipe text in")
+    else:
         text = options.read_text(file or "-")
+        text = options.unescape(text) if escape else text
     if not text:
         raise RequestError("the prompt is empty; give it at least one character")
-    return options.unescape(text) if given["escape"] else text
+    return text
 
 
 def _check_ids(job: _Job) -> None:

@@ -187,6 +187,13 @@ class TestPrompt:
         assert "not UTF-8 text (byte 0xff at offset 2)" in line
         assert "stdin: the prompt is not UTF-8" in cli.refused("run", "m", stdin=b"\xff")
 
+    def test_an_argument_that_is_not_text(self, cli: Cli) -> None:
+        assert "not UTF-8 text on the command line" in cli.refused("run", "m", "-p", "a\udcff")
+
+    def test_an_argument_in_a_locale_without_utf8_is_still_text(self, cli: Cli) -> None:
+        cli("run", "m", "-p", "\u65e5".encode().decode("ascii", "surrogateescape"))
+        assert cli.engine.calls[0].prompt == "\u65e5"
+
     def test_a_prompt_that_is_too_large(
         self, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,0 +1,289 @@
+"""The real program with the shipped model, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "def fibonacci(n):\n"
+COMMAND = [sys.executable, "-m", "moegraph"]
+# One thread: the machine may be shared, and spinning threads that wait for each other are slow.
+CPU = ["--device", "cpu", "-t", "1"]
+ENV = {
+    **{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "MOEGRAPH_DEBUG")},
+    "TERM": "xterm", "PYTHONPATH": str(ROOT),
+}  # fmt: skip
+# Loading and compiling caches on a busy machine; a hang is what this finds.
+PATIENCE_S = 120
+
+
+def moegraph(
+    *args: object, stdin: bytes = b"", **env: str
+) -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(
+        [*COMMAND, *map(str, args)], input=stdin, capture_output=True, check=False,
+        env={**ENV, **env}, timeout=PATIENCE_S, cwd=ROOT,
+    )  # fmt: skip
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    assert b"\x1b" not in done.stdout + done.stderr
+    return done
+
+
+def start(*args: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    """What a greedy run of 24 tokens reports."""
+    done = moegraph("run", "tiny", "-p", PROMPT, "-n", 24, "--temp", 0, "--json", *CPU)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return json.loads(done.stdout)
+
+
+class TestRun:
+    def test_json_reports_what_happened(self, report: dict) -> None:
+        assert report["n_generated"] == len(report["tokens"]) == 24
+        assert report["finish_reason"] == "length"
+        assert report["text"]
+        assert report["config"]["device"] == "cpu"
+        assert report["prefill_tps"] > 0
+        assert report["decode_tps"] > 0
+        assert report["memory"]["host_peak_bytes"] > report["memory"]["weights_bytes"] > 10 << 20
+
+    def test_text_is_the_same_text(self, report: dict) -> None:
+        done = moegraph("run", "tiny", "-f", "-", "-n", 24, "--temp", 0, *CPU,
+                        stdin=PROMPT.encode() + b"\n")  # fmt: skip
+        assert done.returncode == 0
+        assert done.stdout.decode() == report["text"]
+        assert len(done.stderr.splitlines()) == 1
+
+    def test_ids_and_logits(self, report: dict, tmp_path: Path) -> None:
+        prompt, tokens = report["prompt_tokens"], report["tokens"]
+        (tmp_path / "in").write_bytes(np.array(prompt, "<i4").tobytes())
+        done = moegraph("run", "tiny", tmp_path / "in", 24, tmp_path / "out", *CPU,
+                        "--logits-out", tmp_path / "l.npy")  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, b"")
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == prompt + tokens
+        logits = np.load(tmp_path / "l.npy")
+        assert logits.dtype == np.float32
+        assert logits.shape == (len(prompt) + 24 - 1, report["model"]["n_vocab"])
+        assert logits[len(prompt) - 1 :].argmax(axis=1).tolist() == tokens
+
+    def test_a_seed_repeats_a_run(self) -> None:
+        runs = [
+            json.loads(moegraph("run", "tiny", "-p", PROMPT, "-n", 12, "-s", seed, "--json",
+                                *CPU).stdout)["tokens"]
+            for seed in (7, 7, 8)
+        ]  # fmt: skip
+        assert runs[0] == runs[1] != runs[2]
+
+    def test_text_streams(self) -> None:
+        child = start("run", "tiny", "-p", PROMPT, "-n", 200, "--ignore-eos", *CPU)
+        assert child.stdout is not None
+        arrivals = []
+        while os.read(child.stdout.fileno(), 1 << 16):
+            arrivals.append(time.monotonic())
+        child.communicate()
+        assert child.returncode == 0
+        # Many pieces over the whole run, not one at its end.
+        assert len(arrivals) > 50
+        assert arrivals[-1] - arrivals[0] > 20 * (arrivals[1] - arrivals[0]) / len(arrivals)
+
+    def test_characters_that_the_output_cannot_show_do_not_stop_it(self) -> None:
+        done = moegraph("run", "tiny", "-p", "# 日本é", "-n", 4, "--display-prompt", *CPU,
+                        PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0",
+                        PYTHONCOERCECLOCALE="0")  # fmt: skip
+        assert done.returncode == 0
+        assert done.stdout.isascii()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("args", "code", "line"),
+        [
+            (["run", "tiny", "-p", "x " * 300, "-c", "256"], 2, "the context holds 256"),
+            (["run", "tiny", "-p", "x", "--device", "cuda:99"], 2, "no device 'cuda:99'"),
+            (["run", "no-such.gguf", "-p", "x"], 3, "no-such.gguf"),
+            (["run", "/dev/null", "-p", "x"], 3, "/dev/null"),
+            (["run", __file__, "-p", "x"], 3, "test_cli.py"),
+            (["run", "tiny", "--flag"], 2, "No such option"),
+            (["run", "tiny", "/dev/null", "4", "/dev/null"], 2, "the file is empty"),
+        ],
+    )
+    def test_bad_input_is_one_line(self, args: Sequence[str], code: int, line: str) -> None:
+        done = moegraph(*args)
+        assert (done.returncode, done.stdout) == (code, b"")
+        assert len(done.stderr.splitlines()) == 1
+        assert line in done.stderr.decode()
+
+    def test_a_full_disk_under_stdout(self) -> None:
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [*COMMAND, "run", "tiny", "-p", "x", "-n", "4", *CPU], stdout=full,
+                stderr=subprocess.PIPE, env=ENV, cwd=ROOT, check=False, timeout=PATIENCE_S,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, b"error: output: No space left on device\n")
+
+    def test_a_reader_that_leaves(self) -> None:
+        child = start("run", "tiny", "-p", PROMPT, "-n", 300, "--ignore-eos", *CPU)
+        assert child.stdout is not None
+        child.stdout.read(5)
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+        assert child.wait(PATIENCE_S) == 141
+
+
+def wait_for_map(pid: int, name: str) -> None:
+    """Wait until the program runs in a process and has mapped a file of that name."""
+    process, deadline = Path(f"/proc/{pid}"), time.monotonic() + PATIENCE_S
+    # A forked child begins as a copy of this process, maps included.
+    while (
+        b"\0moegraph\0" not in (process / "cmdline").read_bytes()
+        or name not in (process / "maps").read_text()
+    ):
+        assert time.monotonic() < deadline, f"{name} was never mapped"
+        time.sleep(0.002)
+
+
+class TestInterrupt:
+    @pytest.mark.parametrize("moment", ["multiarray", "libggml-cpu", "tiny.gguf", "text", "twice"])
+    def test_ctrl_c_at_any_moment(self, moment: str) -> None:
+        child = start("run", "tiny", "-p", PROMPT, "-n", 4000, "-c", 8192, "--ignore-eos", *CPU)
+        assert child.stdout is not None
+        if moment in ("text", "twice"):
+            assert child.stdout.read(1)
+        else:
+            wait_for_map(child.pid, moment)
+        for _ in range(2 if moment == "twice" else 1):
+            child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=PATIENCE_S)
+        assert child.returncode == 130
+        assert errors.splitlines()[-1] == b"interrupted"
+        assert b"Traceback" not in errors
+        assert b"ignored" not in errors
+
+    def test_it_is_quick(self) -> None:
+        child = start("run", "tiny", "-p", "x = 1\n" * 500, "-c", 4096, "-ub", 4096, *CPU)
+        wait_for_map(child.pid, "libllama")
+        time.sleep(0.5)
+        pressed = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=PATIENCE_S)
+        assert child.returncode == 130
+        assert time.monotonic() - pressed < 5
+
+
+class Terminal:
+    """A program on a pseudo terminal, as a person sees it."""
+
+    def __init__(self, *args: object) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(ROOT)
+            os.execve(sys.executable, [*COMMAND, *map(str, args)], ENV)
+        self.seen = ""
+
+    def wait_for(self, pattern: str) -> str:
+        """Read until a pattern appears; return what came before its end and forget it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (match := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.fd], [], [], 1)[0]:
+                self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def exit_code(self) -> int:
+        """Read to the end, which matches no pattern, and return the exit code."""
+        with suppress(OSError):  # how Linux reports the end of a terminal
+            self.wait_for(r"\Z.")
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def chat() -> Iterator[Terminal]:
+    terminal = Terminal("chat", "tiny", "-n", 500, "--ignore-eos", "--temp", 0, *CPU)
+    yield terminal
+    os.close(terminal.fd)
+
+
+class TestChat:
+    def test_a_session_at_a_terminal(self, chat: Terminal) -> None:
+        chat.wait_for("/help for help")
+        chat.wait_for(">>> ")
+        chat.type("/help\r")
+        chat.wait_for("/clear ")
+        chat.wait_for(">>> ")
+        chat.type("def f(x):\r")
+        chat.wait_for(r"def f\(x\):\r\n.")
+        chat.type("\x03")
+        assert "stopped" in chat.wait_for("tok/s decode")
+        chat.wait_for(">>> ")
+        # Python's readline loses a signal between drawing the prompt and waiting for a key.
+        time.sleep(0.5)
+        chat.type("\x03")
+        chat.wait_for("Ctrl-D or /quit")
+        chat.wait_for(">>> ")
+        chat.type("\x04")
+        assert chat.exit_code() == 0
+        assert "Traceback" not in chat.seen
+
+    def test_ctrl_c_while_loading_ends_it(self, chat: Terminal) -> None:
+        wait_for_map(chat.pid, "multiarray")
+        chat.type("\x03")
+        assert chat.exit_code() == 130
+        assert "interrupted" in chat.seen
+
+    def test_a_piped_session(self) -> None:
+        done = moegraph("chat", "tiny", "-n", 8, "--temp", 0, "--ignore-eos", *CPU,
+                        stdin=b"x = 1\n/clear\nx = 1\n")  # fmt: skip
+        assert done.returncode == 0
+        text = done.stdout.decode()
+        first, second = text[: len(text) // 2], text[len(text) // 2 :]
+        assert first == second
+        assert first.strip()
+
+
+def test_a_terminal_sees_prompt_and_text_and_a_pipe_only_text() -> None:
+    terminal = Terminal("run", "tiny", "-p", "import os", "-n", 4, *CPU)
+    assert terminal.exit_code() == 0
+    os.close(terminal.fd)
+    assert "import os" in terminal.seen
+    assert "\x1b[2m" in terminal.seen
+
+
+def test_inspect_and_doctor() -> None:
+    report = json.loads(moegraph("inspect", "tiny", "--json").stdout)
+    assert report["hparams"]["n_expert"] >= 32
+    done = moegraph("doctor")
+    assert done.returncode == 0
+    assert b"ok  native libraries" in done.stdout
+
+
+def test_bench_prints_rows() -> None:
+    done = moegraph("bench", "tiny", "-p", 8, "-n", 4, "-d", 16, "-r", 2, "-o", "json", *CPU)
+    rows = json.loads(done.stdout)
+    assert [row["test"] for row in rows] == ["pp8 @ d16", "tg4 @ d16"]
+    assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
