@@ -77,10 +77,11 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
     if (VENV / STAMP).read_text() == wanted:
         return
     say("installing the package and what it needs")
-    # the libraries lie in the checkout already, so the package is only linked
     target = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    settings = ["-Cwheel.cmake=false", "-Cwheel.py-api=py3", "-Ceditable.mode=inplace"]
-    run_step("installing moegraph", pip("--no-build-isolation", *settings, "-e", target))
+    env = dict(os.environ, MOEGRAPH_LINKED="1")
+    run_step("installing moegraph", pip("--no-build-isolation", target), env)
+    for packages in VENV.glob("lib/python3*/site-packages"):
+        (packages / "moegraph-checkout.pth").write_text(f"{ROOT}\n")
     (VENV / STAMP).write_text(wanted)
 
 
