@@ -376,6 +376,7 @@ class _Generation:
         self.sampler = Sampler(sampling, engine.hparams.n_vocab)
         self.sampler.accept_all(ids.tolist())
         self.prefill_s = self.decode_s = 0.0
+        self.n_reused = 0
 
     def run(self, reuse: bool) -> Iterator[GenerationEvent]:
         engine = self.engine
@@ -384,6 +385,7 @@ class _Generation:
         if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
             engine.reset()
             n_reused = 0
+        self.n_reused = n_reused
         self.started = time.perf_counter()
         engine.device.bind_cancel(self.cancel.flag)
         finished = False
@@ -394,7 +396,8 @@ class _Generation:
             engine.reset()
             finished = True
             self._clock()
-            yield self._event(None, "", None, "cancelled")
+            text = self.sequence.cancel()
+            yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
             engine.device.bind_cancel(None)
             if not finished:
@@ -457,5 +460,5 @@ class _Generation:
     ) -> GenerationEvent:
         return GenerationEvent(
             token, text, self.sequence.n_prompt, self.sequence.n_generated,
-            self.prefill_s, self.decode_s, reason, logits,
+            self.prefill_s, self.decode_s, reason, logits, self.n_reused,
         )

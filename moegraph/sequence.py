@@ -43,6 +43,7 @@ class GenerationEvent:
     prefill_s, decode_s: seconds from the start to the first token, and from there to now.
     finish_reason: None, or in the last event "stop", "length" or "cancelled".
     logits: ``[n_rows, n_vocab]`` F32, the rows computed since the event before, if kept.
+    n_reused: prompt tokens that an earlier request had computed already.
     """
 
     token: int | None
@@ -53,11 +54,12 @@ class GenerationEvent:
     decode_s: float
     finish_reason: str | None = None
     logits: npt.NDArray[np.float32] | None = None
+    n_reused: int = 0
 
     @property
     def prefill_tps(self) -> float:
-        """Return prompt tokens per second."""
-        return self.n_prompt / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Return prompt tokens computed per second."""
+        return (self.n_prompt - self.n_reused) / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tps(self) -> float:

@@ -189,6 +189,8 @@ def test_speed_counts_the_first_token_to_the_prefill() -> None:
     event = GenerationEvent(1, "", n_prompt=100, n_generated=11, prefill_s=0.5, decode_s=2.0)
     assert event.prefill_tps == 200
     assert event.decode_tps == 5
+    reused = GenerationEvent(1, "", 100, 1, prefill_s=0.5, decode_s=0.0, n_reused=90)
+    assert reused.prefill_tps == 20
     start = GenerationEvent(1, "", n_prompt=100, n_generated=1, prefill_s=0.0, decode_s=0.0)
     assert (start.prefill_tps, start.decode_tps) == (0, 0)
 
