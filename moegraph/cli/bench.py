@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import RequestError
 from ..units import format_bytes, format_count
 from . import options, ui
+from .report import config_report
 
 if TYPE_CHECKING:
     from ..bench import BenchRow
@@ -117,7 +118,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
     from ..modelfile.summary import summarize
 
     summary = summarize(engine.hparams, engine.model.tensors)
-    config, kv = engine.config, engine.model.kv
+    kv = engine.model.kv
     label = kv.get("general.size_label") or format_count(summary.n_params).replace(" ", "")
     return {
         "moegraph": __version__,
@@ -127,15 +128,8 @@ def _facts(engine: Engine) -> dict[str, Any]:
         "model_size": summary.n_bytes,
         "model_n_params": summary.n_params,
         "backends": "CPU" if engine.device_name == "cpu" else "CUDA",
-        "device": engine.device_name,
         "device_info": engine.device.description,
-        "mode": engine.mode,
-        "n_ctx": engine.n_ctx,
-        "n_ubatch": config.n_ubatch,
-        "n_threads": config.n_threads,
-        "type_k": config.type_k,
-        "type_v": config.type_v,
-        "cpu_reference": config.cpu_reference,
+        **config_report(engine),
     }
 
 
