@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from typing import NoReturn
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -17,10 +21,25 @@ def main() -> None:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
+        _leave()
+    except SystemExit as leaving:
+        if leaving.code == _INTERRUPTED:
+            _leave()
+        raise
     finally:
         # What is left is tearing down; a Ctrl-C in there could only print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave() -> NoReturn:
+    """Exit with 130.
+
+    An interrupt that has passed through exec() of a string, as in dataclasses, makes Python end
+    by a signal later on, even when it was caught.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

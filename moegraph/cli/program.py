@@ -42,10 +42,7 @@ class Program(click.Group):
         """Run a command line and exit."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                # A terminal that cannot show a character is no reason to stop.
-                stream.reconfigure(errors="replace")
+        _prepare_streams()
         sys.exit(_flush(self._run(args, prog_name or "moegraph", complete_var, extra)))
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -83,6 +80,18 @@ class Program(click.Group):
             return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
         except Exception as error:  # the last line of defence: a user sees one line
             return _say(str(InternalError(f"{type(error).__name__}: {error}")), 1)
+
+
+def _prepare_streams() -> None:
+    """Make the standard streams ones that can be used, whatever the caller left of them."""
+    # A stream that was closed before the start, as by >&- in a shell, is None here.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character is no reason to stop.
+            stream.reconfigure(errors="replace")
 
 
 def _say(message: str, code: int) -> int:

@@ -142,6 +142,17 @@ class TestRefusals:
             )  # fmt: skip
         assert (done.returncode, done.stderr) == (1, b"error: output: No space left on device\n")
 
+    @pytest.mark.parametrize(("redirect", "code"), [(">&-", 0), ("2>&-", 0), ("<&-", 2)])
+    def test_streams_that_are_closed(self, redirect: str, code: int) -> None:
+        prompt = "" if redirect == "<&-" else "-p x"
+        line = f"{sys.executable} -m moegraph run tiny {prompt} -n 2 {' '.join(CPU)} {redirect}"
+        done = subprocess.run(
+            line, shell=True, capture_output=True, env=ENV, cwd=ROOT, check=False,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert done.returncode == code
+        assert b"Traceback" not in done.stderr
+
     def test_a_reader_that_leaves(self) -> None:
         child = start("run", "tiny", "-p", PROMPT, "-n", 300, "--ignore-eos", *CPU)
         assert child.stdout is not None
