@@ -20,7 +20,8 @@ def main() -> None:
         program()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        sys.stderr.write("interrupted\n")
+        if sys.stderr is not None:
+            sys.stderr.write("interrupted\n")
         _leave()
     except SystemExit as leaving:
         if leaving.code == _INTERRUPTED:
@@ -37,8 +38,9 @@ def _leave() -> NoReturn:
     An interrupt that has passed through exec() of a string, as in dataclasses, makes Python end
     by a signal later on, even when it was caught.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     os._exit(_INTERRUPTED)
 
 
