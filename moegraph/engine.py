@@ -144,7 +144,10 @@ class Engine:
             self.device, hp, store, config.n_threads, ADMIT_ROWS,
             as_rows=self.device.is_cpu, reference=config.cpu_reference,
         )
-        misses = MissHandler(self.device, self.banks, store, cache, cold, config.miss)
+        max_rows = config.n_ubatch * config.n_seq
+        misses = MissHandler(
+            self.device, self.banks, store, cache, cold, config.miss, max_rows
+        )
         for il in partial:
             misses.fill(il, cache.preload(il))
         return misses

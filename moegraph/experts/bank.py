@@ -19,10 +19,10 @@ import numpy as np
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
-from ..ggml.ops import I32, Tensor
+from ..ggml.ops import F32, I32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..weights import Loader, TensorSet, place, round_up
-from .store import N_SPARE, expert_tensors
+from .store import N_SPARE, Packing, expert_tensors
 
 _REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
 
@@ -32,18 +32,20 @@ class Bank:
     """Slots of one or more layers.
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
-    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0.
+    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as bytes,
+    one packed expert every packing.stride; None for a bank that is filled once from the file.
     """
 
     n_slots: int
     parts: dict[str, Tensor] = field(default_factory=dict)
+    memory: Tensor | None = None
 
 
 class ExpertBanks:
     """The banks of all layers and their tables.
 
     n_slots: slots of each layer; None makes all experts resident, straight from the model file.
-    tables: I32 [1, n_expert] of each layer; missed: the same for what the layer's graph B left out.
+    tables: I32 [1, n_expert] of each layer.
     """
 
     def __init__(
@@ -63,16 +65,16 @@ class ExpertBanks:
             self._spares(device, model, il) if n < hp.n_expert else []
             for il, n in enumerate(self.n_slots)
         ]
-        self._context = Context(hp.n_layer + 1)
-        rows = [C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert)
-                for _ in range(hp.n_layer + 1)]  # fmt: skip
+        self._context = Context(hp.n_layer)
+        self.tables = [
+            C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert) for _ in self._banks
+        ]
         stride = round_up(4 * hp.n_expert, device.alignment)
-        self._tables = device.buffer(stride * len(rows), "the expert tables", _REMEDY)
+        self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
         identity = np.arange(hp.n_expert, dtype=np.int32)
-        for at, row in enumerate(rows):
+        for at, row in enumerate(self.tables):
             place(self._tables, row, at * stride)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
-        self.tables, self.missed = rows[:-1], rows[-1]
         parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
         self.n_bytes = sum(parts) + self._tables.size
 
@@ -86,7 +88,7 @@ class ExpertBanks:
             return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
         slots = _Slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
         self._owned.append(slots)
-        return Bank(n_slots, slots.parts)
+        return Bank(n_slots, slots.parts, slots.memory)
 
     def _spares(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
         infos = expert_tensors(model, il)
@@ -94,7 +96,7 @@ class ExpertBanks:
         if kind not in self._spare:
             pair = [_Slots(device, infos, N_SPARE, "spare expert slots") for _ in range(2)]
             self._owned += pair
-            self._spare[kind] = [Bank(N_SPARE, slots.parts) for slots in pair]
+            self._spare[kind] = [Bank(N_SPARE, slots.parts, slots.memory) for slots in pair]
         return self._spare[kind]
 
     def layer(self, il: int) -> Bank:
@@ -114,29 +116,42 @@ class ExpertBanks:
 
 
 class _Slots:
-    """Memory for n_slots experts with stacks like `infos`."""
+    """Memory for n_slots packed experts with stacks like `infos`."""
 
     def __init__(
         self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str
     ) -> None:
-        self._context = Context(len(infos))
-        self.parts: dict[str, Tensor] = {}
-        offsets, size = [], 0
-        for part, info in infos.items():
-            tensor = C.ggml_new_tensor_3d(
-                self._context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots
-            )
-            self.parts[part] = tensor
-            offsets.append(size)
-            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
-            size = round_up(size + needed, device.alignment)
+        packing = Packing.of(infos)
+        self._context = Context(len(infos) + 1)
+        # kernels may read up to a row's padding past the last expert
+        size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
         C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.parts = {
+            part: strided_stack(self._context, info, n_slots, packing.stride)
+            for part, info in infos.items()
+        }
+        for part, tensor in self.parts.items():
+            place(self.buffer, tensor, packing.offsets[part])
         # an empty slot holds zeros: a kernel may read past the last row it needs
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
-        for tensor, offset in zip(self.parts.values(), offsets):
-            place(self.buffer, tensor, offset)
+        self.memory = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
+        place(self.buffer, self.memory, 0)
 
     def close(self) -> None:
         self.buffer.close()
         self._context.close()
+
+
+def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int) -> Tensor:
+    """Make a stack [ne0, ne1, n_slots] of matrices like info's, `stride` bytes from one to the next."""
+    tensor = C.ggml_new_tensor_3d(
+        context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots
+    )
+    tensor.nb[2] = stride
+    tensor.nb[3] = stride * n_slots
+    return tensor
+
+
+# A row of the widest block format is padded by less than this.
+_TAIL = 4096

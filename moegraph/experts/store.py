@@ -1,4 +1,4 @@
-"""Host bytes of every expert: pinned copies, or the file itself.
+"""Host bytes of every expert, packed as a device slot is: one copy fetches an expert.
 
 From pinned memory a device copies at full PCIe speed without the host's help. Where pinning is not
 wanted or fails, bytes are read from the file into a small pinned ring first; a file that was cut
@@ -7,16 +7,24 @@ short is then an error and not a signal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import NativeError
 from ..ggml.device import Device, HostBuffer
+from ..ggml.lib import C
 from ..modelfile import ModelFile, TensorInfo
 
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts fetched at a time: slots of a spare bank, and blocks of the ring.
 N_SPARE = 16
+# CUDA kernels read matrices in pieces of up to 16 bytes; buffers are aligned to 128.
+_PART_ALIGNMENT = 128
 
 
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
@@ -25,9 +33,29 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
 
 
-def expert_bytes(info: TensorInfo) -> int:
-    """Return the bytes of one expert of a stack."""
-    return info.nbytes // info.ne[2]
+@dataclass(frozen=True)
+class Packing:
+    """Where the parts of one expert are inside a slot.
+
+    offsets, sizes: bytes by part; n_bytes: from the first to the last; stride: from slot to slot, a
+    multiple of every part's block size, because kernels count strides in blocks.
+    """
+
+    offsets: dict[str, int]
+    sizes: dict[str, int]
+    n_bytes: int
+    stride: int
+
+    @classmethod
+    def of(cls, infos: dict[str, TensorInfo]) -> Packing:
+        """Return the packing for stacks like these."""
+        offsets, sizes, end, unit = {}, {}, 0, _PART_ALIGNMENT
+        for part, info in infos.items():
+            offsets[part] = -(-end // _PART_ALIGNMENT) * _PART_ALIGNMENT
+            sizes[part] = info.nbytes // info.ne[2]
+            end = offsets[part] + sizes[part]
+            unit = math.lcm(unit, C.ggml_type_size(int(info.type)))
+        return cls(offsets, sizes, end, -(-end // unit) * unit)
 
 
 class ExpertStore:
@@ -41,14 +69,15 @@ class ExpertStore:
         self._device = device
         self._model = model
         self._infos = {il: expert_tensors(model, il) for il in layers}
-        self._pinned: dict[tuple[int, str], HostBuffer] = {}
+        self._packing = {il: Packing.of(infos) for il, infos in self._infos.items()}
+        self._pinned: dict[int, HostBuffer] = {}
         self._ring: list[HostBuffer] = []
         self._turn = 0
         self.note = ""
         if pin != "none" and not device.is_cpu:
             self._pin_all(pin)
-        if any(not self._is_pinned(il) for il in layers):
-            size = max(sum(map(expert_bytes, infos.values())) for infos in self._infos.values())
+        if any(il not in self._pinned for il in layers):
+            size = max(packing.n_bytes for packing in self._packing.values())
             self._ring = [device.host_buffer(size) for _ in range(N_SPARE)]
 
     @property
@@ -56,18 +85,18 @@ class ExpertStore:
         """Layers this store serves."""
         return list(self._infos)
 
-    def stacks(self, il: int) -> dict[str, tuple[TensorInfo, int, Any]]:
-        """Return (info, address, owner) of a layer's whole stacks in host memory.
+    def stacks(self, il: int) -> dict[str, tuple[TensorInfo, int, int, Any]]:
+        """Return (info, address, bytes from expert to expert, owner) of a layer's stacks by part.
 
-        The address is pinned memory, or the mapped file.
+        They are in pinned memory, or in the mapped file.
         """
-        found = {}
+        packing, pinned, found = self._packing[il], self._pinned.get(il), {}
         for part, info in self._infos[il].items():
-            if (il, part) in self._pinned:
-                owner = self._pinned[il, part]
-                found[part] = (info, owner.base, owner)
+            if pinned:
+                found[part] = (info, pinned.base + packing.offsets[part], packing.stride, pinned)
             else:
-                found[part] = (info, self._model.map(info).ctypes.data, self._model)
+                address = self._model.map(info).ctypes.data
+                found[part] = (info, address, packing.sizes[part], self._model)
         return found
 
     @property
@@ -80,55 +109,49 @@ class ExpertStore:
         """Whether some experts pass through the ring."""
         return bool(self._ring)
 
-    def _is_pinned(self, il: int) -> bool:
-        return all((il, part) in self._pinned for part in self._infos[il])
+    def packing(self, il: int) -> Packing:
+        """Return how an expert of a layer is packed."""
+        return self._packing[il]
 
     def _pin_all(self, pin: str) -> None:
         for il, infos in self._infos.items():
+            stride, n_expert = self._packing[il].stride, self._model.hparams.n_expert
             try:
-                for part, info in infos.items():
-                    self._pinned[il, part] = self._device.host_buffer(info.nbytes, must_pin=True)
+                block = self._device.host_buffer(stride * n_expert, must_pin=True)
             except NativeError as error:
                 if pin == "all":
                     raise
                 self.note = f"{error}; layers from {il} on are read from the file"
-                for part in infos:
-                    if (il, part) in self._pinned:
-                        self._pinned.pop((il, part)).close()
                 return
-            for part, info in infos.items():
-                self._model.read(info, self._pinned[il, part].array[: info.nbytes])
+            self._pinned[il] = block
+            for expert in range(n_expert):
+                self._read(il, infos, expert, block.array[expert * stride :])
 
-    def sources(self, il: int, expert: int) -> dict[str, tuple[Any, int]]:
-        """Return (address, bytes) of each part of an expert.
+    def _read(
+        self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
+    ) -> None:
+        """Read an expert from the file and pack it."""
+        packing = self._packing[il]
+        for part, info in infos.items():
+            at, size = packing.offsets[part], packing.sizes[part]
+            self._model.read(info, target[at : at + size], expert * size)
+
+    def source(self, il: int, expert: int) -> Any:
+        """Return the address of a packed expert.
 
         An address in the ring is overwritten after N_SPARE more experts: with `uses_ring`, wait for
         the copies of one batch before asking for the next.
         """
-        infos = self._infos[il]
-        if self._is_pinned(il):
-            sizes = {part: expert_bytes(info) for part, info in infos.items()}
-            return {
-                part: (self._pinned[il, part].address(expert * size), size)
-                for part, size in sizes.items()
-            }
+        pinned = self._pinned.get(il)
+        if pinned:
+            return pinned.address(expert * self._packing[il].stride)
         block = self._ring[self._turn]
         self._turn = (self._turn + 1) % N_SPARE
-        found, offset = {}, 0
-        for part, info in infos.items():
-            size = expert_bytes(info)
-            self._model.read(info, block.array[offset : offset + size], expert * size)
-            found[part] = (block.address(offset), size)
-            offset += size
-        return found
-
-    def expert_bytes(self, il: int) -> int:
-        """Return the bytes of one expert of a layer, all parts."""
-        return sum(map(expert_bytes, self._infos[il].values()))
+        self._read(il, self._infos[il], expert, block.array)
+        return block.address()
 
     def close(self) -> None:
         """Free the host memory. Nothing may be on its way."""
         for handle in (*self._pinned.values(), *self._ring):
             handle.close()
         self._pinned.clear()
-

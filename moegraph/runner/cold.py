@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.bank import Bank
+from ..experts.bank import Bank, strided_stack
 from ..experts.store import ExpertStore
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context
@@ -73,10 +73,12 @@ class ColdExperts:
         stacks = store.stacks(il)
         context = Context(len(stacks))
         parts = {}
-        for part, (info, address, owner) in stacks.items():
-            tensor = C.ggml_new_tensor_3d(context.ptr, int(info.type), *info.ne[:3])
-            pointer = ffi.cast("void *", address)
-            buffer = Buffer(C.ggml_backend_cpu_buffer_from_ptr(pointer, info.nbytes), owner)
+        for part, (info, address, stride, owner) in stacks.items():
+            tensor = strided_stack(context, info, info.ne[2], stride)
+            raw = C.ggml_backend_cpu_buffer_from_ptr(
+                ffi.cast("void *", address), C.ggml_nbytes(tensor)
+            )
+            buffer = Buffer(raw, owner)
             place(buffer, tensor, 0)
             parts[part] = tensor
             self._contexts.append(buffer)

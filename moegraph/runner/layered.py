@@ -55,7 +55,7 @@ class _Carried:
     """Fixed device memory for what passes from graph to graph.
 
     l_out, residual, post_norm F32 [n_embd, n_rows]; argsort I32 [n_expert, n_rows]; ids I32
-    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; expert_rows F32 [n_embd,
+    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; slots I32 as ids, for C; expert_rows F32 [n_embd,
     n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed.
     """
 
@@ -66,6 +66,7 @@ class _Carried:
         rows = {
             "l_out": hp.n_embd, "residual": hp.n_embd, "post_norm": hp.n_embd,
             "argsort": hp.n_expert, "ids": hp.n_expert_used, "weights": hp.n_expert_used,
+            "slots": hp.n_expert_used,
         }
         if with_rows:
             rows["expert_rows"] = hp.n_embd * hp.n_expert_used
@@ -161,19 +162,20 @@ class LayeredRunner(Runner):
             ids = c.put(b.expand(b.cont(r.routing.topk)), "ids")
         return ids, r.post_norm, r.routing.weights_data
 
-    def _routing(
-        self, b: Builder, table: Tensor, n_rows: int, il: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the leaves that A left behind: post_norm, slots by a table, weights."""
+    def _from_a(self, b: Builder, n_rows: int) -> tuple[Tensor, Tensor]:
+        """Make the leaves post_norm and weights that A left behind."""
         hp, c = self.model.hp, self._carried
-        k = hp.n_expert_used
         post_norm = c.leaf(b, "post_norm", F32, hp.n_embd, n_rows)
+        return post_norm, c.leaf(b, "weights", F32, 1, hp.n_expert_used, n_rows)
+
+    def _slots(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        """Append the look-up of the chosen experts' slots in the layer's table."""
         if n_rows == 1 and self.replay:
             ids = self.replay.leaf(b, il)
         else:
-            ids = c.leaf(b, "argsort" if n_rows == 1 else "ids", I32, k, n_rows)
-        weights = c.leaf(b, "weights", F32, 1, k, n_rows)
-        return post_norm, build_slots(b, table, ids), weights
+            name = "argsort" if n_rows == 1 else "ids"
+            ids = self._carried.leaf(b, name, I32, self.model.hp.n_expert_used, n_rows)
+        return build_slots(b, self.model.banks.tables[il], ids)
 
     def _rows_leaf(self, b: Builder, n_rows: int) -> Tensor:
         hp = self.model.hp
@@ -181,23 +183,27 @@ class LayeredRunner(Runner):
 
     def _build_b(self, b: Builder, n_rows: int, il: int) -> Tensor:
         hp, c, bank = self.model.hp, self._carried, self.model.banks.layer(il)
-        post_norm, slots, weights = self._routing(b, self.model.banks.tables[il], n_rows, il)
-        if not self._is_partial(il) or not self._sums_last:
-            residual = c.leaf(b, "residual", F32, hp.n_embd, n_rows)
-            return c.put(build_b(b, self.model, residual, post_norm, slots, weights, il), "l_out")
-        if bank.n_slots == 0:
+        if bank.n_slots == 0 and self._sums_last:
             return c.put(b.expand(b.scale(self._rows_leaf(b, n_rows), 0.0)), "expert_rows")
-        return c.put(build_expert_rows(b, bank, post_norm, slots, weights, il), "expert_rows")
+        post_norm, weights = self._from_a(b, n_rows)
+        slots = self._slots(b, n_rows, il)
+        if self._is_partial(il) and self._sums_last:
+            return c.put(build_expert_rows(b, bank, post_norm, slots, weights, il), "expert_rows")
+        residual = c.leaf(b, "residual", F32, hp.n_embd, n_rows)
+        return c.put(build_b(b, self.model, residual, post_norm, slots, weights, il), "l_out")
 
-    def _build_c(self, b: Builder, n_rows: int, il: int, bank: Bank) -> Tensor:
-        """Append the experts that the table `missed` finds in a bank, added to what B left."""
+    def _build_c(self, b: Builder, n_rows: int, bank: Bank) -> Tensor:
+        """Append experts of a bank to what B left; return the tensor that receives their slots."""
         hp, c = self.model.hp, self._carried
-        post_norm, slots, weights = self._routing(b, self.model.banks.missed, n_rows, il)
-        rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
+        post_norm, weights = self._from_a(b, n_rows)
+        slots = c.leaf(b, "slots", I32, hp.n_expert_used, n_rows)
+        rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
         if self._sums_last:
-            return c.put(b.expand(b.add(self._rows_leaf(b, n_rows), rows)), "expert_rows")
-        so_far = c.leaf(b, "l_out", F32, hp.n_embd, n_rows)
-        return c.put(b.expand(b.add(so_far, build_expert_sum(b, rows, il))), "l_out")
+            c.put(b.expand(b.add(self._rows_leaf(b, n_rows), rows)), "expert_rows")
+        else:
+            so_far = c.leaf(b, "l_out", F32, hp.n_embd, n_rows)
+            c.put(b.expand(b.add(so_far, build_expert_sum(b, rows, -1))), "l_out")
+        return slots
 
     def _build_e(self, b: Builder, n_rows: int) -> Tensor:
         """Append what the CPU computed to what is there; return the tensor that receives it."""
@@ -250,10 +256,8 @@ class LayeredRunner(Runner):
         added, summed = {}, None
         if self._is_partial(il):
             for name, bank in self._banks_for_misses(il, n_rows).items():
-                # a spare bank's C serves all layers, unless each has ids of its own
-                own = name == "own" or (n_rows == 1 and self.replay is not None)
-                key = ("C", il if own else -1, id(bank), n_rows)
-                added[name] = get(key, size, lambda b, k=bank: self._build_c(b, n_rows, il, k))
+                key = ("C", id(bank), n_rows)
+                added[name] = get(key, size, lambda b, k=bank: self._build_c(b, n_rows, k))
             if self._cold and n_rows <= ADMIT_ROWS:
                 added["cpu"] = get(("E", n_rows), 16, lambda b: self._build_e(b, n_rows))
             if self._sums_last:

@@ -10,9 +10,10 @@ memory on the upload stream and computed by a small graph C, which adds them:
 An expert goes into a slot of its layer when the cache gives it one; its victim is no expert of this
 pass, and every earlier pass that read the slot has finished, because the host has seen this layer's
 ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spare banks, which take
-turns: an upload waits for the event behind the last C that read its bank. Tables travel on the
-compute stream, behind whatever still uses the old ones. Their host copies are one row for each wave
-of each layer, so none is rewritten before the next pass.
+turns: an upload waits for the event behind the last C that read its bank. C is told the slots
+directly, and the layer's table follows for later passes; both travel on the compute stream, behind
+whatever still uses the old ones. Their host copies are rewritten only when the ids of a later layer,
+or of this layer in a later pass, have been seen: by then they were read.
 
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
@@ -56,6 +57,7 @@ class MissHandler:
         cache: ExpertCache,
         cold: ColdExperts | None,
         mode: str,
+        max_rows: int,
     ) -> None:
         self._device = device
         self._banks = banks
@@ -63,11 +65,10 @@ class MissHandler:
         self.cache = cache
         self.cold = cold
         n_layer, n_expert = cache.tables.shape
-        self._row_bytes = 4 * n_expert
-        self._waves = 2 + -(-n_expert // N_SPARE)
-        self._host = device.host_buffer(n_layer * self._waves * self._row_bytes)
-        rows = self._host.array[: n_layer * self._waves * self._row_bytes].view(np.int32)
-        self._rows: npt.NDArray[np.int32] = rows.reshape(n_layer, self._waves, n_expert)
+        # own bank, then waves through the spare ones
+        n_waves = 1 + -(-n_expert // N_SPARE)
+        self._tables = _HostRows(device, n_layer, n_expert)
+        self._slots = _HostRows(device, n_waves, max_rows * cache.n_expert_used)
         self._here = device.event()
         self._free = [device.event(), device.event()]
         self._turn = 0
@@ -96,8 +97,8 @@ class MissHandler:
 
     def _main_table(self, il: int) -> tuple[Any, int, Any, int]:
         """Copy a layer's table to its host row; return the upload that is then due."""
-        self._rows[il, 1] = self.cache.tables[il]
-        return self._table_copy(il, 1, self._banks.tables[il])
+        self._tables.array[il] = self.cache.tables[il]
+        return self._tables.upload(il, self._banks.tables[il], self.cache.n_expert)
 
     def _split(self, mode: str) -> list[int]:
         """Return how many of n missing experts the CPU should take, for n = 0 .. n_expert_used."""
@@ -148,20 +149,20 @@ class MissHandler:
         # the CPU takes what the cache is least likely to want: the last chosen
         streamed, on_cpu = missing[: len(missing) - n_cpu], missing[len(missing) - n_cpu :]
         if "own" in graphs:
-            streamed = self._into_slots(il, streamed, ids.tolist(), graphs["own"])
-        for wave, start in enumerate(range(0, len(streamed), N_SPARE), 2):
+            streamed = self._into_slots(il, streamed, ids, graphs["own"])
+        for wave, start in enumerate(range(0, len(streamed), N_SPARE), 1):
             pairs = list(zip(streamed[start : start + N_SPARE], range(N_SPARE)))
             turn, self._turn = self._turn, 1 - self._turn
             bank = self._banks.spare(il, turn)
-            self._run(il, wave, bank, pairs, graphs[f"spare{turn}"], self._free[turn])
+            self._run(il, wave, bank, pairs, ids, graphs[f"spare{turn}"], self._free[turn])
         if on_cpu:
             self._on_cpu(il, on_cpu, ids, n_rows, graphs["cpu"])
 
     def _into_slots(
-        self, il: int, missing: list[int], working_set: list[int], graph: BuiltGraph
+        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], graph: BuiltGraph
     ) -> list[int]:
         """Stream experts into slots of their layer; return those that got none."""
-        admitted, rest = [], []
+        admitted, rest, working_set = [], [], ids.tolist()
         for expert in missing:
             slot = self.cache.admit(il, expert, working_set)
             if slot is None:
@@ -169,7 +170,7 @@ class MissHandler:
             else:
                 admitted.append((expert, slot))
         if admitted:
-            self._run(il, 0, self._banks.layer(il), admitted, graph, None)
+            self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
         return rest
 
     def _on_cpu(
@@ -211,16 +212,16 @@ class MissHandler:
 
     def _run(
         self, il: int, wave: int, bank: Bank, pairs: list[tuple[int, int]],
-        graph: BuiltGraph, free: Event | None,
+        ids: npt.NDArray[np.int32], graph: BuiltGraph, free: Event | None,
     ) -> None:
         """Upload experts as (expert, slot) of a bank and launch C over them."""
         self._wait_for_ring()
         copies = self._copies(il, bank, pairs)
-        row = self._rows[il, wave]
-        row.fill(-1)
+        slots = self._slots.array[wave, : ids.size]
+        slots.fill(-1)
         for expert, slot in pairs:
-            row[expert] = slot
-        tables = [self._table_copy(il, wave, self._banks.missed)]
+            slots[ids == expert] = slot
+        tables = [self._slots.upload(wave, graph.outputs, ids.size)]
         if il in self.cache.dirty:
             tables.append(self._main_table(il))
             self.cache.dirty.discard(il)
@@ -232,16 +233,13 @@ class MissHandler:
         if status:
             self._device.check(status, f"the missing experts of layer {il}")
 
-    def _table_copy(self, il: int, wave: int, table: Tensor) -> tuple[Any, int, Any, int]:
-        at = (il * self._waves + wave) * self._row_bytes
-        return table, 0, self._host.address(at), self._row_bytes
-
     def _copies(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> Any:
-        copies = []
-        for expert, slot in pairs:
-            for part, (address, size) in self._store.sources(il, expert).items():
-                copies.append((bank.parts[part], slot * size, address, size))
-                self.n_bytes_fetched += size
+        packing, source = self._store.packing(il), self._store.source
+        stride, n_bytes = packing.stride, packing.n_bytes
+        self.n_bytes_fetched += n_bytes * len(pairs)
+        copies = [
+            (bank.memory, slot * stride, source(il, expert), n_bytes) for expert, slot in pairs
+        ]
         return ffi.new("struct mg_copy[]", copies)
 
     def close(self) -> None:
@@ -249,6 +247,23 @@ class MissHandler:
         self._device.synchronize()
         if self.cold:
             self.cold.close()
-        for handle in (self._host, self._here, *self._free):
+        for handle in (self._tables, self._slots, self._here, *self._free):
             if handle:
                 handle.close()
+
+
+class _HostRows:
+    """Pinned rows of I32 that travel to the device."""
+
+    def __init__(self, device: Device, n_rows: int, n: int) -> None:
+        self._host = device.host_buffer(4 * n_rows * n)
+        self._n = n
+        self.array: npt.NDArray[np.int32] = self._host.array[: 4 * n_rows * n].view(np.int32)
+        self.array = self.array.reshape(n_rows, n)
+
+    def upload(self, row: int, target: Tensor, n: int) -> tuple[Tensor, int, Any, int]:
+        """Return the copy of the first n numbers of a row to a tensor."""
+        return target, 0, self._host.address(4 * row * self._n), 4 * n
+
+    def close(self) -> None:
+        self._host.close()
