@@ -32,10 +32,11 @@ STYLES: dict[str, dict[str, Any]] = {
 _STAGES = {"load": "Loading", "prefill": "Reading the prompt"}
 # A bar that would be gone at once only flickers.
 _BAR_DELAY_S = 0.25
-# A model can write any character; a terminal must not obey it. Tab and newline are harmless.
+# A model can write any character; a terminal must not obey it. Tab and newline are harmless,
+# and a carriage return only belongs to the newline behind it.
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
-}
+} | {13: ""}
 
 
 def is_terminal(stream: TextIO) -> bool:

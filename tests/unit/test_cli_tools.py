@@ -300,7 +300,7 @@ class TestDrawing:
         assert terminal.getvalue() == "error: bad\nso so\n"
 
     def test_a_terminal_does_not_obey_the_model(self, terminal: FakeTerminal) -> None:
-        ui.write_text("a\tb\n\x1b[2J\x07\x9b", stream=terminal)
+        ui.write_text("a\tb\r\n\x1b[2J\x07\x9b", stream=terminal)
         assert terminal.getvalue() == "a\tb\n\\x1b[2J\\x07\\x9b"
 
     def test_messages_are_one_line(self, terminal: FakeTerminal) -> None:
