@@ -7,13 +7,14 @@ An expert of a layer is in one of three states:
     resident   table = slot
 
 `admit` goes from cold to resident at once, for bytes that this very step streams and uses; the slot
-is safe until the next `begin_step`. `reserve` and `publish` part the two halves, for uploads in the
-background that end in a later step. A layer that is pinned holds expert e in slot e and never misses.
+is safe until the next `begin_step`. `reserve` and `publish` part the two halves, for uploads in
+the background that end in a later step. A layer that is pinned holds expert e in slot e for good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ import numpy.typing as npt
 from ..errors import ConfigError, InternalError
 from .cachestats import CacheStats
 from .policy import LayerPolicy, Policy
+
+# Finding the worst costs a look at every slot: enough at a time to serve several misses.
+_N_WORST = 16
 
 
 class _Layer:
@@ -37,15 +41,33 @@ class _Layer:
         self.loading: dict[int, int] = {}
         # admitted in this step: their bytes may still be on the way
         self.fresh: set[int] = set()
+        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose score
+        # is still the same is still below all that are not listed.
+        self.worst: list[tuple[float, int]] = []
+
+    def find_worst(self) -> None:
+        """List the residents of lowest score anew."""
+        score = self.policy.score
+        ranked = sorted(self.owner[self.policy.n_static :], key=score.__getitem__)
+        # -1, an empty slot, is among the owners too, but never resident
+        lowest = list(islice((expert for expert in ranked if expert in self.resident), _N_WORST))
+        self.worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
+
+    def note_resident(self, expert: int) -> None:
+        """Put a new resident where it belongs among the worst."""
+        score = self.policy.score[expert]
+        if self.worst and score <= self.worst[0][0]:
+            self.worst.append((score, expert))
+            self.worst.sort(reverse=True)
 
 
 class ExpertCache:
     """Slots of all layers.
 
-    n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer, n_expert],
-    expert -> slot or -1, what the tables on the device should hold; dirty: layers whose row changed
-    since the owner of the device tables took it and cleared the set. counts [n_layer][n_expert]: how
-    often each expert was chosen.
+    n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer,
+    n_expert], expert -> slot or -1, what the tables on the device should hold; dirty: layers whose
+    row changed since the owner of the device tables took it and cleared the set. counts
+    [n_layer][n_expert]: how often each expert was chosen.
 
     Raises:
         ConfigError: a layer has fewer than 0 or more than n_expert slots.
@@ -91,7 +113,7 @@ class ExpertCache:
         return self._layers[il].pinned
 
     def begin_step(self) -> None:
-        """Start a forward pass: one decode token or one prompt chunk; all its bytes have arrived."""
+        """Start a forward pass, of one token or one prompt chunk; the last one has finished."""
         self.step += 1
         for layer in self._touched:
             layer.fresh.clear()
@@ -114,7 +136,7 @@ class ExpertCache:
         for expert in ids:
             counts[expert] += 1
         if not layer.pinned:
-            layer.policy.touch(ids, self.step)
+            layer.policy.touch(ids)
         return missing
 
     def _missing_of(self, il: int, layer: _Layer, ids: list[int]) -> list[int]:
@@ -129,7 +151,7 @@ class ExpertCache:
         return missing
 
     def look_batch(self, il: int, ids: npt.NDArray[np.int32]) -> list[int]:
-        """As `look`, for the ids of many rows; the missing experts come most chosen first.
+        """As `look`, for many rows, I32 [n_rows * n_expert_used]; the most chosen come first.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
@@ -137,12 +159,10 @@ class ExpertCache:
         if ids.size == 0:
             return []
         if ids.min() < 0 or ids.max() >= self.n_expert:
-            raise InternalError(f"layer {il}: router chose an expert outside 0..{self.n_expert - 1}")
-        chosen = np.bincount(ids.reshape(-1), minlength=self.n_expert)
-        counts, layer = self.counts[il], self._layers[il]
-        experts = np.flatnonzero(chosen).tolist()
-        for expert, n in zip(experts, chosen[experts].tolist()):
-            counts[expert] += n
+            raise InternalError(f"layer {il}: router chose ids outside 0..{self.n_expert - 1}")
+        flat, layer = ids.reshape(-1), self._layers[il]
+        chosen = np.bincount(flat, minlength=self.n_expert)
+        self.counts[il] = (chosen + self.counts[il]).tolist()
         cold = np.flatnonzero((self.tables[il] < 0) & (chosen > 0))
         missing = cold[np.argsort(-chosen[cold], kind="stable")].tolist()
         n_cold = int(chosen[cold].sum())
@@ -150,7 +170,11 @@ class ExpertCache:
         self._misses[il] += n_cold
         self._missing[il] += len(missing)
         if not layer.pinned:
-            layer.policy.touch(experts, self.step)
+            n_rows = -(-ids.size // self.n_expert_used)
+            last = np.full(self.n_expert, -1, dtype=np.int64)
+            # the last of several writes to one place stays
+            last[flat] = np.arange(ids.size) // self.n_expert_used
+            layer.policy.touch_batch(chosen, last, n_rows)
         return missing
 
     def admit(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
@@ -207,6 +231,7 @@ class ExpertCache:
         if slot < 0:
             raise InternalError(f"layer {il}: expert {expert} is not loading")
         layer.resident.add(expert)
+        layer.note_resident(expert)
         self.tables[il, expert] = slot
         self.dirty.add(il)
         self._admitted[il] += 1
@@ -230,8 +255,8 @@ class ExpertCache:
     ) -> list[tuple[int, int]]:
         """Fill the free slots of a layer and return (expert, slot) of all that are new.
 
-        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: how often
-        a step is expected to choose each expert. A pinned layer is full: nothing is returned.
+        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: how
+        often a step is expected to choose each expert. A pinned layer is full: nothing is returned.
         """
         layer = self._layers[il]
         wanted = range(self.n_expert) if experts is None else dict.fromkeys(experts)
@@ -246,9 +271,32 @@ class ExpertCache:
             layer.resident.add(expert)
             self.tables[il, expert] = slot
             placed.append((expert, slot))
+        layer.worst.clear()
         layer.policy.start([expert for expert, _ in placed], experts is not None, shares)
         self.dirty.add(il)
         return placed
+
+    def wanted(self, il: int, limit: int) -> list[int]:
+        """Return up to limit cold experts that the policy prefers to what is resident, best first.
+
+        For times when many may be exchanged at once, as after a prompt; `reserve` or `admit` each.
+        """
+        layer = self._layers[il]
+        score, accepts = layer.policy.score, layer.policy.accepts
+        cold = [e for e in range(self.n_expert) if self.tables[il, e] < 0 and score[e] > 0]
+        cold = sorted((e for e in cold if e not in layer.loading), key=score.__getitem__)
+        n_free = sum(slot >= layer.policy.n_static for slot in layer.free)
+        dynamic = [e for e in layer.owner[layer.policy.n_static :] if e in layer.resident]
+        worst = sorted(dynamic, key=score.__getitem__)
+        found: list[int] = []
+        while cold and len(found) < limit:
+            at = len(found) - n_free
+            if at >= 0 and (at >= len(worst) or not accepts(cold[-1], worst[at])):
+                break
+            if at >= 0 and score[worst[at]] >= score[cold[-1]]:
+                break
+            found.append(cold.pop())
+        return found
 
     def residents(self, il: int) -> list[int]:
         """Return the resident experts of a layer, the one to keep longest first."""
@@ -276,27 +324,25 @@ class ExpertCache:
             InternalError: tables, owners, free slots and loading experts disagree.
         """
         for il, layer in enumerate(self._layers):
-            owned = [e for e in layer.owner if e >= 0]
-            table = self.tables[il]
-            wrong = [
-                what for what, bad in (
-                    ("a slot has two experts or an expert two slots", len(set(owned)) != len(owned)),
-                    ("owners are not residents and loading", set(owned)
-                     != layer.resident | set(layer.loading)),
-                    ("an expert is loading and resident", bool(layer.resident & set(layer.loading))),
-                    ("the table is not the residents'",
-                     set(np.flatnonzero(table >= 0).tolist()) != layer.resident),
-                    ("table and owners disagree",
-                     any(layer.owner[table[e]] != e for e in layer.resident)),
-                    ("a loading slot has another owner",
-                     any(layer.owner[s] != e for e, s in layer.loading.items())),
-                    ("free slots are owned", sorted(layer.free)
-                     != [s for s, e in enumerate(layer.owner) if e < 0]),
-                    ("an expert admitted in this step is gone", not layer.fresh <= layer.resident),
-                    ("a pinned layer changed",
-                     layer.pinned and layer.owner != list(range(self.n_expert))),
-                ) if bad
-            ]  # fmt: skip
+            owned, loading = [e for e in layer.owner if e >= 0], layer.loading
+            table, resident = self.tables[il], layer.resident
+            in_table = set(np.flatnonzero(table >= 0).tolist())
+            rules = {
+                "a slot has two experts or an expert two slots": len(set(owned)) == len(owned),
+                "an expert is loading and resident": not resident & set(loading),
+                "owners are not residents and loading": set(owned) == resident | set(loading),
+                "the table is not the residents'": in_table == resident,
+                "table and owners disagree": all(layer.owner[table[e]] == e for e in resident),
+                "a loading slot was given away": all(
+                    layer.owner[slot] == e for e, slot in loading.items()
+                ),
+                "free slots are owned": sorted(layer.free)
+                == [slot for slot, e in enumerate(layer.owner) if e < 0],
+                "an expert admitted in this step is gone": layer.fresh <= resident,
+                "a pinned layer changed": not layer.pinned
+                or layer.owner == list(range(self.n_expert)),
+            }
+            wrong = [what for what, holds in rules.items() if not holds]
             if wrong:
                 raise InternalError(f"expert cache, layer {il}: {'; '.join(wrong)}")
 
@@ -309,19 +355,24 @@ class ExpertCache:
 
     def _victim(self, layer: _Layer, expert: int, working_set: Collection[int]) -> int | None:
         """Return the resident expert that the policy gives up for expert, or None."""
-        candidates = layer.owner[layer.policy.n_static :]
-        if not candidates:
+        score, worst = layer.policy.score, layer.worst
+        while worst and (
+            score[worst[-1][1]] != worst[-1][0] or worst[-1][1] not in layer.resident
+        ):
+            worst.pop()
+        if not worst:
+            layer.find_worst()
+        if not worst:
             return None
-        score = layer.policy.score.__getitem__
-        victim = min(candidates, key=score)
-        if victim in working_set or victim in layer.loading or victim in layer.fresh or victim < 0:
-            may = [
-                e for e in candidates
-                if e >= 0 and e not in working_set and e not in layer.loading and e not in layer.fresh
+        victim = worst[-1][1]
+        if victim in working_set or victim in layer.fresh:
+            candidates = [
+                e for e in layer.owner[layer.policy.n_static :]
+                if e in layer.resident and e not in working_set and e not in layer.fresh
             ]
-            if not may:
+            if not candidates:
                 return None
-            victim = min(may, key=score)
+            victim = min(candidates, key=score.__getitem__)
         return victim if layer.policy.accepts(expert, victim) else None
 
     def _drop(self, il: int, layer: _Layer, expert: int, slot: int) -> None:

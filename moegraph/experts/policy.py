@@ -12,20 +12,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import ConfigError
+
+Counts = npt.NDArray[np.int64]
 
 # Growing weights are scaled back long before a float of 1.8e308 overflows.
 _RESCALE = 1e100
 
 
 class LayerPolicy(Protocol):
-    """The state of a policy in one layer."""
+    """The state of a policy in one layer; its clock counts the calls of touch."""
 
     score: list[float]
     n_static: int
 
-    def touch(self, ids: Sequence[int], step: int) -> None:
-        """Note that the router chose ids in this step; called once a layer and step, so quick."""
+    def touch(self, ids: Sequence[int]) -> None:
+        """Note that the router chose ids; called once a layer and step, so quick."""
+
+    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
+        """Note the choices of a batch of n_rows rows.
+
+        chosen [n_expert]: by how many rows. last [n_expert]: the last such row, -1 for none.
+        """
 
     def accepts(self, expert: int, victim: int) -> bool:
         """Return whether expert should take the slot of victim."""
@@ -53,7 +64,7 @@ class Policy(Protocol):
 
 
 class Recency:
-    """Score: the step in which an expert was last chosen.
+    """Score: when an expert was last chosen.
 
     n_ranked: how many slots become static when the experts of the start come ranked.
     """
@@ -62,12 +73,20 @@ class Recency:
         self.score = [0.0] * n_expert
         self.n_static = n_static
         self._n_ranked = n_ranked
+        self._now = 0
 
-    def touch(self, ids: Sequence[int], step: int) -> None:
-        """Stamp ids with the step."""
+    def touch(self, ids: Sequence[int]) -> None:
+        """Stamp ids with the time."""
+        self._now = now = self._now + 1
         score = self.score
         for expert in ids:
-            score[expert] = step
+            score[expert] = now
+
+    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
+        """Stamp the chosen as if their rows had come one by one."""
+        for expert in np.flatnonzero(chosen).tolist():
+            self.score[expert] = self._now + 1 + int(last[expert])
+        self._now += n_rows
 
     def accepts(self, expert: int, victim: int) -> bool:
         """Take every newcomer: it was chosen later than any victim."""
@@ -84,51 +103,63 @@ class Recency:
 
 
 class Frequency:
-    """Score: choices so far, each halved for every half_life steps since.
+    """Score: choices so far, each halved for every half_life rows since.
 
     The scores themselves never decay: a later choice weighs more, which orders them the same.
     """
 
-    def __init__(self, n_expert: int, half_life: float, hysteresis: float) -> None:
+    n_static = 0
+
+    def __init__(
+        self, n_expert: int, half_life: float, hysteresis: float, prior_steps: float
+    ) -> None:
         self.score = [0.0] * n_expert
-        self.n_static = 0
         self._half_life = half_life
         self._growth = 2.0 ** (1.0 / half_life)
         self._hysteresis = hysteresis
+        self._prior_steps = prior_steps
         self._weight = 1.0
-        self._step = 0
 
-    def touch(self, ids: Sequence[int], step: int) -> None:
-        """Add the weight of this step to every choice."""
-        if step != self._step:
-            self._advance(step)
-        score, weight = self.score, self._weight
+    def touch(self, ids: Sequence[int]) -> None:
+        """Add the weight of this time to every choice."""
+        self._weight = weight = self._weight * self._growth
+        score = self.score
         for expert in ids:
             score[expert] += weight
+        if weight > _RESCALE:
+            self._rescale()
 
-    def _advance(self, step: int) -> None:
-        # a pause of many half-lives must not overflow in one go
-        self._weight *= self._growth ** min(step - self._step, 300.0 * self._half_life)
-        self._step = step
+    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
+        """Add choices spread evenly over n_rows rows, each decayed as if alone."""
+        growth = self._growth
+        # many half-lives at once count as ten: what came before is forgotten either way
+        n_seen = min(n_rows, 10.0 * self._half_life)
+        self._weight *= growth**n_seen
+        # mean over the rows of growth ** -age
+        kept = (1.0 - growth**-n_seen) / (n_rows * (1.0 - 1.0 / growth))
+        for expert in np.flatnonzero(chosen).tolist():
+            self.score[expert] += self._weight * kept * int(chosen[expert])
         if self._weight > _RESCALE:
-            self.score = [s / self._weight for s in self.score]
-            self._weight = 1.0
+            self._rescale()
+
+    def _rescale(self) -> None:
+        self.score = [s / self._weight for s in self.score]
+        self._weight = 1.0
 
     def accepts(self, expert: int, victim: int) -> bool:
-        """Take a newcomer whose score is clearly above the victim's, so that two do not alternate."""
+        """Take a newcomer that is clearly above the victim, so that two do not alternate."""
         return self.score[expert] > self._hysteresis * self.score[victim]
 
     def start(
         self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
     ) -> None:
-        """Score as if the profile had been seen for ever; without shares, below one choice."""
+        """Score as if the profile had been seen for prior_steps; without it, below one choice."""
         if shares is None:
             for rank, expert in enumerate(experts):
                 self.score[expert] = 0.5 * self._weight * (1.0 - rank / max(len(experts), 1))
             return
-        seen = self._weight * self._growth / (self._growth - 1.0)
         for expert, share in enumerate(shares):
-            self.score[expert] = seen * share
+            self.score[expert] = self._weight * self._prior_steps * share
 
 
 @dataclass(frozen=True)
@@ -155,23 +186,25 @@ class Lru:
 class Lfu:
     """Decayed frequency with hysteresis.
 
-    half_life: steps after which a choice counts half. hysteresis: how many times the victim's score
-    a newcomer needs.
+    half_life: tokens after which a choice counts half. hysteresis: how many times the victim's
+    score a newcomer needs. prior_steps: how many tokens a profile is worth.
     """
 
     name: ClassVar[str] = "lfu"
-    half_life: float = 64.0
-    hysteresis: float = 1.25
+    half_life: float = 128.0
+    hysteresis: float = 1.1
+    prior_steps: float = 8.0
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
         """Return the frequency state of one layer."""
-        return Frequency(n_expert, self.half_life, self.hysteresis)
+        return Frequency(n_expert, self.half_life, self.hysteresis, self.prior_steps)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with half_life or hysteresis."""
+        """Return what is wrong with the parameters."""
         return [
             *_outside("half_life", self.half_life, 1.0, 1e6),
             *_outside("hysteresis", self.hysteresis, 1.0, 100.0),
+            *_outside("prior_steps", self.prior_steps, 0.0, 1e6),
         ]
 
 

@@ -1,0 +1,226 @@
+"""Routing traces: the expert ids that a router chose, token by token, in a compact file.
+
+Layout, little-endian:
+
+    8 bytes   b"MOETRACE"
+    u32       version, 1
+    u32       length of the header
+    header    JSON object: n_layer n_expert n_expert_used n_tokens n_prompt model source sha256
+    ids       u8 (n_expert <= 256) or u16 [n_tokens][n_layer][n_expert_used], best expert first
+
+sha256 is that of the ids. `model` is the fingerprint of the router that chose (identity.py), empty
+for generated traces, which fit every model of their shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, InternalError, RequestError
+from ..units import format_bytes
+from .identity import RouterShape
+
+MAGIC = b"MOETRACE"
+VERSION = 1
+_MAX_HEADER = 64 * 1024
+_MAX_TOKENS = 1 << 24
+_PREFIX = struct.Struct("<8sII")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """ids numpy u8 or u16 [n_tokens, n_layer, n_expert_used]; the first n_prompt were a prompt.
+
+    source: where the ids come from, for people.
+    """
+
+    shape: RouterShape
+    ids: npt.NDArray[Any] = field(repr=False)
+    n_prompt: int = 0
+    source: str = ""
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Return the hash of the ids, 64 hex digits."""
+        return hashlib.sha256(np.ascontiguousarray(self.ids).data).hexdigest()
+
+    def part(self, start: int, stop: int) -> Trace:
+        """Return tokens start..stop-1 as a trace."""
+        n_prompt = min(max(self.n_prompt - start, 0), max(stop - start, 0))
+        return replace(self, ids=self.ids[start:stop], n_prompt=n_prompt)
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Return how often each expert was chosen, numpy [n_layer, n_expert]."""
+        size = n_layer, n_expert = self.shape.sizes[:2]
+        flat = self.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
+        return np.bincount(flat.reshape(-1), minlength=n_layer * n_expert).reshape(size)
+
+    def rows(self) -> list[list[list[int]]]:
+        """Return the ids as lists [n_tokens][n_layer][n_expert_used], for loops in Python."""
+        return self.ids.tolist()
+
+
+def ids_dtype(n_expert: int) -> np.dtype[Any]:
+    """Return the type that ids of n_expert experts have in a file."""
+    return np.dtype("u1" if n_expert <= 256 else "<u2")
+
+
+class TraceRecorder:
+    """Collect a trace from the ids of each layer; usable as an observer of a runner.
+
+    Passes may have several rows; their layers come in order, 0 to n_layer - 1.
+    """
+
+    def __init__(self, shape: RouterShape) -> None:
+        self._shape = shape
+        self._passes: list[npt.NDArray[Any]] = []
+        self._pass: npt.NDArray[Any] | None = None
+
+    def __call__(self, il: int, ids: npt.NDArray[np.int32]) -> None:
+        """Note the ids of one layer and pass, I32 [n_rows * n_expert_used].
+
+        Raises:
+            InternalError: layers come out of order or with another number of rows.
+        """
+        shape = self._shape
+        rows = ids.reshape(-1, shape.n_expert_used)
+        if il == 0:
+            size = (len(rows), shape.n_layer, shape.n_expert_used)
+            self._pass = np.empty(size, dtype=ids_dtype(shape.n_expert))
+        if self._pass is None or len(self._pass) != len(rows):
+            raise InternalError(f"trace: layer {il} came with {len(rows)} rows, out of order")
+        self._pass[:, il] = rows
+        if il == shape.n_layer - 1:
+            self._passes.append(self._pass)
+            self._pass = None
+
+    def trace(self, n_prompt: int, source: str) -> Trace:
+        """Return all complete passes; a pass that was cut short is left out."""
+        shape = self._shape
+        empty = np.empty((0, shape.n_layer, shape.n_expert_used), ids_dtype(shape.n_expert))
+        ids = np.concatenate([empty, *self._passes])
+        return Trace(shape, ids, min(n_prompt, len(ids)), source)
+
+
+def write_trace(path: str | Path, trace: Trace) -> None:
+    """Write a trace; an older file is replaced only by a complete one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    shape = trace.shape
+    ids = np.ascontiguousarray(trace.ids, dtype=ids_dtype(shape.n_expert))
+    header = json.dumps({
+        "n_layer": shape.n_layer, "n_expert": shape.n_expert, "n_expert_used": shape.n_expert_used,
+        "n_tokens": len(ids), "n_prompt": trace.n_prompt, "model": shape.model,
+        "source": trace.source[:1000], "sha256": hashlib.sha256(ids.data).hexdigest(),
+    }).encode()  # fmt: skip
+    replace_file(path, (_PREFIX.pack(MAGIC, VERSION, len(header)), header, ids.tobytes()))
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read and check a trace.
+
+    Raises:
+        RequestError: it cannot be read, is no trace, or is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _header(str(path), file.read(_PREFIX.size), file.read(_MAX_HEADER))
+            shape, n_tokens = header.shape, header.n_tokens
+            dtype = ids_dtype(shape.n_expert)
+            n_bytes = n_tokens * shape.n_layer * shape.n_expert_used * dtype.itemsize
+            if size != header.start + n_bytes:
+                raise _damaged(
+                    path, f"it has {size} bytes, its header announces {header.start + n_bytes}"
+                )
+            file.seek(header.start)
+            data = file.read(n_bytes)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot read the trace: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != header.sha256:
+        raise _damaged(path, "its ids do not match their sha256")
+    ids = np.frombuffer(data, dtype).reshape(n_tokens, shape.n_layer, shape.n_expert_used)
+    if ids.size and int(ids.max()) >= shape.n_expert:
+        raise _damaged(path, f"it names expert {int(ids.max())} of {shape.n_expert}")
+    ordered = np.sort(ids, axis=2)
+    if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
+        raise _damaged(path, "a token chose the same expert twice")
+    return Trace(shape, ids, header.n_prompt, header.source)
+
+
+def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
+    """Write pieces to a new file and rename it to path, so that no reader sees half of it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            with open(beside, "wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class _Header:
+    shape: RouterShape
+    n_tokens: int
+    n_prompt: int
+    source: str
+    sha256: str
+    start: int
+
+
+def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
+    if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
+        raise RequestError(f"{path}: not a routing trace; `moegraph trace` writes them")
+    _, version, length = _PREFIX.unpack(prefix)
+    if version != VERSION:
+        raise RequestError(f"{path}: trace format {version}; this moegraph reads format {VERSION}")
+    if length > len(rest):
+        raise _damaged(path, f"its header of {format_bytes(length)} is cut off or too long")
+    try:
+        fields = json.loads(rest[:length])
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    shape = RouterShape.from_fields(fields)
+    n_tokens, n_prompt = fields.get("n_tokens"), fields.get("n_prompt")
+    texts = [fields.get("source"), fields.get("sha256")]
+    if shape is None or not all(isinstance(text, str) for text in texts):
+        raise _damaged(path, "its header does not describe a router")
+    if type(n_tokens) is not int or not 0 <= n_tokens <= _MAX_TOKENS:
+        raise _damaged(path, f"n_tokens is {n_tokens!r}; allowed: 0 to {_MAX_TOKENS}")
+    if type(n_prompt) is not int or not 0 <= n_prompt <= n_tokens:
+        raise _damaged(path, f"n_prompt is {n_prompt!r}; allowed: 0 to {n_tokens}")
+    return _Header(shape, n_tokens, n_prompt, texts[0], texts[1], _PREFIX.size + length)
+
+
+def _damaged(path: str | Path, what: str) -> RequestError:
+    return RequestError(f"{path}: damaged routing trace: {what}; record it again")

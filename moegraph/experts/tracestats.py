@@ -1,0 +1,110 @@
+"""What a routing trace is like: overlap, entropy, and what a plain LRU makes of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .trace import Trace
+
+# The share of experts at which hit rates of models of this kind were published.
+LRU_SHARE = 0.269
+LRU_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class TraceStats:
+    """Printed beside every speed that a trace was part of.
+
+    overlap: share of experts in common with the token before. entropy: of the choices of a layer,
+    1 = all experts alike, mean over layers. lru: hit rates of one LRU over all layers that holds
+    LRU_SHARE of the experts, in the quarters of the first LRU_TOKENS tokens, empty at the start.
+    """
+
+    sha256: str
+    n_tokens: int
+    overlap: float
+    entropy: float
+    lru: tuple[float, ...]
+
+    def line(self) -> str:
+        """Return all of it as one line."""
+        rates = " ".join(f"{rate:.3f}" for rate in self.lru)
+        return (
+            f"trace {self.sha256[:16]}: {self.n_tokens} tokens, lag-1 overlap {self.overlap:.3f}, "
+            f"entropy {self.entropy:.3f}, LRU of {LRU_SHARE:.1%} of the experts hits {rates}"
+        )
+
+
+def trace_stats(trace: Trace) -> TraceStats:
+    """Return the statistics of a trace; overlap and entropy over its first LRU_TOKENS tokens too.
+
+    A longer trace is cut for them, because both depend on the length.
+    """
+    head = trace.part(0, LRU_TOKENS)
+    return TraceStats(
+        trace.sha256, trace.n_tokens, float(overlap(head).mean()), float(entropy(head).mean()),
+        tuple(global_lru(head, LRU_SHARE)),
+    )  # fmt: skip
+
+
+def overlap(trace: Trace, lag: int = 1) -> npt.NDArray[np.float64]:
+    """Return the mean share of experts in common with the token lag before, [n_layer]."""
+    chosen = one_hot(trace)
+    if len(chosen) <= lag:
+        return np.zeros(trace.shape.n_layer)
+    both = (chosen[lag:] & chosen[:-lag]).sum(axis=2)
+    return both.mean(axis=0) / trace.shape.n_expert_used
+
+
+def entropy(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return the normalised entropy of the choices of each layer, [n_layer], 0 to 1."""
+    counts = trace.counts()
+    p = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    bits = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
+    return bits / np.log(max(trace.shape.n_expert, 2))
+
+
+def distinct(trace: Trace, window: int) -> float:
+    """Return the mean number of distinct experts in a layer over windows of tokens end to end."""
+    chosen = one_hot(trace)
+    n = len(chosen) // window
+    if n == 0:
+        return 0.0
+    shape = (n, window, *chosen.shape[1:])
+    return float(chosen[: n * window].reshape(shape).any(axis=1).sum(axis=2).mean())
+
+
+def one_hot(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Return which experts each token chose, bool [n_tokens, n_layer, n_expert]."""
+    chosen = np.zeros((trace.n_tokens, *trace.shape.sizes[:2]), dtype=np.bool_)
+    np.put_along_axis(chosen, trace.ids.astype(np.intp), True, axis=2)
+    return chosen
+
+
+def global_lru(trace: Trace, share: float, parts: int = 4) -> list[float]:
+    """Return hit rates, by parts of the trace, of one LRU over the experts of all layers.
+
+    share: of all experts it holds, rounded down. It starts empty and knows no working set. Below
+    one token's cycle, n_layer * n_expert_used experts, it hits nothing.
+    """
+    n_layer, n_expert, _ = trace.shape.sizes
+    capacity = int(share * n_layer * n_expert)
+    order: OrderedDict[int, None] = OrderedDict()
+    rates = []
+    keys = trace.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
+    for part in np.array_split(keys.reshape(trace.n_tokens, -1), parts):
+        hits = 0
+        for key in part.reshape(-1).tolist():
+            if key in order:
+                hits += 1
+                order.move_to_end(key)
+                continue
+            order[key] = None
+            if len(order) > capacity:
+                order.popitem(last=False)
+        rates.append(hits / part.size if part.size else 0.0)
+    return rates
