@@ -18,6 +18,7 @@ import numpy.typing as npt
 from .config import EngineConfig
 from .errors import (
     Cancelled,
+    ConfigError,
     ContextOverflow,
     InternalError,
     NativeError,
@@ -112,6 +113,11 @@ class Engine:
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         n_slots = self._plan_slots()
+        if n_slots is not None and config.mode == "whole":
+            raise ConfigError(
+                "mode 'whole' needs every expert on the device, and not all of them get a slot; "
+                "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
+            )
         loader = Loader(self.device, self.model, progress)
         try:
             self.weights = self._own(Weights(loader, self.model))

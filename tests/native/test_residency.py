@@ -1,0 +1,154 @@
+"""Experts that do not fit, on the CPU device: whatever is resident, the results are bit-equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError, ModelFileError
+from moegraph.modelfile import open_model
+
+# One row, a few, more than admission allows, a chunk of many: then single rows again.
+CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
+
+PLACEMENTS = [
+    {"pin_layers": 1, "cache_slots": 60, "miss": "stream"},
+    {"pin_layers": 0, "cache_slots": 0, "miss": "stream"},
+    {"cache_slots": 0, "miss": "cpu"},
+    {"cache_slots": 24, "policy": "lru", "miss": "cpu"},
+    {"cache_slots": 24, "policy": "lru", "miss": "stream"},
+    {"cache_slots": 120, "policy": "adaptive", "miss": "auto"},
+    {"cache_slots": 40, "policy": "static", "miss": "auto"},
+    {"pin_layers": 2, "cache_slots": 9, "policy": "lfu", "miss": "auto"},
+]
+
+
+def run(engine: Engine) -> np.ndarray:
+    """Return the logits of 120 tokens in passes of many widths."""
+    ids = prompt(engine, CUTS[-1], seed=3)
+    parts = [engine.forward_logits(ids[a:b], a) for a, b in zip(CUTS, CUTS[1:])]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
+def test_results_do_not_depend_on_what_is_resident(open_engine, preset):
+    expected = run(open_engine(preset))
+    for placement in PLACEMENTS:
+        engine = open_engine(preset, **placement)
+        got = run(engine)
+        np.testing.assert_array_equal(got, expected, err_msg=str(placement))
+        engine.runner.cache.check()
+        stats = engine.runner.cache.stats
+        assert stats.misses.sum() > 0, "a placement that never misses tests nothing"
+        engine.close()
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
+@pytest.mark.parametrize("miss", ["cpu", "stream"])
+def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
+    expected = run(open_engine(preset, cpu_reference=True))
+    engine = open_engine(preset, cpu_reference=True, cache_slots=30, miss=miss, n_threads=2)
+    np.testing.assert_array_equal(run(engine), expected)
+
+
+def test_an_expert_is_never_fetched_more_often_than_it_is_missed(open_engine):
+    engine = open_engine("mini35b", cache_slots=40, miss="stream")
+    run(engine)
+    misses, cache = engine.runner.misses, engine.runner.cache
+    filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
+    fetched = misses.n_bytes_fetched - filled
+    assert 0 < fetched <= cache.stats.missing.sum() * engine_expert_bytes(engine)
+
+
+def engine_expert_bytes(engine: Engine) -> int:
+    """Return the largest packed expert of a layer."""
+    store = engine.runner.misses._store
+    return max(store.packing(il).n_bytes for il in store.layers)
+
+
+@pytest.mark.parametrize("miss", ["cpu", "stream"])
+def test_the_cache_learns(open_engine, miss):
+    engine = open_engine("mini35b", cache_slots=64, policy="lru", miss=miss)
+    ids = prompt(engine, 1)
+    for _ in range(30):  # the same token over and over settles on few experts
+        engine.forward(ids, greedy=True)
+    before = engine.runner.cache.stats
+    for _ in range(10):
+        engine.forward(ids, greedy=True)
+    after = engine.runner.cache.stats
+    hits, misses = (after.hits - before.hits).sum(), (after.misses - before.misses).sum()
+    assert hits > 8 * misses
+
+
+def test_cancelled_and_failed_requests_leave_the_cache_sound(open_engine):
+    engine = open_engine("legacy32", cache_slots=40, miss="cpu")
+    ids = prompt(engine, 20)
+    expected = greedy_tokens(engine, ids, 10)
+    stream = engine.generate(ids, max_tokens=50, text=False)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    engine.runner.cache.check()
+    assert greedy_tokens(engine, ids, 10) == expected
+
+
+def test_200_requests_with_misses_leave_memory_flat(open_engine):
+    engine = open_engine("legacy32", cache_slots=40, miss="auto")
+    sizes = []
+    for i in range(200):
+        greedy_tokens(engine, prompt(engine, 1 + i % 20, seed=i), 3)
+        with open("/proc/self/statm") as file:
+            sizes.append(int(file.read().split()[1]) * 4096)
+    assert max(sizes[150:]) - max(sizes[80:100]) < 4 << 20
+
+
+def test_a_recorded_routing_replaces_the_router_for_single_rows(open_engine, model_path):
+    hp = open_engine("mini35b").hparams
+    rng = np.random.default_rng(0)
+    trace = np.stack([
+        [rng.permutation(hp.n_expert)[: hp.n_expert_used] for _ in range(hp.n_layer)]
+        for _ in range(6)
+    ]).astype(np.int32)  # fmt: skip
+    logits = []
+    for placement in ({"mode": "layered"}, {"cache_slots": 40}):
+        config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=32, **placement)
+        with Engine.load(model_path("mini35b"), config, routing=trace) as engine:
+            seen: list[np.ndarray] = []
+            engine.runner.observers.append(lambda il, ids, seen=seen: seen.append(ids.copy()))
+            rows = [engine.forward_logits([i], i) for i in range(6)]
+            np.testing.assert_array_equal(np.stack(seen).reshape(trace.shape), trace)
+            logits.append(np.concatenate(rows))
+    np.testing.assert_array_equal(*logits)
+
+
+def test_a_recording_of_another_shape_is_refused(model_path):
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    with pytest.raises(ConfigError, match="this model needs steps of 8 layers with 4 experts"):
+        Engine.load(model_path("legacy32"), config, routing=np.zeros((3, 4, 4), dtype=np.int32))
+
+
+def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
+    source = model_path("legacy32")
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(source.read_bytes())
+    with open_model(path) as model:
+        first = min(i.offset for i in model.tensors.values() if "_exps" in i.name)
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, cache_slots=8, miss="stream")
+    with Engine.load(path, config) as engine:
+        greedy_tokens(engine, prompt(engine, 3), 2)
+        store, layer = engine.runner.misses._store, engine.hparams.n_layer - 1
+        with open(path, "r+b") as file:
+            file.truncate(first)
+        with pytest.raises(ModelFileError, match="cut.gguf"):
+            store.source(layer, 5)
+        path.write_bytes(source.read_bytes())  # mapped weights must not fault at close
+
+
+def test_a_whole_pass_needs_all_experts(model_path):
+    with pytest.raises(ConfigError, match="mode 'whole' needs every expert on the device"):
+        Engine.load(
+            model_path("legacy32"), EngineConfig(device="cpu", mode="whole", cache_slots=8)
+        )
