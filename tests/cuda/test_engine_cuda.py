@@ -1,0 +1,118 @@
+"""The engine on a CUDA device: its own ways of computing agree, requests repeat, memory is flat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import OutOfDeviceMemory
+from moegraph.ggml.device import list_devices
+from moegraph.ggml.handles import live_handles
+
+pytestmark = pytest.mark.skipif(
+    not any(d["kind"] == "cuda" for d in list_devices()), reason="no CUDA device"
+)
+
+CUTS = [0, 1, 2, 3, 5, 8, 15, 16, 24, 64, 65, 97, 98, 99, 100]
+
+PLACEMENTS = [
+    {"pin_layers": 1, "cache_slots": 60, "miss": "stream"},
+    {"cache_slots": 60, "miss": "stream", "host_pin": "none"},
+    {"cache_slots": 60, "miss": "cpu"},
+    {"cache_slots": 60, "miss": "auto"},
+    {"cache_slots": 0, "miss": "stream"},
+    {"cache_slots": 0, "miss": "auto"},
+    {"cache_slots": 20, "policy": "lru", "miss": "auto"},
+]
+
+
+@pytest.fixture
+def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+    """Return a function that loads a random model on the GPU and closes it after the test."""
+    opened: list[Engine] = []
+
+    def load(preset: str = "mini35b", **settings: object) -> Engine:
+        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
+        opened.append(Engine.load(model_file(preset), EngineConfig(**chosen)))
+        return opened[-1]
+
+    yield load
+    for engine in opened:
+        engine.close()
+
+
+def run(engine: Engine) -> np.ndarray:
+    """Return the logits of 100 tokens in passes of many widths."""
+    ids = prompt(engine, CUTS[-1], seed=3)
+    return np.concatenate([engine.forward_logits(ids[a:b], a) for a, b in zip(CUTS, CUTS[1:])])
+
+
+def nmse(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the squared error relative to b."""
+    return float(((a - b).astype(np.float64) ** 2).sum() / (b.astype(np.float64) ** 2).sum())
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
+def test_layered_equals_whole(open_cuda, preset):
+    rows = [run(open_cuda(preset, mode=mode)) for mode in ("whole", "layered")]
+    np.testing.assert_array_equal(*rows)
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "legacy32", "kquant40", "iq64", "mxfp256"])
+def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda, preset):
+    expected = run(open_cuda(preset))
+    with_cpu = run(open_cuda(preset, cache_slots=0, miss="cpu"))
+    on_cpu = open_cuda(preset, device="cpu")
+    # the same file on the CPU: how far apart two correct computations are for this model
+    bound = 2 * nmse(run(on_cpu), expected)
+    assert nmse(with_cpu, expected) <= bound
+    for placement in PLACEMENTS:
+        engine = open_cuda(preset, **placement)
+        got = run(engine)
+        assert np.isfinite(got).all(), placement
+        assert nmse(got, expected) <= bound, placement
+        assert engine.runner.cache.stats.misses.sum() > 0
+        engine.runner.cache.check()
+        engine.close()
+
+
+def test_requests_repeat_and_memory_is_flat(open_cuda):
+    for settings in ({"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}):
+        engine = open_cuda(**settings)
+        first = greedy_tokens(engine, prompt(engine, 30, seed=1), 12)
+        used, handles = [], []
+        for i in range(200):
+            greedy_tokens(engine, prompt(engine, 1 + i % 40, seed=i), 3)
+            used.append(engine.device.memory()[0])
+            handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
+        assert greedy_tokens(engine, prompt(engine, 30, seed=1), 12) == first
+        # captured graphs come and go with prompt lengths; they take a few MiB
+        assert max(used[100:]) - min(used[100:]) <= 32 << 20, settings
+        assert len(set(handles[60:])) == 1
+        engine.close()
+
+
+def test_several_sequences_in_one_pass(open_cuda):
+    together, alone = open_cuda(n_seq=3), open_cuda()
+    ids = prompt(together, 60).reshape(3, 20)
+    batch = together.forward(ids, all_rows=True).logits.reshape(3, 20, -1)
+    for seq in range(3):
+        alone.reset()
+        single = alone.forward(ids[seq], all_rows=True).logits
+        assert nmse(batch[seq], single) < 2e-2
+        assert (batch[seq].argmax(axis=1) == single.argmax(axis=1)).mean() > 0.8
+
+
+def test_too_large_a_context_is_refused_with_numbers(model_file):
+    before = live_handles()
+    with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 cannot allocate .* free; lower"):
+        Engine.load(
+            model_file("mini35b"), EngineConfig(device="cuda", n_ctx=1 << 22, n_seq=256)
+        )
+    assert live_handles() == before
