@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from ..config import debug_level
 from ..errors import NativeError
@@ -21,7 +22,7 @@ def library_dir() -> Path:
     return _LIB_DIR
 
 
-def _load() -> tuple[object, object]:
+def _load() -> tuple[Any, Any]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     try:
         from . import _native
