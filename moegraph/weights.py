@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ModelFileError
+from .errors import ModelFileError, NativeError
 from .ggml.device import Device
 from .ggml.handles import Buffer, Context
-from .ggml.lib import C, ffi
+from .ggml.lib import C, ffi, last_error
 from .ggml.ops import Tensor
 from .modelfile import ModelFile, TensorInfo
 
@@ -202,7 +202,8 @@ def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     address = ffi.cast("void *", buffer.base + offset)
     status = C.ggml_backend_tensor_alloc(buffer.ptr, tensor, address)
     if status != C.GGML_STATUS_SUCCESS:
-        raise MemoryError(f"ggml refused to place a tensor (status {status})")
+        name = ffi.string(tensor.name).decode("utf-8", "replace") or "a tensor"
+        raise NativeError(f"ggml could not place {name} in its buffer: {last_error() or status}")
 
 
 class TokenEmbedding:

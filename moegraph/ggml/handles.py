@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import InternalError
-from .lib import C, ffi
+from ..errors import InternalError, NativeError
+from .lib import C, ffi, last_error
 
 _live: Counter[str] = Counter()
 
@@ -34,7 +34,9 @@ class Handle:
 
     def __init__(self, ptr: Any, free: Callable[[Any], None], *parents: Any) -> None:
         if ptr == ffi.NULL:
-            raise InternalError(f"{type(self).__name__} was given a null pointer")
+            raise NativeError(
+                f"ggml could not create a {type(self).__name__.lower()}: {last_error() or 'no memory'}"
+            )
         self._ptr = ptr
         self._parents = parents
         _live[type(self).__name__] += 1

@@ -22,7 +22,8 @@ behind everything else, and its table entry changes when the next pass begins.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -170,8 +171,19 @@ class MissHandler:
             else:
                 admitted.append((expert, slot))
         if admitted:
-            self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
+            with self._undone_on_failure(il, admitted):
+                self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
         return rest
+
+    @contextmanager
+    def _undone_on_failure(self, il: int, pairs: list[tuple[int, int]]) -> Iterator[None]:
+        """Take slots back whose bytes may not arrive: they must never count as resident."""
+        try:
+            yield
+        except BaseException:
+            for expert, _ in pairs:
+                self.cache.abandon(il, expert)
+            raise
 
     def _on_cpu(
         self, il: int, experts: list[int], ids: npt.NDArray[np.int32], n_rows: int,
@@ -198,13 +210,15 @@ class MissHandler:
             slot = self.cache.reserve(il, expert, working_set)
             if slot is not None:
                 pairs.append((expert, slot))
-                self._promoted.append((il, expert))
-        if pairs:
+        if not pairs:
+            return
+        with self._undone_on_failure(il, pairs):
             self._wait_for_ring()
             copies = self._copies(il, self._banks.layer(il), pairs)
             C.mg_upload(self._device.upload.ptr, copies, len(copies))
-            if self._here:
-                C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+        if self._here:
+            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+        self._promoted += [(il, expert) for expert, _ in pairs]
 
     def _wait_for_ring(self) -> None:
         if self._store.uses_ring and self._here:

@@ -1,0 +1,157 @@
+"""The k-th call of a kind fails, for every k: the right error, no leak, and the next request is right."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ModelFileError, MoegraphError, NativeError, OutOfDeviceMemory
+from moegraph.ggml.handles import live_handles
+from moegraph.ggml.lib import C, ffi
+from moegraph.modelfile import ModelFile
+
+FAILED = C.GGML_STATUS_FAILED
+
+# What a failing call returns, by native function.
+FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
+    "ggml_backend_buft_alloc_buffer": (ffi.NULL, NativeError),
+    "ggml_gallocr_new": (ffi.NULL, NativeError),
+    "ggml_init": (ffi.NULL, NativeError),
+    "mg_graph_alloc": (False, OutOfDeviceMemory),
+    "mg_launch": (FAILED, NativeError),
+    "mg_launch_pair": (FAILED, NativeError),
+    "mg_fetch_launch": (FAILED, NativeError),
+    "ggml_backend_tensor_alloc": (FAILED, NativeError),
+}
+
+
+class Faulty:
+    """The native library, except that the k-th call of one function fails."""
+
+    def __init__(self, name: str, at: int, result: Any) -> None:
+        self._name = name
+        self._at = at
+        self._result = result
+        self.n_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(C, name)
+        if name != self._name:
+            return real
+
+        def call(*args: Any) -> Any:
+            self.n_calls += 1
+            return self._result if self.n_calls == self._at else real(*args)
+
+        return call
+
+
+@contextmanager
+def faulty(name: str, at: int, result: Any) -> Iterator[Faulty]:
+    """Put a faulty library into every module of the package."""
+    library = Faulty(name, at, result)
+    modules = [m for n, m in sys.modules.items() if n.startswith("moegraph.") and hasattr(m, "C")]
+    for module in modules:
+        module.C = library
+    try:
+        yield library
+    finally:
+        for module in modules:
+            module.C = C
+
+
+CONFIGS = [
+    {"mode": "whole"},
+    {"cache_slots": 30, "miss": "stream", "policy": "lru"},
+    {"cache_slots": 30, "miss": "cpu", "policy": "lru"},
+]
+
+
+def config(settings: dict[str, Any]) -> EngineConfig:
+    """Return a small configuration on the CPU."""
+    return EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=16, **settings)
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
+    path = model_path("legacy32")
+    result, kind = FAULTS[name]
+    gc.collect()
+    before, at, failures = live_handles(), 0, 0
+    while True:
+        # every call up to twelve, then in growing steps: the rest are the same call for other layers
+        at = at + 1 if at < 12 else at + at // 3
+        with faulty(name, at, result) as library:
+            try:
+                engine = Engine.load(path, config(settings))
+            except MoegraphError as error:
+                assert isinstance(error, kind), error
+                assert "\n" not in str(error)
+                failures += 1
+            else:
+                engine.close()
+        gc.collect()
+        assert live_handles() == before, f"call {at} of {name}"
+        if library.n_calls < at:
+            break
+    assert failures or name.startswith("mg_"), "nothing was injected"
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
+@pytest.mark.parametrize("name", ["mg_launch", "mg_launch_pair", "mg_fetch_launch"])
+def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, settings):
+    result, kind = FAULTS[name]
+    with Engine.load(model_path("legacy32"), config(settings)) as engine:
+        ids = prompt(engine, 20)
+        expected = greedy_tokens(engine, ids, 5)
+        handles, at = None, 0
+        while True:
+            at = at + 1 if at < 12 else at + at // 3
+            with faulty(name, at, result) as library:
+                try:
+                    greedy_tokens(engine, ids, 5)
+                except MoegraphError as error:
+                    assert isinstance(error, kind) and "\n" not in str(error)
+            assert greedy_tokens(engine, ids, 5) == expected, f"after call {at} of {name}"
+            if engine.mode == "layered":
+                engine.runner.cache.check()
+            handles = handles or live_handles()
+            assert live_handles() == handles
+            if library.n_calls < at:
+                break
+
+
+def test_a_short_read_while_a_request_runs_is_an_error_and_the_next_one_is_right(
+    model_path, monkeypatch
+):
+    settings = {"cache_slots": 24, "miss": "stream", "policy": "lru"}
+    with Engine.load(model_path("legacy32"), config(settings)) as engine:
+        ids = prompt(engine, 20)
+        expected = greedy_tokens(engine, ids, 5)
+        real = ModelFile.read
+        for at in (1, 2, 3, 7, 20, 50):
+            calls = 0
+
+            def read(self: ModelFile, info: Any, out: np.ndarray, start: int = 0) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == at:  # noqa: B023 - used within the iteration only
+                    raise ModelFileError(f"{info.name}: short read")
+                real(self, info, out, start)
+
+            monkeypatch.setattr(ModelFile, "read", read)
+            with pytest.raises(ModelFileError, match="short read"):
+                greedy_tokens(engine, ids, 5)
+            monkeypatch.setattr(ModelFile, "read", real)
+            engine.runner.cache.check()
+            assert greedy_tokens(engine, ids, 5) == expected, f"after read {at}"
