@@ -7,7 +7,7 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
 
     info                          versions and library files
     run     model cfg steps out   a fresh sequence: each step is one llama_decode. A step is
-                                  {"tokens": [...], "rows": "all", "last" or "none", "nodes": [...]}.
+                                  {"tokens": [...], "rows": "all" | "last" | "none", "nodes": [..]}
                                   out gets logits{i} [rows, n_vocab] and node/{i}/{name}/{il}.
                                   nodes [] keeps none, ["*"] every named one; such a step must fit
                                   one ubatch.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from regression.harness import Models, Upstream, start_oracle
+# libgomp's threads spin for about a millisecond after each graph. Two processes take turns here, so
+# that would be time taken from the other one; read when the library loads.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from regression.harness import Models, Upstream, start_oracle  # noqa: E402
 
 
 @pytest.fixture(scope="session")

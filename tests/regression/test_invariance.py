@@ -23,22 +23,31 @@ from regression.harness import (
 if TYPE_CHECKING:
     from moegraph.engine import Engine
 
-# Rows of the passes; 560 positions reach the kernels that change at 512.
-WIDTHS = (1, 7, 8, 9, 64, 300, 560)
-N = 560
+# Rows of the passes that cut up one sequence: below and above the tiled kernels (8 rows) and flash
+# attention tiles (64), single rows at its start and past position 512, where threads share one row.
+FALLING = (300, 64, 64, 64, 9, 9, 8, 8, 7, 7, *([1] * 24))
+RISING = FALLING[::-1]
+N = sum(FALLING)
 
 
-def final_state(engine: Engine, position: int) -> dict[tuple[str, int], Any]:
-    """Return the recurrent states after one more row; they hold all that came before."""
-    nodes = engine.forward_nodes([1], pos0=position)
-    return {key: value for key, value in nodes.items() if key[0] == "new_state"}
-
-
-def run_widths(engine: Engine, ids: Sequence[int], widths: Sequence[int]) -> Any:
-    """Yield (width, logits, states) of the same ids in passes of each width."""
+def in_passes(engine: Engine, ids: Sequence[int], widths: Sequence[int]) -> tuple[Any, Any]:
+    """Run ids in passes of the given widths; return all logits and the recurrent states after."""
+    engine.reset()
+    rows, at = [], 0
     for width in widths:
-        logits = our_logits(engine, ids, width)
-        yield width, logits, final_state(engine, len(ids))
+        rows.append(engine.forward_logits(ids[at : at + width], pos0=at))
+        at += width
+    nodes = engine.forward_nodes([1], pos0=at)
+    states = {key: value for key, value in nodes.items() if key[0] == "new_state"}
+    return np.concatenate(rows), states
+
+
+def assert_same_bits(got: tuple[Any, Any], wanted: tuple[Any, Any], what: str) -> None:
+    """Fail unless logits and states are equal, naming the first row that is not."""
+    first = np.flatnonzero((got[0] != wanted[0]).any(axis=1))
+    assert first.size == 0, f"{what}: logits differ from row {first[0]} on"
+    for key, value in wanted[1].items():
+        assert np.array_equal(value, got[1][key]), f"{what}: {key}"
 
 
 @pytest.mark.parametrize("kv", KV_TYPES)
@@ -50,28 +59,20 @@ def test_reference_mode_gives_the_same_bits_at_every_width_and_thread_count(
     settings = {"cpu_reference": True, "type_k": kv, "type_v": kv, "n_ubatch": N}
     with open_engine(path, n_threads=2, **settings) as engine:
         ids = random_ids(engine.hparams.n_vocab, N)
-        _, logits, states = next(run_widths(engine, ids, [N]))
-        for width, again, states_again in run_widths(engine, ids, WIDTHS[:-1]):
-            first = np.flatnonzero((logits != again).any(axis=1))
-            assert first.size == 0, f"{name} {kv}: width {width} differs from row {first[0]} on"
-            for key, value in states.items():
-                assert np.array_equal(value, states_again[key]), f"{name} width {width}: {key}"
+        whole = in_passes(engine, ids, [N])
+        assert whole[1], "a model without recurrent layers"
+        for widths in (FALLING, RISING):
+            assert_same_bits(in_passes(engine, ids, widths), whole, f"{name} {kv} {widths[:3]}...")
     with open_engine(path, n_threads=1, mode="layered", **settings) as engine:
-        for width in (1, N):
-            same = np.array_equal(our_logits(engine, ids, width), logits)
-            assert same, f"{name} {kv}: one thread, layered, width {width}"
+        for widths in ([N], FALLING):
+            got = in_passes(engine, ids, widths)
+            assert_same_bits(got, whole, f"{name} {kv} one thread, layered, {widths[:3]}...")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_reference_mode_does_not_depend_on_uneven_chunks(name: str, models: Models) -> None:
-    cuts = [0, 1, 4, 5, 13, 77, 78, 205, 300]
-    with open_engine(models.path(name), cpu_reference=True) as engine:
-        ids = random_ids(engine.hparams.n_vocab, cuts[-1])
-        whole = our_logits(engine, ids)
-        engine.reset()
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
-        rows = [engine.forward_logits(ids[a:b], pos0=a) for a, b in pairs]
-    assert np.array_equal(np.concatenate(rows), whole)
+def test_reference_mode_gives_the_same_bits_one_row_at_a_time(models: Models) -> None:
+    with open_engine(models.path("tiny"), cpu_reference=True) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 300)
+        assert_same_bits(in_passes(engine, ids, [1] * 300), in_passes(engine, ids, [300]), "tiny")
 
 
 @pytest.mark.parametrize("kv", KV_TYPES)
