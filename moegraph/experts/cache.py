@@ -41,8 +41,8 @@ class _Layer:
         self.loading: dict[int, int] = {}
         # admitted in this step: their bytes may still be on the way
         self.fresh: set[int] = set()
-        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose score
-        # is still the same is still below all that are not listed.
+        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose
+        # score is still the same is below all that are not listed.
         self.worst: list[tuple[float, int]] = []
 
     def find_worst(self) -> None:
@@ -53,10 +53,10 @@ class _Layer:
         lowest = list(islice((expert for expert in ranked if expert in self.resident), _N_WORST))
         self.worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
 
-    def note_resident(self, expert: int) -> None:
-        """Put a new resident where it belongs among the worst."""
+    def relist(self, expert: int) -> None:
+        """Put an expert where it belongs among the worst, if it does."""
         score = self.policy.score[expert]
-        if self.worst and score <= self.worst[0][0]:
+        if self.worst and score <= self.worst[0][0] and expert in self.resident:
             self.worst.append((score, expert))
             self.worst.sort(reverse=True)
 
@@ -231,7 +231,7 @@ class ExpertCache:
         if slot < 0:
             raise InternalError(f"layer {il}: expert {expert} is not loading")
         layer.resident.add(expert)
-        layer.note_resident(expert)
+        layer.relist(expert)
         self.tables[il, expert] = slot
         self.dirty.add(il)
         self._admitted[il] += 1
@@ -356,10 +356,11 @@ class ExpertCache:
     def _victim(self, layer: _Layer, expert: int, working_set: Collection[int]) -> int | None:
         """Return the resident expert that the policy gives up for expert, or None."""
         score, worst = layer.policy.score, layer.worst
-        while worst and (
-            score[worst[-1][1]] != worst[-1][0] or worst[-1][1] not in layer.resident
-        ):
-            worst.pop()
+        while worst:
+            value, victim = worst[-1]
+            if victim in layer.resident and score[victim] == value:
+                break
+            layer.relist(worst.pop()[1])
         if not worst:
             layer.find_worst()
         if not worst:
