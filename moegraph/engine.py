@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
@@ -17,18 +16,16 @@ import numpy.typing as npt
 
 from .config import EngineConfig
 from .errors import (
-    Cancelled,
     ConfigError,
     ContextOverflow,
-    InternalError,
     NativeError,
-    OutOfDeviceMemory,
     RequestError,
 )
 from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.policy import POLICIES
 from .experts.store import ExpertStore
+from .generation import Generation
 from .ggml.device import Device
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
@@ -38,10 +35,9 @@ from .runner.cold import ColdExperts
 from .runner.inspect import first_bad_layer, node_values
 from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay
-from .sampling import Sampler, SamplingParams
+from .sampling import SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
 from .state import State
-from .units import format_bytes
 from .weights import Loader, Progress, Weights
 
 if TYPE_CHECKING:
@@ -212,6 +208,10 @@ class Engine:
         self.state.reset(seq)
         self._held[seq] = []
 
+    def held(self, seq: int) -> list[int]:
+        """Return the token ids that a sequence holds."""
+        return self._held[seq]
+
     def forward(
         self,
         tokens: npt.NDArray[np.int32],
@@ -228,8 +228,8 @@ class Engine:
             RequestError, ContextOverflow: ids out of range, too many rows, no room left.
         """
         tokens = np.ascontiguousarray(np.atleast_2d(tokens), dtype=np.int32)
-        self._submit(tokens, seq, all_rows, greedy, cancel)
-        return self._collect(seq)
+        self.submit(tokens, seq, all_rows, greedy, cancel)
+        return self.collect(seq)
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
@@ -279,7 +279,7 @@ class Engine:
                 f"the vocabulary has ids 0 to {self.hparams.n_vocab - 1}"
             )
 
-    def _submit(
+    def submit(
         self,
         tokens: npt.NDArray[np.int32],
         seq: int,
@@ -287,13 +287,19 @@ class Engine:
         greedy: bool,
         cancel: CancelToken | None,
     ) -> None:
+        """Start a pass of rows [n_seqs, n_tokens] (numpy order) without waiting; see `forward`."""
         self._check_batch(tokens, seq)
         cancelled = cancel.is_set if cancel else bool
         self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
         for i, row in enumerate(tokens.tolist()):
             self._held[seq + i].extend(row)
 
-    def _collect(self, seq: int) -> Output:
+    def collect(self, seq: int) -> Output:
+        """Wait for the pass that was submitted for a sequence and return its results.
+
+        Raises:
+            NativeError: a result is not finite; names the first layer whose output is not.
+        """
         try:
             return self.runner.collect()
         except NotFinite as error:
@@ -345,7 +351,7 @@ class Engine:
             eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
             stop=stop,
         )
-        return _Generation(self, sequence, ids, sampling, cancel, keep_logits, progress).run(reuse)
+        return Generation(self, sequence, ids, sampling, cancel, keep_logits, progress).run(reuse)
 
     def close(self) -> None:
         """Free everything, last loaded first; a second call does nothing."""
@@ -356,118 +362,3 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class _Generation:
-    """One run of the loop: prompt in chunks, then a token at a time.
-
-    The next pass is started before an event is handed out, so that whatever the consumer does with
-    the text happens while the device computes.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        sequence: Sequence,
-        ids: npt.NDArray[np.int32],
-        sampling: SamplingParams,
-        cancel: CancelToken | None,
-        keep_logits: bool,
-        progress: Progress | None,
-    ) -> None:
-        self.engine = engine
-        self.sequence = sequence
-        self.ids = ids
-        self.cancel = cancel or CancelToken()
-        self.keep_logits = keep_logits
-        self.progress = progress
-        self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = Sampler(sampling, engine.hparams.n_vocab)
-        self.sampler.accept_all(ids.tolist())
-        self.prefill_s = self.decode_s = 0.0
-        self.n_reused = 0
-
-    def run(self, reuse: bool) -> Iterator[GenerationEvent]:
-        engine = self.engine
-        held = engine._held[0]
-        n_reused = len(held)
-        if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
-            engine.reset()
-            n_reused = 0
-        self.n_reused = n_reused
-        self.started = time.perf_counter()
-        engine.device.bind_cancel(self.cancel.flag)
-        finished = False
-        try:
-            yield from self._steps(n_reused)
-            finished = True
-        except Cancelled:
-            engine.reset()
-            finished = True
-            self._clock()
-            text = self.sequence.cancel()
-            yield self._event(None, text, None, self.sequence.finish_reason)
-        finally:
-            engine.device.bind_cancel(None)
-            if not finished:
-                engine.reset()  # an error, or the consumer left in the middle of a pass
-
-    def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
-        sequence = self.sequence
-        output, kept = self._prefill(n_reused)
-        self._clock()
-        if sequence.finish_reason:  # nothing to generate
-            yield self._event(None, "", kept, sequence.finish_reason)
-            return
-        while True:
-            token = self._pick(output)
-            text = sequence.append(token)
-            self._clock()
-            event = self._event(token, text, kept, sequence.finish_reason)
-            if sequence.finish_reason:
-                yield event
-                return
-            self._submit(np.array([[token]], dtype=np.int32))
-            yield event
-            output = self.engine._collect(0)
-            kept = output.logits if self.keep_logits else None
-
-    def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        rows, step, n = [], self.engine.runner.n_ubatch, len(self.ids)
-        output = None
-        for start in range(n_reused, n, step):
-            chunk = self.ids[start : start + step]
-            self._submit(chunk[None, :])
-            output = self.engine._collect(0)
-            if self.keep_logits:
-                rows.append(output.logits)
-            if self.progress:
-                self.progress("prefill", min(start + step, n), n)
-        if output is None:
-            raise InternalError("a prompt without tokens reached the prefill")
-        return output, np.concatenate(rows) if rows else None
-
-    def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
-        self.engine._submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
-
-    def _pick(self, output: Output) -> int:
-        if output.argmax is not None:
-            return int(output.argmax[-1])
-        token = self.sampler.sample(output.logits[-1])
-        self.sampler.accept(token)
-        return token
-
-    def _clock(self) -> None:
-        now = time.perf_counter() - self.started
-        if not self.sequence.n_generated or not self.prefill_s:
-            self.prefill_s = now
-        self.decode_s = now - self.prefill_s
-
-    def _event(
-        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None,
-        reason: str | None,
-    ) -> GenerationEvent:
-        return GenerationEvent(
-            token, text, self.sequence.n_prompt, self.sequence.n_generated,
-            self.prefill_s, self.decode_s, reason, logits, self.n_reused,
-        )

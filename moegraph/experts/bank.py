@@ -32,8 +32,9 @@ class Bank:
     """Slots of one or more layers.
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
-    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as bytes,
-    one packed expert every packing.stride; None for a bank that is filled once from the file.
+    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as
+    bytes, one packed expert every packing.stride; None for a bank that is filled once from the
+    file.
     """
 
     n_slots: int
@@ -144,7 +145,7 @@ class _Slots:
 
 
 def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int) -> Tensor:
-    """Make a stack [ne0, ne1, n_slots] of matrices like info's, `stride` bytes from one to the next."""
+    """Make a stack [ne0, ne1, n_slots] of matrices like info's, `stride` bytes apart."""
     tensor = C.ggml_new_tensor_3d(
         context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots
     )

@@ -34,9 +34,8 @@ class Handle:
 
     def __init__(self, ptr: Any, free: Callable[[Any], None], *parents: Any) -> None:
         if ptr == ffi.NULL:
-            raise NativeError(
-                f"ggml could not create a {type(self).__name__.lower()}: {last_error() or 'no memory'}"
-            )
+            reason = last_error() or "no memory"
+            raise NativeError(f"ggml could not create a {type(self).__name__.lower()}: {reason}")
         self._ptr = ptr
         self._parents = parents
         _live[type(self).__name__] += 1

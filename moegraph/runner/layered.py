@@ -55,8 +55,9 @@ class _Carried:
     """Fixed device memory for what passes from graph to graph.
 
     l_out, residual, post_norm F32 [n_embd, n_rows]; argsort I32 [n_expert, n_rows]; ids I32
-    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; slots I32 as ids, for C; expert_rows F32 [n_embd,
-    n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed.
+    [n_expert_used, n_rows]; weights F32 [n_expert_used, n_rows]; slots I32 as ids, for C;
+    expert_rows F32 [n_embd, n_expert_used, n_rows], where B and C produce rows only; cold: what the
+    CPU computed.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ pass, and every earlier pass that read the slot has finished, because the host h
 ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spare banks, which take
 turns: an upload waits for the event behind the last C that read its bank. C is told the slots
 directly, and the layer's table follows for later passes; both travel on the compute stream, behind
-whatever still uses the old ones. Their host copies are rewritten only when the ids of a later layer,
-or of this layer in a later pass, have been seen: by then they were read.
+whatever still uses the old ones. Their host copies are rewritten only when the ids of a later
+layer, or of this layer in a later pass, have been seen: by then they were read.
 
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.

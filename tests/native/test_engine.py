@@ -25,7 +25,6 @@ from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 from moegraph.sequence import CancelToken
 
-
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
 
 

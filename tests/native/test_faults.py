@@ -1,4 +1,4 @@
-"""The k-th call of a kind fails, for every k: the right error, no leak, and the next request is right."""
+"""The k-th call of a kind fails, for every k: right error, no leak, the next request is right."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
     gc.collect()
     before, at, failures = live_handles(), 0, 0
     while True:
-        # every call up to twelve, then in growing steps: the rest are the same call for other layers
+        # every call up to twelve, then in growing steps: the same call for other layers
         at = at + 1 if at < 12 else at + at // 3
         with faulty(name, at, result) as library:
             try:

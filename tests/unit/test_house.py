@@ -32,7 +32,7 @@ ROOMS = (
     ("graphs",),
     ("runner",),
     ("draft",),
-    ("tokenizer", "chat", "sampling", "sequence", "engine"),
+    ("tokenizer", "chat", "sampling", "sequence", "generation", "engine"),
     ("bench", "cli", "server", "__main__"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
