@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Decode speed when the experts do not fit, beside llama.cpp's -ncmoe at the same device memory.
 
-For each N of --ncmoe: llama-bench -ncmoe N is run once and the driver is asked how much device memory
-it takes; moegraph gets as many expert slots as fit into that. Then both run in turn. moegraph's routing
-is replayed from a generated trace with the statistics of real models (its hash is printed), each sample
-continuing where the last one ended, after --warm tokens that are not counted.
+For each N of --ncmoe: llama-bench -ncmoe N is run once and the driver is asked how much device
+memory it takes; moegraph gets as many expert slots as fit into that. Then both run in turn.
+moegraph's routing is replayed from a generated trace with the statistics of real models (its hash
+is printed), each sample continuing where the last one ended, after --warm tokens that do not count.
 
 Example:
-    scripts/bench_residency.py 35b.gguf --llama-bench upstream/llama-bench --ncmoe 16 30 40 --pairs 5
+    scripts/bench_residency.py 35b.gguf --llama-bench upstream/llama-bench --ncmoe 16 30 40
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def report(args: argparse.Namespace, samples: dict[tuple[int, str, str], list[fl
         middle = statistics.median(values)
         print(
             f"| {ubatch} | {test} | {system} | {middle:.1f} "
-            f"| {min(values):.1f} .. {max(values):.1f} | {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
+            f"| {min(values):.1f} .. {max(values):.1f} "
+            f"| {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
         )
         lines.append({
             "ubatch": ubatch, "test": test, "system": system, "tps": values, "ratio": ratios,
