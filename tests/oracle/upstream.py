@@ -17,8 +17,9 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
     unload                        drop all models
 
 cfg: n_ctx, n_ubatch, n_batch, threads, flash_attn, type_k, type_v, extra_bufts (weight repacking),
-device ("cpu" or "gpu"), n_cpu_moe (layers whose experts stay on the CPU). Model and context are
-kept for the next request with the same settings.
+device ("cpu" or "gpu"), n_cpu_moe (layers whose experts stay on the CPU, 999 for all), op_offload
+(whether the device may compute such experts for 32 rows and more). Model and context are kept for
+the next request with the same settings.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Config:
     extra_bufts: bool = False
     device: str = "cpu"
     n_cpu_moe: int = 0
+    op_offload: bool = True
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Config:
@@ -91,9 +93,10 @@ class Model:
     def _cpu_experts(self, n_layers: int) -> Any:
         """Return the overrides that keep the experts of the first layers on the CPU."""
         buft = self.up.base.ggml_backend_cpu_buffer_type()
+        layers = [r"\d+"] if n_layers >= ALL_LAYERS else [str(il) for il in range(n_layers)]
         rows = [
             BuftOverride(rf"blk\.{il}\.ffn_(up|down|gate|gate_up)_exps".encode(), buft)
-            for il in range(n_layers)
+            for il in layers
         ]
         return (BuftOverride * (len(rows) + 1))(*rows, BuftOverride(None, None))
 
@@ -126,7 +129,8 @@ class Context:
         params.n_threads = params.n_threads_batch = cfg.threads
         params.flash_attn_type = 1 if cfg.flash_attn else 0
         params.type_k, params.type_v = KV_TYPES[cfg.type_k], KV_TYPES[cfg.type_v]
-        params.offload_kqv = params.op_offload = cfg.device == "gpu"
+        params.offload_kqv = cfg.device == "gpu"
+        params.op_offload = cfg.device == "gpu" and cfg.op_offload
         params.no_perf = True
         self.wanted: set[str] = set()
         self.nodes: dict[tuple[str, int], Array] = {}
