@@ -1,0 +1,246 @@
+"""The planner: from a budget of device memory to expert slots of each layer. Pure arithmetic.
+
+What is fixed comes off the budget first: weights outside the experts, KV cache, recurrent states,
+compute buffers, the driver. Of the rest, pinned layers take all their experts: the first layer,
+the last, then from layer 1 on. What remains becomes slots, as many for one unpinned layer as for
+the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, OutOfDeviceMemory
+from ..units import format_bytes
+
+if TYPE_CHECKING:
+    from ..hparams import HParams
+    from ..modelfile.summary import ModelSummary
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Device bytes that a model and its context take.
+
+    slot_bytes [n_layer]: one expert of each layer, padding included; types may differ by layer.
+    weights: all but the routed experts. other: the driver, tables, alignment. staging: needed only
+    when some expert is not resident.
+    """
+
+    n_expert: int
+    n_expert_used: int
+    slot_bytes: tuple[int, ...]
+    weights: int
+    kv: int
+    state: int
+    compute: int
+    other: int = 0
+    staging: int = 0
+
+    @property
+    def n_layer(self) -> int:
+        """Return the number of layers."""
+        return len(self.slot_bytes)
+
+    @property
+    def fixed(self) -> int:
+        """Return the bytes that are needed whatever experts are resident, without staging."""
+        return self.weights + self.kv + self.state + self.compute + self.other
+
+    @property
+    def experts(self) -> int:
+        """Return the bytes of all experts."""
+        return self.n_expert * sum(self.slot_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """n_slots [n_layer]: n_expert pins a layer, 0 leaves it cold. pinned: the layers pinned.
+
+    bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned, slots.
+    budget: None when there is no limit. resident_share: of the expert bytes, 0 to 1.
+    """
+
+    n_slots: tuple[int, ...]
+    pinned: tuple[int, ...]
+    bytes: dict[str, int]
+    budget: int | None
+    all_resident: bool
+    resident_share: float
+
+    @property
+    def total(self) -> int:
+        """Return all device bytes of the plan."""
+        return sum(self.bytes.values())
+
+    @property
+    def margin(self) -> int | None:
+        """Return what is left of the budget, None without one."""
+        return None if self.budget is None else self.budget - self.total
+
+    @property
+    def n_dynamic(self) -> int:
+        """Return the slots of all layers that are not pinned."""
+        return sum(n for il, n in enumerate(self.n_slots) if il not in self.pinned)
+
+
+def pin_order(n_layer: int) -> list[int]:
+    """Return layers in the order in which they are pinned: first, last, then from layer 1."""
+    if n_layer < 2:
+        return list(range(n_layer))
+    return [0, n_layer - 1, *range(1, n_layer - 1)]
+
+
+def make_plan(
+    need: Footprint, budget: int | None, pin_layers: int | None = None,
+    cache_slots: int | None = None, source: str = "--vram",
+) -> Plan:  # fmt: skip
+    """Return the plan for a budget in device bytes; None is no limit.
+
+    pin_layers, cache_slots: as the user set them, None to choose: without either, everything when
+    it fits, else slots only; with one of them, the rest of the budget goes to the other.
+    cache_slots: of all layers together. source: where the budget comes from, for messages.
+
+    Raises:
+        ConfigError: pins or slots are out of range or exceed the budget.
+        OutOfDeviceMemory: the part without experts does not fit.
+    """
+    n_layer = need.n_layer
+    for name, value, most in (
+        ("--pin-layers", pin_layers, n_layer),
+        ("--cache-slots", cache_slots, n_layer * need.n_expert),
+    ):
+        if value is not None and not 0 <= value <= most:
+            raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")
+    chosen = pin_layers is not None or cache_slots is not None
+    if not chosen and (budget is None or need.fixed + need.experts <= budget):
+        return _plan(need, [need.n_expert] * n_layer, budget)
+    left = None if budget is None else budget - need.fixed - need.staging
+    if left is not None and left < 0:
+        raise _too_small(need, budget or 0, source)
+    pins = _pins(need, left, pin_layers, cache_slots, source)
+    n_slots = [0] * n_layer
+    for il in pins:
+        n_slots[il] = need.n_expert
+    rest = [il for il in range(n_layer) if il not in pins]
+    if left is not None:
+        left -= sum(need.n_expert * need.slot_bytes[il] for il in pins)
+    for il, n in zip(rest, _spread(need, rest, left, cache_slots)):
+        n_slots[il] = n
+    plan = _plan(need, n_slots, budget)
+    if plan.margin is not None and plan.margin < 0:
+        raise ConfigError(
+            f"--cache-slots {cache_slots} needs {format_bytes(plan.bytes['slots'])} beside "
+            f"{format_bytes(plan.total - plan.bytes['slots'])} for everything else, but {source} "
+            f"allows {format_bytes(budget or 0)}; at most "
+            f"{sum(_spread(need, rest, left, None))} slots fit"
+        )
+    return plan
+
+
+def footprint(
+    summary: ModelSummary, hp: HParams, *, kv: int, state: int, compute: int, other: int,
+    staging: int = 0,
+) -> Footprint:  # fmt: skip
+    """Return the footprint of a model from its file: tensor bytes without a device's padding."""
+    return Footprint(
+        n_expert=hp.n_expert, n_expert_used=hp.n_expert_used,
+        slot_bytes=tuple(layer.bytes_per_expert for layer in summary.layers),
+        weights=summary.dense_bytes, kv=kv, state=state, compute=compute, other=other,
+        staging=staging,
+    )  # fmt: skip
+
+
+def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:
+    """Return the least N with which upstream's -ncmoe N fits into budget bytes, or None.
+
+    It leaves the experts of the first N layers in host memory.
+    """
+    for n in range(need.n_layer + 1):
+        if need.fixed + need.n_expert * sum(need.slot_bytes[n:]) <= budget:
+            return n
+    return None
+
+
+def _pins(
+    need: Footprint, left: int | None, pin_layers: int | None, cache_slots: int | None, source: str
+) -> set[int]:
+    """Return the layers to pin; left: bytes for experts."""
+    order = pin_order(need.n_layer)
+    if pin_layers is None:
+        if cache_slots is None or left is None:
+            return set()
+        # the user's slots come first; they have not been placed, so count them at their largest
+        left -= cache_slots * max(need.slot_bytes)
+        return set(order[: _fitting(need, order, left)])
+    pins = order[:pin_layers]
+    n_bytes = need.n_expert * sum(need.slot_bytes[il] for il in pins)
+    if left is not None and n_bytes > left:
+        raise ConfigError(
+            f"--pin-layers {pin_layers} needs {format_bytes(n_bytes)} for experts, but {source} "
+            f"leaves {format_bytes(left)} for them; at most {_fitting(need, order, left)} layers "
+            "fit"
+        )
+    return set(pins)
+
+
+def _fitting(need: Footprint, order: Sequence[int], left: int) -> int:
+    """Return how many layers of order fit into left bytes with all their experts."""
+    for n, il in enumerate(order):
+        left -= need.n_expert * need.slot_bytes[il]
+        if left < 0:
+            return n
+    return len(order)
+
+
+def _spread(
+    need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None
+) -> list[int]:
+    """Return slots for each of layers, as even as bytes or cache_slots allow."""
+    if not layers:
+        return []
+    if cache_slots is not None:
+        each, extra = divmod(min(cache_slots, need.n_expert * len(layers)), len(layers))
+        return [each + (at < extra) for at in range(len(layers))]
+    if left is None:
+        return [0] * len(layers)
+    sizes = [need.slot_bytes[il] for il in layers]
+    each = min(left // max(sum(sizes), 1), need.n_expert)
+    left -= each * sum(sizes)
+    n_slots = []
+    for size in sizes:
+        more = each < need.n_expert and size <= left
+        left -= size if more else 0
+        n_slots.append(each + more)
+    return n_slots
+
+
+def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
+    sizes = [n * size for n, size in zip(n_slots, need.slot_bytes)]
+    pinned = tuple(il for il, n in enumerate(n_slots) if n == need.n_expert)
+    on_pins = sum(sizes[il] for il in pinned)
+    everything = len(pinned) == need.n_layer
+    by_purpose = {
+        "weights": need.weights, "kv": need.kv, "state": need.state, "compute": need.compute,
+        "other": need.other, "staging": 0 if everything else need.staging,
+        "pinned": on_pins, "slots": sum(sizes) - on_pins,
+    }  # fmt: skip
+    share = sum(sizes) / need.experts if need.experts else 1.0
+    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share)
+
+
+def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
+    parts = {
+        "weights": need.weights, "KV cache": need.kv, "states": need.state,
+        "compute": need.compute, "driver and tables": need.other, "staging": need.staging,
+    }
+    needed = sum(parts.values())
+    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+    return OutOfDeviceMemory(
+        f"the model without its experts needs {format_bytes(needed)} on the device ({listed}), but "
+        f"{source} allows {format_bytes(budget)}; lower -c or -ub, use -ctk q8_0 -ctv q8_0, or "
+        f"allow more memory",
+        requested=needed, free=budget,
+    )

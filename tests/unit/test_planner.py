@@ -1,0 +1,174 @@
+"""The planner: budgets to slots, with numbers where it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegraph.errors import ConfigError, OutOfDeviceMemory
+from moegraph.experts.planner import Footprint, Plan, make_plan, pin_order, upstream_cpu_layers
+from moegraph.units import GiB, MiB
+
+# 35B-A3B with experts of mixed types: down is Q6_K in every fourth layer.
+SIZES = tuple(2 * MiB if il % 4 == 3 else 2 * MiB - 200_000 for il in range(40))
+BIG = Footprint(
+    256, 8, SIZES, weights=2 * GiB, kv=80 * MiB, state=63 * MiB, compute=300 * MiB,
+    other=400 * MiB, staging=64 * MiB,
+)  # fmt: skip
+SMALL = Footprint(8, 2, (10, 10, 10, 10), weights=100, kv=20, state=10, compute=30)
+
+
+def test_everything_resident_when_it_fits_and_staging_is_then_not_needed() -> None:
+    exact = BIG.fixed + BIG.experts
+    plan = make_plan(BIG, exact)
+    assert plan.all_resident and plan.margin == 0 and plan.resident_share == 1.0
+    assert plan.n_slots == (256,) * 40 and plan.pinned == tuple(range(40))
+    assert plan.bytes["staging"] == plan.bytes["slots"] == 0
+    assert not make_plan(BIG, exact - 1).all_resident
+
+
+def test_no_budget_and_no_wish_is_everything() -> None:
+    assert make_plan(BIG, None).all_resident
+    assert make_plan(BIG, None).margin is None
+
+
+def test_a_budget_becomes_even_slots_whatever_the_types() -> None:
+    plan = make_plan(BIG, 14 * GiB)
+    assert plan.pinned == ()
+    assert max(plan.n_slots) - min(plan.n_slots) <= 1
+    assert plan.n_slots == tuple(sorted(plan.n_slots, reverse=True))
+    assert plan.margin is not None and 0 <= plan.margin < max(SIZES) * 40
+    assert plan.resident_share == pytest.approx(plan.bytes["slots"] / BIG.experts)
+    assert plan.n_dynamic == sum(plan.n_slots)
+
+
+def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
+    assert pin_order(6) == [0, 5, 1, 2, 3, 4]
+    assert pin_order(1) == [0] and pin_order(2) == [0, 1]
+    plan = make_plan(BIG, 14 * GiB, pin_layers=3)
+    assert plan.pinned == (0, 1, 39)
+    assert min(plan.n_slots) > 100, "the rest of the budget becomes slots"
+    assert plan.bytes["pinned"] == 256 * (SIZES[0] + SIZES[1] + SIZES[39])
+
+
+def test_slots_of_the_user_come_first_and_pins_take_the_rest() -> None:
+    plan = make_plan(BIG, 14 * GiB, cache_slots=2000)
+    assert plan.n_dynamic == 2000
+    assert 10 < len(plan.pinned) < 20 and {0, 39, 1} <= set(plan.pinned)
+    assert plan.margin is not None and 0 <= plan.margin < 256 * max(SIZES) + 2000 * 200_000
+
+
+def test_both_from_the_user_are_taken_as_they_are() -> None:
+    plan = make_plan(BIG, 14 * GiB, pin_layers=2, cache_slots=77)
+    assert [plan.n_slots[il] for il in (0, 39)] == [256, 256]
+    assert plan.n_slots[1:39] == (3,) + (2,) * 37 and plan.n_slots[1] == 3
+    without = make_plan(BIG, None, pin_layers=2, cache_slots=77)
+    assert without.n_slots == plan.n_slots
+
+
+def test_no_slots_and_no_pins_is_valid_with_and_without_a_budget() -> None:
+    for budget in (None, 4 * GiB):
+        plan = make_plan(BIG, budget, pin_layers=0, cache_slots=0)
+        assert plan.n_slots == (0,) * 40
+        assert plan.resident_share == 0.0 and not plan.all_resident
+        assert plan.total == BIG.fixed + BIG.staging
+
+
+def test_without_a_budget_one_wish_leaves_the_other_at_nothing() -> None:
+    assert make_plan(SMALL, None, pin_layers=1).n_slots == (8, 0, 0, 0)
+    assert make_plan(SMALL, None, cache_slots=6).n_slots == (2, 2, 1, 1)
+    assert make_plan(SMALL, None, cache_slots=32).all_resident
+
+
+def test_a_budget_that_holds_only_the_dense_part_is_all_cold() -> None:
+    plan = make_plan(BIG, BIG.fixed + BIG.staging)
+    assert plan.n_slots == (0,) * 40 and plan.margin == 0
+
+
+def test_a_dense_part_that_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
+    budget = BIG.fixed + BIG.staging - 1
+    with pytest.raises(OutOfDeviceMemory, match="without its experts needs 2.89 GiB") as caught:
+        make_plan(BIG, budget)
+    assert caught.value.requested == budget + 1 and caught.value.free == budget
+    text = str(caught.value)
+    for part in ("weights 2.00 GiB", "KV cache 80.0 MiB", "--vram allows 2.89 GiB", "-ctk q8_0"):
+        assert part in text
+
+
+def test_pins_over_the_budget_are_refused_and_told_how_many_fit() -> None:
+    with pytest.raises(ConfigError, match="at most 23 layers fit") as caught:
+        make_plan(BIG, 14 * GiB, pin_layers=30)
+    assert "--pin-layers 30 needs 14.0 GiB" in str(caught.value)
+    assert "--vram leaves 11.1 GiB" in str(caught.value)
+    assert len(make_plan(BIG, 14 * GiB, pin_layers=23).pinned) == 23
+    with pytest.raises(ConfigError, match="at most 24 layers fit"):
+        make_plan(BIG, 14 * GiB + 490 * MiB, pin_layers=30)
+
+
+def test_slots_over_the_budget_are_refused_and_told_how_many_fit() -> None:
+    most = make_plan(BIG, 14 * GiB, pin_layers=1).n_dynamic
+    with pytest.raises(ConfigError, match=f"at most {most} slots fit"):
+        make_plan(BIG, 14 * GiB, pin_layers=1, cache_slots=most + 200)
+    with pytest.raises(ConfigError, match="free memory allows 14.0 GiB"):
+        make_plan(BIG, 14 * GiB, cache_slots=9000, source="free memory")
+
+
+@pytest.mark.parametrize(
+    ("pins", "slots", "say"),
+    [(41, None, "--pin-layers is 41; allowed for this model: 0 to 40"),
+     (None, 10241, "--cache-slots is 10241; allowed for this model: 0 to 10240"),
+     (-2, None, "--pin-layers is -2")],
+)  # fmt: skip
+def test_impossible_wishes_are_refused(pins: int | None, slots: int | None, say: str) -> None:
+    with pytest.raises(ConfigError, match=say):
+        make_plan(BIG, None, pins, slots)
+
+
+def test_upstream_needs_as_many_cpu_layers_as_the_budget_lacks() -> None:
+    everything = SMALL.fixed + SMALL.experts
+    assert upstream_cpu_layers(SMALL, everything) == 0
+    assert upstream_cpu_layers(SMALL, everything - 1) == 1
+    assert upstream_cpu_layers(SMALL, everything - 81) == 2
+    assert upstream_cpu_layers(SMALL, SMALL.fixed) == 4
+    assert upstream_cpu_layers(SMALL, SMALL.fixed - 1) is None
+
+
+footprints = st.builds(
+    Footprint, n_expert=st.integers(1, 32), n_expert_used=st.just(1),
+    slot_bytes=st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple),
+    weights=st.integers(0, 500), kv=st.integers(0, 100), state=st.integers(0, 10),
+    compute=st.integers(0, 10), other=st.integers(0, 10), staging=st.integers(0, 30),
+)  # fmt: skip
+wishes = st.none() | st.integers(0, 40)
+
+
+@given(footprints, st.integers(0, 20_000), wishes, wishes)
+def test_every_plan_keeps_its_budget_and_every_refusal_is_justified(
+    need: Footprint, budget: int, pins: int | None, slots: int | None
+) -> None:
+    try:
+        plan = make_plan(need, budget, pins, slots)
+    except OutOfDeviceMemory:
+        assert need.fixed + need.staging > budget
+        return
+    except ConfigError:
+        assert pins is not None or slots is not None
+        return
+    assert plan.total <= budget
+    assert_consistent(need, plan)
+    if pins is not None:
+        assert set(pin_order(need.n_layer)[:pins]) <= set(plan.pinned)
+    if pins is None and slots is None and not plan.all_resident:
+        small = [il for il, n in enumerate(plan.n_slots) if n < need.n_expert]
+        left = budget - plan.total
+        assert left < sum(need.slot_bytes[il] for il in small), "a round of slots was left over"
+
+
+def assert_consistent(need: Footprint, plan: Plan) -> None:
+    assert all(0 <= n <= need.n_expert for n in plan.n_slots)
+    assert plan.all_resident == (set(plan.n_slots) == {need.n_expert})
+    assert plan.bytes["pinned"] + plan.bytes["slots"] == sum(
+        n * size for n, size in zip(plan.n_slots, need.slot_bytes)
+    )
+    assert (plan.bytes["staging"] > 0) == (not plan.all_resident and need.staging > 0)
