@@ -91,12 +91,12 @@ def global_lru(trace: Trace, share: float, parts: int = 4) -> list[float]:
     share: of all experts it holds, rounded down. It starts empty and knows no working set. Below
     one token's cycle, n_layer * n_expert_used experts, it hits nothing.
     """
-    n_layer, n_expert, _ = trace.shape.sizes
+    n_layer, n_expert, k = trace.shape.sizes
     capacity = int(share * n_layer * n_expert)
     order: OrderedDict[int, None] = OrderedDict()
     rates = []
     keys = trace.ids.astype(np.int64) + n_expert * np.arange(n_layer)[:, None]
-    for part in np.array_split(keys.reshape(trace.n_tokens, -1), parts):
+    for part in np.array_split(keys.reshape(trace.n_tokens, n_layer * k), parts):
         hits = 0
         for key in part.reshape(-1).tolist():
             if key in order:

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""Write a generated routing trace: expert ids with the statistics of a real model's router.
+
+    scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
+    scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
+    scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moegraph.errors import MoegraphError  # noqa: E402
+from moegraph.experts.generator import generate_trace  # noqa: E402
+from moegraph.experts.identity import RouterShape  # noqa: E402
+from moegraph.experts.trace import write_trace  # noqa: E402
+from moegraph.experts.tracestats import trace_stats  # noqa: E402
+
+
+def main() -> int:
+    """Generate, write, and print the statistics."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="file to write")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--used", type=int, default=8, help="experts a token uses in a layer")
+    parser.add_argument("--seed", type=int, default=0, help="the imaginary model")
+    parser.add_argument("--prompt", type=int, default=0, help="the prompt it reads")
+    args = parser.parse_args()
+    fields = {"n_layer": args.layers, "n_expert": args.experts, "n_expert_used": args.used}
+    shape = RouterShape.from_fields({**fields, "model": ""})
+    if shape is None or args.tokens < 1 or args.seed < 0 or args.prompt < 0:
+        parser.error("sizes must be positive, and a token cannot use more experts than there are")
+    trace = generate_trace(shape, args.tokens, args.seed, args.prompt)
+    try:
+        write_trace(args.path, trace)
+    except MoegraphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(trace_stats(trace).line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

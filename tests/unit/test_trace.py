@@ -1,0 +1,235 @@
+"""Routing traces: the file, its statistics, and generated ones against published figures."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moegraph.errors import ConfigError, InternalError, RequestError
+from moegraph.experts.generator import RoutingModel, best, generate_trace
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.trace import Trace, TraceRecorder, read_trace, write_trace
+from moegraph.experts.tracestats import distinct, entropy, global_lru, overlap, trace_stats
+
+SHAPE = RouterShape(3, 16, 2, "0123456789abcdef")
+BIG = RouterShape(40, 256, 8)
+
+
+def small_trace(n_tokens: int = 20, shape: RouterShape = SHAPE) -> Trace:
+    trace = generate_trace(shape, n_tokens, seed=4)
+    return Trace(shape, trace.ids, min(5, n_tokens), "a test")
+
+
+def explicit(rows: list[list[int]], n_expert: int = 8) -> Trace:
+    """A trace of one layer."""
+    ids = np.array(rows, dtype=np.uint8)[:, None, :]
+    return Trace(RouterShape(1, n_expert, ids.shape[2]), ids)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, RouterShape(2, 300, 3), RouterShape(1, 1, 1)])
+@pytest.mark.parametrize("n_tokens", [0, 1, 20])
+def test_a_file_gives_back_what_was_written(
+    tmp_path: Path, shape: RouterShape, n_tokens: int
+) -> None:
+    trace = small_trace(n_tokens, shape)
+    write_trace(tmp_path / "t", trace)
+    back = read_trace(tmp_path / "t")
+    assert (back.shape, back.n_prompt, back.source) == (shape, trace.n_prompt, "a test")
+    assert back.sha256 == trace.sha256
+    assert back.ids.dtype == (np.uint8 if shape.n_expert <= 256 else np.uint16)
+    assert (back.ids == trace.ids).all()
+    assert [p.name for p in tmp_path.iterdir()] == ["t"], "no temporary file stays"
+
+
+def test_the_file_is_little_more_than_its_ids(tmp_path: Path) -> None:
+    trace = generate_trace(BIG, 16)
+    write_trace(tmp_path / "t", trace)
+    assert trace.ids.nbytes < (tmp_path / "t").stat().st_size < trace.ids.nbytes + 400
+
+
+def edited(change: Callable[[dict[str, object]], object]) -> Callable[[bytes], bytes]:
+    """Return a damage that changes the header and keeps its length field right."""
+
+    def damage(data: bytes) -> bytes:
+        length = struct.unpack_from("<I", data, 12)[0]
+        fields = json.loads(data[16 : 16 + length])
+        change(fields)
+        header = json.dumps(fields).encode()
+        return data[:12] + struct.pack("<I", len(header)) + header + data[16 + length :]
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda d: b"", "not a routing trace"),
+    "another file": (lambda d: b"GGUF" + d[4:], "not a routing trace"),
+    "cut in the prefix": (lambda d: d[:10], "not a routing trace"),
+    "cut in the header": (lambda d: d[:40], "cut off or too long"),
+    "cut in the ids": (lambda d: d[:-1], "its header announces"),
+    "something behind it": (lambda d: d + b"x", "its header announces"),
+    "format 2": (lambda d: d[:8] + b"\2" + d[9:], "trace format 2; this moegraph reads format 1"),
+    "giant header": (lambda d: d[:12] + b"\xff\xff\xff\xff" + d[16:], "4.00 GiB is cut off"),
+    "no JSON": (lambda d: d[:16] + b"[" + d[17:], "not a JSON object"),
+    "a list": (lambda d: d[:12] + struct.pack("<I", 2) + b"[]", "not a JSON object"),
+    "deep JSON": (lambda d: d[:12] + struct.pack("<I", 60000) + b"[" * 60000, "not a JSON object"),
+    "id flipped": (lambda d: d[:-1] + bytes([d[-1] ^ 1]), "do not match their sha256"),
+    "n_expert grown": (edited(lambda f: f.update(n_expert=1000)), "its header announces"),
+    "n_expert too small": (edited(lambda f: f.update(n_expert=3)), "names expert"),
+    "no n_layer": (edited(lambda f: f.pop("n_layer")), "does not describe a router"),
+    "n_layer true": (edited(lambda f: f.update(n_layer=True)), "does not describe a router"),
+    "n_layer -3": (edited(lambda f: f.update(n_layer=-3)), "does not describe a router"),
+    "more used than there are": (edited(lambda f: f.update(n_expert_used=17)), "does not describe"),
+    "model a number": (edited(lambda f: f.update(model=1)), "does not describe a router"),
+    "source a number": (edited(lambda f: f.update(source=1)), "does not describe a router"),
+    "n_tokens huge": (edited(lambda f: f.update(n_tokens=1 << 60)), "n_tokens is 11529215046"),
+    "n_tokens text": (edited(lambda f: f.update(n_tokens="20")), "n_tokens is '20'"),
+    "n_prompt beyond": (edited(lambda f: f.update(n_prompt=21)), "n_prompt is 21; allowed: 0 to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "t.trace"
+    write_trace(path, small_trace())
+    damage, say = DAMAGES[name]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RequestError) as caught:
+        read_trace(path)
+    assert say in str(caught.value) and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_that_chose_an_expert_twice_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", explicit([[1, 2], [3, 3]]))
+    with pytest.raises(RequestError, match="same expert twice"):
+        read_trace(tmp_path / "t")
+
+
+def test_unreadable_and_unwritable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="nowhere: cannot read the trace: No such file"):
+        read_trace(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_trace(tmp_path / "none" / "t", small_trace())
+
+
+def test_traces_of_another_model_are_refused() -> None:
+    SHAPE.require(RouterShape(3, 16, 2, "0123456789abcdef"), "t")
+    RouterShape(3, 16, 2).require(SHAPE, "a generated trace fits every model of its shape")
+    with pytest.raises(RequestError, match="t: the trace is of a model with 3 layers of 16 exper"):
+        SHAPE.require(BIG, "t: the trace")
+    with pytest.raises(RequestError, match="another router .0123456789abcdef; this model: ffff"):
+        SHAPE.require(RouterShape(3, 16, 2, "ffff"), "t")
+
+
+def test_recorder_puts_passes_of_any_width_behind_each_other() -> None:
+    trace = small_trace()
+    recorder = TraceRecorder(SHAPE)
+    for start, stop in ((0, 7), (7, 8), (8, 20)):
+        for il in range(3):
+            recorder(il, trace.ids[start:stop, il].reshape(-1).astype(np.int32))
+    recorder(0, trace.ids[0, 0].astype(np.int32))
+    recorded = recorder.trace(7, "x")
+    assert (recorded.ids == trace.ids).all() and recorded.n_prompt == 7
+    assert recorded.sha256 == trace.sha256
+
+
+def test_recorder_refuses_layers_out_of_order() -> None:
+    recorder = TraceRecorder(SHAPE)
+    with pytest.raises(InternalError, match="layer 1 came with 1 rows"):
+        recorder(1, np.array([1, 2], dtype=np.int32))
+    recorder(0, np.array([1, 2], dtype=np.int32))
+    with pytest.raises(InternalError, match="layer 1 came with 2 rows"):
+        recorder(1, np.array([1, 2, 3, 4], dtype=np.int32))
+
+
+def test_parts_and_counts() -> None:
+    trace = small_trace()
+    assert trace.part(2, 9).n_tokens == 7 and trace.part(2, 9).n_prompt == 3
+    assert trace.part(6, 9).n_prompt == 0
+    counts = trace.counts()
+    assert counts.shape == (3, 16) and (counts.sum(axis=1) == 40).all()
+    assert counts[2, 5] == (trace.ids[:, 2] == 5).sum()
+
+
+def test_statistics_of_traces_that_can_be_counted_by_hand() -> None:
+    trace = explicit([[0, 1], [1, 2], [1, 2], [4, 5]])
+    assert overlap(trace)[0] == pytest.approx((1 + 2 + 0) / 6)
+    assert overlap(trace, 3)[0] == 0 and overlap(trace, 4)[0] == 0
+    assert distinct(trace, 2) == pytest.approx((3 + 4) / 2) and distinct(trace, 9) == 0
+    uniform = explicit([[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert entropy(uniform)[0] == pytest.approx(1.0)
+    assert entropy(explicit([[0], [0], [0]]))[0] == 0
+    assert entropy(explicit([[0], [1]], 4))[0] == pytest.approx(0.5)
+
+
+def test_a_global_lru_by_hand_and_its_cliff() -> None:
+    trace = explicit([[0, 1], [0, 2], [0, 1], [2, 0]])
+    # three experts of eight: hits of each token are none, {0}, {0, 1}, {2, 0}
+    assert global_lru(trace, 3 / 8) == [0.0, 0.5, 1.0, 1.0]
+    assert global_lru(trace, 3 / 8, parts=1) == [5 / 8]
+    loop = generate_trace(RouterShape(10, 16, 4), 1)
+    loop = Trace(loop.shape, np.repeat(loop.ids, 12, axis=0))
+    assert global_lru(loop, 0.2, 1) == [0.0], "32 of a token's 40 experts: nothing survives"
+    assert global_lru(loop, 0.25, 1) == [11 / 12]
+    assert global_lru(trace.part(0, 0), 0.5) == [0.0] * 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_generated_35b_trace_matches_the_published_statistics(seed: int) -> None:
+    """Lag-1 overlap, entropy, and a cold LRU at 26.9 % in the quarters of 256 tokens."""
+    trace = generate_trace(BIG, 256, seed)
+    stats = trace_stats(trace)
+    assert stats.overlap == pytest.approx(0.31, abs=0.05)
+    assert stats.entropy == pytest.approx(0.74, abs=0.03)
+    assert stats.lru == pytest.approx((0.80, 0.87, 0.87, 0.86), abs=0.04)
+    unions = [distinct(trace, window) for window in (2, 8, 32)]
+    assert unions == pytest.approx([13.5, 34.9, 71.6], rel=0.05)
+    # layers differ, as they do in real models
+    assert overlap(trace).max() - overlap(trace).min() > 0.15
+
+
+def test_statistics_distinguish_a_trace_from_uniform_routing_and_from_a_loop() -> None:
+    flat = trace_stats(generate_trace(BIG, 256, model=RoutingModel(0, 0, 0, 1, spread=0, edge=0)))
+    assert flat.overlap < 0.05 and flat.entropy > 0.95 and flat.lru[3] < 0.35
+    ids = np.repeat(generate_trace(BIG, 1).ids, 256, axis=0)
+    loop = trace_stats(Trace(BIG, ids))
+    assert loop.overlap == 1.0 and loop.lru[3] == 1.0
+
+
+def test_generation_is_repeatable_and_prompts_share_a_model() -> None:
+    def popular(prompt: int, seed: int = 0) -> np.ndarray:
+        return generate_trace(BIG, 200, seed, prompt).counts().astype(float).reshape(-1)
+
+    assert generate_trace(BIG, 9).sha256 == generate_trace(BIG, 9).sha256
+    assert generate_trace(BIG, 9).sha256 != generate_trace(BIG, 9, prompt=1).sha256
+    assert 0.05 < np.corrcoef(popular(0), popular(1))[0, 1] < 0.3
+    assert abs(np.corrcoef(popular(0), popular(0, seed=1))[0, 1]) < 0.05
+
+
+def test_a_fifth_of_the_popularity_is_common_to_all_prompts() -> None:
+    """The best 60 % of six prompts hit .67 of an unseen one at a share of 10 %, .80 at 25 %."""
+    seen = sum(generate_trace(BIG, 200, 0, prompt).counts() for prompt in range(1, 7))
+    unseen = generate_trace(BIG, 200, 0).counts()
+    best_60 = np.argsort(-seen, axis=1)[:, : int(0.6 * 256)]
+    hits = np.take_along_axis(unseen, best_60, 1).sum() / unseen.sum()
+    assert hits == pytest.approx(0.76, abs=0.04)
+
+
+def test_a_longer_trace_begins_with_the_shorter_one_and_is_judged_by_its_head() -> None:
+    long, short = generate_trace(BIG, 280), generate_trace(BIG, 256)
+    assert (long.ids[:256] == short.ids).all()
+    a, b = trace_stats(long), trace_stats(short)
+    assert (a.overlap, a.entropy, a.lru) == (b.overlap, b.entropy, b.lru)
+    assert a.n_tokens == 280 and a.sha256 != b.sha256
+    assert a.line().startswith(f"trace {a.sha256[:16]}: 280 tokens, lag-1 overlap 0.3")
+
+
+def test_best_orders_by_score() -> None:
+    scores = np.array([[0.1, 5.0, 3.0, 4.0], [9.0, -1.0, 0.0, 8.0]])
+    assert best(scores, 3).tolist() == [[1, 3, 2], [0, 3, 2]]
+    assert best(scores, 4).tolist() == [[1, 3, 2, 0], [0, 3, 2, 1]]
