@@ -1,0 +1,193 @@
+"""Routing profiles: how often each expert was chosen, kept from run to run beside the model.
+
+One JSON file holds several classes of prompts by name, because the popular experts of one kind of
+text are not those of another:
+
+    {"format": "moegraph routing profile", "version": 1, "n_layer": .., "n_expert": ..,
+     "n_expert_used": .., "model": "<router fingerprint>",
+     "classes": {"default": {"n_tokens": .., "counts": [[.. n_expert ..] .. n_layer ..]}}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import RequestError
+from ..units import MiB, format_bytes
+from .identity import RouterShape
+from .trace import replace_file
+
+FORMAT = "moegraph routing profile"
+DEFAULT_CLASS = "default"
+_VERSION = 1
+_MAX_BYTES = 256 * MiB
+_MAX_CLASSES = 64
+_MAX_NAME = 64
+_MAX_COUNT = 1 << 48
+# A class forgets: once it has seen more tokens, everything before counts half.
+_MAX_TOKENS = 1 << 16
+
+
+@dataclass
+class RoutingClass:
+    """counts: numpy [n_layer, n_expert], choices over n_tokens tokens."""
+
+    n_tokens: int
+    counts: npt.NDArray[np.int64] = field(repr=False)
+
+
+class Profile:
+    """Routing statistics of one model, by class of prompts."""
+
+    def __init__(self, shape: RouterShape) -> None:
+        self.shape = shape
+        self.classes: dict[str, RoutingClass] = {}
+
+    def add(self, name: str, counts: npt.ArrayLike, n_tokens: int) -> None:
+        """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, new or not.
+
+        Raises:
+            RequestError: the name is unusable, or there are too many classes.
+        """
+        if not _is_name(name):
+            raise RequestError(
+                f"profile class {name!r}; use 1 to {_MAX_NAME} letters, digits or any of ._-"
+            )
+        more = np.asarray(counts, dtype=np.int64)
+        known = self.classes.get(name)
+        if known is None:
+            if len(self.classes) == _MAX_CLASSES:
+                raise RequestError(f"a profile holds {_MAX_CLASSES} classes; remove one")
+            self.classes[name] = RoutingClass(n_tokens, more.copy())
+            return
+        while known.n_tokens + n_tokens > _MAX_TOKENS and known.n_tokens > 0:
+            known.n_tokens //= 2
+            known.counts //= 2
+        known.n_tokens += n_tokens
+        known.counts += more
+
+    def shares(self, name: str | None = None) -> npt.NDArray[np.float64]:
+        """Return how often a token is expected to choose each expert, [n_layer, n_expert].
+
+        name: a class, or None for the mean of all; rows add up to n_expert_used.
+
+        Raises:
+            RequestError: there is no such class.
+        """
+        if name is not None and name not in self.classes:
+            known = ", ".join(sorted(self.classes)) or "none yet"
+            raise RequestError(f"the profile has no class {name!r}; it has: {known}")
+        chosen = self.classes.values() if name is None else [self.classes[name]]
+        k, size = self.shape.n_expert_used, self.shape.sizes[:2]
+        parts = [
+            k * c.counts / np.maximum(c.counts.sum(axis=1, keepdims=True), 1) for c in chosen
+        ]
+        return np.mean(parts, axis=0) if parts else np.zeros(size)
+
+    def ranking(self, name: str | None = None) -> npt.NDArray[np.intp]:
+        """Return the experts of each layer, most chosen first, [n_layer, n_expert]; ties by id."""
+        return np.argsort(-self.shares(name), axis=1, kind="stable")
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile; an older file is replaced only by a complete one.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        n_layer, n_expert, n_expert_used = self.shape.sizes
+        content = {
+            "format": FORMAT, "version": _VERSION, "n_layer": n_layer, "n_expert": n_expert,
+            "n_expert_used": n_expert_used, "model": self.shape.model,
+            "classes": {
+                name: {"n_tokens": c.n_tokens, "counts": c.counts.tolist()}
+                for name, c in self.classes.items()
+            },
+        }  # fmt: skip
+        replace_file(path, (json.dumps(content, separators=(",", ":")).encode(), b"\n"))
+
+
+def profile_path(model: str | Path) -> Path:
+    """Return where the profile of a model file is kept unless told otherwise."""
+    path = Path(model)
+    return path.with_name(f"{path.name}.routing.json")
+
+
+def read_profile(path: str | Path, model: RouterShape) -> Profile:
+    """Read and check a profile for a model.
+
+    Raises:
+        RequestError: it cannot be read, is damaged, or is of another model.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _MAX_BYTES:
+                raise RequestError(
+                    f"{path}: a routing profile of {format_bytes(size)}; at most "
+                    f"{format_bytes(_MAX_BYTES)} is read"
+                )
+            data = file.read(_MAX_BYTES)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot read the profile: {error.strerror}") from error
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RequestError(f"{path}: not a routing profile; moegraph writes them with --profile")
+    if content.get("version") != _VERSION:
+        raise RequestError(
+            f"{path}: profile version {content.get('version')!r}; this moegraph reads {_VERSION}"
+        )
+    shape = RouterShape.from_fields(content)
+    if shape is None:
+        raise _damaged(path, "it does not describe a router")
+    shape.require(model, f"{path}: the profile")
+    profile = Profile(shape)
+    profile.classes = _classes(path, shape, content.get("classes"))
+    return profile
+
+
+def _classes(path: str | Path, shape: RouterShape, content: Any) -> dict[str, RoutingClass]:
+    if not isinstance(content, dict) or len(content) > _MAX_CLASSES:
+        raise _damaged(path, f"it has no list of at most {_MAX_CLASSES} classes")
+    classes = {}
+    for name, entry in content.items():
+        if not _is_name(name) or not isinstance(entry, dict):
+            raise _damaged(path, f"class {name!r} is none")
+        n_tokens, rows = entry.get("n_tokens"), entry.get("counts")
+        if type(n_tokens) is not int or not 0 <= n_tokens <= _MAX_COUNT:
+            raise _damaged(path, f"class {name!r} has n_tokens {n_tokens!r}")
+        if not _is_table(rows, shape):
+            raise _damaged(
+                path, f"class {name!r} has no counts of {shape.n_layer} x {shape.n_expert}"
+            )
+        classes[name] = RoutingClass(n_tokens, np.array(rows, dtype=np.int64))
+    return classes
+
+
+def _is_table(rows: Any, shape: RouterShape) -> bool:
+    """Return whether rows is [n_layer][n_expert] of plain counts."""
+    if not isinstance(rows, list) or len(rows) != shape.n_layer:
+        return False
+    return all(
+        isinstance(row, list) and len(row) == shape.n_expert
+        and all(type(count) is int and 0 <= count <= _MAX_COUNT for count in row)
+        for row in rows
+    )  # fmt: skip
+
+
+def _is_name(name: str) -> bool:
+    plain = name.replace(".", "").replace("_", "").replace("-", "")
+    return 0 < len(name) <= _MAX_NAME and plain.isalnum() and name.isascii()
+
+
+def _damaged(path: str | Path, what: str) -> RequestError:
+    return RequestError(f"{path}: damaged routing profile: {what}; remove it or record it again")

@@ -1,0 +1,195 @@
+"""Routing profiles: kept by class, forgetting, refused when damaged or of another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegraph.errors import ConfigError, RequestError
+from moegraph.experts.cache import ExpertCache
+from moegraph.experts.generator import generate_trace
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.policy import Lru
+from moegraph.experts.profile import Profile, profile_path, read_profile
+
+SHAPE = RouterShape(2, 4, 2, "abc")
+CODE = [[8, 0, 1, 1], [0, 5, 5, 0]]
+PROSE = [[0, 6, 2, 2], [1, 1, 1, 7]]
+
+
+def two_classes() -> Profile:
+    profile = Profile(SHAPE)
+    profile.add("code", CODE, 5)
+    profile.add("prose", PROSE, 5)
+    return profile
+
+
+def test_classes_come_back_from_the_file(tmp_path: Path) -> None:
+    two_classes().save(tmp_path / "p.json")
+    back = read_profile(tmp_path / "p.json", SHAPE)
+    assert list(back.classes) == ["code", "prose"]
+    assert back.classes["code"].n_tokens == 5
+    assert back.classes["prose"].counts.tolist() == PROSE
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_shares_add_up_to_the_experts_a_token_uses() -> None:
+    profile = two_classes()
+    assert profile.shares("code").tolist() == [[1.6, 0, 0.2, 0.2], [0, 1, 1, 0]]
+    assert profile.shares().sum(axis=1) == pytest.approx([2, 2])
+    assert profile.shares()[0].tolist() == pytest.approx([0.8, 0.6, 0.3, 0.3])
+    assert Profile(SHAPE).shares().tolist() == [[0.0] * 4] * 2
+
+
+def test_ranking_is_by_count_and_ties_by_id() -> None:
+    profile = two_classes()
+    assert profile.ranking("code").tolist() == [[0, 2, 3, 1], [1, 2, 0, 3]]
+    assert Profile(SHAPE).ranking().tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_a_large_class_does_not_outvote_a_small_one() -> None:
+    profile = two_classes()
+    profile.add("code", np.array(CODE) * 1000, 5000)
+    assert profile.shares()[0, 1] == pytest.approx(0.6)
+
+
+def test_adding_forgets_by_halves() -> None:
+    profile = Profile(SHAPE)
+    profile.add("a", [[100_000, 0, 0, 0], [0] * 4], 50_000)
+    for _ in range(6):
+        profile.add("a", [[0, 40_000, 0, 0], [0] * 4], 20_000)
+    kept = profile.classes["a"]
+    assert kept.n_tokens <= 65_536
+    assert kept.counts[0, 1] > 4 * kept.counts[0, 0] > 0
+
+
+def test_counts_given_are_copied() -> None:
+    profile, counts = Profile(SHAPE), np.array(CODE, dtype=np.int64)
+    profile.add("a", counts, 5)
+    counts[:] = 0
+    assert profile.classes["a"].counts.sum() == 20
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 65, "\n", "ä"])
+def test_unusable_class_names_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="use 1 to 64 letters"):
+        Profile(SHAPE).add(name, CODE, 5)
+
+
+def test_too_many_classes_are_refused() -> None:
+    profile = Profile(SHAPE)
+    for at in range(64):
+        profile.add(f"class-{at}", CODE, 5)
+    profile.add("class-0", CODE, 5)
+    with pytest.raises(RequestError, match="holds 64 classes"):
+        profile.add("one-more", CODE, 5)
+
+
+def test_an_unknown_class_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match="no class 'poems'; it has: code, prose"):
+        two_classes().shares("poems")
+    with pytest.raises(RequestError, match="it has: none yet"):
+        Profile(SHAPE).ranking("poems")
+
+
+@pytest.mark.parametrize(
+    ("model", "say"),
+    [(RouterShape(2, 8, 2, "abc"), "is of a model with 2 layers of 4 experts, 2 used; this model"),
+     (RouterShape(2, 4, 2, "xyz"), "another router .abc; this model: xyz.")],
+)  # fmt: skip
+def test_profile_of_another_model_is_refused(tmp_path: Path, model: RouterShape, say: str) -> None:
+    two_classes().save(tmp_path / "p.json")
+    with pytest.raises(RequestError, match=say):
+        read_profile(tmp_path / "p.json", model)
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(content: dict[str, Any]) -> None:
+        *way, last = path.split("/")
+        for key in way:
+            content = content[key]
+        content[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "say"),
+    [
+        (change("format", "x"), "not a routing profile"),
+        (change("version", 9), "profile version 9; this moegraph reads 1"),
+        (change("n_layer", 0), "does not describe a router"),
+        (change("n_expert", 1e9), "does not describe a router"),
+        (change("classes", []), "no list of at most 64 classes"),
+        (change("classes", {str(i): 0 for i in range(65)}), "at most 64 classes"),
+        (change("classes/code", 5), "class 'code' is none"),
+        (change("classes/a b", {}), "class 'a b' is none"),
+        (change("classes/code/n_tokens", -1), "n_tokens -1"),
+        (change("classes/code/counts", [[1, 2]]), "no counts of 2 x 4"),
+        (change("classes/code/counts", [[1, 2, 3, 4], [1, 2, 3]]), "no counts of 2 x 4"),
+        (change("classes/code/counts", [[1, 2, 3, 4], [1, 2, 3, -4]]), "no counts of 2 x 4"),
+        (change("classes/code/counts", [[1, 2, 3, 4], [1, 2, 3, True]]), "no counts of 2 x 4"),
+        (change("classes/code/counts", [[1, 2, 3, 4], [1, 2, 3, 2.5]]), "no counts of 2 x 4"),
+        (change("classes/code/counts", [[1, 2, 3, 4], [1, 2, 3, 1 << 70]]), "no counts of 2 x 4"),
+    ],
+)
+def test_damaged_profiles_are_refused_in_one_line(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None], say: str
+) -> None:
+    path = tmp_path / "p.json"
+    two_classes().save(path)
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(RequestError) as caught:
+        read_profile(path, SHAPE)
+    assert say in str(caught.value) and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}", b"nan"])
+def test_what_is_no_profile_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "p.json").write_bytes(data)
+    with pytest.raises(RequestError, match="not a routing profile"):
+        read_profile(tmp_path / "p.json", SHAPE)
+
+
+def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot read the profile: No such file"):
+        read_profile(tmp_path / "p.json", SHAPE)
+    with pytest.raises(ConfigError, match="cannot write"):
+        two_classes().save(tmp_path)
+    huge = tmp_path / "huge.json"
+    with open(huge, "wb") as file:
+        file.truncate(300 << 20)
+    with pytest.raises(RequestError, match="routing profile of 300 MiB; at most 256 MiB is read"):
+        read_profile(huge, SHAPE)
+
+
+def test_the_profile_lies_beside_its_model() -> None:
+    assert profile_path("/m/a.gguf") == Path("/m/a.gguf.routing.json")
+
+
+def test_a_profile_of_the_same_prompt_class_starts_a_cache_warm() -> None:
+    shape = RouterShape(4, 128, 8)
+    trace = generate_trace(shape, 208)
+    profile = Profile(shape)
+    profile.add("same", trace.part(0, 200).counts(), 200)
+
+    def misses(ranking: list[list[int]] | None) -> int:
+        cache = ExpertCache(128, [50] * 4, Lru(), 8)
+        for il in range(4):
+            cache.preload(il, ranking[il] if ranking else None)
+        for row in trace.part(200, 208).rows():
+            cache.begin_step()
+            for il, ids in enumerate(row):
+                for expert in cache.look(il, ids):
+                    cache.admit(il, expert, ids)
+        return int(cache.stats.misses.sum())
+
+    assert misses(profile.ranking("same").tolist()) < 0.7 * misses(None)
