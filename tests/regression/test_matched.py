@@ -101,3 +101,27 @@ def test_20_prompts_run_free_for_64_tokens_as_upstream_does(
             events = engine.generate(prompt, max_tokens=FREE_TOKENS, text=False)
             ours = [event.token for event in events if event.token is not None]
             assert ours == theirs[i], f"{name}: prompt {i} of {len(prompt)} tokens"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_in_chunks_equals_upstreams_at_the_same_ubatch(
+    name: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(name)
+    with open_engine(path, n_ubatch=48) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 300)
+        theirs = upstream.logits(path, ids, n_ctx=1024, n_ubatch=48, threads=THREADS)
+        assert_logits_match(our_logits(engine, ids, 48), theirs, f"{name} ubatch 48")
+
+
+@pytest.mark.parametrize("type_k, type_v", [("q8_0", "f16"), ("f16", "q4_0"), ("q4_0", "q8_0")])
+@pytest.mark.parametrize("name", ("legacy32", "mini35b"))
+def test_caches_of_two_types_equal_upstreams(
+    name: str, type_k: str, type_v: str, models: Models, upstream: Upstream
+) -> None:
+    path = models.path(name)
+    kv = {"type_k": type_k, "type_v": type_v}
+    with open_engine(path, **kv) as engine:
+        ids = random_ids(engine.hparams.n_vocab, 70)
+        theirs = upstream.logits(path, ids, n_ctx=1024, threads=THREADS, **kv)
+        assert_logits_match(our_logits(engine, ids), theirs, f"{name} K {type_k} V {type_v}")
