@@ -23,8 +23,11 @@ from .errors import (
 )
 from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
+from .experts.cachestats import ExpertStats
+from .experts.planner import make_plan
 from .experts.policy import POLICIES
 from .experts.store import ExpertStore
+from .footprint import needed_bytes
 from .generation import Generation
 from .ggml.device import Device
 from .graphs.layer import Model
@@ -38,10 +41,14 @@ from .runner.replay import Replay
 from .sampling import SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
 from .state import State
+from .units import parse_bytes
 from .weights import Loader, Progress, Weights
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
+
+# What a device keeps free when it may use all that is free: other programs, and CUDA graphs.
+_MARGIN_BYTES = 256 << 20
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -161,17 +168,20 @@ class Engine:
 
     def _plan_slots(self) -> list[int] | None:
         """Return the expert slots of each layer, or None when all experts are resident."""
-        config, hp = self.config, self.hparams
-        if config.pin_layers < 0 and config.cache_slots < 0:
-            return None
-        pins = min(max(config.pin_layers, 0), hp.n_layer)
-        order = [0, hp.n_layer - 1, *range(1, hp.n_layer - 1)][:pins]
-        rest = [il for il in range(hp.n_layer) if il not in order]
-        each, extra = divmod(max(config.cache_slots, 0), max(len(rest), 1))
-        n_slots = [hp.n_expert] * hp.n_layer
-        for at, il in enumerate(rest):
-            n_slots[il] = min(each + (at < extra), hp.n_expert)
-        return n_slots
+        config, free = self.config, self.device.memory()[0]
+        budget, source = None, "--vram"
+        if config.vram != "auto":
+            budget = parse_bytes(config.vram, "g") - self.device.context_bytes
+        elif not self.device.is_cpu:
+            budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
+        self.plan = make_plan(
+            needed_bytes(self.model, config, self.n_ctx),
+            budget,
+            config.pin_layers if config.pin_layers >= 0 else None,
+            config.cache_slots if config.cache_slots >= 0 else None,
+            source,
+        )
+        return None if self.plan.all_resident else list(self.plan.n_slots)
 
     @property
     def device_name(self) -> str:
@@ -201,6 +211,18 @@ class Engine:
             "state_bytes": self.state.recurrent_bytes,
             "compute_bytes": self.runner.compute_bytes,
         }
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Return what the expert cache did so far; None in mode 'whole', which has none."""
+        if not isinstance(self.runner, LayeredRunner):
+            return None
+        misses = self.runner.misses
+        return ExpertStats(
+            self.runner.cache.stats,
+            misses.n_bytes_fetched if misses else 0,
+            misses.n_cpu_experts if misses else 0,
+            dict(self.runner.phases),
+        )
 
     def reset(self, seq: int = 0) -> None:
         """Forget a sequence."""

@@ -244,7 +244,7 @@ class Weights:
 
     def __init__(self, loader: Loader, model: ModelFile) -> None:
         hp = model.hparams
-        infos = [info for info in model.tensors.values() if _is_dense(info.name, hp.n_layer)]
+        infos = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
         tied = "output.weight" not in model.tensors
         if tied:
             infos.append(model.tensors["token_embd.weight"])
@@ -303,7 +303,8 @@ def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
     return groups
 
 
-def _is_dense(name: str, n_layer: int) -> bool:
+def is_dense(name: str, n_layer: int) -> bool:
+    """Return whether a tensor is resident on the device whatever experts are."""
     if name == "token_embd.weight" or "_exps." in name:
         return False
     if name.startswith("blk."):

@@ -75,6 +75,9 @@ class FakeEngine:
     def reset(self) -> None:
         self.n_resets += 1
 
+    def expert_stats(self) -> None:
+        """Everything is resident."""
+
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(
             ("device_peak_bytes", "host_peak_bytes", "weights_bytes", "kv_bytes", "state_bytes",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..engine import Engine
 from ..errors import ContextOverflow
+from ..experts.cachestats import ExpertStats
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class BenchSpec:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row: seconds of each repetition of a test of n_tokens tokens."""
+    """One row: seconds of each repetition of a test of n_tokens tokens.
+
+    experts: what the expert cache did in these repetitions, fillings of a depth included; None
+    without one.
+    """
 
     test: str
     n_tokens: int
     depth: int
     seconds: tuple[float, ...]
+    experts: ExpertStats | None = None
 
     @property
     def samples_tps(self) -> list[float]:
@@ -85,8 +91,12 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
     for kind, n, depth in tests:
         run = _prefill if kind == "pp" else _decode
         _timed(engine, run, n, depth, rng)
+        before = engine.expert_stats()
         seconds = tuple(_timed(engine, run, n, depth, rng) for _ in range(spec.repetitions))
-        yield BenchRow(f"{kind}{n}" + (f" @ d{depth}" if depth else ""), n, depth, seconds)
+        after = engine.expert_stats()
+        experts = after.since(before) if after and before else None
+        name = f"{kind}{n}" + (f" @ d{depth}" if depth else "")
+        yield BenchRow(name, n, depth, seconds, experts)
     engine.reset()
 
 

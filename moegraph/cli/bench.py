@@ -149,6 +149,7 @@ def _record(facts: dict[str, Any], row: BenchRow) -> dict[str, Any]:
         "samples_ns": samples_ns,
         "samples_ts": [round(ts, 6) for ts in row.samples_tps],
         "test": row.test,
+        "experts": row.experts.report() if row.experts else None,
     }
 
 
@@ -159,13 +160,26 @@ def _print_json(records: Iterator[dict[str, Any]]) -> None:
 
 def _print_csv(records: Iterator[dict[str, Any]]) -> None:
     for at, record in enumerate(records):
-        fields = {k: v for k, v in record.items() if not k.startswith("samples")}
+        flat = {**record, **_expert_columns(record)}
+        flat.pop("experts", None)
+        fields = {k: v for k, v in flat.items() if not k.startswith("samples")}
         line = io.StringIO()
         writer = csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\n")
         if at == 0:
             writer.writerow(fields)
         writer.writerow(fields.values())
         ui.write_text(line.getvalue())
+
+
+def _expert_columns(record: dict[str, Any]) -> dict[str, str]:
+    """Return the columns about experts that may be missing from the device; none otherwise."""
+    experts = record.get("experts")
+    if not experts:
+        return {}
+    return {
+        "hit_rate": f"{experts['hit_rate']:.3f}",
+        "mib_step": f"{experts['fetched_mib_per_step']:.1f}",
+    }
 
 
 def _print_markdown(records: Iterator[dict[str, Any]]) -> None:
@@ -198,6 +212,7 @@ def _markdown_cells(record: dict[str, Any]) -> dict[str, str]:
     for name, usual in (("n_ubatch", 512), ("type_k", "f16"), ("type_v", "f16")):
         if record[name] != usual:
             cells[name] = str(record[name])
+    cells |= _expert_columns(record)
     cells["test"] = record["test"]
     cells["t/s"] = f"{record['avg_ts']:.2f} \u00b1 {record['stddev_ts']:.2f}"
     return cells

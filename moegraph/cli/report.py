@@ -95,4 +95,13 @@ def run_report(
             "decode_s": round(event.decode_s, 6),
         },
         "memory": engine.memory(),
+        "experts": expert_report(engine),
     }
+
+
+def expert_report(engine: Engine) -> dict[str, Any] | None:
+    """Return slots, hits, bytes moved and phases; None when one graph computes the whole pass."""
+    stats = engine.expert_stats()
+    if stats is None:
+        return None
+    return {"n_slots_by_layer": engine.banks.n_slots, **stats.report()}

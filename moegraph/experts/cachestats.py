@@ -1,8 +1,9 @@
-"""Counters of the expert cache, as a value that can be subtracted."""
+"""Counters of the expert cache, as values that can be subtracted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,3 +53,45 @@ class CacheStats:
             self.n_steps - earlier.n_steps, self.n_expert_used,
             *(getattr(self, name) - getattr(earlier, name) for name in arrays),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """What the expert cache did, and what it cost.
+
+    n_bytes_fetched: expert bytes sent to the device, the first filling of the slots included.
+    n_cpu_experts: experts computed on the CPU, one for each layer and pass. phases_s: seconds of
+    the
+    host by phase: launch, wait, look.
+    """
+
+    cache: CacheStats
+    n_bytes_fetched: int
+    n_cpu_experts: int
+    phases_s: dict[str, float]
+
+    def since(self, earlier: ExpertStats) -> ExpertStats:
+        """Return what happened after earlier."""
+        return ExpertStats(
+            self.cache.since(earlier.cache),
+            self.n_bytes_fetched - earlier.n_bytes_fetched,
+            self.n_cpu_experts - earlier.n_cpu_experts,
+            {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return plain numbers for JSON; per step means one forward pass."""
+        steps, cache = max(self.cache.n_steps, 1), self.cache
+        return {
+            "n_steps": cache.n_steps,
+            "hits": int(cache.hits.sum()),
+            "misses": int(cache.misses.sum()),
+            "hit_rate": round(cache.hit_rate, 5),
+            "hit_rate_by_layer": [round(rate, 4) for rate in cache.hit_rates],
+            "fetched_bytes": self.n_bytes_fetched,
+            "fetched_mib_per_step": round(self.n_bytes_fetched / steps / 2**20, 3),
+            "cpu_experts": self.n_cpu_experts,
+            "phases_ms_per_step": {
+                name: round(1000.0 * s / steps, 4) for name, s in self.phases_s.items()
+            },
+        }

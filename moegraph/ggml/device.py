@@ -14,6 +14,7 @@ from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from ..units import format_bytes
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
+from .nvml import used_bytes
 
 
 class Backend(Handle):
@@ -82,6 +83,10 @@ def _select(name: str) -> dict[str, Any]:
     raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
 
 
+def _cuda_index(name: str) -> int:
+    return int(name.partition(":")[2] or 0)
+
+
 class Device:
     """One device with a compute stream and a copy stream.
 
@@ -96,6 +101,7 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
+        before = None if name == "cpu" else used_bytes(_cuda_index(name))
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]
@@ -112,6 +118,7 @@ class Device:
             C.ggml_backend_cpu_set_n_threads(self.compute.ptr, n_threads)
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
         self._free_at_start = self.memory()[0]
+        self.context_bytes = self._measure_context(before)
         self.peak_bytes = 0
 
     @property
@@ -128,9 +135,20 @@ class Device:
         return free[0], total[0]
 
     def note_peak(self) -> int:
-        """Measure the memory this device gave up since it was opened; return the highest so far."""
-        self.peak_bytes = max(self.peak_bytes, self._free_at_start - self.memory()[0])
+        """Measure the memory given up since the device was opened; return the highest so far.
+
+        CUDA's own context is counted where the driver tells its size.
+        """
+        taken = self._free_at_start - self.memory()[0] + self.context_bytes
+        self.peak_bytes = max(self.peak_bytes, taken)
         return self.peak_bytes
+
+    def _measure_context(self, before: int | None) -> int:
+        """Return what opening the device took; 0 when another device of this process is open."""
+        if self.is_cpu or before is None:
+            return 0
+        after = used_bytes(_cuda_index(self.name))
+        return max(0, after - before) if after is not None else 0
 
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
         """Allocate device memory.

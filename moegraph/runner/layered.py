@@ -20,6 +20,7 @@ sums them in routing order.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -114,6 +115,8 @@ class LayeredRunner(Runner):
     cache: which expert is where, and how often each was chosen.
     misses: fetches what is not on the device; None when everything is.
     replay: recorded routing for single-row passes, or None.
+    phases: host seconds so far: launching graphs, waiting for the router's ids, and looking at them
+        (fetching and computing what is missing included).
     observers: called with (il, ids I32 [n_rows * n_expert_used]) for every layer of every pass.
     """
 
@@ -130,6 +133,7 @@ class LayeredRunner(Runner):
         self.cache = misses.cache if misses else ExpertCache(
             hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used
         )
+        self.phases = dict.fromkeys(("launch", "wait", "look"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         self._sums_last = device.is_cpu and misses is not None
         self._cold = misses.cold if misses else None
@@ -294,6 +298,8 @@ class LayeredRunner(Runner):
         read_done = self._read_done.ptr if self._read_done else ffi.NULL
         n_ids = self.model.hp.n_expert_used * shape.n_rows
         ids = self._ids.array[: 4 * n_ids].view(np.int32)
+        phases = self.phases
+        start = time.perf_counter()
         (self.misses or self.cache).begin_step()
         if self.replay and shape.n_rows == 1:
             self.replay.send()
@@ -306,9 +312,15 @@ class LayeredRunner(Runner):
             )
             if status:
                 self.device.check(status, f"layer {il}")
+            launched = time.perf_counter()
             if self._read_done:
                 self._read_done.wait()
+            seen = time.perf_counter()
             self._look(il, layer, ids, shape.n_rows)
+            phases["launch"] += launched - start
+            phases["wait"] += seen - launched
+            start = time.perf_counter()
+            phases["look"] += start - seen
         head = self._current.head
         reads = self._result_reads(shape, head.outputs, greedy)
         status = C.mg_launch(compute, head.graph, reads, 2)

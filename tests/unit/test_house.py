@@ -32,7 +32,7 @@ ROOMS = (
     ("graphs",),
     ("runner",),
     ("draft",),
-    ("tokenizer", "chat", "sampling", "sequence", "generation", "engine"),
+    ("tokenizer", "chat", "sampling", "sequence", "generation", "footprint", "engine"),
     ("bench", "cli", "server", "__main__"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
