@@ -224,6 +224,14 @@ class Engine:
             dict(self.runner.phases),
         )
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about this placement, one line each; usually nothing."""
+        if not isinstance(self.runner, LayeredRunner) or not self.runner.misses:
+            return []
+        found = [self.runner.misses.note, self.runner.cache.hint()]
+        return [line for line in found if line]
+
     def reset(self, seq: int = 0) -> None:
         """Forget a sequence."""
         self.device.synchronize()

@@ -75,6 +75,8 @@ class FakeEngine:
     def reset(self) -> None:
         self.n_resets += 1
 
+    notes: tuple[str, ...] = ()
+
     def expert_stats(self) -> None:
         """Everything is resident."""
 

@@ -200,7 +200,7 @@ def load_engine(target: str | Path, config: EngineConfig) -> Engine:
 
     with ui.Bars() as bars:
         engine = Engine.load(resolve_target(target), config, progress=bars)
-    for warning in engine.model.warnings:
+    for warning in (*engine.model.warnings, *engine.notes):
         ui.note(f"warning: {warning}")
     return engine
 

@@ -78,6 +78,11 @@ class MissHandler:
         self.n_cpu_experts = 0
         self.n_on_cpu = self._split(mode)
 
+    @property
+    def note(self) -> str:
+        """One line about host memory that could not be pinned; empty when all went well."""
+        return self._store.note
+
     def begin_step(self) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
 
