@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -43,29 +44,32 @@ def check_architectures(given: list[str]) -> list[str]:
     return [arch if "-" in arch else f"{arch}-real" for arch in given]
 
 
-def find_nvcc() -> tuple[Path, tuple[int, int]]:
-    """Return nvcc and its version.
+def find_toolkit() -> tuple[Path, tuple[int, int]]:
+    """Return the toolkit's folder and version, as nvcc itself tells them.
 
     Raises:
-        BuildError: there is none, or it cannot tell its version.
+        BuildError: there is no nvcc, or it does not tell.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     for name in (os.environ.get("CUDACXX"), f"{home}/bin/nvcc", shutil.which("nvcc")):
         if name and Path(name).is_file():
-            nvcc = Path(name).resolve()
             break
     else:
         raise BuildError(
             "no nvcc; install the CUDA toolkit (12.4 or newer) and put its bin folder on PATH, or"
             " set CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
         )
-    text = subprocess.run(
-        [str(nvcc), "--version"], capture_output=True, text=True, check=False
-    ).stdout
-    match = re.search(r"release (\d+)\.(\d+)", text)
-    if match is None:
-        raise BuildError(f"{nvcc} --version does not name a release; is it NVIDIA's compiler?")
-    return nvcc, (int(match[1]), int(match[2]))
+    release = re.search(r"release (\d+)\.(\d+)", _output(name, "--version"))
+    # an nvcc on PATH may be a link or a wrapper: -v prints where its own toolkit lies
+    top = re.search(r"^#\$ TOP=(.+)$", _output(name, "-v", "none"), re.MULTILINE)
+    if release is None or top is None:
+        raise BuildError(f"{name} does not tell its release or folder; is it NVIDIA's nvcc?")
+    return Path(os.path.normpath(top[1].strip())), (int(release[1]), int(release[2]))
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run([*command], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def find_cublas(toolkit: Path, major: int) -> Cublas:
@@ -74,11 +78,16 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
     Raises:
         BuildError: neither has headers and library.
     """
-    for sub in ("", "targets/x86_64-linux", "targets/sbsa-linux"):
-        include = toolkit / sub / "include"
-        for lib in (toolkit / sub / "lib64", toolkit / sub / "lib"):
-            if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
-                return Cublas(include, lib, True)
+    pairs = [
+        (toolkit / sub / "include", toolkit / sub / lib)
+        for sub in ("", "targets/x86_64-linux", "targets/sbsa-linux")
+        for lib in ("lib64", "lib")
+    ]
+    # Debian's own toolkit is spread over the system's folders
+    pairs += [(Path("/usr/include"), Path("/usr/lib") / f"{platform.machine()}-linux-gnu")]
+    for include, lib in pairs:
+        if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
+            return Cublas(include, lib, True)
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
     for wheel in (packages / f"cu{major}", packages / "cublas"):
         if (wheel / "lib" / f"libcublas.so.{major}").is_file():
@@ -148,8 +157,7 @@ def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
 def options(architectures: list[str], build: Path) -> list[str]:
     """CMake options of a CUDA build; makes the toolkit folder under `build`."""
     architectures = check_architectures(architectures)
-    nvcc, (major, minor) = find_nvcc()
-    toolkit = nvcc.parent.parent
+    toolkit, (major, minor) = find_toolkit()
     cublas = find_cublas(toolkit, major)
     where = "the toolkit" if cublas.in_toolkit else "the nvidia-cublas wheel"
     say(f"CUDA {major}.{minor} from {toolkit}, cuBLAS from {where}, for {' '.join(architectures)}")
@@ -163,7 +171,7 @@ def options(architectures: list[str], build: Path) -> list[str]:
     return [
         "-DGGML_CUDA=ON",
         f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(architectures)}",
-        f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        f"-DCMAKE_CUDA_COMPILER={toolkit / 'bin' / 'nvcc'}",
         f"-DCUDAToolkit_ROOT={kit}",
         f"-DMOEGRAPH_CUDA_RPATH={';'.join(rpath)}",
         *flags,
