@@ -83,6 +83,10 @@ def _select(name: str) -> dict[str, Any]:
     raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
 
 
+# Bytes of this process's CUDA context by device, once known.
+_contexts: dict[int, int] = {}
+
+
 def _cuda_index(name: str) -> int:
     return int(name.partition(":")[2] or 0)
 
@@ -144,11 +148,15 @@ class Device:
         return self.peak_bytes
 
     def _measure_context(self, before: int | None) -> int:
-        """Return what opening the device took; 0 when another device of this process is open."""
-        if self.is_cpu or before is None:
+        """Return what the process's context takes; it stays open until the process ends."""
+        if self.is_cpu:
             return 0
-        after = used_bytes(_cuda_index(self.name))
-        return max(0, after - before) if after is not None else 0
+        index = _cuda_index(self.name)
+        if index not in _contexts:
+            after = used_bytes(index)
+            known = before is not None and after is not None
+            _contexts[index] = max(0, after - before) if known else 0
+        return _contexts[index]
 
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
         """Allocate device memory.
