@@ -2,14 +2,15 @@
 
 What is fixed comes off the budget first: weights outside the experts, KV cache, recurrent states,
 compute buffers, the driver. Of the rest, pinned layers take all their experts: the first layer,
-the last, then from layer 1 on. What remains becomes slots, as many for one unpinned layer as for
-the next.
+the last, then from layer 1 on. What remains becomes slots: as many for one unpinned layer as for
+the next, or, where a profile tells how flat each layer routes, where they will be hit most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, OutOfDeviceMemory
@@ -18,6 +19,9 @@ from ..units import format_bytes
 if TYPE_CHECKING:
     from ..hparams import HParams
     from ..modelfile.summary import ModelSummary
+
+# [n_layer][n_expert], falling.
+Demand = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,14 @@ def pin_order(n_layer: int) -> list[int]:
 
 def make_plan(
     need: Footprint, budget: int | None, pin_layers: int | None = None,
-    cache_slots: int | None = None, source: str = "--vram",
+    cache_slots: int | None = None, source: str = "--vram", demand: Demand | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for a budget in device bytes; None is no limit.
 
     pin_layers, cache_slots: as the user set them, None to choose: without either, everything when
     it fits, else slots only; with one of them, the rest of the budget goes to the other.
-    cache_slots: of all layers together. source: where the budget comes from, for messages.
+    cache_slots: of all layers together. source: where the budget comes from, for messages. demand:
+    how often a token is expected to choose the best, second best, ... expert of each layer.
 
     Raises:
         ConfigError: pins or slots are out of range or exceed the budget.
@@ -127,7 +132,7 @@ def make_plan(
     rest = [il for il in range(n_layer) if il not in pins]
     if left is not None:
         left -= sum(need.n_expert * need.slot_bytes[il] for il in pins)
-    for il, n in zip(rest, _spread(need, rest, left, cache_slots)):
+    for il, n in zip(rest, _spread(need, rest, left, cache_slots, demand)):
         n_slots[il] = n
     plan = _plan(need, n_slots, budget)
     if plan.margin is not None and plan.margin < 0:
@@ -135,7 +140,7 @@ def make_plan(
             f"--cache-slots {cache_slots} needs {format_bytes(plan.bytes['slots'])} beside "
             f"{format_bytes(plan.total - plan.bytes['slots'])} for everything else, but {source} "
             f"allows {format_bytes(budget or 0)}; at most "
-            f"{sum(_spread(need, rest, left, None))} slots fit"
+            f"{sum(_spread(need, rest, left, None, None))} slots fit"
         )
     return plan
 
@@ -196,11 +201,14 @@ def _fitting(need: Footprint, order: Sequence[int], left: int) -> int:
 
 
 def _spread(
-    need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None
-) -> list[int]:
-    """Return slots for each of layers, as even as bytes or cache_slots allow."""
+    need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None,
+    demand: Demand | None,
+) -> list[int]:  # fmt: skip
+    """Return slots for each of layers, as even as bytes or cache_slots allow, or by demand."""
     if not layers:
         return []
+    if demand is not None and (left is not None or cache_slots is not None):
+        return _by_demand(need, layers, left, cache_slots, demand)
     if cache_slots is not None:
         each, extra = divmod(min(cache_slots, need.n_expert * len(layers)), len(layers))
         return [each + (at < extra) for at in range(len(layers))]
@@ -214,6 +222,37 @@ def _spread(
         more = each < need.n_expert and size <= left
         left -= size if more else 0
         n_slots.append(each + more)
+    return n_slots
+
+
+def _by_demand(
+    need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None,
+    demand: Demand,
+) -> list[int]:  # fmt: skip
+    """Return slots for each of layers, given one by one to where a byte is hit most.
+
+    A layer first gets what one token chooses. Experts that were never seen are worth the same
+    everywhere.
+    """
+
+    def rank(at: int, n: int) -> tuple[bool, float, int, int]:
+        il = layers[at]
+        return n >= need.n_expert_used, -demand[il][n] / need.slot_bytes[il], n, at
+
+    n_slots, n_left = [0] * len(layers), cache_slots
+    queue = [rank(at, 0) for at in range(len(layers))]
+    heapify(queue)
+    while queue and n_left != 0:
+        at = heappop(queue)[-1]
+        size = need.slot_bytes[layers[at]]
+        if left is not None and cache_slots is None:
+            if size > left:
+                continue
+            left -= size
+        n_left = None if n_left is None else n_left - 1
+        n_slots[at] += 1
+        if n_slots[at] < need.n_expert:
+            heappush(queue, rank(at, n_slots[at]))
     return n_slots
 
 

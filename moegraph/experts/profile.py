@@ -95,6 +95,15 @@ class Profile:
         """Return the experts of each layer, most chosen first, [n_layer, n_expert]; ties by id."""
         return np.argsort(-self.shares(name), axis=1, kind="stable")
 
+    def demand(self) -> npt.NDArray[np.float64]:
+        """Return how often a token chooses the best, second best, ... expert of each layer.
+
+        Numpy [n_layer, n_expert], rows falling: mean over classes of each one's own order, because
+        what is popular changes with the class and how much it is so does not.
+        """
+        parts = [-np.sort(-self.shares(name), axis=1) for name in self.classes]
+        return np.mean(parts, axis=0) if parts else np.zeros(self.shape.sizes[:2])
+
     def save(self, path: str | Path) -> None:
         """Write the profile; an older file is replaced only by a complete one.
 

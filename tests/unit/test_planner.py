@@ -134,6 +134,30 @@ def test_upstream_needs_as_many_cpu_layers_as_the_budget_lacks() -> None:
     assert upstream_cpu_layers(SMALL, SMALL.fixed - 1) is None
 
 
+def test_with_a_profile_flat_layers_get_more_slots() -> None:
+    steep, flat = [0.9, 0.8, 0.15, 0.1, 0, 0, 0, 0], [0.3, 0.3, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2]
+    demand = [steep, flat, steep, flat]
+    for plan in (
+        make_plan(SMALL, SMALL.fixed + 165, demand=demand),
+        make_plan(SMALL, None, cache_slots=16, demand=demand),
+    ):
+        assert plan.n_slots == (2, 6, 2, 6)
+    unseen = make_plan(SMALL, None, cache_slots=22, demand=[[1.0] * 2 + [0.0] * 6] * 4)
+    assert unseen.n_slots == (6, 6, 5, 5)
+
+
+def test_with_a_profile_every_layer_first_gets_what_a_token_chooses() -> None:
+    demand = [[9.0] * 8, [0.1] * 8, [0.1] * 8, [0.1] * 8]
+    assert make_plan(SMALL, None, cache_slots=9, demand=demand).n_slots == (3, 2, 2, 2)
+    assert make_plan(SMALL, None, cache_slots=24, demand=demand).n_slots == (8, 6, 5, 5)
+
+
+def test_with_a_profile_dear_slots_need_more_demand() -> None:
+    need = Footprint(8, 1, (10, 30), weights=0, kv=0, state=0, compute=0)
+    assert make_plan(need, 100, demand=[[0.5] * 8] * 2).n_slots == (7, 1)
+    assert make_plan(need, 100, demand=[[0.1] * 8, [0.5] * 8]).n_slots == (1, 3)
+
+
 footprints = st.builds(
     Footprint, n_expert=st.integers(1, 32), n_expert_used=st.just(1),
     slot_bytes=st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple),
@@ -143,12 +167,14 @@ footprints = st.builds(
 wishes = st.none() | st.integers(0, 40)
 
 
-@given(footprints, st.integers(0, 20_000), wishes, wishes)
+@given(footprints, st.integers(0, 20_000), wishes, wishes, st.integers(0, 3))
 def test_every_plan_keeps_its_budget_and_every_refusal_is_justified(
-    need: Footprint, budget: int, pins: int | None, slots: int | None
+    need: Footprint, budget: int, pins: int | None, slots: int | None, steepness: int
 ) -> None:
+    curves = [[(at + 1.0) ** -(steepness + il % 3) for at in range(need.n_expert)]
+              for il in range(need.n_layer)]  # fmt: skip
     try:
-        plan = make_plan(need, budget, pins, slots)
+        plan = make_plan(need, budget, pins, slots, demand=curves if steepness else None)
     except OutOfDeviceMemory:
         assert need.fixed + need.staging > budget
         return
@@ -163,6 +189,8 @@ def test_every_plan_keeps_its_budget_and_every_refusal_is_justified(
         small = [il for il, n in enumerate(plan.n_slots) if n < need.n_expert]
         left = budget - plan.total
         assert left < sum(need.slot_bytes[il] for il in small), "a round of slots was left over"
+    if slots is not None and pins is not None:
+        assert plan.n_dynamic <= slots
 
 
 def assert_consistent(need: Footprint, plan: Plan) -> None:

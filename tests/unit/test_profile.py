@@ -52,6 +52,13 @@ def test_ranking_is_by_count_and_ties_by_id() -> None:
     assert Profile(SHAPE).ranking().tolist() == [[0, 1, 2, 3]] * 2
 
 
+def test_demand_keeps_the_order_of_each_class() -> None:
+    profile = two_classes()
+    assert profile.demand()[0].tolist() == pytest.approx([1.4, 0.3, 0.3, 0])
+    assert profile.demand()[1].tolist() == pytest.approx([1.2, 0.6, 0.1, 0.1])
+    assert Profile(SHAPE).demand().tolist() == [[0.0] * 4] * 2
+
+
 def test_a_large_class_does_not_outvote_a_small_one() -> None:
     profile = two_classes()
     profile.add("code", np.array(CODE) * 1000, 5000)

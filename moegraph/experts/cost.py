@@ -1,0 +1,229 @@
+"""What a missing expert costs on a machine: streamed to the device, computed on the CPU, or both.
+
+A layer with missing experts stalls the token until the slower of the two paths is done:
+
+    stall = fixed + max(0, max(stream(n - c), cpu(c)) - overlap)
+
+n missing, c of them on the CPU. stream and cpu are measured curves over the number of experts: both
+have a latency and a slope, and neither is known beforehand. `overlap` is how long the layer's own
+graph B goes on after the host has seen the ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError
+
+_MAX_FILE = 64 * 1024
+_MAX_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds for n experts: straight lines between measured points, the last one continued.
+
+    points: (n, seconds), n rising from 1 or more, seconds not falling.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, n: float) -> float:
+        """Return the seconds for n experts, 0 for none."""
+        if n <= 0:
+            return 0.0
+        points = self.points
+        if len(points) == 1 or n <= points[0][0]:
+            return points[0][1] * max(n / points[0][0], 1.0)
+        after = next((at for at, (x, _) in enumerate(points) if n <= x), len(points) - 1)
+        (x0, y0), (x1, y1) = points[after - 1], points[after]
+        return y0 + (y1 - y0) * (n - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured times of one machine and model, in seconds.
+
+    expert_bytes: of one expert. whole: a token in one graph, everything resident. look: added for
+    each layer that is not pinned (read-back, graph boundary). fixed, overlap, stream, cpu: see
+    above. cpu_row: for each row beyond the first that an expert serves on the CPU.
+    """
+
+    name: str
+    expert_bytes: int
+    whole: float
+    look: float
+    fixed: float
+    overlap: float
+    stream: Curve
+    cpu: Curve
+    cpu_row: float = 0.0
+
+    def stall(self, n_cpu: float, n_streamed: float) -> float:
+        """Return how long a layer waits for its missing experts, 0 when there are none."""
+        if n_cpu + n_streamed <= 0:
+            return 0.0
+        slower = max(self.stream(n_streamed), self.cpu(n_cpu))
+        return self.fixed + max(0.0, slower - self.overlap)
+
+    def scaled(self, expert_bytes: int, whole: float | None = None) -> Machine:
+        """Return this machine with experts of another size: both curves stretch by the ratio.
+
+        Latencies stretch too, so a machine should be measured near the size in question.
+        """
+        ratio = expert_bytes / self.expert_bytes
+
+        def stretched(curve: Curve) -> Curve:
+            return Curve(tuple((n, seconds * ratio) for n, seconds in curve.points))
+
+        return replace(
+            self, expert_bytes=expert_bytes, whole=self.whole if whole is None else whole,
+            stream=stretched(self.stream), cpu=stretched(self.cpu), cpu_row=self.cpu_row * ratio,
+        )  # fmt: skip
+
+
+def _line(first: float, slope: float) -> Curve:
+    """Return a curve of `first` for one expert and `slope` for each further one."""
+    return Curve(((1, first), (2, first + slope)))
+
+
+# Times of a 35B-A3B with experts of 1.9 MB. h200: measured with an early build, 16 threads of a
+# Xeon. desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "h200", 1_900_000, whole=4.42e-3, look=4.2e-6, fixed=3e-6, overlap=0.0,
+            stream=_line(37e-6, 42e-6),
+            cpu=Curve(((1, 91e-6), (2, 124e-6), (4, 183e-6), (8, 285e-6))), cpu_row=12e-6,
+        ),
+        Machine(
+            "desktop", 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
+            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6), cpu_row=40e-6,
+        ),
+    )
+}  # fmt: skip
+
+
+def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
+    """Return how many of n missing experts the CPU should take, for n = 0 .. len(on_cpu) - 1.
+
+    on_cpu, streamed: seconds for 0, 1, ... experts on either path. Of equal choices the one that
+    streams more is taken: what was streamed can stay.
+    """
+    return [
+        min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
+        for n in range(min(len(on_cpu), len(streamed)))
+    ]
+
+
+def split_for(machine: Machine, mode: str, n: int) -> list[int]:
+    """Return `best_split` of a machine for up to n experts; mode: 'auto', 'cpu' or 'stream'."""
+    if mode == "cpu":
+        return list(range(n + 1))
+    if mode == "stream":
+        return [0] * (n + 1)
+    counts = range(n + 1)
+    return best_split([machine.cpu(c) for c in counts], [machine.stream(c) for c in counts])
+
+
+def choose_cpu(machine: Machine, rows: Sequence[int]) -> list[int]:
+    """Return which missing experts the CPU should compute, as indexes into rows, lowest first.
+
+    rows: how many rows of the pass chose each. The device does not mind rows, the CPU does: it gets
+    the experts with the fewest.
+    """
+    order = sorted(range(len(rows)), key=lambda at: (rows[at], -at))
+    best, n_best, further = float("inf"), 0, 0.0
+    for c in range(len(rows) + 1):
+        if c:
+            further += machine.cpu_row * (rows[order[c - 1]] - 1)
+        slower = max(machine.cpu(c) + further, machine.stream(len(rows) - c))
+        if slower < best:
+            best, n_best = slower, c
+    return sorted(order[:n_best])
+
+
+def find_machine(name: str) -> Machine:
+    """Return a machine by name, or from a JSON file.
+
+    Raises:
+        RequestError: no such name, and no file that describes a machine.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    try:
+        with open(name, "rb") as file:
+            data = file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise RequestError(
+            f"{name}: no such machine ({', '.join(MACHINES)}) and cannot read it as a file: "
+            f"{error.strerror}"
+        ) from error
+    try:
+        content = json.loads(data[:_MAX_FILE])
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise RequestError(f"{name}: not a machine description, which is a JSON object")
+    return _machine(name, content)
+
+
+def machine_fields(machine: Machine) -> dict[str, Any]:
+    """Return a machine as its JSON file has it: times in microseconds."""
+    fields = {name: getattr(machine, name) * 1e6 for name in _TIMES}
+    curves = {name: [[n, s * 1e6] for n, s in getattr(machine, name).points] for name in _CURVES}
+    return {"name": machine.name, "expert_bytes": machine.expert_bytes, **{
+        f"{name}_us": value for name, value in {**fields, **curves}.items()
+    }}  # fmt: skip
+
+
+_TIMES = ("whole", "look", "fixed", "overlap", "cpu_row")
+_CURVES = ("stream", "cpu")
+
+
+def _machine(path: str, content: dict[str, Any]) -> Machine:
+    def wrong(field: str, expected: str) -> RequestError:
+        return RequestError(f"{path}: {field} is {content.get(field)!r}; expected {expected}")
+
+    known = {"name", "expert_bytes", *(f"{name}_us" for name in (*_TIMES, *_CURVES))}
+    unknown = sorted(set(content) - known)
+    if unknown:
+        listed = ", ".join(sorted(known))
+        raise RequestError(f"{path}: unknown field {unknown[0]!r}; known: {listed}")
+    size, name = content.get("expert_bytes"), content.get("name", Path(path).stem)
+    if type(size) is not int or size < 1:
+        raise wrong("expert_bytes", "a positive integer")
+    if not isinstance(name, str) or len(name) > 200:
+        raise wrong("name", "a short text")
+    times = {}
+    for field in _TIMES:
+        value = content.get(f"{field}_us", 0.0)
+        if not _is_time(value) or (field == "whole" and not value):
+            raise wrong(f"{field}_us", "microseconds")
+        times[field] = value / 1e6
+    curves = {}
+    for field in _CURVES:
+        points = content.get(f"{field}_us")
+        if not _is_curve(points):
+            raise wrong(f"{field}_us", "[[n, microseconds], ...], both rising")
+        curves[field] = Curve(tuple((n, us / 1e6) for n, us in points))
+    return Machine(name=name, expert_bytes=size, **times, **curves)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+def _is_curve(points: Any) -> bool:
+    """Return whether points is a list of (n, microseconds) as a Curve wants it."""
+    if not isinstance(points, list) or not 1 <= len(points) <= _MAX_POINTS:
+        return False
+    if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_time, p)) for p in points):
+        return False
+    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in zip(points, points[1:]))
+    return rising and points[0][0] >= 1 and points[0][1] > 0

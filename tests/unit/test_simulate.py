@@ -1,0 +1,234 @@
+"""The cost model and the simulator: curves, splits, machines, replays against counting by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegraph.errors import RequestError
+from moegraph.experts.cost import (
+    MACHINES,
+    Curve,
+    Machine,
+    best_split,
+    choose_cpu,
+    find_machine,
+    machine_fields,
+    split_for,
+)
+from moegraph.experts.generator import generate_trace
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.policy import Lfu, Lru, Static, parse_policy
+from moegraph.experts.profile import Profile
+from moegraph.experts.simulate import Simulation, even_slots, simulate
+from moegraph.experts.trace import Trace
+
+US = 1e-6
+# One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
+SIMPLE = Machine(
+    "simple", 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
+    stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
+    cpu_row=3 * US,
+)  # fmt: skip
+
+
+def explicit(rows: list[list[int]], n_prompt: int = 0) -> Trace:
+    """A trace of one layer of eight experts."""
+    ids = np.array(rows, dtype=np.uint8)[:, None, :]
+    return Trace(RouterShape(1, 8, ids.shape[2]), ids, n_prompt)
+
+
+def test_a_curve_is_straight_between_points_and_beyond_the_last() -> None:
+    curve = Curve(((1, 91.0), (2, 124.0), (4, 183.0), (8, 285.0)))
+    assert [curve(n) for n in (0, 1, 2, 4, 8)] == [0, 91, 124, 183, 285]
+    assert curve(3) == pytest.approx(153.5) and curve(6) == pytest.approx(234)
+    assert curve(16) == pytest.approx(285 + 8 * 102 / 4)
+    single = Curve(((2, 10.0),))
+    assert (single(1), single(2), single(6)) == (10.0, 10.0, 30.0)
+
+
+def test_a_layer_waits_for_the_slower_path_less_what_overlaps() -> None:
+    assert SIMPLE.stall(0, 0) == 0
+    assert SIMPLE.stall(0, 3) == pytest.approx((2 + 30 - 4) * US)
+    assert SIMPLE.stall(1, 2) == pytest.approx((2 + 30 - 4) * US)
+    patient = Machine("", 1, 1, 0, 2 * US, 1.0, SIMPLE.stream, SIMPLE.cpu)
+    assert patient.stall(2, 2) == 2 * US, "B hides all of it"
+
+
+def test_best_split_is_the_best_of_all_splits() -> None:
+    for machine in (*MACHINES.values(), SIMPLE):
+        split = split_for(machine, "auto", 12)
+        for n, c in enumerate(split):
+            times = [max(machine.cpu(i), machine.stream(n - i)) for i in range(n + 1)]
+            assert times[c] == min(times)
+    assert split_for(SIMPLE, "auto", 5) == [0, 0, 0, 0, 1, 2]
+    assert split_for(SIMPLE, "cpu", 3) == [0, 1, 2, 3]
+    assert split_for(SIMPLE, "stream", 3) == [0, 0, 0, 0]
+
+
+def test_equal_times_are_streamed_because_that_can_stay() -> None:
+    assert best_split([0.0, 1.0, 2.0], [0.0, 1.0, 2.0]) == [0, 0, 1]
+
+
+def test_the_order_of_the_paths_turns_round_between_machines() -> None:
+    assert split_for(MACHINES["h200"], "auto", 2)[1:] == [0, 0]
+    assert split_for(MACHINES["desktop"], "auto", 2)[1:] == [1, 1]
+
+
+def test_with_more_rows_the_cpu_gets_the_experts_with_the_fewest() -> None:
+    assert choose_cpu(SIMPLE, []) == []
+    assert choose_cpu(SIMPLE, [1]) == []
+    assert choose_cpu(SIMPLE, [1, 1, 1, 1, 1]) == [3, 4]
+    assert choose_cpu(SIMPLE, [9, 1, 9, 1, 9]) == [1, 3]
+    assert choose_cpu(SIMPLE, [50] * 5) == [], "rows make the CPU too slow"
+    assert choose_cpu(SIMPLE, [1] * 3 + [40] * 3) == [1, 2]
+
+
+def test_a_machine_scales_with_the_size_of_experts() -> None:
+    half = SIMPLE.scaled(500, whole=1.0)
+    assert (half.whole, half.expert_bytes, half.look) == (1.0, 500, SIMPLE.look)
+    assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
+    assert half.cpu_row == pytest.approx(1.5 * US)
+
+
+def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
+    for machine in (*MACHINES.values(), SIMPLE):
+        path = tmp_path / f"{machine.name}.json"
+        path.write_text(json.dumps(machine_fields(machine)))
+        back = find_machine(str(path))
+        assert back.name == machine.name and back.expert_bytes == machine.expert_bytes
+        for n in (1, 2, 5, 9):
+            assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
+        assert back.whole == pytest.approx(machine.whole)
+    assert find_machine("h200") is MACHINES["h200"]
+
+
+@pytest.mark.parametrize(
+    ("change", "say"),
+    [({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
+     ({"expert_bytes": True}, "expert_bytes is True"), ({"name": 5}, "name is 5"),
+     ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
+     ({"look_us": -1}, "look_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
+     ({"stream_us": []}, "stream_us is []; expected [[n, microseconds], ...], both rising"),
+     ({"cpu_us": [[1, 5], [1, 6]]}, "cpu_us is"), ({"cpu_us": [[1, 5], [2, 4]]}, "cpu_us is"),
+     ({"cpu_us": [[0, 5]]}, "cpu_us is"), ({"cpu_us": [[1, 0]]}, "cpu_us is"),
+     ({"cpu_us": [[1, float("nan")]]}, "cpu_us is"), ({"cpu_us": [1, 2]}, "cpu_us is"),
+     ({"speed": 1}, "unknown field 'speed'; known: cpu_row_us")],
+)  # fmt: skip
+def test_wrong_machine_files_are_refused(
+    tmp_path: Path, change: dict[str, Any], say: str
+) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**machine_fields(SIMPLE), **change}))
+    with pytest.raises(RequestError) as caught:
+        find_machine(str(path))
+    assert say in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no such machine .h200, desktop. and cannot read"):
+        find_machine("z80")
+    for text in ("", "[]", "{", "[" * 70_000, " " * 70_000 + "{}"):
+        (tmp_path / "m").write_text(text)
+        with pytest.raises(RequestError, match="not a machine description"):
+            find_machine(str(tmp_path / "m"))
+
+
+def run(trace: Trace, n_slots: list[int], mode: str = "stream", **more: Any) -> Simulation:
+    return simulate(trace, n_slots, more.pop("policy", Lru()), SIMPLE, mode=mode, **more)
+
+
+def test_a_replay_counted_by_hand() -> None:
+    """Slots start with 0, 1, 2; LRU."""
+    trace = explicit([[0, 1], [3, 1], [3, 4], [0, 4], [0, 4]])
+    found = run(trace, [3])
+    assert found.missing[:, 0].tolist() == [0, 1, 1, 1, 0]
+    assert (found.n_tokens, found.n_streamed, found.n_cpu, found.n_promoted) == (5, 3, 0, 0)
+    assert found.hit_rate == pytest.approx(0.7)
+    hit, miss = 1001 * US, (1001 + 2 + 10 - 4) * US
+    assert found.step_s == pytest.approx([hit, miss, miss, miss, hit])
+    assert found.tokens_per_s == pytest.approx(5 / (2 * hit + 3 * miss))
+    assert found.fetched_bytes == 3000 and found.bytes_per_token == 600
+    assert found.quarters() == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_what_the_cpu_computed_is_resident_from_the_next_token_on() -> None:
+    trace = explicit([[5, 6], [5, 6], [5, 6]])
+    found = run(trace, [4], "cpu")
+    assert found.missing[:, 0].tolist() == [2, 0, 0]
+    assert (found.n_cpu, found.n_promoted, found.fetched_bytes) == (2, 2, 2000)
+    assert found.step_s[0] == pytest.approx((1001 + 2 + 35 - 4) * US)
+
+
+def test_nothing_resident_and_everything_resident_are_the_ends_of_the_range() -> None:
+    trace = generate_trace(RouterShape(4, 32, 4), 40)
+    cold, full = run(trace, [0] * 4), run(trace, [32] * 4)
+    assert cold.hit_rate == 0 and (cold.missing == 4).all()
+    assert full.hit_rate == 1 and full.missing.sum() == 0
+    assert full.step_s == pytest.approx([SIMPLE.whole] * 40), "no layer needs a look"
+    assert cold.step_s == pytest.approx([SIMPLE.whole + 4 * (1 + 2 + 36) * US] * 40)
+    assert full.tokens_per_s > run(trace, [16] * 4).tokens_per_s > cold.tokens_per_s
+
+
+def test_prompt_and_skipped_tokens_warm_up_and_are_not_counted() -> None:
+    trace = generate_trace(RouterShape(3, 32, 4), 90)
+    with_prompt = Trace(trace.shape, trace.ids, 30)
+    found = run(with_prompt, [12] * 3, policy=Lfu(), skip=20)
+    assert found.n_tokens == 40 and found.stats.n_steps == 40
+    assert found.stats.hits.sum() + found.stats.misses.sum() == 40 * 3 * 4
+    assert found.n_streamed == found.missing.sum() == found.stats.missing.sum()
+
+
+def test_slot_bytes_of_mixed_types_are_counted_by_layer() -> None:
+    ids = np.array([[[5], [1]], [[6], [1]], [[7], [6]]], dtype=np.uint8)
+    trace = Trace(RouterShape(2, 8, 1), ids)
+    found = run(trace, [2, 2], slot_bytes=[10, 100])
+    assert found.fetched_bytes == 3 * 10 + 1 * 100
+
+
+def test_a_profile_warms_the_start_and_static_needs_it() -> None:
+    trace = generate_trace(RouterShape(4, 64, 4), 100)
+    profile = Profile(trace.shape)
+    profile.add("same", trace.counts(), 100)
+    slots = even_slots(4, 64, 0.3)
+    for policy in (Lfu(), Static(), parse_policy("adaptive")):
+        warm = run(trace, slots, policy=policy, profile=profile, profile_class="same")
+        cold = run(trace, slots, policy=policy)
+        assert warm.missing[:20].sum() < 0.9 * cold.missing[:20].sum(), policy
+    static = run(trace, slots, policy=Static(), profile=profile)
+    best = -np.sort(-trace.counts(), axis=1)
+    expected = sum(best[il, : slots[il]].sum() for il in range(4)) / best.sum()
+    assert static.hit_rate == pytest.approx(expected)
+
+
+def test_published_hit_rates_of_a_layered_lru_are_met() -> None:
+    """128 experts, 8 used, 256 cold tokens, LRU by layer: .741 .894 .962 with 24, 49, 81 slots."""
+    trace = generate_trace(RouterShape(24, 128, 8), 256)
+    for n_slots, rate, tolerance in ((24, 0.741, 0.08), (49, 0.894, 0.03), (81, 0.962, 0.02)):
+        found = run(trace, [n_slots] * 24)
+        assert found.hit_rate == pytest.approx(rate, abs=tolerance), n_slots
+
+
+def test_lfu_beats_lru_at_a_quarter_of_the_experts() -> None:
+    trace = generate_trace(RouterShape(8, 256, 8), 400)
+    slots = even_slots(8, 256, 0.25)
+    lfu = run(trace, slots, policy=Lfu(), skip=150).missing.sum()
+    assert lfu < 0.85 * run(trace, slots, skip=150).missing.sum()
+
+
+def test_traces_that_do_not_fit_or_are_too_short_are_refused() -> None:
+    trace = explicit([[0, 1], [3, 1]], n_prompt=1)
+    with pytest.raises(RequestError, match="the trace has 1 layers, the placement 2"):
+        run(trace, [4, 4])
+    with pytest.raises(RequestError, match="first 2 are not counted .prompt 1, skipped 1.: nothing"):
+        run(trace, [4], skip=1)
+
+
+def test_even_slots_cover_the_share() -> None:
+    assert even_slots(40, 256, 0.25) == [64] * 40
+    assert even_slots(3, 10, 0.5) == [5, 5, 5] and even_slots(3, 10, 0.35) == [4, 3, 3]
+    assert even_slots(2, 8, 1.0) == [8, 8] and even_slots(2, 8, 0.0) == [0, 0]
