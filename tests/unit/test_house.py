@@ -36,7 +36,11 @@ ROOMS = (
     ("bench", "cli", "server", "__main__"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
-PURE = ("config", "units", "hparams", "modelfile", "modelfile.summary", "sampling", "sequence")
+PURE = (
+    "config", "units", "hparams", "modelfile", "modelfile.summary", "sampling", "sequence",
+    "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
+    "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
+)  # fmt: skip
 
 FILE_CAP, FILE_MEDIAN = 500, 200
 FUNCTION_CAP, FUNCTION_P90 = 80, 35
