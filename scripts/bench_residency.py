@@ -91,8 +91,8 @@ def engine_for(
 ) -> Engine:
     """Load an engine with n_slots expert slots in all."""
     config = EngineConfig(
-        device="cuda:0", n_ctx=512, cache_slots=n_slots, policy=args.policy, miss=miss,
-        n_threads=args.threads, n_ubatch=64,
+        device="cuda:0", n_ctx=512, pin_layers=0, cache_slots=n_slots, policy=args.policy,
+        miss=miss, n_threads=args.threads, n_ubatch=64,
     )  # fmt: skip
     return Engine.load(args.model, config, routing=ids)
 
@@ -121,34 +121,35 @@ def compare(
     budget = watch.n_bytes
     n_layer, n_expert = ids.shape[1], int(ids.max()) + 1
     n_slots = max(0, min((budget - fixed - 64 * MIB) // expert_bytes, n_layer * n_expert))
-    engines = {miss: engine_for(args, n_slots, miss, ids) for miss in args.miss}
-    samples: dict[str, list[float]] = {"upstream": []} | {miss: [] for miss in engines}
-    before = {}
-    for miss, engine in engines.items():
-        decode(engine, args.warm)
-        before[miss] = engine.runner.cache.stats, engine.runner.misses.n_bytes_fetched
-    for _ in range(args.pairs):
-        samples["upstream"].append(upstream(args, ncmoe, args.tokens))
-        for miss, engine in engines.items():
-            samples[miss].append(decode(engine, args.tokens))
-    rows = [{"system": f"upstream -ncmoe {ncmoe}", "tps": samples["upstream"], "device": budget}]
-    n = args.tokens * args.pairs
-    for miss, engine in engines.items():
-        stats, (old, old_bytes) = engine.runner.cache.stats, before[miss]
-        hits = int(stats.hits.sum() - old.hits.sum())
-        misses = int(stats.misses.sum() - old.misses.sum())
-        fetched = engine.runner.misses.n_bytes_fetched - old_bytes
-        rows.append({
-            "system": f"{miss}, {n_slots} slots", "tps": samples[miss],
-            "device": engine.memory()["device_peak_bytes"] // len(engines),
-            "hit_rate": hits / max(hits + misses, 1), "misses_token": misses / n,
-            "mib_token": fetched / n / MIB, "on_cpu": engine.runner.misses.n_on_cpu,
-        })  # fmt: skip
-        engine.close()
+    rows = [{"system": f"upstream -ncmoe {ncmoe}", "tps": [], "base": [], "device": budget}]
+    for miss in args.miss:
+        row, base = sample(args, ncmoe, miss, n_slots, ids)
+        rows.append(row | {"base": base})
+        rows[0]["tps"] = rows[0]["base"] = rows[0]["tps"] + base
     for row in rows:
-        ratios = [a / b for a, b in zip(row["tps"], samples["upstream"])]
-        row |= {"ncmoe": ncmoe, "ratio": ratios}
+        row |= {"ncmoe": ncmoe, "ratio": [a / b for a, b in zip(row["tps"], row["base"])]}
     return rows
+
+
+def sample(
+    args: argparse.Namespace, ncmoe: int, miss: str, n_slots: int, ids: npt.NDArray[np.int32]
+) -> tuple[dict[str, object], list[float]]:
+    """Run one engine and upstream in turn; return the engine's row and upstream's samples."""
+    with engine_for(args, n_slots, miss, ids) as engine:
+        decode(engine, args.warm)
+        before, tps, base = engine.expert_stats(), [], []
+        for _ in range(args.pairs):
+            base.append(upstream(args, ncmoe, args.tokens))
+            tps.append(decode(engine, args.tokens))
+        stats = engine.expert_stats().since(before).report()
+        row = {
+            "system": f"{miss}, {n_slots} slots", "tps": tps,
+            "device": engine.memory()["device_peak_bytes"], "hit_rate": stats["hit_rate"],
+            "misses_token": stats["misses"] / stats["n_steps"],
+            "mib_token": stats["fetched_mib_per_step"],
+            "on_cpu": engine.runner.misses.n_on_cpu, "phases": stats["phases_ms_per_step"],
+        }  # fmt: skip
+    return row, base
 
 
 def show(row: dict[str, object]) -> str:
@@ -162,7 +163,7 @@ def show(row: dict[str, object]) -> str:
     if "hit_rate" in row:
         text += (
             f" {row['hit_rate']:.3f} | {row['misses_token']:.1f} | {row['mib_token']:.1f} | "
-            f"{row['on_cpu']} |"
+            f"{row['on_cpu']} | {row['phases']} |"
         )
     return text
 
@@ -182,8 +183,8 @@ def main() -> int:
         engine = engine_for(args, 0, args.miss[0], ids)
         fixed = engine.memory()["device_peak_bytes"]
         engine.close()
-        print("| ncmoe | system | GiB | t/s | ratio | hit rate | misses | MiB | CPU of n |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("| ncmoe | system | GiB | t/s | ratio | hit rate | misses | MiB | CPU of n | host ms |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for ncmoe in args.ncmoe:
             for row in compare(args, ncmoe, fixed, expert_bytes, ids):
                 print(show(row), flush=True)

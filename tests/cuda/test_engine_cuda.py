@@ -39,6 +39,8 @@ def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Callable[..., Engin
 
     def load(preset: str = "mini35b", **settings: object) -> Engine:
         chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
+        if "cache_slots" in settings:  # or the planner would pin all other layers
+            chosen.setdefault("pin_layers", 0)
         opened.append(Engine.load(model_file(preset), EngineConfig(**chosen)))
         return opened[-1]
 
