@@ -82,7 +82,7 @@ class Filler:
             rows = np.frombuffer(bytearray().join(_run(pool, start, n * t.row_bytes)), np.uint8)
             rows = rows.reshape(n, t.row_bytes)
             rows[:, : len(fixed)] = fixed
-            yield memoryview(rows.reshape(-1))
+            yield rows.reshape(-1).data
 
     def _norm(self, t: Tensor, rng: np.random.Generator) -> Array:
         return 1 + 0.1 * rng.standard_normal(t.ne[0])
@@ -135,7 +135,7 @@ class Filler:
 
 def _run(pool: U8, start: int, n_bytes: int) -> Iterator[memoryview]:
     """Yield `n_bytes` of the pool from block `start` on, round and round, in pieces of a CHUNK."""
-    flat = memoryview(pool.reshape(-1))
+    flat = pool.reshape(-1).data
     at = start * pool.shape[1]
     while n_bytes:
         n = min(n_bytes, len(flat) - at, CHUNK)

@@ -54,7 +54,8 @@ def nmse(ours: Array, theirs: Array) -> float:
 def margins(logits: Array) -> Array:
     """Return the distance of the two largest logits of each row."""
     two = np.partition(logits, -2, axis=-1)[..., -2:]
-    return two[..., 1] - two[..., 0]
+    gap: Array = two[..., 1] - two[..., 0]
+    return gap
 
 
 @dataclass(frozen=True)

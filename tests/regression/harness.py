@@ -120,7 +120,7 @@ def open_engine(model: Path, **settings: Any) -> Iterator[Engine]:
 
 def random_ids(n_vocab: int, n: int, seed: int = SEED) -> list[int]:
     """Return n token ids drawn from the whole vocabulary."""
-    return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+    return [int(i) for i in np.random.default_rng(seed).integers(0, n_vocab, n)]
 
 
 def our_logits(engine: Engine, tokens: Sequence[int], width: int | None = None) -> F32:

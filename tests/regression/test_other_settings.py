@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from regression.compare import Difference, nmse
@@ -32,7 +34,7 @@ OTHERS = {
 NAMES = ("tiny", "legacy32", "kquant40", "iq64", "float32")
 
 
-def prompt(upstream: Upstream, path, n_vocab: int) -> list[int]:  # noqa: ANN001
+def prompt(upstream: Upstream, path: Path, n_vocab: int) -> list[int]:
     """Return text followed by random ids."""
     return upstream.oracle.tokenize(path, held_out_text())[:N_TEXT] + random_ids(n_vocab, N_RANDOM)
 
