@@ -71,6 +71,7 @@ class ExpertStore:
         self._infos = {il: expert_tensors(model, il) for il in layers}
         self._packing = {il: Packing.of(infos) for il, infos in self._infos.items()}
         self._pinned: dict[int, HostBuffer] = {}
+        self._base: dict[int, Any] = {}
         self._ring: list[HostBuffer] = []
         self._turn = 0
         self.note = ""
@@ -123,7 +124,7 @@ class ExpertStore:
                     raise
                 self.note = f"{error}; layers from {il} on are read from the file"
                 return
-            self._pinned[il] = block
+            self._pinned[il], self._base[il] = block, block.address()
             for expert in range(n_expert):
                 self._read(il, infos, expert, block.array[expert * stride :])
 
@@ -142,9 +143,9 @@ class ExpertStore:
         An address in the ring is overwritten after N_SPARE more experts: with `uses_ring`, wait for
         the copies of one batch before asking for the next.
         """
-        pinned = self._pinned.get(il)
-        if pinned:
-            return pinned.address(expert * self._packing[il].stride)
+        base = self._base.get(il)
+        if base is not None:
+            return base + expert * self._packing[il].stride
         block = self._ring[self._turn]
         self._turn = (self._turn + 1) % N_SPARE
         self._read(il, self._infos[il], expert, block.array)

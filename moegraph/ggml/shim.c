@@ -191,12 +191,8 @@ void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copi
 }
 
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
-        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
-    if (ev_free) {
-        ggml_backend_event_wait(upload, ev_free);
-    }
-    mg_upload(upload, experts, n_experts);
+        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
+        ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
     mg_upload(compute, tables, n_tables);
     if (ev_here) {
         ggml_backend_event_record(ev_here, upload);

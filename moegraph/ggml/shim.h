@@ -62,12 +62,12 @@ enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
 // Enqueue copies to the device on one stream, in order.
 void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
 
-// Fetch experts on the upload stream and run `graph` over them on the compute stream. `tables` go to the device
-// on the compute stream, behind whatever still uses the old ones. If ev_free is given, the upload waits for
-// it (slots still in use) and it is recorded again behind the graph.
+// Run `graph` on the compute stream once everything enqueued on the upload stream so far has arrived. `tables` go
+// to the device on the compute stream first, behind whatever still uses the old ones. ev_free, if given, is recorded
+// behind the graph.
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
-        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
+        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
+        ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
 
 #ifdef __cplusplus
 }

@@ -126,9 +126,8 @@ class MissHandler:
         bank = self._banks.spare(il, 0)
         for at in range(6):
             first = at * n_experts % (self.cache.n_expert - n_experts + 1)
-            copies = self._copies(il, bank, [(first + i, i) for i in range(n_experts)])
             start = time.perf_counter()
-            C.mg_upload(self._device.upload.ptr, copies, len(copies))
+            self._send(il, bank, [(first + i, i) for i in range(n_experts)])
             C.ggml_backend_synchronize(self._device.upload.ptr)
             samples.append(time.perf_counter() - start)
         self.n_bytes_fetched = 0
@@ -137,8 +136,7 @@ class MissHandler:
     def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
         """Copy experts into slots of a layer, as (expert, slot), and wait for it."""
         for start in range(0, len(placed), N_SPARE):
-            copies = self._copies(il, self._banks.layer(il), placed[start : start + N_SPARE])
-            C.mg_upload(self._device.upload.ptr, copies, len(copies))
+            self._send(il, self._banks.layer(il), placed[start : start + N_SPARE])
             self._device.synchronize()
 
     def resolve(
@@ -218,9 +216,7 @@ class MissHandler:
         if not pairs:
             return
         with self._undone_on_failure(il, pairs):
-            self._wait_for_ring()
-            copies = self._copies(il, self._banks.layer(il), pairs)
-            C.mg_upload(self._device.upload.ptr, copies, len(copies))
+            self._send(il, self._banks.layer(il), pairs)
         if self._here:
             C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
         self._promoted += [(il, expert) for expert, _ in pairs]
@@ -234,8 +230,9 @@ class MissHandler:
         ids: npt.NDArray[np.int32], graph: BuiltGraph, free: Event | None,
     ) -> None:
         """Upload experts as (expert, slot) of a bank and launch C over them."""
-        self._wait_for_ring()
-        copies = self._copies(il, bank, pairs)
+        if free:
+            C.ggml_backend_event_wait(self._device.upload.ptr, free.ptr)
+        self._send(il, bank, pairs)  # first of all: the copy takes longest
         slots = self._slots.array[wave, : ids.size]
         slots.fill(-1)
         for expert, slot in pairs:
@@ -245,21 +242,22 @@ class MissHandler:
             tables.append(self._main_table(il))
             self.cache.dirty.discard(il)
         status = C.mg_fetch_launch(
-            self._device.compute.ptr, self._device.upload.ptr, copies, len(copies),
+            self._device.compute.ptr, self._device.upload.ptr,
             ffi.new("struct mg_copy[]", tables), len(tables),
             free.ptr if free else ffi.NULL, self._here.ptr if self._here else ffi.NULL, graph.graph,
         )  # fmt: skip
         if status:
             self._device.check(status, f"the missing experts of layer {il}")
 
-    def _copies(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> Any:
-        packing, source = self._store.packing(il), self._store.source
-        stride, n_bytes = packing.stride, packing.n_bytes
-        self.n_bytes_fetched += n_bytes * len(pairs)
-        copies = [
-            (bank.memory, slot * stride, source(il, expert), n_bytes) for expert, slot in pairs
-        ]
-        return ffi.new("struct mg_copy[]", copies)
+    def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
+        """Enqueue the copies of experts into slots of a bank on the upload stream."""
+        self._wait_for_ring()
+        upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
+        for expert, slot in pairs:
+            C.ggml_backend_tensor_set_async(
+                upload, bank.memory, store.source(il, expert), slot * packing.stride, packing.n_bytes
+            )
+        self.n_bytes_fetched += packing.n_bytes * len(pairs)
 
     def close(self) -> None:
         """Free events and tables."""

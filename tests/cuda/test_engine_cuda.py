@@ -84,20 +84,21 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
         engine.close()
 
 
-def test_requests_repeat_and_memory_is_flat(open_cuda):
-    for settings in ({"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}):
-        engine = open_cuda(**settings)
-        first = greedy_tokens(engine, prompt(engine, 30, seed=1), 12)
-        used, handles = [], []
-        for i in range(200):
-            greedy_tokens(engine, prompt(engine, 1 + i % 40, seed=i), 3)
-            used.append(engine.device.memory()[0])
-            handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
-        assert greedy_tokens(engine, prompt(engine, 30, seed=1), 12) == first
-        # captured graphs come and go with prompt lengths; they take a few MiB
-        assert max(used[100:]) - min(used[100:]) <= 32 << 20, settings
-        assert len(set(handles[60:])) == 1
-        engine.close()
+@pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}])
+def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
+    engine = open_cuda(**settings)
+    ids = prompt(engine, 30, seed=1)
+    first = greedy_tokens(engine, ids, 12)
+    used, handles = [], []
+    for i in range(200):
+        greedy_tokens(engine, prompt(engine, 1 + i % 40, seed=i), 3)
+        used.append(engine.device.memory()[0])
+        handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
+    if "mode" in settings:  # what is resident decides in which order CUDA sums experts
+        assert greedy_tokens(engine, ids, 12) == first
+    # captured graphs come and go with prompt lengths; they take a few MiB
+    assert max(used[100:]) - min(used[100:]) <= 32 << 20
+    assert len(set(handles[60:])) == 1
 
 
 def test_several_sequences_in_one_pass(open_cuda):
@@ -113,7 +114,7 @@ def test_several_sequences_in_one_pass(open_cuda):
 
 def test_too_large_a_context_is_refused_with_numbers(model_file):
     before = live_handles()
-    with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 cannot allocate .* free; lower"):
+    with pytest.raises(OutOfDeviceMemory, match=r"the model without its experts needs .* lower -c"):
         Engine.load(
             model_file("mini35b"), EngineConfig(device="cuda", n_ctx=1 << 22, n_seq=256)
         )

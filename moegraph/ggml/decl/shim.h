@@ -29,5 +29,5 @@ enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
         const struct mg_readback * reads, int n_reads);
 void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * experts, int n_experts, const struct mg_copy * tables, int n_tables,
-        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
+        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
+        ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
