@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest_helpers import greedy_tokens
 from regression.compare import (
     DECODE_STEPS,
     FORCED_POSITIONS,
@@ -22,8 +23,9 @@ from regression.compare import (
     OTHER_FACTOR,
     PROMPT_LENGTHS,
     Difference,
-    margins,
+    first_differences,
     nmse,
+    parting_rate,
 )
 from regression.harness import (
     KV_TYPES,
@@ -103,7 +105,7 @@ def test_prompts_and_decode_steps_stay_within_twice_upstreams_own_difference(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_argmax_parts_from_upstreams_only_at_near_ties_of_held_out_text(
+def test_argmax_of_held_out_text_differs_at_most_twice_as_often_as_upstreams_own(
     name: str, models: Models, upstream: Upstream
 ) -> None:
     path = models.path(name)
@@ -114,40 +116,25 @@ def test_argmax_parts_from_upstreams_only_at_near_ties_of_held_out_text(
         ours = our_logits(engine, ids, 512)
     diff = Difference(nmse(ours, gpu), nmse(cpu, gpu))
     assert diff.within, f"{name}: {diff}"
-    tolerance = 2 * OTHER_FACTOR * float(np.abs(gpu - cpu).max())
-    parted = ours.argmax(1) != gpu.argmax(1)
-    own = cpu.argmax(1) != gpu.argmax(1)
+    parted, own = (rows.argmax(1) != gpu.argmax(1) for rows in (ours, cpu))
     print(f"{name}: {diff}; argmax differs at {parted.sum()}, upstream's own at {own.sum()}")
-    assert parted.sum() <= max(OTHER_FACTOR * own.sum(), 2)
-    assert (margins(gpu)[parted] <= tolerance).all()
+    assert parted.sum() <= OTHER_FACTOR * max(own.sum(), 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_free_running_text_parts_from_upstreams_only_at_near_ties(
+def test_free_running_text_parts_from_upstreams_at_most_twice_as_often_as_its_own(
     name: str, models: Models, upstream: Upstream
 ) -> None:
     path = models.path(name)
     text = upstream.oracle.tokenize(path, held_out_text())
     prompts = [text[97 * i : 97 * i + 1 + 5 * i] for i in range(FREE_PROMPTS)]
-    cfg = {**settings(), **RESIDENT}
-    theirs, _ = upstream.oracle.greedy(path, prompts, FREE_TOKENS, **cfg)
-    parted = []
+    gpu, _ = upstream.oracle.greedy(path, prompts, FREE_TOKENS, **settings(), **RESIDENT)
+    cpu, _ = upstream.oracle.greedy(path, prompts, FREE_TOKENS, **settings(), **EXPERTS_ON_CPU)
     with open_engine(path, device="cuda") as engine:
-        for i, prompt in enumerate(prompts):
-            events = engine.generate(prompt, max_tokens=FREE_TOKENS, text=False)
-            ours = [event.token for event in events if event.token is not None]
-            assert len(ours) == FREE_TOKENS
-            at = next((k for k in range(FREE_TOKENS) if ours[k] != theirs[i][k]), None)
-            if at is not None:
-                parted.append((i, at))
-    print(f"{name}: (prompt, token) where greedy text parts: {parted}")
-    for i, at in parted:
-        ids = prompts[i] + theirs[i][:at]
-        gpu = upstream.logits(path, ids, **cfg)
-        cpu = upstream.logits(path, ids, **settings(), **EXPERTS_ON_CPU)
-        tolerance = 2 * OTHER_FACTOR * float(np.abs(gpu - cpu).max())
-        gap = float(margins(gpu[-1:])[0])
-        assert gap <= tolerance, f"{name}: prompt {i} parts at token {at}, margin {gap:.3g}"
+        ours = [greedy_tokens(engine, prompt, FREE_TOKENS) for prompt in prompts]
+    print(f"{name}: parts at (prompt, token) {first_differences(ours, gpu)}")
+    once = 1 / (FREE_PROMPTS * FREE_TOKENS)
+    assert parting_rate(ours, gpu) <= OTHER_FACTOR * max(parting_rate(cpu, gpu), once)
 
 
 @pytest.mark.parametrize("name", ("tiny", "kquant40", "mini35b"))

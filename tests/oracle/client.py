@@ -54,15 +54,19 @@ def oracle_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def _without(variable: str, *patterns: str) -> str:
+    """Return a search path less the folders that hold a match of one of the patterns."""
+    folders = os.environ.get(variable, "").split(os.pathsep)
+    kept = [f for f in folders if f and not any(any(Path(f).glob(p)) for p in patterns)]
+    return os.pathsep.join(kept)
+
+
 def _environment() -> dict[str, str]:
-    """Return an environment in which nothing of this project's libraries can be found."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MOEGRAPH", "LLAMA_"))}
-    for name in ("PYTHONPATH", "LD_PRELOAD"):
-        env.pop(name, None)
-    path = env.get("LD_LIBRARY_PATH", "")
-    env["LD_LIBRARY_PATH"] = os.pathsep.join(
-        p for p in path.split(os.pathsep) if p and not list(Path(p).glob("libggml*"))
-    )
+    """Return an environment in which nothing of this project can be found or steers ggml."""
+    private = ("MOEGRAPH", "LLAMA_", "GGML_", "LD_PRELOAD")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(private)}
+    env["PYTHONPATH"] = _without("PYTHONPATH", "moegraph", "llama_cpp")
+    env["LD_LIBRARY_PATH"] = _without("LD_LIBRARY_PATH", "libggml*", "libllama*")
     return env
 
 

@@ -58,6 +58,27 @@ def margins(logits: Array) -> Array:
     return gap
 
 
+def first_differences(
+    ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return (text, token) of the first difference of every pair of texts that differ."""
+    found = []
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        pairs = zip(a, b, strict=True)
+        at = next((k for k, (x, y) in enumerate(pairs) if x != y), None)
+        if at is not None:
+            found.append((i, at))
+    return found
+
+
+def parting_rate(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return how often texts part, a token compared; 0 if all are equal."""
+    parted = first_differences(ours, theirs)
+    ends = dict(parted)
+    compared = sum(ends.get(i, len(text) - 1) + 1 for i, text in enumerate(theirs))
+    return len(parted) / compared
+
+
 @dataclass(frozen=True)
 class NodeDiff:
     """How one node differs; `problem` says in words what a number cannot."""

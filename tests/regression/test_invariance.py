@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from regression.compare import OTHER_FACTOR, margins
+from conftest_helpers import greedy_tokens
+from regression.compare import first_differences
 from regression.harness import (
     KV_TYPES,
     MODELS,
+    THREADS,
     Models,
     Upstream,
     held_out_text,
@@ -93,35 +95,22 @@ def test_default_mode_gives_the_same_bits_in_both_modes_and_again(
     assert all(np.array_equal(rows, got[0]) for rows in got[1:]), f"{name} {kv}"
 
 
-def greedy(engine: Engine, prompt: Sequence[int], n: int, width: int) -> tuple[list[int], Any]:
-    """Return n greedy tokens, the prompt run in passes of `width`, and the margin of each."""
-    logits = our_logits(engine, prompt, width)[-1:]
-    tokens, gaps = [], []
-    for i in range(n):
-        tokens.append(int(logits.argmax()))
-        gaps.append(float(margins(logits)[0]))
-        logits = engine.forward_logits(tokens[-1:], pos0=len(prompt) + i)
-    return tokens, gaps
-
-
 @pytest.mark.parametrize("name", ("tiny", "legacy32", "kquant40"))
-def test_default_mode_parts_from_another_width_only_at_near_ties(
+def test_text_at_another_width_is_upstreams_text_at_that_width(
     name: str, models: Models, upstream: Upstream
 ) -> None:
-    """The tolerance is what upstream's own logits move between the two widths, twice."""
+    """Prompts in other chunks may give other text; then it is the text upstream gives for them."""
     path = models.path(name)
     text = upstream.oracle.tokenize(path, held_out_text())
-    parted = []
-    with open_engine(path) as engine:
-        for i in range(6):
-            prompt = text[211 * i : 211 * i + 65]
-            wide = upstream.logits(path, prompt, n_ctx=1024)
-            narrow = upstream.logits(path, prompt, n_ctx=1024, n_ubatch=1)
-            tolerance = 2 * OTHER_FACTOR * float(np.abs(wide - narrow).max())
-            plain, gaps = greedy(engine, prompt, 48, 65)
-            other, _ = greedy(engine, prompt, 48, 1)
-            at = next((k for k in range(48) if plain[k] != other[k]), None)
-            if at is not None:
-                parted.append((i, at, gaps[at], tolerance))
-    print(f"{name}: (prompt, token, margin, tolerance) where greedy text parts: {parted}")
-    assert all(gap <= tolerance for _, _, gap, tolerance in parted), parted
+    prompts = [text[211 * i : 211 * i + 65] for i in range(6)]
+    found = []
+    for n_ubatch in (512, 16, 1):
+        cfg = {"n_ctx": 1024, "n_ubatch": n_ubatch, "threads": THREADS}
+        theirs, _ = upstream.oracle.greedy(path, prompts, 48, **cfg)
+        with open_engine(path, n_ubatch=n_ubatch) as engine:
+            ours = [greedy_tokens(engine, prompt, 48) for prompt in prompts]
+        assert ours == theirs, f"{name} ubatch {n_ubatch}"
+        found.append(ours)
+    for n_ubatch, texts in zip((16, 1), found[1:], strict=True):
+        parting = first_differences(texts, found[0])
+        print(f"{name}: ubatch {n_ubatch} parts from 512 at (prompt, token) {parting}")

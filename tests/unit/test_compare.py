@@ -10,9 +10,11 @@ from regression.compare import (
     Difference,
     assert_logits_match,
     assert_nodes_match,
+    first_differences,
     margins,
     nmse,
     node_diffs,
+    parting_rate,
     report,
 )
 
@@ -102,3 +104,12 @@ def test_the_allowance_is_twice_upstreams_own_difference_or_the_matched_bound() 
     assert not Difference(2.1e-4, 1e-4).within
     assert Difference(MATCHED_NMSE, 0.0).within
     assert not Difference(1e-9, 0.0).within
+
+
+def test_the_parting_rate_counts_tokens_up_to_the_first_difference() -> None:
+    plain = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    other = [[1, 2, 3, 4], [5, 6, 9, 9]]
+    assert first_differences(other, plain) == [(1, 2)]
+    assert parting_rate(plain, plain) == 0
+    assert parting_rate(other, plain) == pytest.approx(1 / (4 + 3))
+    assert parting_rate([[0, 2, 3, 4], [0, 6, 7, 8]], plain) == 1
