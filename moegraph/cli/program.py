@@ -18,7 +18,10 @@ from .bench import bench
 from .chat import chat
 from .doctor import doctor
 from .inspect import inspect
+from .plan import plan_command
 from .run import run
+from .simulate import simulate_command
+from .trace import trace_command
 
 # What a shell reports for a program that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
@@ -154,5 +157,7 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (run, chat, inspect, bench, doctor):
+for command in (
+    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor
+):  # fmt: skip
     main.add_command(command)

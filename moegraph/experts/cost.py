@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import RequestError
 
+MISS_MODES = ("auto", "cpu", "stream")
 _MAX_FILE = 64 * 1024
 _MAX_POINTS = 64
 
@@ -48,12 +49,14 @@ class Curve:
 class Machine:
     """Measured times of one machine and model, in seconds.
 
-    expert_bytes: of one expert. whole: a token in one graph, everything resident. look: added for
-    each layer that is not pinned (read-back, graph boundary). fixed, overlap, stream, cpu: see
-    above. cpu_row: for each row beyond the first that an expert serves on the CPU.
+    n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
+    everything resident. look: added for each layer that is not pinned (read-back, graph boundary).
+    fixed, overlap, stream, cpu: see above. cpu_row: for each row beyond the first that an expert
+    serves on the CPU.
     """
 
     name: str
+    n_layer: int
     expert_bytes: int
     whole: float
     look: float
@@ -70,19 +73,23 @@ class Machine:
         slower = max(self.stream(n_streamed), self.cpu(n_cpu))
         return self.fixed + max(0.0, slower - self.overlap)
 
-    def scaled(self, expert_bytes: int, whole: float | None = None) -> Machine:
-        """Return this machine with experts of another size: both curves stretch by the ratio.
+    def scaled(self, n_layer: int, expert_bytes: int) -> Machine | None:
+        """Return this machine for a model of other sizes, or None when that would be a guess.
 
-        Latencies stretch too, so a machine should be measured near the size in question.
+        A token takes time by its layers, both curves stretch with the bytes; latencies stretch too,
+        so nothing is said about experts more than three times larger or smaller.
         """
         ratio = expert_bytes / self.expert_bytes
+        if not 1 / 3 <= ratio <= 3:
+            return None
 
         def stretched(curve: Curve) -> Curve:
             return Curve(tuple((n, seconds * ratio) for n, seconds in curve.points))
 
         return replace(
-            self, expert_bytes=expert_bytes, whole=self.whole if whole is None else whole,
-            stream=stretched(self.stream), cpu=stretched(self.cpu), cpu_row=self.cpu_row * ratio,
+            self, n_layer=n_layer, expert_bytes=expert_bytes,
+            whole=self.whole * n_layer / self.n_layer, stream=stretched(self.stream),
+            cpu=stretched(self.cpu), cpu_row=self.cpu_row * ratio,
         )  # fmt: skip
 
 
@@ -97,12 +104,12 @@ MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 1_900_000, whole=4.42e-3, look=4.2e-6, fixed=3e-6, overlap=0.0,
+            "h200", 40, 1_900_000, whole=4.42e-3, look=4.2e-6, fixed=3e-6, overlap=0.0,
             stream=_line(37e-6, 42e-6),
             cpu=Curve(((1, 91e-6), (2, 124e-6), (4, 183e-6), (8, 285e-6))), cpu_row=12e-6,
         ),
         Machine(
-            "desktop", 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
+            "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6), cpu_row=40e-6,
         ),
     )
@@ -177,11 +184,12 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
     """Return a machine as its JSON file has it: times in microseconds."""
     fields = {name: getattr(machine, name) * 1e6 for name in _TIMES}
     curves = {name: [[n, s * 1e6] for n, s in getattr(machine, name).points] for name in _CURVES}
-    return {"name": machine.name, "expert_bytes": machine.expert_bytes, **{
-        f"{name}_us": value for name, value in {**fields, **curves}.items()
-    }}  # fmt: skip
+    times = {f"{name}_us": value for name, value in {**fields, **curves}.items()}
+    sizes = {name: getattr(machine, name) for name in _SIZES}
+    return {"name": machine.name, **sizes, **times}
 
 
+_SIZES = ("n_layer", "expert_bytes")
 _TIMES = ("whole", "look", "fixed", "overlap", "cpu_row")
 _CURVES = ("stream", "cpu")
 
@@ -190,14 +198,16 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
     def wrong(field: str, expected: str) -> RequestError:
         return RequestError(f"{path}: {field} is {content.get(field)!r}; expected {expected}")
 
-    known = {"name", "expert_bytes", *(f"{name}_us" for name in (*_TIMES, *_CURVES))}
+    known = {"name", *_SIZES, *(f"{name}_us" for name in (*_TIMES, *_CURVES))}
     unknown = sorted(set(content) - known)
     if unknown:
         listed = ", ".join(sorted(known))
         raise RequestError(f"{path}: unknown field {unknown[0]!r}; known: {listed}")
-    size, name = content.get("expert_bytes"), content.get("name", Path(path).stem)
-    if type(size) is not int or size < 1:
-        raise wrong("expert_bytes", "a positive integer")
+    name = content.get("name", Path(path).stem)
+    sizes = {field: content.get(field) for field in _SIZES}
+    for field, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise wrong(field, "a positive integer")
     if not isinstance(name, str) or len(name) > 200:
         raise wrong("name", "a short text")
     times = {}
@@ -212,7 +222,7 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
         if not _is_curve(points):
             raise wrong(f"{field}_us", "[[n, microseconds], ...], both rising")
         curves[field] = Curve(tuple((n, us / 1e6) for n, us in points))
-    return Machine(name=name, expert_bytes=size, **times, **curves)
+    return Machine(name=name, **sizes, **times, **curves)
 
 
 def _is_time(value: Any) -> bool:

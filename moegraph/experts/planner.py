@@ -11,14 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..units import format_bytes
-
-if TYPE_CHECKING:
-    from ..hparams import HParams
-    from ..modelfile.summary import ModelSummary
 
 # [n_layer][n_expert], falling.
 Demand = Sequence[Sequence[float]]
@@ -143,19 +138,6 @@ def make_plan(
             f"{sum(_spread(need, rest, left, None, None))} slots fit"
         )
     return plan
-
-
-def footprint(
-    summary: ModelSummary, hp: HParams, *, kv: int, state: int, compute: int, other: int,
-    staging: int = 0,
-) -> Footprint:  # fmt: skip
-    """Return the footprint of a model from its file: tensor bytes without a device's padding."""
-    return Footprint(
-        n_expert=hp.n_expert, n_expert_used=hp.n_expert_used,
-        slot_bytes=tuple(layer.bytes_per_expert for layer in summary.layers),
-        weights=summary.dense_bytes, kv=kv, state=state, compute=compute, other=other,
-        staging=staging,
-    )  # fmt: skip
 
 
 def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:

@@ -56,10 +56,7 @@ class Profile:
         Raises:
             RequestError: the name is unusable, or there are too many classes.
         """
-        if not _is_name(name):
-            raise RequestError(
-                f"profile class {name!r}; use 1 to {_MAX_NAME} letters, digits or any of ._-"
-            )
+        require_class_name(name)
         more = np.asarray(counts, dtype=np.int64)
         known = self.classes.get(name)
         if known is None:
@@ -120,6 +117,18 @@ class Profile:
             },
         }  # fmt: skip
         replace_file(path, (json.dumps(content, separators=(",", ":")).encode(), b"\n"))
+
+
+def require_class_name(name: str) -> None:
+    """Refuse a name that a class cannot have.
+
+    Raises:
+        RequestError: it is empty, long, or has other characters than letters, digits and ._-.
+    """
+    if not _is_name(name):
+        raise RequestError(
+            f"profile class {name!r}; use 1 to {_MAX_NAME} letters, digits or any of ._-"
+        )
 
 
 def profile_path(model: str | Path) -> Path:

@@ -103,17 +103,18 @@ class _Replay:
     def _resolve(self, il: int, cold: list[int], ids: list[int]) -> float:
         n = len(cold)
         n_cpu = self.split[n]
-        for expert in cold[: n - n_cpu]:
-            self.cache.admit(il, expert, ids)
         self.n_streamed += n - n_cpu
+        self.n_cpu += n_cpu
         self.fetched[il] += n - n_cpu
-        for expert in cold[n - n_cpu :]:
-            if len(self.promoted) < MAX_PROMOTED:
+        if self.cache.n_slots[il]:
+            for expert in cold[: n - n_cpu]:
+                self.cache.admit(il, expert, ids)
+            room = max(0, MAX_PROMOTED - len(self.promoted))
+            for expert in cold[n - n_cpu :][:room]:
                 if self.cache.reserve(il, expert, ids) is not None:
                     self.promoted.append((il, expert))
                     self.n_promoted += 1
                     self.fetched[il] += 1
-        self.n_cpu += n_cpu
         return self.stalls[n][n_cpu]
 
     def prompt(self, ids: npt.NDArray[np.int32]) -> None:

@@ -34,7 +34,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_command_has_a_section(generator: dict[str, object]) -> None:
     page = generator["page"]()
-    for name in ("run", "chat", "inspect", "bench", "doctor"):
+    for name in ("run", "chat", "inspect", "plan", "trace", "simulate", "bench", "doctor"):
         assert f"\n## moegraph {name}\n" in page
 
 

@@ -30,7 +30,7 @@ from moegraph.experts.trace import Trace
 US = 1e-6
 # One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
 SIMPLE = Machine(
-    "simple", 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
+    "simple", 1, 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
     stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
     cpu_row=3 * US,
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_layer_waits_for_the_slower_path_less_what_overlaps() -> None:
     assert SIMPLE.stall(0, 0) == 0
     assert SIMPLE.stall(0, 3) == pytest.approx((2 + 30 - 4) * US)
     assert SIMPLE.stall(1, 2) == pytest.approx((2 + 30 - 4) * US)
-    patient = Machine("", 1, 1, 0, 2 * US, 1.0, SIMPLE.stream, SIMPLE.cpu)
+    patient = Machine("", 1, 1, 1, 0, 2 * US, 1.0, SIMPLE.stream, SIMPLE.cpu)
     assert patient.stall(2, 2) == 2 * US, "B hides all of it"
 
 
@@ -88,11 +88,15 @@ def test_with_more_rows_the_cpu_gets_the_experts_with_the_fewest() -> None:
     assert choose_cpu(SIMPLE, [1] * 3 + [40] * 3) == [1, 2]
 
 
-def test_a_machine_scales_with_the_size_of_experts() -> None:
-    half = SIMPLE.scaled(500, whole=1.0)
-    assert (half.whole, half.expert_bytes, half.look) == (1.0, 500, SIMPLE.look)
+def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
+    half = SIMPLE.scaled(3, 500)
+    assert half is not None
+    assert (half.n_layer, half.expert_bytes, half.look) == (3, 500, SIMPLE.look)
+    assert half.whole == pytest.approx(3 * SIMPLE.whole)
     assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
     assert half.cpu_row == pytest.approx(1.5 * US)
+    assert SIMPLE.scaled(1, 3000) is not None
+    assert SIMPLE.scaled(1, 3001) is None and SIMPLE.scaled(1, 333) is None
 
 
 def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
@@ -109,7 +113,8 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "say"),
-    [({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
+    [({"n_layer": None}, "n_layer is None; expected a positive integer"),
+     ({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
      ({"expert_bytes": True}, "expert_bytes is True"), ({"name": 5}, "name is 5"),
      ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
      ({"look_us": -1}, "look_us is -1"), ({"overlap_us": None}, "overlap_us is None"),

@@ -1,0 +1,133 @@
+"""`moegraph trace`: record which experts the router chose while a prompt is continued."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import Cancelled, ConfigError, RequestError
+from ..experts.identity import RouterShape, router_shape
+from ..experts.profile import DEFAULT_CLASS, Profile, read_profile, require_class_name
+from ..experts.trace import Trace, TraceRecorder, write_trace
+from ..experts.tracestats import trace_stats
+from . import options, ui
+from .interrupt import cancel_on_interrupt
+from .outputs import OutputFile
+from .simulate import heat_map, trace_fields
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..sampling import SamplingParams
+
+
+@click.command("trace", short_help="Record which experts a run chooses.")
+@click.argument("target")
+@click.option("-o", "--output", "output", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the trace to FILE.")
+@click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
+@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE, - for stdin.")
+@click.option("-n", "--predict", "--n-predict", "n_predict", type=click.IntRange(0), default=256,
+              metavar="N", show_default=True, help="Tokens to generate at most.")
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
+              help="Add the choices to a routing profile, new or not.")
+@click.option("--profile-class", default=DEFAULT_CLASS, show_default=True, metavar="NAME",
+              help="Prompt class of the profile to add to.")
+@click.option("--heat-map", "heat_path", type=click.Path(path_type=Path), metavar="FILE.svg",
+              help="Write how often each layer's experts were chosen, most chosen first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.engine_options
+@options.sampling_options
+def trace_command(
+    target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,
+    profile_path: Path | None, profile_class: str, heat_path: Path | None, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
+    """Continue a prompt with the model TARGET and record the routing of every token.
+
+    The end token does not stop it. `moegraph simulate` replays what was recorded.
+
+    \b
+    Examples:
+      moegraph trace model.gguf -f prompt.txt -n 512 -o routing.trace
+      moegraph trace model.gguf -f code.txt --profile model.gguf.routing.json --profile-class code
+      moegraph trace tiny -p "def f(x):" -o f.trace --heat-map f.svg
+    """
+    if (prompt is None) == (file is None):
+        raise RequestError("give the prompt with either -p or -f")
+    if output is None and profile_path is None and heat_path is None:
+        raise RequestError("nothing to write; give -o, --profile or --heat-map")
+    require_class_name(profile_class)
+    text = prompt if prompt is not None else options.read_text(file or "-")
+    if not text:
+        raise RequestError("the prompt is empty; give it at least one character")
+    sampling = options.build_sampling(given).seeded()
+    # routing is visible between two graphs of a layer, and only there
+    config = replace(options.build_config(given), mode="layered")
+    with ExitStack() as stack:
+        heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
+        if output is not None:
+            _require_writable(output)
+        with options.open_header(target) as model:
+            shape = router_shape(model)
+        profile = _open_profile(profile_path, shape)
+        engine = stack.enter_context(options.load_engine(target, config))
+        trace, cancelled = _record(engine, shape, text, sampling, n_predict)
+        if output is not None:
+            write_trace(output, trace)
+        if profile is not None and profile_path is not None:
+            profile.add(profile_class, trace.counts(), trace.n_tokens)
+            profile.save(profile_path)
+        if heat:
+            heat.write(heat_map(trace).encode())
+        if as_json:
+            click.echo(json.dumps(trace_fields(trace)))
+        ui.note(trace_stats(trace).line())
+        if cancelled:
+            raise Cancelled
+
+
+def _record(
+    engine: Engine, shape: RouterShape, text: str, sampling: SamplingParams, n_predict: int
+) -> tuple[Trace, bool]:
+    """Return the trace of a run, and whether it was interrupted."""
+    options.require_vocabulary(engine)
+    ids = engine.tokenizer.encode(text)
+    sampling = replace(
+        sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}
+    )
+    recorder = TraceRecorder(shape)
+    engine.runner.observers.append(recorder)
+    with cancel_on_interrupt() as cancel, ui.Bars() as bars:
+        for event in engine.generate(
+            ids, sampling, max_tokens=n_predict, cancel=cancel, progress=bars
+        ):
+            bars("trace", event.n_generated, max(n_predict, 1))
+    name = engine.model.kv.get("general.name") or engine.model.path.name
+    return recorder.trace(len(ids), f"{name}, {len(ids)} tokens of prompt"), cancel.is_set()
+
+
+def _open_profile(path: Path | None, shape: RouterShape) -> Profile | None:
+    """Return the profile to add to: the file's, or a new one."""
+    if path is None:
+        return None
+    if not path.exists():
+        _require_writable(path)
+        return Profile(shape)
+    return read_profile(path, shape)
+
+
+def _require_writable(path: Path) -> None:
+    """Find out now, and not after a long run, that a file cannot be written.
+
+    Raises:
+        ConfigError: its folder is not there, or path is a folder.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: cannot write: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot write: it is a folder")

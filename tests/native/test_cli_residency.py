@@ -1,0 +1,190 @@
+"""`moegraph trace` and `moegraph plan` on the shipped model, and what simulate makes of a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from moegraph.cli import main
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.experts.cost import MACHINES
+from moegraph.experts.identity import router_shape
+from moegraph.experts.planner import Footprint, make_plan
+from moegraph.experts.policy import parse_policy
+from moegraph.experts.profile import read_profile
+from moegraph.experts.simulate import simulate
+from moegraph.experts.trace import TraceRecorder, read_trace
+from moegraph.footprint import needed_bytes
+from moegraph.modelfile import open_model, resolve_target
+from moegraph.sampling import SamplingParams
+
+PROMPT = "def fibonacci(n):\n"
+CPU = ("--device", "cpu", "-t", "1", "--temp", "0")
+
+
+def invoke(*args: object) -> Result:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert "Traceback" not in result.output and "\x1b" not in result.output
+    return result
+
+
+def refused(*args: object, code: int = 2) -> str:
+    result = invoke(*args)
+    assert result.exit_code == code, result.output
+    assert result.stdout == "" and len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trace, a profile and a heat map of one run."""
+    folder = tmp_path_factory.mktemp("trace")
+    result = invoke(
+        "trace", "tiny", "-p", PROMPT, "-n", 20, "-o", folder / "t", "--profile", folder / "p.json",
+        "--profile-class", "code", "--heat-map", folder / "h.svg", "--json", *CPU,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (folder / "report.json").write_text(result.stdout)
+    return folder
+
+
+def test_a_trace_holds_prompt_and_generated_tokens(recorded: Path) -> None:
+    trace = read_trace(recorded / "t")
+    report = json.loads((recorded / "report.json").read_text())
+    with open_model(resolve_target("tiny")) as model:
+        assert trace.shape == router_shape(model)
+    # the last generated token is never fed back
+    assert trace.n_tokens == trace.n_prompt + 20 - 1 == report["n_tokens"]
+    assert report["sha256"] == trace.sha256 and report["n_prompt"] == trace.n_prompt
+    assert (recorded / "h.svg").read_text().startswith("<svg")
+
+
+def test_a_trace_is_what_the_cache_counted(recorded: Path) -> None:
+    trace = read_trace(recorded / "t")
+    config = EngineConfig(device="cpu", n_threads=1, mode="layered", n_ctx=512)
+    with Engine.load(resolve_target("tiny"), config) as engine:
+        ids = engine.tokenizer.encode(PROMPT)
+        bans = dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
+        sampling = SamplingParams(temperature=0, logit_bias=bans)
+        list(engine.generate(ids, sampling, max_tokens=20))
+        assert engine.runner.cache.counts == trace.counts().tolist()
+    assert trace.n_prompt == len(ids)
+
+
+def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None:
+    trace = read_trace(recorded / "t")
+    first = read_profile(recorded / "p.json", trace.shape)
+    assert first.classes["code"].n_tokens == trace.n_tokens
+    assert first.classes["code"].counts.tolist() == trace.counts().tolist()
+    path = tmp_path / "p.json"
+    path.write_bytes((recorded / "p.json").read_bytes())
+    result = invoke("trace", "tiny", "-p", "Once", "-n", 4, "--profile", path, *CPU)
+    assert result.exit_code == 0, result.output
+    again = read_profile(path, trace.shape)
+    assert set(again.classes) == {"code", "default"}
+    assert again.classes["code"].counts.tolist() == trace.counts().tolist()
+
+
+@pytest.mark.parametrize(
+    ("policy", "miss"), [("lfu", "stream"), ("lru", "stream"), ("lru", "cpu"), ("lfu", "cpu")]
+)
+def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str) -> None:
+    """Same slots, same policy: hits and misses of every layer are equal, not alike."""
+    settings = {"pin_layers": 1, "cache_slots": 70, "policy": policy, "miss": miss}
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
+    with Engine.load(resolve_target("tiny"), config) as engine:
+        recorder = TraceRecorder(router_shape(engine.model))
+        engine.runner.observers.append(recorder)
+        ids = engine.tokenizer.encode(PROMPT + "    if n < 2:\n        return n\n")
+        engine.forward(np.array(ids, dtype=np.int32), greedy=True)
+        before = engine.runner.cache.stats
+        for token in np.random.default_rng(2).integers(0, 500, 60).astype(np.int32):
+            engine.forward(np.array([token]), greedy=True)
+        counted = engine.runner.cache.stats.since(before)
+        n_slots = engine.runner.cache.n_slots
+    trace = recorder.trace(len(ids), "")
+    assert trace.n_tokens == len(ids) + 60
+    found = simulate(trace, n_slots, parse_policy(policy), MACHINES["h200"], mode=miss)
+    for name in ("hits", "misses", "missing", "admitted", "evicted", "declined"):
+        assert getattr(found.stats, name).tolist() == getattr(counted, name).tolist(), name
+    assert counted.misses.sum() > 50 and counted.hits.sum() > 500
+
+
+SMALL = ("-c", "512", "-ub", "64", "--context", "0")
+
+
+@pytest.fixture(scope="module")
+def need() -> Footprint:
+    with open_model(resolve_target("tiny")) as model:
+        return needed_bytes(model, EngineConfig(n_ctx=512, n_ubatch=64), 512)
+
+
+def mib_for(need: Footprint, share: float) -> int:
+    """Return a budget in MiB that holds about this share of the experts."""
+    return round((need.fixed + need.staging + share * need.experts) / 2**20)
+
+
+def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
+    budget = mib_for(need, 0.5)
+    result = invoke("plan", "tiny", "--vram", f"{budget}MiB", *SMALL, "--json")
+    report = json.loads(result.stdout)
+    row = report["budgets"][0]
+    plan = make_plan(need, budget << 20)
+    assert row["plan"]["n_slots"] == list(plan.n_slots) and not plan.all_resident
+    assert row["plan"]["total_bytes"] == plan.total <= budget << 20
+    assert 0 < row["predicted"]["hit_rate"] < 1
+    assert row["predicted"]["tokens_per_s"] is None, "no machine was measured with such experts"
+    assert row["upstream_n_cpu_moe"] >= 1
+
+
+def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint) -> None:
+    result = invoke(
+        "plan", "tiny", "--vram", "100MiB", "--vram", f"{mib_for(need, 0.4)}MiB", "--vram", "1",
+        *SMALL, "--routing", recorded / "t", "--profile", recorded / "p.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = result.stdout.splitlines()[1:]
+    assert "does not fit" in rows[0] and "100.0%" in rows[2]
+    assert " to " in rows[1], "with a profile, layers get different numbers of slots"
+    assert "without its experts needs" in result.stderr
+
+
+def test_a_single_budget_shows_where_memory_goes() -> None:
+    result = invoke("plan", "tiny", "--vram", "1", "--pin-layers", 2, "--cache-slots", 9)
+    assert result.exit_code == 0, result.output
+    listed = result.stdout.partition("device memory\n")[2].split()
+    assert " ".join(listed[::3]) == "weights kv state compute other staging pinned slots"
+
+
+def test_impossible_plans_are_one_line(tmp_path: Path, recorded: Path, need: Footprint) -> None:
+    assert "without its experts needs" in refused("plan", "tiny", "--vram", "0.1", code=4)
+    assert "--pin-layers is 99" in refused("plan", "tiny", "--vram", 1, "--pin-layers", 99)
+    few = f"{mib_for(need, 0.5)}MiB"
+    line = refused("plan", "tiny", "--vram", few, *SMALL, "--pin-layers", 6)
+    assert "at most 3 layers fit" in line
+    assert "not a size" in refused("plan", "tiny", "--vram", "much")
+    other = tmp_path / "other.trace"
+    other.write_bytes((recorded / "t").read_bytes()[:-1])
+    assert "damaged" in refused("plan", "tiny", "--vram", 1, "--routing", other)
+
+
+@pytest.mark.parametrize(
+    ("args", "say"),
+    [(("-p", "x"), "nothing to write"), (("-o", "t"), "either -p or -f"),
+     (("-p", "x", "-f", "y", "-o", "t"), "either -p or -f"), (("-p", "", "-o", "t"), "is empty"),
+     (("-p", "x", "-o", "/nowhere/t"), "no folder /nowhere"), (("-p", "x", "-o", "/"), "a folder"),
+     (("-p", "x", "--profile", "/nowhere/p"), "no folder /nowhere"),
+     (("-p", "x", "--profile", "/dev/null"), "not a routing profile"),
+     (("-p", "x", "-o", "t", "--profile-class", "a b"), "use 1 to 64 letters")],
+)  # fmt: skip
+def test_wrong_trace_commands_are_refused_before_anything_runs(
+    args: tuple[str, ...], say: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert say in refused("trace", "tiny", *args)
+    assert list(tmp_path.iterdir()) == []
