@@ -13,7 +13,8 @@ def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> l
 
     For a single row, matrices that lie behind one another in memory are one product and its results
     are views of it; each element is the same dot product either way. For more rows such views would
-    not be contiguous, so each matrix has its own product.
+    not be contiguous, so each matrix has its own product; they follow one another in the graph,
+    where CUDA runs them as one kernel.
     """
     parts: dict[str, Tensor] = {}
     if cur.ne[1] == 1:
@@ -24,4 +25,6 @@ def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> l
                     m = w[name].ne[1]
                     parts[name] = b.view(product, (m, 1), (4 * m,), offset)
                     offset += 4 * m
-    return [parts[name] if name in parts else b.mul_mat(w[name], cur) for name in names]
+    return [
+        parts[name] if name in parts else b.expand(b.mul_mat(w[name], cur)) for name in names
+    ]
