@@ -115,10 +115,16 @@ class MissHandler:
             return list(range(n_used + 1))
         on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
         streamed = [0.0] + [self._measure_stream(n) for n in range(1, n_used + 1)]
-        return [
+        split = [
             min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
             for n in range(n_used + 1)
         ]
+        if not any(split[:3]) and min(self.cache.n_slots) * 2 >= self.cache.n_expert:
+            # more than two at once are rare here, and publishing activations costs every layer
+            self.cold.close()
+            self.cold = None
+            return [0] * (n_used + 1)
+        return split
 
     def _measure_stream(self, n_experts: int) -> float:
         """Return the seconds that fetching n experts into a spare bank takes; median of five."""
