@@ -12,19 +12,18 @@ import click
 from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import ConfigError, OutOfDeviceMemory
-from ..experts.cost import Machine, find_machine
-from ..experts.generator import generate_trace
-from ..experts.identity import RouterShape, router_shape
-from ..experts.planner import Footprint, Plan, make_plan, upstream_cpu_layers
-from ..experts.policy import Policy, parse_policy
-from ..experts.profile import Profile, read_profile
-from ..experts.simulate import Simulation, simulate
-from ..experts.trace import Trace, read_trace
 from ..units import format_bytes, parse_bytes
 from . import options, ui
 from .simulate import simulation_fields, trace_fields
 
 if TYPE_CHECKING:
+    from ..experts.cost import Machine
+    from ..experts.identity import RouterShape
+    from ..experts.planner import Footprint, Plan
+    from ..experts.policy import Policy
+    from ..experts.profile import Profile
+    from ..experts.simulate import Simulation
+    from ..experts.trace import Trace
     from ..modelfile import ModelFile
 
 _SETTINGS = (
@@ -86,6 +85,10 @@ def plan_command(
       moegraph plan model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
     """
+    from ..experts.cost import find_machine
+    from ..experts.identity import router_shape
+    from ..experts.policy import parse_policy
+    from ..experts.profile import read_profile
     from ..footprint import needed_bytes
 
     config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
@@ -127,6 +130,9 @@ class _Job:
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
+    from ..experts.generator import generate_trace
+    from ..experts.trace import read_trace
+
     if path is None:
         return generate_trace(shape, _N_GENERATED)
     trace = read_trace(path)
@@ -135,6 +141,9 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
 
 
 def _row(need: Footprint, budget: int, reserve: int, job: _Job) -> _Row:
+    from ..experts.planner import make_plan, upstream_cpu_layers
+    from ..experts.simulate import simulate
+
     usable = budget - reserve
     config, profile = job.config, job.profile
     upstream = upstream_cpu_layers(need, usable)

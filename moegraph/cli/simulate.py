@@ -6,19 +6,21 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from ..experts.cost import MISS_MODES, Machine, find_machine
-from ..experts.policy import Policy, parse_policy
-from ..experts.profile import Profile, read_profile
-from ..experts.simulate import Simulation, even_slots, simulate
-from ..experts.trace import Trace, read_trace
-from ..experts.tracestats import trace_stats
-from . import svg, ui
+from ..config import settings as engine_settings
+from . import options, ui
 from .outputs import OutputFile
+
+if TYPE_CHECKING:
+    from ..experts.cost import Machine
+    from ..experts.policy import Policy
+    from ..experts.profile import Profile
+    from ..experts.simulate import Simulation
+    from ..experts.trace import Trace
 
 _HEADER = (
     "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s"
@@ -45,8 +47,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 @click.option("--policy", "policies", multiple=True, default=("lfu", "lru"), show_default=True,
               metavar="NAME[:PARAMETER=N]",
               help="Policy, such as lfu:half_life=64,hysteresis=1.5; repeatable.")
-@click.option("--miss", "mode", type=click.Choice(MISS_MODES), default="auto",
-              show_default=True, help="Who computes missing experts.")
+@options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
 @click.option("--machine", default="desktop", show_default=True, metavar="NAME|FILE",
               help="Times to predict with: h200, desktop, or a JSON file of measured ones.")
 @click.option("--skip", type=click.IntRange(0), default=0, show_default=True, metavar="N",
@@ -60,7 +61,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
               help="Write how often each layer's experts were chosen, most chosen first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
-    trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...], mode: str,
+    trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...], miss: str,
     machine: str, skip: int, profile_path: Path | None, profile_class: str | None,
     plot_path: Path | None, heat_path: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -75,6 +76,12 @@ def simulate_command(
       moegraph simulate routing.trace --resident 25,60 --policy lfu --policy adaptive --skip 64
       moegraph simulate routing.trace --machine mine.json --plot hits.svg --json
     """
+    from ..experts.cost import find_machine
+    from ..experts.policy import parse_policy
+    from ..experts.profile import read_profile
+    from ..experts.trace import read_trace
+    from . import svg
+
     with ExitStack() as stack:
         chosen = {text: parse_policy(text) for text in policies}
         times = find_machine(machine)
@@ -86,15 +93,18 @@ def simulate_command(
         plot = stack.enter_context(OutputFile(plot_path)) if plot_path else None
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
         replays = _replays(
-            trace, resident, chosen, times, mode, profile, profile_class, skip
+            trace, resident, chosen, times, miss, profile, profile_class, skip
         )  # fmt: skip
         rows = list(replays)
         if plot:
-            plot.write(_plot(rows).encode())
+            plot.write(svg.line_chart(
+                "Hit rate against budget", "experts with a slot, %", "hit rate", _series(rows),
+                (0.0, 1.0),
+            ).encode())  # fmt: skip
         if heat:
             heat.write(heat_map(trace).encode())
         if as_json:
-            click.echo(json.dumps(_report(trace, times, mode, rows)))
+            click.echo(json.dumps(_report(trace, times, miss, rows)))
         else:
             _show(trace, times, rows)
 
@@ -103,6 +113,8 @@ def _replays(
     trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], machine: Machine,
     mode: str, profile: Profile | None, profile_class: str | None, skip: int,
 ) -> Iterator[tuple[float, str, Simulation]]:  # fmt: skip
+    from ..experts.simulate import even_slots, simulate
+
     shape = trace.shape
     with ui.Bars() as bars:
         for at, share in enumerate(resident):
@@ -117,21 +129,26 @@ def _replays(
 
 def heat_map(trace: Trace) -> str:
     """Return how often the experts of each layer were chosen, as SVG, most chosen first."""
+    from . import svg
+
     rows = (-np.sort(-trace.counts(), axis=1)).tolist()
     title = f"How often experts were chosen in {trace.n_tokens} tokens"
     return svg.heat_map(title, "experts of a layer, most chosen first", "layer", rows)
 
 
-def _plot(rows: list[tuple[float, str, Simulation]]) -> str:
+def _series(
+    rows: list[tuple[float, str, Simulation]]
+) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
+    """Return (share, hit rate) by policy, the smallest share first."""
     series: dict[str, list[tuple[float, float]]] = {}
     for share, name, found in sorted(rows, key=lambda row: row[0]):
         series.setdefault(name, []).append((share, found.hit_rate))
-    return svg.line_chart(
-        "Hit rate against budget", "experts with a slot, %", "hit rate", series, (0.0, 1.0)
-    )
+    return series
 
 
 def _show(trace: Trace, machine: Machine, rows: list[tuple[float, str, Simulation]]) -> None:
+    from ..experts.tracestats import trace_stats
+
     ui.note(trace_stats(trace).line())
     ui.note(f"times of machine {machine.name}: {1e3 * machine.whole:.2f} ms a token, all resident")
     shape = trace.shape
@@ -160,6 +177,8 @@ def _report(
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
     """Return what identifies and describes a trace, for JSON."""
+    from ..experts.tracestats import trace_stats
+
     stats = trace_stats(trace)
     n_layer, n_expert, n_expert_used = trace.shape.sizes
     return {

@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Cancelled, ConfigError, RequestError
-from ..experts.identity import RouterShape, router_shape
-from ..experts.profile import DEFAULT_CLASS, Profile, read_profile, require_class_name
-from ..experts.trace import Trace, TraceRecorder, write_trace
-from ..experts.tracestats import trace_stats
 from . import options, ui
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
@@ -22,6 +18,9 @@ from .simulate import heat_map, trace_fields
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..experts.identity import RouterShape
+    from ..experts.profile import Profile
+    from ..experts.trace import Trace
     from ..sampling import SamplingParams
 
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
               metavar="N", show_default=True, help="Tokens to generate at most.")
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Add the choices to a routing profile, new or not.")
-@click.option("--profile-class", default=DEFAULT_CLASS, show_default=True, metavar="NAME",
+@click.option("--profile-class", default="default", show_default=True, metavar="NAME",
               help="Prompt class of the profile to add to.")
 @click.option("--heat-map", "heat_path", type=click.Path(path_type=Path), metavar="FILE.svg",
               help="Write how often each layer's experts were chosen, most chosen first.")
@@ -57,6 +56,11 @@ def trace_command(
       moegraph trace model.gguf -f code.txt --profile model.gguf.routing.json --profile-class code
       moegraph trace tiny -p "def f(x):" -o f.trace --heat-map f.svg
     """
+    from ..experts.identity import router_shape
+    from ..experts.profile import require_class_name
+    from ..experts.trace import write_trace
+    from ..experts.tracestats import trace_stats
+
     if (prompt is None) == (file is None):
         raise RequestError("give the prompt with either -p or -f")
     if output is None and profile_path is None and heat_path is None:
@@ -95,6 +99,8 @@ def _record(
     engine: Engine, shape: RouterShape, text: str, sampling: SamplingParams, n_predict: int
 ) -> tuple[Trace, bool]:
     """Return the trace of a run, and whether it was interrupted."""
+    from ..experts.trace import TraceRecorder
+
     options.require_vocabulary(engine)
     ids = engine.tokenizer.encode(text)
     sampling = replace(
@@ -113,6 +119,8 @@ def _record(
 
 def _open_profile(path: Path | None, shape: RouterShape) -> Profile | None:
     """Return the profile to add to: the file's, or a new one."""
+    from ..experts.profile import Profile, read_profile
+
     if path is None:
         return None
     if not path.exists():

@@ -25,7 +25,6 @@ from .identity import RouterShape
 from .trace import replace_file
 
 FORMAT = "moegraph routing profile"
-DEFAULT_CLASS = "default"
 _VERSION = 1
 _MAX_BYTES = 256 * MiB
 _MAX_CLASSES = 64
