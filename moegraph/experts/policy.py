@@ -191,7 +191,7 @@ class Lfu:
     """
 
     name: ClassVar[str] = "lfu"
-    half_life: float = 128.0
+    half_life: float = 96.0
     hysteresis: float = 1.1
     prior_steps: float = 8.0
 

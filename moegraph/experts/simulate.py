@@ -117,24 +117,29 @@ class _Replay:
                     self.fetched[il] += 1
         return self.stalls[n][n_cpu]
 
-    def prompt(self, ids: npt.NDArray[np.int32]) -> None:
-        """Replay a prompt: chunks of many rows touch the cache and leave it as it is."""
+    def prompt(self, ids: npt.NDArray[np.int32], exchange: bool) -> None:
+        """Replay a prompt: chunks of many rows touch the cache; at its end experts may change."""
         for start in range(0, len(ids), PROMPT_ROWS):
             self.cache.begin_step()
             for il in range(ids.shape[1]):
                 self.cache.look_batch(il, ids[start : start + PROMPT_ROWS, il])
+        if exchange and len(ids):
+            for il, n in enumerate(self.cache.n_slots):
+                for expert in self.cache.wanted(il, n):
+                    self.cache.admit(il, expert, ())
 
 
 def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
-    slot_bytes: Sequence[int] | None = None,
+    slot_bytes: Sequence[int] | None = None, exchange: bool = False,
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
 
     n_slots [n_layer]: as a plan has them. mode: 'auto', 'cpu' or 'stream'. profile: fills the slots
     at the start, the lowest ids without. skip: tokens behind the prompt that are replayed and not
-    counted. slot_bytes [n_layer]: bytes of one expert, the machine's without.
+    counted. slot_bytes [n_layer]: bytes of one expert, the machine's without. exchange: at the end
+    of the prompt, the slots get the experts that the policy prefers by then.
 
     Raises:
         RequestError: the trace does not fit the placement, or has no token left to count.
@@ -150,7 +155,7 @@ def simulate(
         )
     cache = warm_cache(trace, n_slots, policy, profile, profile_class)
     replay = _Replay(cache, machine, mode)
-    replay.prompt(trace.ids[: trace.n_prompt].astype(np.int32))
+    replay.prompt(trace.ids[: trace.n_prompt].astype(np.int32), exchange)
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
     n_unpinned = sum(n < shape.n_expert for n in n_slots)

@@ -188,6 +188,17 @@ def test_prompt_and_skipped_tokens_warm_up_and_are_not_counted() -> None:
     assert found.n_streamed == found.missing.sum() == found.stats.missing.sum()
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_exchanging_experts_after_a_prompt_saves_the_warm_up(policy: str) -> None:
+    generated = generate_trace(RouterShape(6, 128, 8), 230)
+    trace = Trace(generated.shape, generated.ids, 200)
+    slots = even_slots(6, 128, 0.5)
+    without = run(trace, slots, policy=parse_policy(policy))
+    with_it = run(trace, slots, policy=parse_policy(policy), exchange=True)
+    assert with_it.missing.sum() < 0.6 * without.missing.sum()
+    assert with_it.n_streamed == with_it.missing.sum(), "the exchange is not counted"
+
+
 def test_slot_bytes_of_mixed_types_are_counted_by_layer() -> None:
     ids = np.array([[[5], [1]], [[6], [1]], [[7], [6]]], dtype=np.uint8)
     trace = Trace(RouterShape(2, 8, 1), ids)
