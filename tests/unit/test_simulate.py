@@ -195,7 +195,7 @@ def test_exchanging_experts_after_a_prompt_saves_the_warm_up(policy: str) -> Non
     slots = even_slots(6, 128, 0.5)
     without = run(trace, slots, policy=parse_policy(policy))
     with_it = run(trace, slots, policy=parse_policy(policy), exchange=True)
-    assert with_it.missing.sum() < 0.6 * without.missing.sum()
+    assert with_it.missing.sum() < 0.75 * without.missing.sum()
     assert with_it.n_streamed == with_it.missing.sum(), "the exchange is not counted"
 
 
