@@ -13,7 +13,6 @@ from regression.compare import first_differences
 from regression.harness import (
     KV_TYPES,
     MODELS,
-    THREADS,
     Models,
     Upstream,
     held_out_text,
@@ -105,9 +104,9 @@ def test_text_at_another_width_is_upstreams_text_at_that_width(
     prompts = [text[211 * i : 211 * i + 65] for i in range(6)]
     found = []
     for n_ubatch in (512, 16, 1):
-        cfg = {"n_ctx": 1024, "n_ubatch": n_ubatch, "threads": THREADS}
+        cfg = {"n_ctx": 1024, "n_ubatch": n_ubatch, "threads": 1}
         theirs, _ = upstream.oracle.greedy(path, prompts, 48, **cfg)
-        with open_engine(path, n_ubatch=n_ubatch) as engine:
+        with open_engine(path, n_ubatch=n_ubatch, n_threads=1) as engine:
             ours = [greedy_tokens(engine, prompt, 48) for prompt in prompts]
         assert ours == theirs, f"{name} ubatch {n_ubatch}"
         found.append(ours)
