@@ -1,0 +1,49 @@
+"""Expert products on a GPU with absent and repeated ids; mul_mat_id.cpp goes through many more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
+
+from expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products  # noqa: E402
+
+from moegraph.ggml.device import Device, list_devices  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    """Yield the first CUDA device."""
+    opened = Device("cuda")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 8])
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("choose", CHOICES)
+def test_vector_kernels(kind: str, choose: Choice, n_tokens: int, device: Device) -> None:
+    check_products(device, kind, choose, n_tokens, 1)
+    check_products(device, kind, choose, n_tokens, N_USED)
+
+
+@pytest.mark.parametrize("n_tokens", [9, 33, 64, 200])
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("choose", CHOICES)
+def test_tile_kernels(kind: str, choose: Choice, n_tokens: int, device: Device) -> None:
+    check_products(device, kind, choose, n_tokens, 1)
+    check_products(device, kind, choose, n_tokens, N_USED)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 9, 16, 17, 64, 200])
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("choose", CHOICES)
+def test_float_kernels(kind: str, choose: Choice, n_tokens: int, device: Device) -> None:
+    check_products(device, kind, choose, n_tokens, 1)
+    check_products(device, kind, choose, n_tokens, N_USED)
