@@ -183,7 +183,8 @@ def main() -> int:
         engine = engine_for(args, 0, args.miss[0], ids)
         fixed = engine.memory()["device_peak_bytes"]
         engine.close()
-        print("| ncmoe | system | GiB | t/s | ratio | hit rate | misses | MiB | CPU of n | host ms |")
+        columns = "ncmoe system GiB t/s ratio hit_rate misses MiB CPU_of_n host_ms".split()
+        print("| " + " | ".join(columns) + " |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for ncmoe in args.ncmoe:
             for row in compare(args, ncmoe, fixed, expert_bytes, ids):

@@ -258,10 +258,11 @@ class MissHandler:
     def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
         self._wait_for_ring()
-        upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
+        upload, source, packing = self._device.upload.ptr, self._store.source, self._store.packing(il)
         for expert, slot in pairs:
+            at = slot * packing.stride
             C.ggml_backend_tensor_set_async(
-                upload, bank.memory, store.source(il, expert), slot * packing.stride, packing.n_bytes
+                upload, bank.memory, source(il, expert), at, packing.n_bytes
             )
         self.n_bytes_fetched += packing.n_bytes * len(pairs)
 

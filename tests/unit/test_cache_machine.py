@@ -1,4 +1,4 @@
-"""The expert cache under any order of calls, beside a model that knows only which bytes are where."""
+"""The expert cache under any order of calls, beside a model that knows which bytes are where."""
 
 from __future__ import annotations
 
