@@ -258,7 +258,8 @@ class MissHandler:
     def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
         self._wait_for_ring()
-        upload, source, packing = self._device.upload.ptr, self._store.source, self._store.packing(il)
+        upload, source = self._device.upload.ptr, self._store.source
+        packing = self._store.packing(il)
         for expert, slot in pairs:
             at = slot * packing.stride
             C.ggml_backend_tensor_set_async(
