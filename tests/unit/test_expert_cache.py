@@ -110,14 +110,13 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
 
 
 def test_an_expert_admitted_in_this_step_is_safe_even_outside_the_working_set() -> None:
-    cache = new_cache([1], Lru())
+    cache = new_cache([4], Lru())
     cache.begin_step()
-    cache.look(0, [1, 2])
-    assert cache.admit(0, 1, ()) == 0
-    assert cache.admit(0, 2, ()) is None
+    cache.look(0, [1, 2, 3, 4, 5])
+    assert [cache.admit(0, expert, ()) for expert in (1, 2, 3, 4, 5)] == [0, 1, 2, 3, None]
     cache.begin_step()
-    cache.look(0, [2, 2])
-    assert cache.admit(0, 2, ()) == 0
+    cache.look(0, [5])
+    assert cache.admit(0, 5, ()) is not None
 
 
 def test_lru_gives_up_what_was_chosen_longest_ago() -> None:
@@ -206,6 +205,15 @@ def test_preload_takes_the_lowest_ids_or_a_ranking() -> None:
     assert cache.preload(1, [2]) == []
     with pytest.raises(InternalError, match="no expert 16"):
         cache.preload(2, [16])
+
+
+def test_preload_fills_the_lowest_free_slots_first() -> None:
+    """The leading slots may be static: the best belong there."""
+    cache = new_cache([4])
+    cache.preload(0, [3, 4, 5, 6])
+    for expert in (3, 5):
+        cache.abandon(0, expert)
+    assert cache.preload(0, [9, 8]) == [(9, 0), (8, 2)]
 
 
 def test_the_worst_of_a_ranking_goes_first() -> None:
@@ -311,6 +319,9 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
     for field in ("hits", "misses", "missing"):
         assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
     assert many.look_batch(0, ids[:0]) == []
+    one.look(0, ids[0].tolist())
+    many.look_batch(0, ids[0])
+    assert one.counts == many.counts, "later batches add to the counts"
 
 
 def test_wanted_after_a_prompt_is_what_admitting_exchanges() -> None:

@@ -43,6 +43,11 @@ def test_a_budget_becomes_even_slots_whatever_the_types() -> None:
     assert plan.n_dynamic == sum(plan.n_slots)
 
 
+def test_the_last_byte_is_used() -> None:
+    assert make_plan(SMALL, SMALL.fixed + 130).n_slots == (4, 3, 3, 3)
+    assert make_plan(SMALL, SMALL.fixed + 129).n_slots == (3, 3, 3, 3)
+
+
 def test_first_and_last_layer_are_pinned_first_then_from_layer_1() -> None:
     assert pin_order(6) == [0, 5, 1, 2, 3, 4]
     assert pin_order(1) == [0] and pin_order(2) == [0, 1]

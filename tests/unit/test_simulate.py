@@ -95,6 +95,8 @@ def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
     assert half.whole == pytest.approx(3 * SIMPLE.whole)
     assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
     assert half.cpu_row == pytest.approx(1.5 * US)
+    fewer = MACHINES["h200"].scaled(20, 1_900_000)
+    assert fewer is not None and fewer.whole == pytest.approx(MACHINES["h200"].whole / 2)
     assert SIMPLE.scaled(1, 3000) is not None
     assert SIMPLE.scaled(1, 3001) is None and SIMPLE.scaled(1, 333) is None
 

@@ -6,13 +6,14 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, InternalError, RequestError
 from moegraph.experts.generator import RoutingModel, best, generate_trace
-from moegraph.experts.identity import RouterShape
+from moegraph.experts.identity import RouterShape, router_shape
 from moegraph.experts.trace import Trace, TraceRecorder, read_trace, write_trace
 from moegraph.experts.tracestats import distinct, entropy, global_lru, overlap, trace_stats
 
@@ -124,6 +125,26 @@ def test_traces_of_another_model_are_refused() -> None:
         SHAPE.require(BIG, "t: the trace")
     with pytest.raises(RequestError, match="another router .0123456789abcdef; this model: ffff"):
         SHAPE.require(RouterShape(3, 16, 2, "ffff"), "t")
+
+
+def test_the_fingerprint_is_that_of_first_and_last_router() -> None:
+    def shape_of(changed: str = "") -> RouterShape:
+        routers = {f"blk.{il}.ffn_gate_inp.weight": bytes([il] * 64) for il in range(3)}
+        if changed:
+            routers[changed] = bytes(64)[:-1] + b"x"
+        hp = SimpleNamespace(n_layer=3, n_expert=16, n_expert_used=2)
+        model = SimpleNamespace(
+            hparams=hp, tensors={name: name for name in routers},
+            map=lambda name: np.frombuffer(routers[name], np.uint8),
+        )  # fmt: skip
+        return router_shape(model)
+
+    shape = shape_of()
+    assert shape.sizes == (3, 16, 2) and len(shape.model) == 16
+    assert shape_of("blk.1.ffn_gate_inp.weight") == shape
+    for il in (0, 2):
+        other = shape_of(f"blk.{il}.ffn_gate_inp.weight")
+        assert other.sizes == shape.sizes and other.model != shape.model
 
 
 def test_recorder_puts_passes_of_any_width_behind_each_other() -> None:
