@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigError
+from .units import parse_bytes
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
@@ -18,8 +19,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 class Setting:
     """How one field of EngineConfig or SamplingParams looks to a user.
 
-    kind: 'int', 'float', 'str', 'choice' or 'flag'. minimum and maximum bound a number, both
-    inclusive.
+    kind: 'int', 'float', 'choice', 'flag', or one of the strings 'device', 'size' (of memory) and
+    'path'. minimum and maximum bound a number, both inclusive.
     flags: the option's spellings, long one last; empty for a field of the Python API only.
     """
 
@@ -84,7 +85,7 @@ class EngineConfig:
     """How an engine runs a model. Immutable; `validate()` checks every field."""
 
     device: str = _setting(
-        "str", "auto", ("--device",), "Device that computes: auto takes the first CUDA device.",
+        "device", "auto", ("--device",), "Device that computes: auto takes the first CUDA device.",
         metavar="auto|cpu|cuda[:N]",
     )
     mode: str = _setting(
@@ -121,9 +122,18 @@ class EngineConfig:
         minimum=-1, maximum=1 << 20,
     )
     vram: str = _setting(
-        "str", "auto", ("--vram",),
+        "size", "auto", ("--vram",),
         "Device memory for everything, such as 8GiB; auto takes what is free, less a margin.",
         metavar="SIZE|auto",
+    )
+    profile: str = _setting(
+        "path", "", ("--profile",),
+        "Routing profile that fills the slots; default: MODEL.routing.json if there is one.",
+        metavar="FILE|none",
+    )
+    profile_class: str = _setting(
+        "path", "", ("--profile-class",), "Prompt class of the profile; default: all of them.",
+        metavar="NAME",
     )
     policy: str = _setting(
         "choice", "lfu", ("--policy",), "Which experts keep their slots.", choices=EXPERT_POLICIES
@@ -199,11 +209,28 @@ def _problem(setting: Setting, value: object) -> str:
         return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
     if not isinstance(value, str):
         return f"{where}; expected a string, {setting.allowed}"
-    known = value in setting.choices if setting.choices else _DEVICE.fullmatch(value) is not None
-    return "" if known else f"{where}; allowed: {setting.allowed}"
+    return "" if _is_known(setting, value) else f"{where}; allowed: {setting.allowed}"
+
+
+def _is_known(setting: Setting, value: str) -> bool:
+    if setting.choices:
+        return value in setting.choices
+    if setting.kind == "device":
+        return _DEVICE.fullmatch(value) is not None
+    if setting.kind == "size":
+        return value == "auto" or is_size(value)
+    return "\0" not in value
 
 
 def debug_level() -> int:
     """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks of our own errors, 2 native logs too."""
     value = os.environ.get("MOEGRAPH_DEBUG", "")
     return int(value) if value.isdecimal() else 0
+
+
+def is_size(text: str) -> bool:
+    """Return whether a text is a size of memory, such as 8GiB; a bare number means GiB."""
+    try:
+        return parse_bytes(text, "g") > 0
+    except ConfigError:
+        return False

@@ -24,8 +24,10 @@ from .errors import (
 from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
+from .experts.identity import router_shape
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
+from .experts.profile import Profile, profile_path, read_profile
 from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Generation
@@ -115,6 +117,7 @@ class Engine:
         config, hp = self.config, self.hparams
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         self.n_ctx = config.n_ctx or hp.n_ctx_train
+        self._profile = self._read_profile()
         n_slots = self._plan_slots()
         if n_slots is not None and config.mode == "whole":
             raise ConfigError(
@@ -157,9 +160,25 @@ class Engine:
         misses = MissHandler(
             self.device, self.banks, store, cache, cold, config.miss, max_rows
         )
+        name, profile = config.profile_class or None, self._profile
+        ranking = profile.ranking(name).tolist() if profile else None
+        shares = profile.shares(name).tolist() if profile else None
         for il in partial:
-            misses.fill(il, cache.preload(il))
+            ranked = (ranking[il], shares[il]) if ranking and shares else (None, None)
+            misses.fill(il, cache.preload(il, *ranked))
         return misses
+
+    def _read_profile(self) -> Profile | None:
+        """Return the routing profile that was named, or the one beside the model, if any."""
+        path = self.config.profile
+        beside = profile_path(self.model.path)
+        if path == "none" or (not path and not beside.is_file()):
+            if self.config.profile_class:
+                raise ConfigError(
+                    f"profile_class {self.config.profile_class!r} needs a profile; give --profile"
+                )
+            return None
+        return read_profile(path or beside, router_shape(self.model))
 
     def _own(self, part: Part) -> Part:
         """Close a part with the engine, the last one first; return it."""
@@ -180,6 +199,7 @@ class Engine:
             config.pin_layers if config.pin_layers >= 0 else None,
             config.cache_slots if config.cache_slots >= 0 else None,
             source,
+            self._profile.demand().tolist() if self._profile else None,
         )
         return None if self.plan.all_resident else list(self.plan.n_slots)
 

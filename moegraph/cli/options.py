@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT, "str": click.STRING}
+_TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
 
 
@@ -36,12 +36,10 @@ def setting_option(setting: Setting) -> Callable[[Command], Command]:
     if setting.choices:
         described["type"] = click.Choice(setting.choices)
     else:
-        described["type"] = _TYPES[setting.kind]
+        described["type"] = _TYPES.get(setting.kind, click.STRING)
         described["metavar"] = setting.metavar or ("F" if setting.kind == "float" else "N")
-        if setting.kind == "str":
-            described["metavar"] = setting.metavar or "TEXT"
     return click.option(
-        *setting.flags, setting.name, show_default=setting.default is not None, **described
+        *setting.flags, setting.name, show_default=setting.default not in (None, ""), **described
     )
 
 
@@ -55,6 +53,12 @@ def _apply(command: Command, options: list[Callable[[Any], Any]]) -> Command:
 def engine_options(command: Command) -> Command:
     """Add one option for each EngineConfig field that has a spelling."""
     return _apply(command, [setting_option(s) for s in engine_settings() if s.flags])
+
+
+def engine_options_but(*names: str) -> Callable[[Command], Command]:
+    """Return a decorator like engine_options that leaves some fields at their defaults."""
+    chosen = [setting_option(s) for s in engine_settings() if s.flags and s.name not in names]
+    return lambda command: _apply(command, chosen)
 
 
 def sampling_options(command: Command) -> Command:
@@ -96,8 +100,8 @@ def build_config(options: Mapping[str, Any]) -> EngineConfig:
         ConfigError: names every wrong option.
     """
     names = {s.name for s in engine_settings() if s.flags}
-    # None is a default that depends on the machine.
-    given = {name: options[name] for name in names if options[name] is not None}
+    # None is a default that depends on the machine; a command may leave options out.
+    given = {name: options[name] for name in names if options.get(name) is not None}
     return EngineConfig(**given).validate()
 
 

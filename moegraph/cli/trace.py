@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--heat-map", "heat_path", type=click.Path(path_type=Path), metavar="FILE.svg",
               help="Write how often each layer's experts were chosen, most chosen first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@options.engine_options
+@options.engine_options_but("profile", "profile_class")
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,

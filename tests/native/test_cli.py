@@ -43,10 +43,15 @@ def moegraph(
     return done
 
 
+def heed_ctrl_c() -> None:
+    """Undo what a shell does to jobs in the background: their children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*COMMAND, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0,
+        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
 
 
@@ -209,6 +214,7 @@ class Terminal:
     def __init__(self, *args: object) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            heed_ctrl_c()
             os.chdir(ROOT)
             os.execve(sys.executable, [*COMMAND, *map(str, args)], ENV)
         self.seen = ""

@@ -45,6 +45,7 @@ PURE = (
 FILE_CAP, FILE_MEDIAN = 500, 200
 FUNCTION_CAP, FUNCTION_P90 = 80, 35
 WIDTH = 100
+KINDS = ("int", "choice", "flag", "device", "size", "path")
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -251,7 +252,7 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
     listed = {s.name: s for s in settings()}
     assert list(listed) == [f.name for f in fields(EngineConfig)]
     for setting in listed.values():
-        assert setting.help.endswith(".") and setting.kind in ("int", "str", "choice", "flag")
+        assert setting.help.endswith(".") and setting.kind in KINDS
         assert bool(setting.choices) == (setting.kind == "choice")
         assert (setting.minimum is None) == (setting.kind != "int")
         assert setting.allowed
