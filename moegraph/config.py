@@ -140,8 +140,8 @@ class EngineConfig:
     )
     miss: str = _setting(
         "choice", "auto", ("--miss",),
-        "Who computes an expert that is not on the device: the CPU where it is, the device after "
-        "streaming it there, or both, by what this machine measured at start.",
+        "Who computes an expert that is not on the device: the CPU where it is (up to 8 rows), the "
+        "device after streaming it there, or both, by what this machine measured at start.",
         choices=("auto", "cpu", "stream"),
     )
     host_pin: str = _setting(

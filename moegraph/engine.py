@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .errors import (
     ConfigError,
     ContextOverflow,
+    MoegraphError,
     NativeError,
     RequestError,
 )
@@ -82,6 +83,8 @@ class Engine:
         self._stack = ExitStack()
         self._stack.callback(model.close)
         self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
+        # sequences of the pass under way: the first, how many, results of each
+        self._batch = (0, 1, 1)
         try:
             self._load(progress, routing)
         except BaseException:
@@ -152,10 +155,17 @@ class Engine:
         store = self._own(ExpertStore(self.device, self.model, partial, config.host_pin))
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        cold = None if config.miss == "stream" else ColdExperts(
-            self.device, hp, store, config.n_threads, ADMIT_ROWS,
-            as_rows=self.device.is_cpu, reference=config.cpu_reference,
-        )
+        if config.miss == "cpu" and not store.is_aligned:
+            raise ConfigError(
+                "miss 'cpu' needs tensors aligned to 32 bytes, which this file's are not; "
+                "use --miss stream"
+            )
+        cold = None
+        if config.miss != "stream" and store.is_aligned:
+            cold = ColdExperts(
+                self.device, hp, store, config.n_threads, ADMIT_ROWS,
+                as_rows=self.device.is_cpu, reference=config.cpu_reference,
+            )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
             self.device, self.banks, store, cache, cold, config.miss, max_rows
@@ -298,7 +308,9 @@ class Engine:
         self._expect_position(seq, pos0)
         ids = np.ascontiguousarray(np.atleast_2d(np.asarray(tokens, dtype=np.int32)))
         self._check_batch(ids, seq)
-        return node_values(self.runner, Batch(ids, seq, all_rows=True))
+        values = node_values(self.runner, Batch(ids, seq, all_rows=True))
+        self._held[seq].extend(ids[0].tolist())
+        return values
 
     def _expect_position(self, seq: int, pos0: int) -> None:
         if pos0 != self.state.n_past[seq]:
@@ -337,10 +349,18 @@ class Engine:
         greedy: bool,
         cancel: CancelToken | None,
     ) -> None:
-        """Start a pass of rows [n_seqs, n_tokens] (numpy order) without waiting; see `forward`."""
+        """Start a pass of rows [n_seqs, n_tokens] (numpy order) without waiting; see `forward`.
+
+        When it fails or is cancelled, its sequences are empty afterwards.
+        """
         self._check_batch(tokens, seq)
         cancelled = cancel.is_set if cancel else bool
-        self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
+        self._batch = (seq, tokens.shape[0], tokens.shape[1] if all_rows else 1)
+        try:
+            self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
+        except BaseException:
+            self._reset_batch()  # states are somewhere between two positions
+            raise
         for i, row in enumerate(tokens.tolist()):
             self._held[seq + i].extend(row)
 
@@ -353,14 +373,29 @@ class Engine:
         try:
             return self.runner.collect()
         except NotFinite as error:
+            first, n_seqs, n_rows = self._batch
+            bad = first + error.row // n_rows
+            n_held = len(self._held[bad])
+            try:
+                where = self._trace_fault(bad)
+            finally:
+                self._reset_batch()
+            raise NativeError(f"{error} after {n_held} positions, {where}") from error
+
+    def _trace_fault(self, seq: int) -> str:
+        """Compute a sequence again to say where it first went wrong."""
+        try:
             il = first_bad_layer(self.runner, self._held[seq], seq)
-            where = (
-                "but not when computed again; the device may be unstable" if il is None
-                else f"first in the output of layer {il}; the model file may be damaged"
-            )
-            n = len(self._held[seq])
+        except MoegraphError as error:
+            return f"and the layer is not known ({error})"
+        if il is None:
+            return "but not when computed again; the device may be unstable"
+        return f"first in the output of layer {il}; the model file may be damaged"
+
+    def _reset_batch(self) -> None:
+        first, n_seqs, _ = self._batch
+        for seq in range(first, first + n_seqs):
             self.reset(seq)
-            raise NativeError(f"{error} after {n} positions, {where}") from error
 
     def generate(
         self,

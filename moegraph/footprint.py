@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import EngineConfig
 from .experts.planner import Footprint
-from .experts.store import N_SPARE, Packing, expert_tensors
+from .experts.store import N_SPARE, Packing, expert_tensors, stack_kind
 from .hparams import HParams
 from .modelfile import ModelFile
 from .modelfile.summary import kv_bytes_per_token, state_bytes
@@ -19,7 +19,8 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     """Return the footprint of a model under a configuration.
 
     Weights, caches and states are counted as they will be allocated. Intermediates are bounded from
-    above: the allocator finds their exact layout only once the graphs are built.
+    above: the allocator finds their exact layout only once the graphs are built. Logits of all rows
+    (--logits-out) come on top: n_ubatch * n_vocab * 4 bytes.
     """
     hp = model.hparams
     padded = round_up(n_ctx, KV_PAD)
@@ -27,7 +28,12 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
-    kinds = {(p.stride, tuple(p.offsets.items())): p.stride for p in packings}
+    kinds = {stack_kind(expert_tensors(model, il)): p.stride for il, p in enumerate(packings)}
+    rows = min(config.n_ubatch, padded) * config.n_seq
+    compute = _compute_bytes(hp, rows, padded, config.n_seq)
+    if config.type_k != "f16" or config.type_v != "f16":
+        # attention over many rows converts all it sees of a quantized cache to F16
+        compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
@@ -35,15 +41,15 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         weights=sum(info.nbytes for info in dense),
         kv=kv_bytes_per_token(hp, config.type_k, config.type_v) * padded * config.n_seq,
         state=state_bytes(hp, config.n_seq),
-        compute=_compute_bytes(hp, min(config.n_ubatch, padded) * config.n_seq, padded),
+        compute=compute,
         other=_OTHER_BYTES,
         staging=2 * N_SPARE * sum(kinds.values()),
     )
 
 
-def _compute_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
-    """Bound inputs, intermediates of the widest layer, and the head of one row."""
+def _compute_bytes(hp: HParams, n_rows: int, n_ctx: int, n_seq: int) -> int:
+    """Bound inputs, intermediates of the widest layer, and the head of a row for each sequence."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
     row = 4 * (mixer + experts + 10 * hp.n_embd + 6 * hp.n_expert + 4 * hp.n_ff_shexp)
-    return n_rows * (row + 2 * n_ctx) + 8 * hp.n_vocab
+    return n_rows * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq

@@ -70,8 +70,9 @@ class Generation:
             text = self.sequence.cancel()
             yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
-            engine.device.bind_cancel(None)
-            if not finished:
+            if not engine.device.compute.is_closed:
+                engine.device.bind_cancel(None)
+            if not finished and not engine.device.compute.is_closed:
                 engine.reset()  # an error, or the consumer left in the middle of a pass
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
@@ -89,7 +90,11 @@ class Generation:
             if sequence.finish_reason:
                 yield event
                 return
-            self._submit(np.array([[token]], dtype=np.int32))
+            try:
+                self._submit(np.array([[token]], dtype=np.int32))
+            except Cancelled:
+                yield event  # its token was drawn before
+                raise
             yield event
             output = self.engine.collect(0)
             kept = output.logits if self.keep_logits else None

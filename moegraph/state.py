@@ -28,7 +28,8 @@ class State:
     ssm: per DeltaNet layer F32 [head_v_dim^2 * n_v_heads, n_seq].
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] when K or V is quantized and head_dim % 64 ==
     0.
-    n_past: positions held by each sequence.
+    n_past: positions held by each sequence; n_written: positions that may hold something, which is
+        more after a pass that failed.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class State:
         self.n_ctx = round_up(n_ctx, KV_PAD)
         self.n_seq = n_seq
         self.n_past = [0] * n_seq
+        self.n_written = [0] * n_seq
         self._context = Context(2 * hp.n_layer + 2)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
@@ -100,11 +102,11 @@ class State:
         """
         for tensor in (*self.conv.values(), *self.ssm.values()):
             C.ggml_backend_tensor_memset(tensor, 0, seq * tensor.nb[1], tensor.nb[1])
-        used = self.n_kv(self.n_past[seq])
+        used = self.n_kv(self.n_written[seq])
         for tensor in (*self.k.values(), *self.v.values()):
             start = seq * self.n_ctx * tensor.nb[1]
             C.ggml_backend_tensor_memset(tensor, 0, start, used * tensor.nb[1])
-        self.n_past[seq] = 0
+        self.n_past[seq] = self.n_written[seq] = 0
 
     def close(self) -> None:
         """Free the caches."""

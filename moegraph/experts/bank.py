@@ -22,7 +22,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import F32, I32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..weights import Loader, TensorSet, place, round_up
-from .store import N_SPARE, Packing, expert_tensors
+from .store import N_SPARE, Packing, expert_tensors, stack_kind
 
 _REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
 
@@ -93,7 +93,7 @@ class ExpertBanks:
 
     def _spares(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
         infos = expert_tensors(model, il)
-        kind = tuple((part, i.type, i.ne[:2]) for part, i in infos.items())
+        kind = stack_kind(infos)
         if kind not in self._spare:
             pair = [_Slots(device, infos, N_SPARE, "spare expert slots") for _ in range(2)]
             self._owned += pair

@@ -112,6 +112,11 @@ class ExpertCache:
         """Return whether layer il holds all its experts for good."""
         return self._layers[il].pinned
 
+    def has_slot(self, il: int, expert: int) -> bool:
+        """Return whether an expert is resident or loading."""
+        layer = self._layers[il]
+        return expert in layer.resident or expert in layer.loading
+
     def begin_step(self) -> None:
         """Start a forward pass, of one token or one prompt chunk; the last one has finished."""
         self.step += 1

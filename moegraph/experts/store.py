@@ -1,14 +1,15 @@
 """Host bytes of every expert, packed as a device slot is: one copy fetches an expert.
 
 From pinned memory a device copies at full PCIe speed without the host's help. Where pinning is not
-wanted or fails, bytes are read from the file into a small pinned ring first; a file that was cut
-short is then an error and not a signal.
+wanted or fails, bytes that go up are read from the file into a small pinned ring first, where a
+file that was cut short is an error and not a signal. Experts computed on the CPU are used where
+they are: in the pinned copy, or in the mapped file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,11 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     """Return a layer's expert stacks by part: gate, up and down, or gate_up and down."""
     names = {part: f"blk.{il}.ffn_{part}_exps.weight" for part in PARTS}
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
+
+
+def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
+    """Return what layers have in common that can share spare slots: parts, types and shapes."""
+    return tuple((part, info.type, info.ne[:2]) for part, info in infos.items())
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,12 @@ class ExpertStore:
         return found
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory held for experts."""
-        return sum(buffer.array.nbytes for buffer in self._pinned.values())
+    def is_aligned(self) -> bool:
+        """Whether the CPU can use every expert where it is (its kernels want 32 bytes)."""
+        return all(
+            address % 32 == 0
+            for il in self._infos for _, address, _, _ in self.stacks(il).values()
+        )
 
     @property
     def uses_ring(self) -> bool:

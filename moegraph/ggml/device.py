@@ -61,6 +61,7 @@ def list_devices() -> list[dict[str, Any]]:
             "kind": kind,
             "name": name,
             "description": ffi.string(props.description).decode(),
+            "address": ffi.string(props.device_id).decode() if props.device_id else "",
             "memory_free": props.memory_free,
             "memory_total": props.memory_total,
             "handle": dev,
@@ -83,12 +84,16 @@ def _select(name: str) -> dict[str, Any]:
     raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
 
 
-# Bytes of this process's CUDA context by device, once known.
-_contexts: dict[int, int] = {}
+# Bytes of this process's CUDA contexts by PCI address, once known; they stay open until it ends.
+_contexts: dict[str, int] = {}
 
 
-def _cuda_index(name: str) -> int:
-    return int(name.partition(":")[2] or 0)
+def _context_bytes(address: str, before: dict[str, int]) -> int:
+    """Return what the process's context on a GPU takes; 0 where the driver does not tell."""
+    if address and address not in _contexts:
+        grown = used_bytes().get(address, 0) - before.get(address, 0)
+        _contexts[address] = max(0, grown) if address in before else 0
+    return _contexts.get(address, 0)
 
 
 class Device:
@@ -105,7 +110,7 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
-        before = None if name == "cpu" else used_bytes(_cuda_index(name))
+        before = {} if name == "cpu" else used_bytes()
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]
@@ -122,7 +127,7 @@ class Device:
             C.ggml_backend_cpu_set_n_threads(self.compute.ptr, n_threads)
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
         self._free_at_start = self.memory()[0]
-        self.context_bytes = self._measure_context(before)
+        self.context_bytes = _context_bytes(chosen["address"], before)
         self.peak_bytes = 0
 
     @property
@@ -146,17 +151,6 @@ class Device:
         taken = self._free_at_start - self.memory()[0] + self.context_bytes
         self.peak_bytes = max(self.peak_bytes, taken)
         return self.peak_bytes
-
-    def _measure_context(self, before: int | None) -> int:
-        """Return what the process's context takes; it stays open until the process ends."""
-        if self.is_cpu:
-            return 0
-        index = _cuda_index(self.name)
-        if index not in _contexts:
-            after = used_bytes(index)
-            known = before is not None and after is not None
-            _contexts[index] = max(0, after - before) if known else 0
-        return _contexts[index]
 
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
         """Allocate device memory.

@@ -92,6 +92,10 @@ class Builder:
         """a * s."""
         return C.ggml_scale(self.ctx, a, s)
 
+    def fill(self, a: Tensor, value: float) -> Tensor:
+        """A tensor of a's shape, all elements equal, whatever a holds."""
+        return C.ggml_fill(self.ctx, a, value)
+
     def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
         """Limit a to [low, high]; in place, as ggml does it."""
         return C.ggml_clamp(self.ctx, a, low, high)

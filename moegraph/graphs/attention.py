@@ -70,7 +70,7 @@ def _attend(
         b.permute(_cached(b, hp, state, shape, state.k[il]), 0, 2, 1, 3),
         b.permute(_cached(b, hp, state, shape, state.v[il]), 0, 2, 1, 3),
         inp.kq_mask,
-        hp.f_attention_scale or 1.0 / math.sqrt(d),
+        1.0 / math.sqrt(d),
     )
     out = b.expand(b.reshape(out, d * n_head, n_tokens * n_seqs))
     return out if state.rot_v is None else b.mul_mat_hadamard(state.rot_v, out)

@@ -17,8 +17,7 @@ class Routing:
     """A router's choice.
 
     argsort I32 [n_expert, n_rows]: all experts, best first; topk I32 [n_expert_used, n_rows]: a
-    view of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1, then
-    scaled.
+    view of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1.
     weights_data: the node whose memory holds the weights.
     """
 
@@ -48,8 +47,5 @@ def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int)
     total = b.name(b.clamp(total, _MIN_SUM, float("inf")), "ffn_moe_weights_sum_clamped", il)
     data = weights = b.name(b.div(weights, total), "ffn_moe_weights_norm", il)
     weights = b.reshape(weights, 1, k, n_rows)
-    if hp.expert_weights_scale not in (0.0, 1.0):
-        data = weights = b.scale(weights, hp.expert_weights_scale)
-        b.name(weights, "ffn_moe_weights_scaled", il)
     b.expand(weights)
     return Routing(argsort, topk, weights, data)

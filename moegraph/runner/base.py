@@ -47,7 +47,14 @@ class Output:
 
 
 class NotFinite(NativeError):
-    """A pass ended in NaN or infinity; whoever holds the tokens can find out where."""
+    """A pass ended in NaN or infinity; whoever holds the tokens can find out where.
+
+    row: the first result that is not finite.
+    """
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class Runner(ABC):
@@ -89,6 +96,8 @@ class Runner(ABC):
         # graphs first: building one may need the device, and the upload must not be lost to it
         self._prepare(shape, batch.greedy)
         self._inputs.fill(shape, batch.tokens, pos0, self.model.weights.embedding, state)
+        for seq in seqs:
+            state.n_written[seq] = max(state.n_written[seq], state.n_past[seq] + n_tokens)
         self._launch(shape, batch.greedy, cancelled)
         for seq in seqs:
             state.n_past[seq] += n_tokens
@@ -106,16 +115,17 @@ class Runner(ABC):
         n_out, host = shape.n_out, self._results.array
         check = host[: 4 * n_out].view(np.float32)
         body = host[_ALIGN * -(-4 * n_out // _ALIGN) :]
-        finite = bool(np.isfinite(check).all())
+        finite = np.isfinite(check)
         if greedy:
             output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
         else:
             n_vocab = self.model.hp.n_vocab
             logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
-            finite = finite and bool(np.isfinite(logits.sum(axis=1)).all())
+            finite = finite & np.isfinite(logits.sum(axis=1))
             output = Output(None, logits)
-        if not finite:
-            raise NotFinite(f"{self.device.name} computed logits that are not finite")
+        if not finite.all():
+            row = int(np.argmin(finite))
+            raise NotFinite(f"{self.device.name} computed logits that are not finite", row)
         return output
 
     def _grow_results(self, shape: PassShape, greedy: bool) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..experts.bank import Bank, strided_stack
 from ..experts.store import ExpertStore
 from ..ggml.device import Device, HostBuffer
-from ..ggml.handles import Buffer, Context
+from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
@@ -65,7 +65,7 @@ class ColdExperts:
         self._host: HostBuffer = device.host_buffer(size)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
-        self._contexts: list[Context] = []
+        self._handles: list[Handle] = []
         self._banks = {il: self._wrap(store, il) for il in store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:
@@ -81,8 +81,8 @@ class ColdExperts:
             buffer = Buffer(raw, owner)
             place(buffer, tensor, 0)
             parts[part] = tensor
-            self._contexts.append(buffer)
-        self._contexts.append(context)
+            self._handles.append(buffer)
+        self._handles.append(context)
         return Bank(self._hp.n_expert, parts)
 
     def address(self, name: str) -> Any:
@@ -90,7 +90,8 @@ class ColdExperts:
         return self._host.address(self._offsets[name])
 
     def _graph(self, il: int, n_rows: int) -> BuiltGraph:
-        return self._graphs.get((il, n_rows), 96, lambda b: self._build(b, il, n_rows))
+        n_nodes = 64 + 3 * self._hp.n_expert_used
+        return self._graphs.get((il, n_rows), n_nodes, lambda b: self._build(b, il, n_rows))
 
     def _build(self, b: Builder, il: int, n_rows: int) -> Tensor:
         hp, k = self._hp, self._hp.n_expert_used
@@ -133,6 +134,6 @@ class ColdExperts:
     def close(self) -> None:
         """Free graphs and host memory."""
         self._graphs.close()
-        for handle in (*self._contexts, self._block, self._host):
+        for handle in (*self._handles, self._block, self._host):
             handle.close()
         self._cpu.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutOfDeviceMemory
+from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
@@ -21,8 +21,15 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
 
     Arrays have numpy shapes (ggml's reversed, leading ones dropped to two dimensions at least). KV
     and states advance as in any pass.
+
+    Raises:
+        ConfigError: some experts are not on the device; one graph cannot compute the pass then.
     """
     device, model = runner.device, runner.model
+    if min(model.banks.n_slots) < model.hp.n_expert:
+        raise ConfigError(
+            "looking inside a pass needs every expert on the device; drop --cache-slots and --vram"
+        )
     state, (n_seqs, n_tokens) = model.state, batch.tokens.shape
     pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
     n_kv = state.n_kv(max(pos0) + n_tokens)
@@ -42,6 +49,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             device.synchronize()
             for seq in range(batch.seq0, batch.seq0 + n_seqs):
                 state.n_past[seq] += n_tokens
+                state.n_written[seq] = max(state.n_written[seq], state.n_past[seq])
             return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
 
 

@@ -189,7 +189,7 @@ class LayeredRunner(Runner):
     def _build_b(self, b: Builder, n_rows: int, il: int) -> Tensor:
         hp, c, bank = self.model.hp, self._carried, self.model.banks.layer(il)
         if bank.n_slots == 0 and self._sums_last:
-            return c.put(b.expand(b.scale(self._rows_leaf(b, n_rows), 0.0)), "expert_rows")
+            return c.put(b.expand(b.fill(self._rows_leaf(b, n_rows), 0.0)), "expert_rows")
         post_norm, weights = self._from_a(b, n_rows)
         slots = self._slots(b, n_rows, il)
         if self._is_partial(il) and self._sums_last:

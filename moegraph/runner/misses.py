@@ -91,9 +91,8 @@ class MissHandler:
         if self._promoted:
             if self._here:
                 self._here.wait()
-            for il, expert in self._promoted:
-                self.cache.publish(il, expert)
-            self._promoted.clear()
+            while self._promoted:
+                self.cache.publish(*self._promoted.pop())
         if self.cache.dirty:
             tables = [self._main_table(il) for il in sorted(self.cache.dirty)]
             copies = ffi.new("struct mg_copy[]", tables)
@@ -114,7 +113,10 @@ class MissHandler:
         if mode == "cpu":
             return list(range(n_used + 1))
         on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
-        streamed = [0.0] + [self._measure_stream(n) for n in range(1, n_used + 1)]
+        streamed = [0.0]
+        for n in range(1, n_used + 1):
+            at_once = min(n, N_SPARE)
+            streamed.append(self._measure_stream(at_once) * n / at_once)
         split = [
             min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
             for n in range(n_used + 1)
@@ -173,25 +175,29 @@ class MissHandler:
     ) -> list[int]:
         """Stream experts into slots of their layer; return those that got none."""
         admitted, rest, working_set = [], [], ids.tolist()
-        for expert in missing:
-            slot = self.cache.admit(il, expert, working_set)
-            if slot is None:
-                rest.append(expert)
-            else:
-                admitted.append((expert, slot))
-        if admitted:
-            with self._undone_on_failure(il, admitted):
+        with self._undone_on_failure(il, missing):
+            for expert in missing:
+                slot = self.cache.admit(il, expert, working_set)
+                if slot is None:
+                    rest.append(expert)
+                else:
+                    admitted.append((expert, slot))
+            if admitted:
                 self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
         return rest
 
     @contextmanager
-    def _undone_on_failure(self, il: int, pairs: list[tuple[int, int]]) -> Iterator[None]:
-        """Take slots back whose bytes may not arrive: they must never count as resident."""
+    def _undone_on_failure(self, il: int, experts: list[int]) -> Iterator[None]:
+        """Take slots back whose bytes may not arrive: they must never count as resident.
+
+        experts: none of them was resident before.
+        """
         try:
             yield
         except BaseException:
-            for expert, _ in pairs:
-                self.cache.abandon(il, expert)
+            for expert in experts:
+                if self.cache.has_slot(il, expert):
+                    self.cache.abandon(il, expert)
             raise
 
     def _on_cpu(
@@ -214,21 +220,24 @@ class MissHandler:
         """Send experts up in the background if the cache wants them, for the passes to come."""
         if not self._banks.layer(il).n_slots:
             return
-        pairs = []
-        for expert in experts[: max(0, MAX_PROMOTED - len(self._promoted))]:
-            slot = self.cache.reserve(il, expert, working_set)
-            if slot is not None:
-                pairs.append((expert, slot))
-        if not pairs:
-            return
-        with self._undone_on_failure(il, pairs):
-            self._send(il, self._banks.layer(il), pairs)
-        if self._here:
-            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
-        self._promoted += [(il, expert) for expert, _ in pairs]
+        pairs, layer = [], self._banks.layer(il)
+        candidates = experts[: max(0, MAX_PROMOTED - len(self._promoted))]
+        with self._undone_on_failure(il, candidates):
+            for expert in candidates:
+                slot = self.cache.reserve(il, expert, working_set)
+                if slot is not None:
+                    pairs.append((expert, slot))
+            if not pairs:
+                return
+            self._send(il, layer, pairs)
+            if self._here:
+                C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+            self._promoted += [(il, expert) for expert, _ in pairs]
 
     def _wait_for_ring(self) -> None:
+        """Wait for all copies so far: the blocks they read are filled again next."""
         if self._store.uses_ring and self._here:
+            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
             self._here.wait()
 
     def _run(
@@ -257,10 +266,11 @@ class MissHandler:
 
     def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
-        self._wait_for_ring()
         upload, source = self._device.upload.ptr, self._store.source
         packing = self._store.packing(il)
-        for expert, slot in pairs:
+        for i, (expert, slot) in enumerate(pairs):
+            if i % N_SPARE == 0:
+                self._wait_for_ring()
             at = slot * packing.stride
             C.ggml_backend_tensor_set_async(
                 upload, bank.memory, source(il, expert), at, packing.n_bytes

@@ -53,10 +53,6 @@ class Replay:
         place(self._buffer, tensor, 4 * self._n_used * il)
         return tensor
 
-    def rewind(self) -> None:
-        """Start from the first step again."""
-        self._step = 0
-
     def send(self) -> None:
         """Enqueue the upload of the next step's ids; the last pass has finished."""
         ids = self._recorded[self._step % len(self._recorded)]
