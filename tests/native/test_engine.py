@@ -13,6 +13,7 @@ from conftest_helpers import greedy_tokens, prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import (
+    Cancelled,
     ConfigError,
     ContextOverflow,
     MoegraphError,
@@ -227,6 +228,8 @@ def test_cancel_ends_a_request_and_the_next_one_is_right(open_engine, mode):
         if len(events) == 5:
             token.set()
     assert events[-1].finish_reason == "cancelled" and 5 <= len(events) <= 8
+    drawn = [event.token for event in events if event.token is not None]
+    assert len(drawn) == events[-1].n_generated and drawn == expected[: len(drawn)]
     assert greedy_tokens(engine, ids, 12) == expected
 
 
@@ -237,6 +240,18 @@ def test_cancel_from_another_thread_stops_inside_a_pass(open_engine):
     events = list(engine.generate(prompt(engine, 4000), max_tokens=1, text=False, cancel=token))
     assert [e.finish_reason for e in events] == ["cancelled"]
     assert events[0].prefill_s < 3.0
+
+
+def test_a_cancelled_pass_leaves_an_empty_sequence(open_engine):
+    engine = open_engine(mode="layered")
+    ids, token = prompt(engine, 30), CancelToken()
+    expected = engine.forward(ids).logits
+    engine.reset()
+    token.set()
+    with pytest.raises(Cancelled):
+        engine.forward(ids, cancel=token)
+    assert engine.state.n_past == [0] and engine.held(0) == []
+    np.testing.assert_array_equal(engine.forward(ids).logits, expected)
 
 
 def test_a_consumer_that_leaves_does_not_disturb_the_next_request(open_engine):

@@ -8,7 +8,7 @@ from conftest_helpers import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import ConfigError, ModelFileError
+from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.modelfile import open_model
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
@@ -145,6 +145,43 @@ def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
         with pytest.raises(ModelFileError, match="cut.gguf"):
             store.source(layer, 5)
         path.write_bytes(source.read_bytes())  # mapped weights must not fault at close
+
+
+def test_more_experts_than_the_ring_has_blocks_arrive_intact(open_engine):
+    # eight rows of eight experts: up to 64 admitted at once, 16 blocks in the ring
+    settings = {"cache_slots": 600, "pin_layers": 0, "miss": "stream", "policy": "lru"}
+    engine, plain = open_engine("mxfp256", **settings), open_engine("mxfp256")
+    ids = prompt(engine, 64, seed=5)
+    for at in range(0, 64, 8):
+        got = engine.forward_logits(ids[at : at + 8], at)
+        np.testing.assert_array_equal(got, plain.forward_logits(ids[at : at + 8], at))
+
+
+def test_a_pass_cannot_be_looked_into_while_experts_are_missing(open_engine):
+    engine = open_engine("legacy32", cache_slots=40, pin_layers=0)
+    with pytest.raises(ConfigError, match="needs every expert on the device"):
+        engine.forward_nodes([1, 2, 3])
+
+
+def test_nan_in_one_request_does_not_reach_the_next(tmp_path, model_path):
+    source = model_path("legacy32")
+    with open_model(source) as model:
+        info = model.tensors["token_embd.weight"]
+    raw = bytearray(source.read_bytes())
+    row = info.nbytes // info.ne[1]
+    raw[info.offset + 7 * row : info.offset + 7 * row + 2] = b"\xff\x7f"  # token 7 is NaN
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(raw)
+    for miss in ("stream", "cpu"):
+        config = EngineConfig(
+            device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, pin_layers=0, cache_slots=0, miss=miss
+        )
+        with Engine.load(path, config) as engine:
+            good = greedy_tokens(engine, [1, 2, 3], 4)
+            with pytest.raises(NativeError, match="not finite after 300 positions"):
+                list(engine.generate([1] * 299 + [7], max_tokens=3, text=False))
+            assert engine.state.n_past == [0]
+            assert greedy_tokens(engine, [1, 2, 3], 4) == good
 
 
 def test_a_whole_pass_needs_all_experts(model_path):
