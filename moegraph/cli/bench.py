@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ from .report import config_report
 if TYPE_CHECKING:
     from ..bench import BenchRow
     from ..engine import Engine
+    from ..experts.trace import Trace
 
 _MAX_TOKENS = 1 << 20
 _MAX_TESTS = 1000
@@ -77,10 +79,13 @@ def _range(text: str) -> list[int]:
               metavar="N", help="Timed runs of each test.")
 @click.option("-o", "--output", "style", type=click.Choice(["md", "json", "csv"]), default="md",
               show_default=True, help="Format of the rows.")
+@click.option("--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
+              help="In tg tests, replay a routing trace in place of the router's choice.")
 @options.engine_options
 def bench(
     target: str | None, model: str | None, n_prompt: tuple[int, ...],
-    n_gen: tuple[int, ...], n_depth: tuple[int, ...], repetitions: int, style: str, **given: Any,
+    n_gen: tuple[int, ...], n_depth: tuple[int, ...], repetitions: int, style: str,
+    trace_path: Path | None, **given: Any,
 ) -> None:
     """Measure the model TARGET: prompt processing (pp) and generation (tg), tokens a second.
 
@@ -93,6 +98,7 @@ def bench(
       moegraph bench tiny
       moegraph bench model.gguf -p 512,2048 -n 64 -d 0,4096 -r 3
       moegraph bench model.gguf --mode layered -o json
+      moegraph bench model.gguf --vram 12 -p 0 --routing my.trace
     """
     from ..bench import BenchSpec, run_bench
 
@@ -106,10 +112,21 @@ def bench(
         needed = max(n_depth) + max(*n_prompt, *n_gen)
         given["n_ctx"] = -(-needed // 256) * 256
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions)
-    with options.load_engine(name, options.build_config(given)) as engine:
+    trace = _read_routing(trace_path) if trace_path else None
+    with options.load_engine(name, options.build_config(given), trace) as engine:
         facts = _facts(engine)
         records = (_record(facts, row) for row in run_bench(engine, spec))
         {"md": _print_markdown, "json": _print_json, "csv": _print_csv}[style](records)
+
+
+def _read_routing(path: Path) -> Trace:
+    """Read a trace and say what it is like: a speed means little without its routing."""
+    from ..experts.trace import read_trace
+    from ..experts.tracestats import trace_stats
+
+    trace = read_trace(path)
+    ui.note(trace_stats(trace).line())
+    return trace
 
 
 def _facts(engine: Engine) -> dict[str, Any]:

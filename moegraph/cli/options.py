@@ -20,6 +20,7 @@ from . import ui
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..experts.trace import Trace
     from ..modelfile import ModelFile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -197,13 +198,19 @@ def open_header(target: str | Path) -> ModelFile:
     return open_model(resolve_target(target))
 
 
-def load_engine(target: str | Path, config: EngineConfig) -> Engine:
-    """Load a model by name or path, with a progress bar on a terminal."""
+def load_engine(
+    target: str | Path, config: EngineConfig, routing: Trace | None = None
+) -> Engine:
+    """Load a model by name or path, with a progress bar on a terminal.
+
+    routing: a trace that replaces the router's choice, for measuring.
+    """
     from ..engine import Engine
     from ..modelfile import resolve_target
 
     with ui.Bars() as bars:
-        engine = Engine.load(resolve_target(target), config, progress=bars)
+        ids = None if routing is None else routing.ids.astype("int32")
+        engine = Engine.load(resolve_target(target), config, progress=bars, routing=ids)
     for warning in (*engine.model.warnings, *engine.notes):
         ui.note(f"warning: {warning}")
     return engine

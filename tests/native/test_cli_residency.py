@@ -188,3 +188,31 @@ def test_wrong_trace_commands_are_refused_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     assert say in refused("trace", "tiny", *args)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_replays_a_trace_and_says_what_it_is_like(recorded: Path) -> None:
+    result = invoke(
+        "bench", "tiny", "-p", 0, "-n", 8, "-r", 2, "--routing", recorded / "t", "-o", "json",
+        "--pin-layers", 0, "--cache-slots", 64, "--device", "cpu", "-t", 1,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)[0]
+    trace = read_trace(recorded / "t")
+    assert trace.sha256[:16] in result.stderr
+    chosen = row["experts"]["hits"] + row["experts"]["misses"]
+    assert chosen == 2 * 8 * trace.shape.n_layer * trace.shape.n_expert_used
+    assert "not a routing trace" in refused("bench", "tiny", "--routing", recorded / "p.json")
+
+
+def test_a_profile_fills_the_slots_of_a_run(recorded: Path) -> None:
+    def rate(*extra: object) -> float:
+        result = invoke(
+            "run", "tiny", "-p", PROMPT, "-n", 12, "--json", "--pin-layers", 0, "--cache-slots", 64,
+            *CPU, *extra,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["experts"]["hit_rate"]
+
+    assert rate("--profile", recorded / "p.json") > rate("--profile", "none")
+    missing = refused("run", "tiny", "-p", "x", "--profile", recorded / "none.json", *CPU)
+    assert "cannot read the profile" in missing

@@ -174,7 +174,8 @@ def test_nan_in_one_request_does_not_reach_the_next(tmp_path, model_path):
     path.write_bytes(raw)
     for miss in ("stream", "cpu"):
         config = EngineConfig(
-            device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, pin_layers=0, cache_slots=0, miss=miss
+            device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, pin_layers=0, cache_slots=0,
+            miss=miss,
         )
         with Engine.load(path, config) as engine:
             good = greedy_tokens(engine, [1, 2, 3], 4)

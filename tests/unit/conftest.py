@@ -25,7 +25,7 @@ class Cli:
         monkeypatch.setattr(options, "load_engine", self._load)
         monkeypatch.setattr(options, "open_header", self._open)
 
-    def _load(self, target: str | Path, config: Any) -> FakeEngine:
+    def _load(self, target: str | Path, config: Any, routing: Any = None) -> FakeEngine:
         self.loaded.append(str(target))
         self.on_load()
         self.engine.config = config
