@@ -300,7 +300,10 @@ class LayeredRunner(Runner):
         ids = self._ids.array[: 4 * n_ids].view(np.int32)
         phases = self.phases
         start = time.perf_counter()
-        (self.misses or self.cache).begin_step()
+        if self.misses:
+            self.misses.begin_step(shape.n_rows)
+        else:
+            self.cache.begin_step()
         if self.replay and shape.n_rows == 1:
             self.replay.send()
         for il, layer in enumerate(self._current.layers):

@@ -74,8 +74,10 @@ class MissHandler:
         self._free = [device.event(), device.event()]
         self._turn = 0
         self._promoted: list[tuple[int, int]] = []
+        self._after_prompt = False
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
+        self.n_exchanged = 0
         self.n_on_cpu = self._split(mode)
 
     @property
@@ -83,11 +85,15 @@ class MissHandler:
         """One line about host memory that could not be pinned; empty when all went well."""
         return self._store.note
 
-    def begin_step(self) -> None:
+    def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
 
-        The last pass has finished, so no host row is in use.
+        The last pass has finished, so no host row and no slot is in use.
         """
+        is_prompt = n_rows > ADMIT_ROWS
+        if self._after_prompt and not is_prompt:
+            self._exchange()
+        self._after_prompt = is_prompt
         if self._promoted:
             if self._here:
                 self._here.wait()
@@ -99,6 +105,24 @@ class MissHandler:
             C.mg_upload(self._device.compute.ptr, copies, len(tables))
             self.cache.dirty.clear()
         self.cache.begin_step()
+
+    def _exchange(self) -> None:
+        """After a prompt, give slots to the experts that it made worth having.
+
+        Its chunks went through the spare banks and only told the policy what they chose. The
+        compute stream waits for these copies; the host does not.
+        """
+        for il, n in enumerate(self.cache.n_slots):
+            wanted = self.cache.wanted(il, n) if 0 < n < self.cache.n_expert else []
+            with self._undone_on_failure(il, wanted):
+                slots = [(expert, self.cache.admit(il, expert, ())) for expert in wanted]
+                pairs = [(expert, slot) for expert, slot in slots if slot is not None]
+                if pairs:
+                    self._send(il, self._banks.layer(il), pairs)
+                    self.n_exchanged += len(pairs)
+        if self._here:
+            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+            C.ggml_backend_event_wait(self._device.compute.ptr, self._here.ptr)
 
     def _main_table(self, il: int) -> tuple[Any, int, Any, int]:
         """Copy a layer's table to its host row; return the upload that is then due."""

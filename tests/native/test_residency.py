@@ -60,13 +60,33 @@ def test_an_expert_is_never_fetched_more_often_than_it_is_missed(open_engine):
     misses, cache = engine.runner.misses, engine.runner.cache
     filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
     fetched = misses.n_bytes_fetched - filled
-    assert 0 < fetched <= cache.stats.missing.sum() * engine_expert_bytes(engine)
+    announced = cache.stats.missing.sum() + misses.n_exchanged
+    assert 0 < fetched <= announced * engine_expert_bytes(engine)
 
 
 def engine_expert_bytes(engine: Engine) -> int:
     """Return the largest packed expert of a layer."""
     store = engine.runner.misses._store
     return max(store.packing(il).n_bytes for il in store.layers)
+
+
+@pytest.mark.parametrize("miss", ["cpu", "stream"])
+def test_a_prompt_decides_what_is_resident_for_the_first_token(open_engine, miss):
+    settings = {"pin_layers": 0, "cache_slots": 256, "miss": miss, "policy": "lfu"}
+    engine, plain = open_engine("mxfp256", **settings), open_engine("mxfp256")
+    ids = prompt(engine, 1)
+    prompt_ids = np.repeat(ids, 60)  # one token over and over: few experts
+    before = engine.runner.cache.stats
+    for other in (engine, plain):
+        other.forward(prompt_ids[:30])
+        other.forward(prompt_ids[30:])
+    loaded = engine.runner.cache.stats.since(before).admitted.sum()
+    assert loaded == 0, "chunks of a prompt do not touch the slots"
+    rows = [e.forward(ids).logits for e in (engine, plain)]
+    after = engine.runner.cache.stats.since(before)
+    assert 0 < after.admitted.sum() <= 256
+    engine.runner.cache.check()
+    np.testing.assert_array_equal(*rows)
 
 
 @pytest.mark.parametrize("miss", ["cpu", "stream"])
