@@ -132,7 +132,7 @@ class _Replay:
 def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
-    slot_bytes: Sequence[int] | None = None, exchange: bool = False,
+    slot_bytes: Sequence[int] | None = None, exchange: bool = True,
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
 

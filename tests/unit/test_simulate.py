@@ -195,8 +195,8 @@ def test_exchanging_experts_after_a_prompt_saves_the_warm_up(policy: str) -> Non
     generated = generate_trace(RouterShape(6, 128, 8), 230)
     trace = Trace(generated.shape, generated.ids, 200)
     slots = even_slots(6, 128, 0.5)
-    without = run(trace, slots, policy=parse_policy(policy))
-    with_it = run(trace, slots, policy=parse_policy(policy), exchange=True)
+    without = run(trace, slots, policy=parse_policy(policy), exchange=False)
+    with_it = run(trace, slots, policy=parse_policy(policy))
     assert with_it.missing.sum() < 0.75 * without.missing.sum()
     assert with_it.n_streamed == with_it.missing.sum(), "the exchange is not counted"
 
