@@ -63,11 +63,6 @@ class BenchRow:
         """Standard deviation of the repetitions; 0 for one."""
         return statistics.stdev(self.samples_tps) if len(self.seconds) > 1 else 0.0
 
-    @property
-    def median_tps(self) -> float:
-        """Median of the repetitions, tokens per second."""
-        return statistics.median(self.samples_tps)
-
 
 def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
     """Yield the rows of a spec as they are measured.

@@ -51,8 +51,7 @@ class Machine:
 
     n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
     everything resident. look: added for each layer that is not pinned (read-back, graph boundary).
-    fixed, overlap, stream, cpu: see above. cpu_row: for each row beyond the first that an expert
-    serves on the CPU.
+    fixed, overlap, stream, cpu: see above.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Machine:
     overlap: float
     stream: Curve
     cpu: Curve
-    cpu_row: float = 0.0
 
     def stall(self, n_cpu: float, n_streamed: float) -> float:
         """Return how long a layer waits for its missing experts, 0 when there are none."""
@@ -89,7 +87,7 @@ class Machine:
         return replace(
             self, n_layer=n_layer, expert_bytes=expert_bytes,
             whole=self.whole * n_layer / self.n_layer, stream=stretched(self.stream),
-            cpu=stretched(self.cpu), cpu_row=self.cpu_row * ratio,
+            cpu=stretched(self.cpu),
         )  # fmt: skip
 
 
@@ -106,11 +104,11 @@ MACHINES = {
         Machine(
             "h200", 40, 1_900_000, whole=4.42e-3, look=4.2e-6, fixed=3e-6, overlap=0.0,
             stream=_line(37e-6, 42e-6),
-            cpu=Curve(((1, 91e-6), (2, 124e-6), (4, 183e-6), (8, 285e-6))), cpu_row=12e-6,
+            cpu=Curve(((1, 91e-6), (2, 124e-6), (4, 183e-6), (8, 285e-6))),
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
-            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6), cpu_row=40e-6,
+            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
         ),
     )
 }  # fmt: skip
@@ -136,23 +134,6 @@ def split_for(machine: Machine, mode: str, n: int) -> list[int]:
         return [0] * (n + 1)
     counts = range(n + 1)
     return best_split([machine.cpu(c) for c in counts], [machine.stream(c) for c in counts])
-
-
-def choose_cpu(machine: Machine, rows: Sequence[int]) -> list[int]:
-    """Return which missing experts the CPU should compute, as indexes into rows, lowest first.
-
-    rows: how many rows of the pass chose each. The device does not mind rows, the CPU does: it gets
-    the experts with the fewest.
-    """
-    order = sorted(range(len(rows)), key=lambda at: (rows[at], -at))
-    best, n_best, further = float("inf"), 0, 0.0
-    for c in range(len(rows) + 1):
-        if c:
-            further += machine.cpu_row * (rows[order[c - 1]] - 1)
-        slower = max(machine.cpu(c) + further, machine.stream(len(rows) - c))
-        if slower < best:
-            best, n_best = slower, c
-    return sorted(order[:n_best])
 
 
 def find_machine(name: str) -> Machine:
@@ -190,7 +171,7 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
 
 
 _SIZES = ("n_layer", "expert_bytes")
-_TIMES = ("whole", "look", "fixed", "overlap", "cpu_row")
+_TIMES = ("whole", "look", "fixed", "overlap")
 _CURVES = ("stream", "cpu")
 
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import ExpertCache
+from ..experts.cost import best_split
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
@@ -141,10 +142,7 @@ class MissHandler:
         for n in range(1, n_used + 1):
             at_once = min(n, N_SPARE)
             streamed.append(self._measure_stream(at_once) * n / at_once)
-        split = [
-            min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
-            for n in range(n_used + 1)
-        ]
+        split = best_split(on_cpu, streamed)
         if not any(split[:3]) and min(self.cache.n_slots) * 2 >= self.cache.n_expert:
             # more than two at once are rare here, and publishing activations costs every layer
             self.cold.close()

@@ -15,7 +15,6 @@ from moegraph.experts.cost import (
     Curve,
     Machine,
     best_split,
-    choose_cpu,
     find_machine,
     machine_fields,
     split_for,
@@ -32,7 +31,6 @@ US = 1e-6
 SIMPLE = Machine(
     "simple", 1, 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
     stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
-    cpu_row=3 * US,
 )  # fmt: skip
 
 
@@ -79,22 +77,12 @@ def test_the_order_of_the_paths_turns_round_between_machines() -> None:
     assert split_for(MACHINES["desktop"], "auto", 2)[1:] == [1, 1]
 
 
-def test_with_more_rows_the_cpu_gets_the_experts_with_the_fewest() -> None:
-    assert choose_cpu(SIMPLE, []) == []
-    assert choose_cpu(SIMPLE, [1]) == []
-    assert choose_cpu(SIMPLE, [1, 1, 1, 1, 1]) == [3, 4]
-    assert choose_cpu(SIMPLE, [9, 1, 9, 1, 9]) == [1, 3]
-    assert choose_cpu(SIMPLE, [50] * 5) == [], "rows make the CPU too slow"
-    assert choose_cpu(SIMPLE, [1] * 3 + [40] * 3) == [1, 2]
-
-
 def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
     half = SIMPLE.scaled(3, 500)
     assert half is not None
     assert (half.n_layer, half.expert_bytes, half.look) == (3, 500, SIMPLE.look)
     assert half.whole == pytest.approx(3 * SIMPLE.whole)
     assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
-    assert half.cpu_row == pytest.approx(1.5 * US)
     fewer = MACHINES["h200"].scaled(20, 1_900_000)
     assert fewer is not None and fewer.whole == pytest.approx(MACHINES["h200"].whole / 2)
     assert SIMPLE.scaled(1, 3000) is not None
@@ -124,7 +112,7 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
      ({"cpu_us": [[1, 5], [1, 6]]}, "cpu_us is"), ({"cpu_us": [[1, 5], [2, 4]]}, "cpu_us is"),
      ({"cpu_us": [[0, 5]]}, "cpu_us is"), ({"cpu_us": [[1, 0]]}, "cpu_us is"),
      ({"cpu_us": [[1, float("nan")]]}, "cpu_us is"), ({"cpu_us": [1, 2]}, "cpu_us is"),
-     ({"speed": 1}, "unknown field 'speed'; known: cpu_row_us")],
+     ({"speed": 1}, "unknown field 'speed'; known: cpu_us")],
 )  # fmt: skip
 def test_wrong_machine_files_are_refused(
     tmp_path: Path, change: dict[str, Any], say: str
