@@ -165,23 +165,22 @@ enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, c
     return status;
 }
 
-enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
-        struct ggml_cgraph * first, struct ggml_cgraph * second,
-        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
+        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
         const struct mg_readback * reads, int n_reads) {
-    const enum ggml_status status = ggml_backend_graph_compute_async(compute, first);
+    const enum ggml_status status = ggml_backend_graph_compute_async(compute, graph);
     if (status != GGML_STATUS_SUCCESS) {
         return status;
     }
-    if (ev_first) {
-        ggml_backend_event_record(ev_first, compute);
-        ggml_backend_event_wait(copy, ev_first);
+    if (ev_done) {
+        ggml_backend_event_record(ev_done, compute);
+        ggml_backend_event_wait(copy, ev_done);
     }
     enqueue_reads(copy, reads, n_reads);
     if (ev_read) {
         ggml_backend_event_record(ev_read, copy);
     }
-    return ggml_backend_graph_compute_async(compute, second);
+    return GGML_STATUS_SUCCESS;
 }
 
 void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies) {

@@ -51,12 +51,11 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
 // Enqueue a graph and, behind it on the same stream, its read-backs.
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
 
-// Enqueue `first`, publish `reads` on the copy stream as soon as `first` is done, and enqueue `second` without
-// waiting for either. The host then waits for ev_read. The reads go through a second stream because a copy to
-// the host on the compute stream would hold up `second` by some 9 us. Without events (CPU) it runs in order.
-enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
-        struct ggml_cgraph * first, struct ggml_cgraph * second,
-        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+// Enqueue `graph` and publish `reads` through the copy stream as soon as it is done; the host then waits for
+// ev_read. What is enqueued on the compute stream next does not wait: a copy to the host on that stream itself
+// would hold it up by some 9 us. ev_done may be recorded again at once. Without events (CPU) it runs in order.
+enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
+        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
         const struct mg_readback * reads, int n_reads);
 
 // Enqueue copies to the device on one stream, in order.

@@ -1,4 +1,7 @@
-"""One layer in two halves: A ends at the router's choice, B is the expert FFN."""
+"""One layer in two halves: A ends at the router's choice, B is the expert FFN.
+
+The norm that A begins with is apart: what ends a layer can compute it for the next one.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,20 @@ class Routed:
     routing: Routing
 
 
+def build_attn_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
+    """Append the norm of a layer's input F32 [n_embd, n_rows]."""
+    norm = b.norm(x, m.weights.layer(il)["attn_norm.weight"], m.hp.f_norm_rms_eps)
+    return b.expand(b.name(norm, "attn_norm", il))
+
+
 def build_a(
-    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, il: int
+    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int
 ) -> Routed:
-    """Append norm, mixer, residual, norm and router for the layer input F32 [n_embd, n_rows]."""
+    """Append mixer, residual, norm and router for the layer input x and its attn_norm, cur.
+
+    Both F32 [n_embd, n_rows].
+    """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
-    cur = b.expand(b.name(b.norm(x, w["attn_norm.weight"], eps), "attn_norm", il))
     if m.hp.is_recurrent(il):
         cur = build_deltanet(b, m.hp, w, m.state, shape, cur, il)
     else:

@@ -10,7 +10,7 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import Model, build_a, build_b
+from ..graphs.layer import Model, build_a, build_attn_norm, build_b
 from .base import Runner
 
 
@@ -21,7 +21,7 @@ def build_whole(
     inp = inputs.leaves(b, shape)
     x = inp.embd
     for il in range(m.hp.n_layer):
-        r = build_a(b, m, inp, shape, x, il)
+        r = build_a(b, m, inp, shape, x, build_attn_norm(b, m, x, il), il)
         x = build_b(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
     return build_head(b, m.hp, m.weights, x, inp.out_ids, greedy)
 

@@ -28,7 +28,7 @@ FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
     "ggml_init": (ffi.NULL, NativeError),
     "mg_graph_alloc": (False, OutOfDeviceMemory),
     "mg_launch": (FAILED, NativeError),
-    "mg_launch_pair": (FAILED, NativeError),
+    "mg_launch_publish": (FAILED, NativeError),
     "mg_fetch_launch": (FAILED, NativeError),
     "ggml_backend_tensor_alloc": (FAILED, NativeError),
 }
@@ -108,7 +108,7 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
-@pytest.mark.parametrize("name", ["mg_launch", "mg_launch_pair", "mg_fetch_launch"])
+@pytest.mark.parametrize("name", ["mg_launch", "mg_launch_publish", "mg_fetch_launch"])
 def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, settings):
     result, kind = FAULTS[name]
     with Engine.load(model_path("legacy32"), config(settings)) as engine:

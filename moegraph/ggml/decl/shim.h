@@ -23,9 +23,8 @@ void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
 bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
 
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
-enum ggml_status mg_launch_pair(ggml_backend_t compute, ggml_backend_t copy,
-        struct ggml_cgraph * first, struct ggml_cgraph * second,
-        ggml_backend_event_t ev_first, ggml_backend_event_t ev_read,
+enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
+        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
         const struct mg_readback * reads, int n_reads);
 void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,

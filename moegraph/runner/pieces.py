@@ -1,0 +1,206 @@
+"""The graphs that a layered pass is made of, and the memory between them.
+
+A ends at the router and B is the expert FFN. Where a layer may lack experts, B stands alone, so
+that C, E and D can add to what it left:
+
+    A(l)    norm of the layer's input (if nothing did it yet), mixer, router
+    B(l)    the experts that are on the device, shared expert, sum; the next layer's attn_norm
+    C(l)    adds experts that were fetched          E(l)    adds what the CPU computed
+    D(l)    CPU only: the sum, in routing order, of the rows that B, C and E left unsummed
+
+Where it cannot, B(l) and A(l+1) are one graph, and the last B and the head are.
+"""
+
+from __future__ import annotations
+
+from ..experts.bank import Bank
+from ..ggml.device import Device
+from ..ggml.lib import C
+from ..ggml.ops import F32, I32, Builder, Tensor
+from ..graphs.experts import build_expert_rows, build_expert_sum, build_slots
+from ..graphs.head import HeadOutputs, build_head
+from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.layer import Model, build_a, build_attn_norm, build_b, build_layer_end
+from ..weights import place, round_up
+from .replay import Replay
+
+
+class Carried:
+    """Fixed device memory for what passes from graph to graph.
+
+    l_out, attn_norm (of the next layer), residual, post_norm F32 [n_embd, n_rows]; argsort I32
+    [n_expert, n_rows] and ids I32 [n_expert_used, n_rows], two of each, for even and odd layers;
+    weights F32 [n_expert_used, n_rows]; slots I32 as ids, for C; expert_rows F32 [n_embd,
+    n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed.
+    """
+
+    def __init__(
+        self, device: Device, model: Model, max_rows: int, with_rows: bool, cold: bool
+    ) -> None:
+        hp = model.hp
+        rows = {
+            "l_out": hp.n_embd, "attn_norm": hp.n_embd, "residual": hp.n_embd,
+            "post_norm": hp.n_embd, "argsort0": hp.n_expert, "argsort1": hp.n_expert,
+            "ids0": hp.n_expert_used, "ids1": hp.n_expert_used, "weights": hp.n_expert_used,
+            "slots": hp.n_expert_used,
+        }
+        if with_rows:
+            rows["expert_rows"] = hp.n_embd * hp.n_expert_used
+        if cold:
+            rows["cold"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
+        self.offsets, size = {}, 0
+        for name, ne0 in rows.items():
+            self.offsets[name] = size
+            size = round_up(size + 4 * ne0 * max_rows, device.alignment)
+        self.buffer = device.buffer(size, "activations between graphs", "lower -ub")
+        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
+
+    def put(self, tensor: Tensor, name: str) -> Tensor:
+        place(self.buffer, tensor, self.offsets[name])
+        return tensor
+
+    def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
+        return self.put(b.leaf(dtype, ne, name), name)
+
+
+class Pieces:
+    """Build functions of one model's layered pass.
+
+    sums_last: B and C leave single experts' rows, and D sums them.
+    """
+
+    def __init__(
+        self, device: Device, model: Model, inputs: InputBlock, replay: Replay | None,
+        max_rows: int, sums_last: bool, cold: bool,
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._replay = replay
+        self._sums_last = sums_last
+        self.carried = Carried(device, model, max_rows, sums_last, cold)
+
+    def is_partial(self, il: int) -> bool:
+        """Return whether a layer may lack experts."""
+        return self._model.banks.n_slots[il] < self._model.hp.n_expert
+
+    def _embd(self, b: Builder, name: str, n_rows: int) -> Tensor:
+        return self.carried.leaf(b, name, F32, self._model.hp.n_embd, n_rows)
+
+    def a(
+        self, b: Builder, shape: PassShape, il: int, with_b: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Append A(il), behind B(il - 1) if with_b.
+
+        Returns the tensors that hold the chosen ids, post_norm and the weights.
+        """
+        c, m, parity, n_rows = self.carried, self._model, il % 2, shape.n_rows
+        inp = self._inputs.leaves(b, shape)
+        if il and not with_b:
+            x, attn_norm = self._embd(b, "l_out", n_rows), self._embd(b, "attn_norm", n_rows)
+        else:
+            x = self._l_out(b, n_rows, il - 1) if with_b else inp.embd
+            attn_norm = build_attn_norm(b, m, x, il)
+        r = build_a(b, m, inp, shape, x, attn_norm, il)
+        c.put(r.residual, "residual")
+        c.put(r.post_norm, "post_norm")
+        c.put(r.routing.argsort, f"argsort{parity}")
+        c.put(r.routing.weights_data, "weights")
+        if n_rows == 1 and self._replay:
+            ids = self._replay.leaf(b, il)
+        elif n_rows == 1:
+            ids = r.routing.argsort  # its first ids are the choice: no copy needed
+        else:
+            ids = c.put(b.expand(b.cont(r.routing.topk)), f"ids{parity}")
+        return ids, r.post_norm, r.routing.weights_data
+
+    def _from_a(self, b: Builder, n_rows: int) -> tuple[Tensor, Tensor]:
+        """Make the leaves post_norm and weights that A left behind."""
+        weights = self.carried.leaf(b, "weights", F32, 1, self._model.hp.n_expert_used, n_rows)
+        return self._embd(b, "post_norm", n_rows), weights
+
+    def _slots(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        """Append the look-up of the chosen experts' slots in the layer's table."""
+        if n_rows == 1 and self._replay:
+            ids = self._replay.leaf(b, il)
+        else:
+            name = f"argsort{il % 2}" if n_rows == 1 else f"ids{il % 2}"
+            ids = self.carried.leaf(b, name, I32, self._model.hp.n_expert_used, n_rows)
+        return build_slots(b, self._model.banks.tables[il], ids)
+
+    def _l_out(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        """Append B(il) from what A left; return the layer's output."""
+        post_norm, weights = self._from_a(b, n_rows)
+        residual = self._embd(b, "residual", n_rows)
+        slots = self._slots(b, n_rows, il)
+        return build_b(b, self._model, residual, post_norm, slots, weights, il)
+
+    def b(self, b: Builder, n_rows: int, il: int) -> None:
+        """Append B(il) by itself."""
+        c, bank = self.carried, self._model.banks.layer(il)
+        if not self._sums_last:
+            self._leave(b, self._l_out(b, n_rows, il), il)
+        elif bank.n_slots == 0:
+            c.put(b.expand(b.fill(self._rows_leaf(b, n_rows), 0.0)), "expert_rows")
+        else:
+            post_norm, weights = self._from_a(b, n_rows)
+            slots = self._slots(b, n_rows, il)
+            c.put(build_expert_rows(b, bank, post_norm, slots, weights, il), "expert_rows")
+
+    def head(self, b: Builder, shape: PassShape, greedy: bool, with_b: bool) -> HeadOutputs:
+        """Append the head, behind the last layer's B if with_b."""
+        m, n_rows = self._model, shape.n_rows
+        last = m.hp.n_layer - 1
+        x = self._l_out(b, n_rows, last) if with_b else self._embd(b, "l_out", n_rows)
+        out_ids = self._inputs.leaves(b, shape).out_ids
+        return build_head(b, m.hp, m.weights, x, out_ids, greedy)
+
+    def _leave(self, b: Builder, l_out: Tensor, il: int) -> None:
+        """Keep a layer's output, and the norm of it that the next layer begins with.
+
+        CUDA adds and normalises in one kernel; left to A, the norm would be a kernel of its own.
+        """
+        self.carried.put(l_out, "l_out")
+        if il + 1 < self._model.hp.n_layer:
+            self.carried.put(build_attn_norm(b, self._model, l_out, il + 1), "attn_norm")
+
+    def _rows_leaf(self, b: Builder, n_rows: int) -> Tensor:
+        hp = self._model.hp
+        return self.carried.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_rows)
+
+    def c(self, b: Builder, n_rows: int, il: int, bank: Bank) -> Tensor:
+        """Append C(il) over experts in a bank; return the tensor that receives their slots."""
+        c = self.carried
+        post_norm, weights = self._from_a(b, n_rows)
+        slots = c.leaf(b, "slots", I32, self._model.hp.n_expert_used, n_rows)
+        rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
+        if self._sums_last:
+            c.put(b.expand(b.add(self._rows_leaf(b, n_rows), rows)), "expert_rows")
+        else:
+            self._add(b, build_expert_sum(b, rows, -1), il)
+        return slots
+
+    def e(self, b: Builder, n_rows: int, il: int) -> Tensor:
+        """Append E(il); return the tensor that receives what the CPU computed."""
+        c, hp = self.carried, self._model.hp
+        if self._sums_last:
+            cold = c.leaf(b, "cold", F32, hp.n_embd, hp.n_expert_used, n_rows)
+            c.put(b.expand(b.add(self._rows_leaf(b, n_rows), cold)), "expert_rows")
+        else:
+            cold = self._embd(b, "cold", n_rows)
+            self._add(b, cold, il)
+        return cold
+
+    def _add(self, b: Builder, more: Tensor, il: int) -> None:
+        """Add to the layer's output [n_embd, n_rows]."""
+        so_far = self._embd(b, "l_out", more.ne[1])
+        self._leave(b, b.expand(b.add(so_far, more)), il)
+
+    def d(self, b: Builder, n_rows: int, il: int) -> None:
+        """Append D(il)."""
+        moe = build_expert_sum(b, self._rows_leaf(b, n_rows), il)
+        residual, post_norm = self._embd(b, "residual", n_rows), self._embd(b, "post_norm", n_rows)
+        self._leave(b, build_layer_end(b, self._model, residual, post_norm, moe, il), il)
+
+    def close(self) -> None:
+        """Free the memory between graphs."""
+        self.carried.buffer.close()
