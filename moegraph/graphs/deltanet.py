@@ -28,18 +28,19 @@ def build_deltanet(
     qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
     z = b.name(z, "z", il)
     beta = b.name(b.reshape(beta, 1, n_v, t, s), "beta", il)
-    beta = b.name(b.sigmoid(beta), "beta_sigmoid", il)
+    # from here to k, in this order: one kernel on CUDA for few tokens
+    beta = b.expand(b.name(b.sigmoid(beta), "beta_sigmoid", il))
     alpha = b.name(b.reshape(alpha, n_v, t, s), "alpha", il)
     softplus = b.name(b.softplus(b.add(alpha, w["ssm_dt.bias"])), "a_softplus", il)
-    gate = b.name(b.mul(softplus, w["ssm_a"]), "gate", il)  # log of the decay, <= 0
+    gate = b.expand(b.name(b.mul(softplus, w["ssm_a"]), "gate", il))  # log of the decay, <= 0
     gate = b.reshape(gate, 1, n_v, t, s)
 
     conv_input = _conv_input(b, hp, state, shape, qkv, il)
     conv = b.name(b.ssm_conv(conv_input, w["ssm_conv1d.weight"]), "conv_output_raw", il)
     conv = b.name(b.silu(conv), "conv_output_silu", il)
     q, k, v = _split_qkv(b, hp, shape, conv)
-    q = b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il)
-    k = b.name(_l2_norm(b, k, hp.f_norm_rms_eps), "k_conv_predelta", il)
+    q = b.expand(b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il))
+    k = b.expand(b.name(_l2_norm(b, k, hp.f_norm_rms_eps), "k_conv_predelta", il))
     v = b.name(v, "v_conv_predelta", il)
 
     out = _delta_rule(b, hp, state, shape, (q, k, v, gate, beta), il)

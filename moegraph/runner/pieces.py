@@ -56,10 +56,12 @@ class Carried:
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
 
     def put(self, tensor: Tensor, name: str) -> Tensor:
+        """Place a node's result in the memory of that name; return the node."""
         place(self.buffer, tensor, self.offsets[name])
         return tensor
 
     def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
+        """Make a leaf that reads what another graph left under a name."""
         return self.put(b.leaf(dtype, ne, name), name)
 
 
@@ -119,13 +121,13 @@ class Pieces:
         return self._embd(b, "post_norm", n_rows), weights
 
     def _slots(self, b: Builder, n_rows: int, il: int) -> Tensor:
-        """Append the look-up of the chosen experts' slots in the layer's table."""
+        """Append the look-up of the chosen experts' slots; where all have one, slots are ids."""
         if n_rows == 1 and self._replay:
             ids = self._replay.leaf(b, il)
         else:
             name = f"argsort{il % 2}" if n_rows == 1 else f"ids{il % 2}"
             ids = self.carried.leaf(b, name, I32, self._model.hp.n_expert_used, n_rows)
-        return build_slots(b, self._model.banks.tables[il], ids)
+        return build_slots(b, self._model.banks.tables[il], ids) if self.is_partial(il) else ids
 
     def _l_out(self, b: Builder, n_rows: int, il: int) -> Tensor:
         """Append B(il) from what A left; return the layer's output."""
