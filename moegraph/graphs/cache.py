@@ -13,8 +13,8 @@ from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..units import format_bytes
 
-# About 1 KiB of host memory each.
-_MAX_TENSORS = 100_000
+# Host memory of all graphs together: those of decoding with a 35B take 3 MiB.
+_MAX_BYTES = 128 << 20
 
 
 class BuiltGraph:
@@ -23,13 +23,13 @@ class BuiltGraph:
     outputs: whatever the build function returned (tensors to read, or inputs to know).
     """
 
-    __slots__ = ("context", "graph", "outputs", "n_tensors")
+    __slots__ = ("context", "graph", "outputs", "n_bytes")
 
-    def __init__(self, context: Context, graph: Any, outputs: Any, n_tensors: int) -> None:
+    def __init__(self, context: Context, graph: Any, outputs: Any) -> None:
         self.context = context
         self.graph = graph
         self.outputs = outputs
-        self.n_tensors = n_tensors
+        self.n_bytes = C.ggml_used_mem(context.ptr)
 
 
 class GraphCache:
@@ -37,15 +37,14 @@ class GraphCache:
 
     All of them share one block for intermediates: they run one after another on one stream, and
     what must survive a graph lives in fixed memory. When a larger graph makes the block move, every
-    graph
-    built before is stale: `generation` then changes and the cache is empty.
+    graph built before is stale: `generation` then changes and the cache is empty.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
-        self._n_tensors = 0
+        self._n_host_bytes = 0
         self.generation = 0
 
     @property
@@ -75,12 +74,12 @@ class GraphCache:
         outputs = build(builder)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
-        built = BuiltGraph(context, builder.graph, outputs, 4 * n_nodes)
+        built = BuiltGraph(context, builder.graph, outputs)
         self._graphs[key] = built
-        self._n_tensors += built.n_tensors
-        while self._n_tensors > _MAX_TENSORS and len(self._graphs) > 1:
+        self._n_host_bytes += built.n_bytes
+        while self._n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
             _, oldest = self._graphs.popitem(last=False)
-            self._n_tensors -= oldest.n_tensors
+            self._n_host_bytes -= oldest.n_bytes
         return built
 
     def _allocate(self, context: Context, graph: Any) -> None:
@@ -99,7 +98,7 @@ class GraphCache:
     def clear(self) -> None:
         """Drop all graphs; whoever kept one must ask again."""
         self._graphs.clear()
-        self._n_tensors = 0
+        self._n_host_bytes = 0
         self.generation += 1
 
     def close(self) -> None:

@@ -56,6 +56,7 @@ struct ggml_type_traits {
 
 struct ggml_context * ggml_init(struct ggml_init_params params);
 void ggml_free(struct ggml_context * ctx);
+size_t ggml_used_mem(const struct ggml_context * ctx);
 size_t ggml_tensor_overhead(void);
 size_t ggml_graph_overhead_custom(size_t size, bool grads);
 const char * ggml_version(void);
