@@ -93,12 +93,13 @@ def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
     for i in range(200):
         greedy_tokens(engine, prompt(engine, 1 + i % 40, seed=i), 3)
         used.append(engine.device.memory()[0])
-        handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
+        handles.append(sum(live_handles().values()))
     if "mode" in settings:  # what is resident decides in which order CUDA sums experts
         assert greedy_tokens(engine, ids, 12) == first
     # captured graphs come and go with prompt lengths; they take a few MiB
     assert max(used[100:]) - min(used[100:]) <= 32 << 20
-    assert len(set(handles[60:])) == 1
+    # every prompt length has been seen after 40 requests; built graphs are kept up to a limit
+    assert max(handles[120:]) <= max(handles[40:120])
 
 
 def test_several_sequences_in_one_pass(open_cuda):

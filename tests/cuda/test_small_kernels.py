@@ -53,6 +53,10 @@ class Graph:
         self._leaves.append((tensor, np.ascontiguousarray(data).tobytes()))
         return tensor
 
+    def set(self, tensor: Tensor, data: bytes) -> None:
+        """Fill a leaf that was made elsewhere before each run."""
+        self._leaves.append((tensor, data))
+
     def run(
         self, device: Device, outputs: list[Tensor], repeat: int = 1
     ) -> tuple[list[Array], float]:
@@ -222,7 +226,7 @@ def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind:
         graph = Graph()
         b = graph.b
         experts = b.leaf(block.ggml_id, (n_in, n_out, n_expert), "w")
-        graph._leaves.append((experts, data.tobytes()))
+        graph.set(experts, data.tobytes())
         ids = graph.leaf(np.tile(np.array([[5, 0, 7, 2]], np.int32), (n_tokens, 1)), I32)
         if behind_norm:
             cur = b.norm(b.add(graph.leaf(x), graph.leaf(y)), graph.leaf(w), EPS)
@@ -236,3 +240,62 @@ def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind:
     assert nmse(product(True, 1), alone) < 1e-6
     assert nmse(product(False, 2), alone) < 1e-10
 
+
+
+def moe(graph: Graph, kind: str, x: Tensor, routed: bool, shared: bool, seed: int) -> Tensor:
+    """Append routed experts and a shared expert of one input, and their sum."""
+    b, block = graph.b, TYPES[kind]
+    n, n_ff, n_expert = x.ne[0], 512, 8
+    rng = np.random.default_rng(seed)
+
+    def weights(n_in: int, n_out: int, n_stack: int) -> Tensor:
+        tensor = b.leaf(block.ggml_id, (n_in, n_out, n_stack), "w")
+        count = n_in * n_out * n_stack // block.n_elem
+        graph.set(tensor, block.fill(rng, count, 0.5).tobytes())
+        return tensor
+
+    parts = []
+    stacks = [weights(n, n_ff, n_expert), weights(n, n_ff, n_expert), weights(n_ff, n, n_expert)]
+    matrices = [weights(n, n_ff, 1), weights(n, n_ff, 1), weights(n_ff, n, 1)]
+    if routed:
+        ids = np.tile(np.array([[5, 0, 7, 2]], np.int32), (x.ne[1], 1))
+        slots, cur = graph.leaf(ids, I32), b.reshape(x, n, 1, x.ne[1])
+        up, gate = (b.mul_mat_id(w, cur, slots) for w in stacks[:2])
+        rows = b.mul_mat_id(stacks[2], b.swiglu(gate, up), slots)
+        parts.append(b.expand(b.cont(b.view(rows, (n, x.ne[1]), (rows.nb[2],), 3 * rows.nb[1]))))
+    if shared:
+        up, gate = (b.mul_mat(w, x) for w in matrices[:2])
+        parts.append(b.expand(b.mul_mat(matrices[2], b.swiglu(gate, up))))
+    return b.expand(b.add(*parts) if len(parts) == 2 else b.scale(parts[0], 1.0))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("n_rows", [1, 3, 17, 32])
+def test_a_shared_expert_beside_routed_ones(device: Device, kind: str, n_rows: int) -> None:
+    """Twenty layers, so that a race would show; each side alone is the judge."""
+    data = random(1, n_rows, 1024)
+
+    def chain(routed: bool, shared: bool) -> list[Array]:
+        graph, outputs = Graph(), []
+        x = graph.leaf(data)
+        for layer in range(20):
+            cur = graph.b.norm(x, graph.leaf(random(layer, 1024)), EPS)
+            outputs.append(moe(graph, kind, graph.b.expand(cur), routed, shared, layer))
+        return graph.run(device, outputs, 3)[0]
+
+    both, routed, shared = chain(True, True), chain(True, False), chain(False, True)
+    for got, first, second in zip(both, routed, shared):
+        assert nmse(got, first + second) < 1e-9
+
+
+def test_a_shared_expert_costs_less_than_it_takes(device: Device) -> None:
+    def seconds(routed: bool, shared: bool) -> float:
+        graph = Graph()
+        x = graph.leaf(random(1, 1, 2048))
+        for layer in range(20):
+            cur = graph.b.norm(x, graph.leaf(random(layer, 2048)), EPS)
+            x = moe(graph, "Q8_0", graph.b.expand(cur), routed, shared, layer)
+        return graph.run(device, [x], 30)[1]
+
+    both, routed, shared = seconds(True, True), seconds(True, False), seconds(False, True)
+    assert both < routed + 0.6 * shared, f"{both * 1e6:.0f} {routed * 1e6:.0f} {shared * 1e6:.0f}"
