@@ -15,17 +15,17 @@ by graphs C and E, before A(l+1) is enqueued. On CUDA, B ends with the layer's o
 to it. On the CPU, where results have to be bit-equal whatever is resident, they only produce single
 experts' rows, and D sums them in routing order.
 
-A layer that has all its experts leaves nothing to wait for: B(l) and A(l+1) are one graph, enqueued
-before the host has looked at the ids of layer l. So the ids of two layers can be under way at once,
-and even and odd layers have memory, an event and a host block of their own; three never are,
-because the host looks at every layer before it enqueues the next but one.
+A layer that has all its experts leaves nothing to wait for: B(l) and A(l+1) are one graph, up to
+MERGED of them are, and the host looks one graph late: behind each launch, at the ids that the
+launch before published. So ids of two graphs can be under way; every layer has memory of its own
+for them, and the two graphs an event each.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,19 +53,24 @@ from .replay import Replay
 _MAX_PLANS = 8
 
 
+# Layers at most in one graph: how late the host sees a choice, and how soon a pass is cancelled.
+# Graph boundaries cost some 5 us each on CUDA.
+MERGED = 4
+
+
 @dataclass(frozen=True)
 class _Launch:
     """One graph of a pass, and what belongs to it.
 
-    reads: what the copy stream publishes behind it: the ids of layer `routes` and, where the CPU
-    may compute experts, its activations. looks: the layer whose experts it computes. c: the graphs
-    that add experts the layer lacks; d: D.
+    routes: the layers whose A it holds. reads: what the copy stream publishes behind it: their ids
+    and, where the CPU may compute experts, its activations. alone: the layer, if it is a B by
+    itself; c: the graphs that add experts the layer lacks; d: D.
     """
 
     graph: BuiltGraph
-    routes: int | None = None
+    routes: Sequence[int] = ()
     reads: Any = ()
-    looks: int | None = None
+    alone: int | None = None
     c: dict[str, BuiltGraph] = field(default_factory=dict)
     d: BuiltGraph | None = None
 
@@ -75,7 +80,7 @@ class _Plan:
     """All launches of one pass: the layers', then the head's."""
 
     layers: list[_Launch]
-    head: _Launch
+    head: BuiltGraph
     generation: int
 
 
@@ -112,10 +117,9 @@ class LayeredRunner(Runner):
         self._pieces = Pieces(
             device, model, self._inputs, replay, max_rows, self._sums_last, self._cold is not None
         )
-        # for even and for odd layers
-        self._ids = [device.host_buffer(4 * hp.n_expert_used * max_rows) for _ in range(2)]
-        self._read_done = [device.event(), device.event()]
+        self._ids = device.host_buffer(4 * hp.n_layer * hp.n_expert_used * max_rows)
         self._a_done = device.event()
+        self._read_done = [device.event(), device.event()]  # of launches in turn
         self._plans: OrderedDict[tuple[PassShape, bool], _Plan] = OrderedDict()
 
     @property
@@ -135,41 +139,53 @@ class LayeredRunner(Runner):
             self._plans.popitem(last=False)
         return plan
 
-    def _launches(self, shape: PassShape, greedy: bool) -> tuple[list[_Launch], _Launch]:
+    def _launches(self, shape: PassShape, greedy: bool) -> tuple[list[_Launch], BuiltGraph]:
         """Return the graphs of a pass in order, each built at first use."""
-        layers: list[_Launch] = []
-        before = None  # the layer whose B is still due
-        for il in range(self.model.hp.n_layer):
-            layers.append(self._route(shape, il, before))
-            before = il
-            if self._pieces.is_partial(il):
-                layers.append(self._experts(shape.n_rows, il))
-                before = None
-        with_b = before is not None
+        launches: list[_Launch] = []
+        il, with_b = 0, False  # the layer whose A is next, and whether the B before it is due
+        while il < self.model.hp.n_layer:
+            end = il + 1
+            while end < min(il + MERGED, self.model.hp.n_layer) and not self._is_partial(end - 1):
+                end += 1
+            launches.append(self._route(shape, range(il, end), with_b))
+            il, with_b = end, not self._is_partial(end - 1)
+            if not with_b:
+                launches.append(self._experts(shape.n_rows, end - 1))
         head = self.graphs.get(
             ("head", shape.n_rows, shape.n_out, greedy, with_b), 64 + self._n_experts,
             lambda b: self._pieces.head(b, shape, greedy, with_b),
         )
-        return layers, _Launch(head, looks=before)
+        return launches, head
 
-    def _route(self, shape: PassShape, il: int, before: int | None) -> _Launch:
-        """Return the launch that ends with A(il) and begins with B of the layer before, if due."""
-        hp, n_rows, with_b = self.model.hp, shape.n_rows, before is not None
-        # a DeltaNet layer does not see the KV length, so one graph serves for ever
-        seen = replace(shape, n_out=0, n_kv=KV_PAD if hp.is_recurrent(il) else shape.n_kv)
+    def _route(self, shape: PassShape, layers: range, with_b: bool) -> _Launch:
+        """Return the launch of A of these layers, with B between and, if with_b, in front."""
+        hp, n_rows, last = self.model.hp, shape.n_rows, layers[-1]
+        # DeltaNet layers do not see the KV length, so one graph serves for ever
+        blind = all(hp.is_recurrent(il) for il in layers)
+        seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
         graph = self.graphs.get(
-            ("A", il, seen, with_b), 160 + self._n_experts,
-            lambda b: self._pieces.a(b, seen, il, with_b),
+            ("A", layers, seen, with_b), len(layers) * (160 + self._n_experts),
+            lambda b: self._pieces.to_a(b, seen, layers, with_b),
         )
         ids, *for_cpu = graph.outputs
-        reads = [(ids, self._ids[il % 2].address(), 4 * hp.n_expert_used * n_rows)]
-        if self._pieces.is_partial(il) and self._cold and n_rows <= ADMIT_ROWS:
+        reads = [
+            (tensor, self._ids.address(4 * self._at(il)), 4 * hp.n_expert_used * n_rows)
+            for il, tensor in zip(layers, ids)
+        ]
+        if self._is_partial(last) and self._cold and n_rows <= ADMIT_ROWS:
             x, weights = for_cpu
             reads += [
                 (x, self._cold.address("x"), C.ggml_nbytes(x)),
                 (weights, self._cold.address("weights"), C.ggml_nbytes(weights)),
             ]
-        return _Launch(graph, il, ffi.new("struct mg_readback[]", reads), before)
+        return _Launch(graph, layers, ffi.new("struct mg_readback[]", reads))
+
+    def _at(self, il: int) -> int:
+        """Return where the host block of ids has those of a layer."""
+        return il * self.model.hp.n_expert_used * self.n_ubatch * self.model.state.n_seq
+
+    def _is_partial(self, il: int) -> bool:
+        return self._pieces.is_partial(il)
 
     def _experts(self, n_rows: int, il: int) -> _Launch:
         """Return the launch of a B alone, with what completes a layer that lacks experts."""
@@ -184,7 +200,7 @@ class LayeredRunner(Runner):
         d = None
         if self._sums_last:
             d = get(("D", il, n_rows), size, lambda b: pieces.d(b, n_rows, il))
-        return _Launch(graph, looks=il, c=c, d=d)
+        return _Launch(graph, alone=il, c=c, d=d)
 
     def _banks_for_misses(self, il: int, n_rows: int) -> dict[str, Bank]:
         banks = self.model.banks
@@ -209,61 +225,74 @@ class LayeredRunner(Runner):
             self.cache.begin_step()
         if self.replay and shape.n_rows == 1:
             self.replay.send()
-        for launch in self._current.layers:
+        launches, head = self._current.layers, self._current.head
+        before = None
+        for at, launch in enumerate(launches):
             if cancelled():
                 raise Cancelled("cancelled")
-            self._enqueue(launch)
-            start = self._look(launch, shape.n_rows, start)
-        head = self._current.head
-        reads = self._result_reads(shape, head.graph.outputs, greedy)
-        status = C.mg_launch(self.device.compute.ptr, head.graph.graph, reads, 2)
+            self._enqueue(launch, at)
+            start = self._look(before, launch, at - 1, shape.n_rows, start)
+            before = launch
+        reads = self._result_reads(shape, head.outputs, greedy)
+        status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
-        self._look(head, shape.n_rows, start)
+        self._look(before, None, len(launches) - 1, shape.n_rows, start)
 
-    def _enqueue(self, launch: _Launch) -> None:
-        """Enqueue one graph of a layer, and behind it what it publishes."""
-        compute, graph, il = self.device.compute.ptr, launch.graph.graph, launch.routes
-        if il is None:
-            il, status = launch.looks, C.mg_launch(compute, graph, ffi.NULL, 0)
-        else:
+    def _enqueue(self, launch: _Launch, at: int) -> None:
+        """Enqueue one graph of the layers, and behind it what it publishes."""
+        compute, graph = self.device.compute.ptr, launch.graph.graph
+        if launch.alone is None:
             status = C.mg_launch_publish(
                 compute, self.device.copy.ptr, graph, _ptr(self._a_done),
-                _ptr(self._read_done[il % 2]), launch.reads, len(launch.reads),
+                _ptr(self._read_done[at % 2]), launch.reads, len(launch.reads),
             )
+        else:
+            status = C.mg_launch(compute, graph, ffi.NULL, 0)
         if status:
-            self.device.check(status, f"layer {il}")
+            layers = list(launch.routes) or [launch.alone]
+            self.device.check(status, f"layer {', '.join(map(str, layers))}")
 
-    def _look(self, launch: _Launch, n_rows: int, start: float) -> float:
-        """Read the router's choice for the experts just enqueued; have missing ones computed.
+    def _look(
+        self, published: _Launch | None, now: _Launch | None, at: int, n_rows: int, start: float
+    ) -> float:
+        """Read what launch number `at` published; have experts that `now` lacks computed.
 
-        start: when the enqueuing began. Returns when the look ended.
+        start: when the enqueuing of `now` began. Returns when the look ended.
         """
         launched = time.perf_counter()
         self.phases["launch"] += launched - start
-        il = launch.looks
-        if il is None:
+        if published is None or not published.routes:
             return launched
-        if self._read_done[il % 2]:
-            self._read_done[il % 2].wait()
+        if self._read_done[at % 2]:
+            self._read_done[at % 2].wait()
         seen = time.perf_counter()
         self.phases["wait"] += seen - launched
         n_ids = self.model.hp.n_expert_used * n_rows
-        ids = self._ids[il % 2].array[: 4 * n_ids].view(np.int32)
-        if n_rows <= ADMIT_ROWS:
-            missing = self.cache.look(il, ids.tolist())
-        else:
-            missing = self.cache.look_batch(il, ids)
-        if missing and self.misses:
-            self.misses.resolve(il, missing, ids, n_rows, launch.c)
-        if launch.d:
-            status = C.mg_launch(self.device.compute.ptr, launch.d.graph, ffi.NULL, 0)
-            if status:
-                self.device.check(status, f"layer {il}")
-        for observer in self.observers:
-            observer(il, ids)
+        for il in published.routes:
+            start_at = self._at(il)
+            ids = self._ids.array.view(np.int32)[start_at : start_at + n_ids]
+            if n_rows <= ADMIT_ROWS:
+                missing = self.cache.look(il, ids.tolist())
+            else:
+                missing = self.cache.look_batch(il, ids)
+            if now and now.alone == il:
+                self._complete(now, missing, ids, n_rows)
+            for observer in self.observers:
+                observer(il, ids)
         looked = time.perf_counter()
         self.phases["look"] += looked - seen
         return looked
+
+    def _complete(
+        self, launch: _Launch, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int
+    ) -> None:
+        """Add the missing experts to what a B by itself left."""
+        if missing and self.misses:
+            self.misses.resolve(launch.alone, missing, ids, n_rows, launch.c)
+        if launch.d:
+            status = C.mg_launch(self.device.compute.ptr, launch.d.graph, ffi.NULL, 0)
+            if status:
+                self.device.check(status, f"layer {launch.alone}")
 
     def close(self) -> None:
         """Free graphs, events and fixed memory."""
@@ -274,7 +303,7 @@ class LayeredRunner(Runner):
             if part:
                 part.close()
         self._pieces.close()
-        for handle in (self._a_done, *self._read_done, *self._ids):
+        for handle in (self._a_done, *self._read_done, self._ids):
             if handle:
                 handle.close()
 

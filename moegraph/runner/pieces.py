@@ -8,7 +8,8 @@ that C, E and D can add to what it left:
     C(l)    adds experts that were fetched          E(l)    adds what the CPU computed
     D(l)    CPU only: the sum, in routing order, of the rows that B, C and E left unsummed
 
-Where it cannot, B(l) and A(l+1) are one graph, and the last B and the head are.
+Where it cannot, B(l) and A(l+1) are one graph, several layers of that kind are, and the last B and
+the head are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..graphs.experts import build_expert_rows, build_expert_sum, build_slots
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model, build_a, build_attn_norm, build_b, build_layer_end
+from ..graphs.router import Routing
 from ..weights import place, round_up
 from .replay import Replay
 
@@ -28,10 +30,11 @@ from .replay import Replay
 class Carried:
     """Fixed device memory for what passes from graph to graph.
 
-    l_out, attn_norm (of the next layer), residual, post_norm F32 [n_embd, n_rows]; argsort I32
-    [n_expert, n_rows] and ids I32 [n_expert_used, n_rows], two of each, for even and odd layers;
-    weights F32 [n_expert_used, n_rows]; slots I32 as ids, for C; expert_rows F32 [n_embd,
-    n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed.
+    l_out, attn_norm (of the next layer), residual, post_norm F32 [n_embd, n_rows]; weights F32
+    [n_expert_used, n_rows]; slots I32 [n_expert_used, n_rows], for C; expert_rows F32 [n_embd,
+    n_expert_used, n_rows], where B and C produce rows only; cold: what the CPU computed; for every
+    layer, because the host reads them late, its ids: I32 [n_expert_used, n_rows], or for one row
+    argsort I32 [n_expert].
     """
 
     def __init__(
@@ -40,18 +43,19 @@ class Carried:
         hp = model.hp
         rows = {
             "l_out": hp.n_embd, "attn_norm": hp.n_embd, "residual": hp.n_embd,
-            "post_norm": hp.n_embd, "argsort0": hp.n_expert, "argsort1": hp.n_expert,
-            "ids0": hp.n_expert_used, "ids1": hp.n_expert_used, "weights": hp.n_expert_used,
-            "slots": hp.n_expert_used,
+            "post_norm": hp.n_embd, "weights": hp.n_expert_used, "slots": hp.n_expert_used,
         }
         if with_rows:
             rows["expert_rows"] = hp.n_embd * hp.n_expert_used
         if cold:
             rows["cold"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
+        sizes = {name: ne0 * max_rows for name, ne0 in rows.items()}
+        ids = max(hp.n_expert, hp.n_expert_used * max_rows)
+        sizes |= {f"ids{il}": ids for il in range(hp.n_layer)}
         self.offsets, size = {}, 0
-        for name, ne0 in rows.items():
+        for name, n in sizes.items():
             self.offsets[name] = size
-            size = round_up(size + 4 * ne0 * max_rows, device.alignment)
+            size = round_up(size + 4 * n, device.alignment)
         self.buffer = device.buffer(size, "activations between graphs", "lower -ub")
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
 
@@ -88,32 +92,42 @@ class Pieces:
     def _embd(self, b: Builder, name: str, n_rows: int) -> Tensor:
         return self.carried.leaf(b, name, F32, self._model.hp.n_embd, n_rows)
 
-    def a(
-        self, b: Builder, shape: PassShape, il: int, with_b: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append A(il), behind B(il - 1) if with_b.
+    def to_a(
+        self, b: Builder, shape: PassShape, layers: range, with_b: bool
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Append A of the first layer, behind B of the one before if with_b; B and A of the others.
 
-        Returns the tensors that hold the chosen ids, post_norm and the weights.
+        Returns the tensors that hold the ids of each layer, and of the last one post_norm and the
+        weights.
         """
-        c, m, parity, n_rows = self.carried, self._model, il % 2, shape.n_rows
-        inp = self._inputs.leaves(b, shape)
+        m, n_rows, il = self._model, shape.n_rows, layers[0]
         if il and not with_b:
             x, attn_norm = self._embd(b, "l_out", n_rows), self._embd(b, "attn_norm", n_rows)
         else:
-            x = self._l_out(b, n_rows, il - 1) if with_b else inp.embd
+            x = self._l_out(b, n_rows, il - 1) if with_b else self._inputs.leaves(b, shape).embd
             attn_norm = build_attn_norm(b, m, x, il)
-        r = build_a(b, m, inp, shape, x, attn_norm, il)
-        c.put(r.residual, "residual")
-        c.put(r.post_norm, "post_norm")
-        c.put(r.routing.argsort, f"argsort{parity}")
-        c.put(r.routing.weights_data, "weights")
-        if n_rows == 1 and self._replay:
-            ids = self._replay.leaf(b, il)
-        elif n_rows == 1:
-            ids = r.routing.argsort  # its first ids are the choice: no copy needed
-        else:
-            ids = c.put(b.expand(b.cont(r.routing.topk)), f"ids{parity}")
+        ids = []
+        for il in layers:
+            inp = self._inputs.leaves(b, shape)
+            r = build_a(b, m, inp, shape, x, attn_norm, il)
+            ids.append(self._keep_ids(b, r.routing, n_rows, il))
+            if il == layers[-1]:
+                break
+            slots = ids[-1] if n_rows == 1 and self._replay else r.routing.topk
+            x = build_b(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
+            attn_norm = build_attn_norm(b, m, x, il + 1)
+        self.carried.put(r.residual, "residual")
+        self.carried.put(r.post_norm, "post_norm")
+        self.carried.put(r.routing.weights_data, "weights")
         return ids, r.post_norm, r.routing.weights_data
+
+    def _keep_ids(self, b: Builder, routing: Routing, n_rows: int, il: int) -> Tensor:
+        """Place a layer's choice where the host reads it; return the tensor."""
+        if n_rows == 1 and self._replay:
+            return self._replay.leaf(b, il)
+        # of one row the first ids are the choice: no copy needed
+        ids = routing.argsort if n_rows == 1 else b.expand(b.cont(routing.topk))
+        return self.carried.put(ids, f"ids{il}")
 
     def _from_a(self, b: Builder, n_rows: int) -> tuple[Tensor, Tensor]:
         """Make the leaves post_norm and weights that A left behind."""
@@ -125,8 +139,7 @@ class Pieces:
         if n_rows == 1 and self._replay:
             ids = self._replay.leaf(b, il)
         else:
-            name = f"argsort{il % 2}" if n_rows == 1 else f"ids{il % 2}"
-            ids = self.carried.leaf(b, name, I32, self._model.hp.n_expert_used, n_rows)
+            ids = self.carried.leaf(b, f"ids{il}", I32, self._model.hp.n_expert_used, n_rows)
         return build_slots(b, self._model.banks.tables[il], ids) if self.is_partial(il) else ids
 
     def _l_out(self, b: Builder, n_rows: int, il: int) -> Tensor:
