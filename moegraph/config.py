@@ -128,11 +128,13 @@ class EngineConfig:
     )
     profile: str = _setting(
         "path", "", ("--profile",),
-        "Routing profile that fills the slots; default: MODEL.routing.json if there is one.",
+        "Routing profile, new or not: fills the slots, and run and chat add what they saw. "
+        "Default: MODEL.routing.json if there is one.",
         metavar="FILE|none",
     )
     profile_class: str = _setting(
-        "path", "", ("--profile-class",), "Prompt class of the profile; default: all of them.",
+        "path", "", ("--profile-class",),
+        "Prompt class to fill from and to add to; without it, all fill and 'default' grows.",
         metavar="NAME",
     )
     policy: str = _setting(

@@ -28,7 +28,8 @@ from .experts.cachestats import ExpertStats
 from .experts.identity import router_shape
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
-from .experts.profile import Profile, profile_path, read_profile
+from .experts.profile import profile_path
+from .experts.profilefile import Kept, ProfileFile, open_profile
 from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Generation
@@ -83,6 +84,7 @@ class Engine:
         self._stack = ExitStack()
         self._stack.callback(model.close)
         self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
+        self._n_kept: npt.NDArray[np.int64] | int = 0  # choices the profile has already
         # sequences of the pass under way: the first, how many, results of each
         self._batch = (0, 1, 1)
         try:
@@ -170,25 +172,32 @@ class Engine:
         misses = MissHandler(
             self.device, self.banks, store, cache, cold, config.miss, max_rows
         )
-        name, profile = config.profile_class or None, self._profile
-        ranking = profile.ranking(name).tolist() if profile else None
-        shares = profile.shares(name).tolist() if profile else None
+        profile = self._profile
+        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
         for il in partial:
-            ranked = (ranking[il], shares[il]) if ranking and shares else (None, None)
-            misses.fill(il, cache.preload(il, *ranked))
+            misses.fill(il, cache.preload(il, *starts[il]))
         return misses
 
-    def _read_profile(self) -> Profile | None:
+    def _read_profile(self) -> ProfileFile | None:
         """Return the routing profile that was named, or the one beside the model, if any."""
-        path = self.config.profile
-        beside = profile_path(self.model.path)
-        if path == "none" or (not path and not beside.is_file()):
-            if self.config.profile_class:
-                raise ConfigError(
-                    f"profile_class {self.config.profile_class!r} needs a profile; give --profile"
-                )
+        config, beside = self.config, profile_path(self.model.path)
+        return open_profile(
+            config.profile, config.profile_class, beside, lambda: router_shape(self.model)
+        )
+
+    def keep_profile(self) -> Kept | None:
+        """Add the experts chosen since the last call to the routing profile; see `Kept`.
+
+        None: there is no profile, or no expert can be missing and none is needed.
+        """
+        if self._profile is None or not isinstance(self.runner, LayeredRunner):
             return None
-        return read_profile(path or beside, router_shape(self.model))
+        if self.runner.misses is None:
+            return None
+        counts = np.array(self.runner.cache.counts, dtype=np.int64)
+        kept = self._profile.keep(counts - self._n_kept)
+        self._n_kept = counts
+        return kept
 
     def _own(self, part: Part) -> Part:
         """Close a part with the engine, the last one first; return it."""
@@ -209,7 +218,7 @@ class Engine:
             config.pin_layers if config.pin_layers >= 0 else None,
             config.cache_slots if config.cache_slots >= 0 else None,
             source,
-            self._profile.demand().tolist() if self._profile else None,
+            self._profile.demand if self._profile else None,
         )
         return None if self.plan.all_resident else list(self.plan.n_slots)
 
@@ -259,7 +268,8 @@ class Engine:
         """What a user should know about this placement, one line each; usually nothing."""
         if not isinstance(self.runner, LayeredRunner) or not self.runner.misses:
             return []
-        found = [self.runner.misses.note, self.runner.cache.hint()]
+        profile = self._profile.note if self._profile else ""
+        found = [self.runner.misses.note, self.runner.cache.hint(), profile]
         return [line for line in found if line]
 
     def reset(self, seq: int = 0) -> None:

@@ -80,6 +80,9 @@ class FakeEngine:
     def expert_stats(self) -> None:
         """Everything is resident."""
 
+    def keep_profile(self) -> None:
+        """There is no profile."""
+
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(
             ("device_peak_bytes", "host_peak_bytes", "weights_bytes", "kv_bytes", "state_bytes",

@@ -113,7 +113,10 @@ def bench(
         given["n_ctx"] = -(-needed // 256) * 256
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions)
     trace = _read_routing(trace_path) if trace_path else None
-    with options.load_engine(name, options.build_config(given), trace) as engine:
+    config = options.build_config(given)
+    if config.profile not in ("", "none") and not Path(config.profile).is_file():
+        raise RequestError(f"{config.profile}: no such profile, and bench writes none")
+    with options.load_engine(name, config, trace) as engine:
         facts = _facts(engine)
         records = (_record(facts, row) for row in run_bench(engine, spec))
         {"md": _print_markdown, "json": _print_json, "csv": _print_csv}[style](records)

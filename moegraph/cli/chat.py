@@ -90,6 +90,7 @@ def chat(target: str | None, **given: Any) -> None:
             engine, template, History(system), sampling, length, stop,
             {} if thinks is None else {"enable_thinking": thinks},
         )  # fmt: skip
+        stack.enter_context(options.keeping_profile(engine))
         if question is not None:
             talk.answer(question)
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,7 @@ import click
 
 from ..config import EngineConfig, Setting
 from ..config import settings as engine_settings
-from ..errors import ModelFileError, RequestError
+from ..errors import Cancelled, ModelFileError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..tokenizer import MAX_PROMPT_BYTES
@@ -214,6 +215,30 @@ def load_engine(
     for warning in (*engine.model.warnings, *engine.notes):
         ui.note(f"warning: {warning}")
     return engine
+
+
+def keep_profile(engine: Engine) -> dict[str, Any] | None:
+    """Add what the run saw to its routing profile, if it has one; a failure is only a warning.
+
+    Return what --json says about it.
+    """
+    kept = engine.keep_profile()
+    if kept is None:
+        return None
+    if kept.warning:
+        ui.note(f"warning: {kept.warning}")
+    return kept.report()
+
+
+@contextmanager
+def keeping_profile(engine: Engine) -> Iterator[None]:
+    """Add to the routing profile at the end, also when the user or a bad request ends it."""
+    try:
+        yield
+    except (Cancelled, KeyboardInterrupt, RequestError):
+        keep_profile(engine)
+        raise
+    keep_profile(engine)
 
 
 def has_vocabulary(engine: Engine) -> bool:

@@ -221,8 +221,10 @@ def _finish(
 ) -> None:
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
+    kept = options.keep_profile(engine)
     if job.as_json:
         report = run_report(engine, sampling, prompt, tokens, text, event, load_s)
+        report["profile"] = kept
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
     else:
         ui.note(stats_line(event, engine.memory()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from click.testing import CliRunner, Result
 from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.errors import ConfigError
 from moegraph.experts.cost import MACHINES
 from moegraph.experts.identity import router_shape
 from moegraph.experts.planner import Footprint, make_plan
 from moegraph.experts.policy import parse_policy
-from moegraph.experts.profile import read_profile
+from moegraph.experts.profile import Profile, read_profile
 from moegraph.experts.simulate import simulate
 from moegraph.experts.trace import TraceRecorder, read_trace
 from moegraph.footprint import needed_bytes
@@ -206,15 +208,70 @@ def test_bench_replays_a_trace_and_says_what_it_is_like(recorded: Path) -> None:
     assert "not a routing trace" in refused("bench", "tiny", "--routing", recorded / "p.json")
 
 
-def test_a_profile_fills_the_slots_of_a_run(recorded: Path) -> None:
+FEW_SLOTS = ("--pin-layers", 0, "--cache-slots", 64)
+
+
+def test_a_profile_fills_the_slots_of_a_run(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes((recorded / "p.json").read_bytes())
+
     def rate(*extra: object) -> float:
         result = invoke(
-            "run", "tiny", "-p", PROMPT, "-n", 12, "--json", "--pin-layers", 0, "--cache-slots", 64,
-            *CPU, *extra,
-        )  # fmt: skip
+            "run", "tiny", "-p", PROMPT, "-n", 12, "--json", *FEW_SLOTS, *CPU, *extra
+        )
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["experts"]["hit_rate"]
 
-    assert rate("--profile", recorded / "p.json") > rate("--profile", "none")
-    missing = refused("run", "tiny", "-p", "x", "--profile", recorded / "none.json", *CPU)
-    assert "cannot read the profile" in missing
+    assert rate("--profile", path) > rate("--profile", "none")
+    missing = refused("run", "tiny", "-p", "x", "--profile", tmp_path / "no" / "p.json", *CPU)
+    assert "there is no folder" in missing
+    missing = refused("bench", "tiny", "--profile", tmp_path / "none.json", "--device", "cpu")
+    assert "no such profile, and bench writes none" in missing
+
+
+def test_run_and_chat_keep_a_profile_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.symlink_to(resolve_target("tiny"))
+    beside = tmp_path / "m.gguf.routing.json"
+    with open_model(model) as opened:
+        shape = router_shape(opened)
+
+    def run(*extra: object) -> dict[str, Any]:
+        result = invoke("run", model, "-p", PROMPT, "-n", 4, "--json", *CPU, *extra)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    assert run(*FEW_SLOTS)["profile"] is None and not beside.exists()
+    assert run("--profile", beside)["profile"] is None, "everything fits"
+    report = run("--profile", beside, "--profile-class", "code", *FEW_SLOTS)
+    n_tokens = report["n_prompt"] + 4 - 1
+    assert report["profile"] == {
+        "path": str(beside), "class": "code", "n_tokens": n_tokens, "written": True,
+        "why_not": None,
+    }  # fmt: skip
+    assert run(*FEW_SLOTS)["profile"]["written"], "now it is there"
+    assert run("--profile", "none", *FEW_SLOTS)["profile"] is None
+    chat = invoke("chat", model, "-p", "hi", "-n", 3, *CPU, *FEW_SLOTS)
+    assert chat.exit_code == 0, chat.output
+    classes = read_profile(beside, shape).classes
+    assert classes["code"].n_tokens == n_tokens < classes["default"].n_tokens
+    assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, beside.name]
+
+
+def test_a_profile_that_cannot_be_written_costs_a_warning(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes((recorded / "p.json").read_bytes())
+
+    def full(_: object, path: object) -> None:
+        raise ConfigError(f"{path}: cannot write: No space left on device")
+
+    monkeypatch.setattr(Profile, "save", full)
+    result = invoke(
+        "run", "tiny", "-p", PROMPT, "-n", 4, "--json", "--profile", path, *CPU, *FEW_SLOTS
+    )
+    assert result.exit_code == 0
+    assert "warning: the routing profile stays as it was" in result.stderr
+    kept = json.loads(result.stdout)["profile"]
+    assert not kept["written"] and "No space left" in kept["why_not"]

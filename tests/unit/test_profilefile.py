@@ -1,0 +1,142 @@
+"""The profile of a run: read, added to, never lost, and nowhere that nobody asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegraph.errors import ConfigError, RequestError
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.profile import Profile, read_profile
+from moegraph.experts.profilefile import ProfileFile, open_profile
+
+SHAPE = RouterShape(2, 4, 2, "abc")
+COUNTS = np.array([[8, 0, 1, 1], [0, 5, 5, 0]])
+
+
+def saved(path: Path, *names: str) -> Path:
+    profile = Profile(SHAPE)
+    for name in names:
+        profile.add(name, COUNTS, 5)
+    profile.save(path)
+    return path
+
+
+def test_a_named_file_may_be_new_and_grows(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    opened = ProfileFile(path, "code", True, SHAPE)
+    assert "no profile yet; this run begins it" in opened.note
+    assert opened.demand is None and opened.starts(2) == [(None, None)] * 2
+    assert not path.exists(), "nothing is written before the end"
+    kept = opened.keep(COUNTS)
+    assert kept.report() == {
+        "path": str(path), "class": "code", "n_tokens": 5, "written": True, "why_not": None,
+    }  # fmt: skip
+    again = ProfileFile(path, "code", True, SHAPE)
+    assert again.note == "" and again.starts(2)[0][0] == [0, 2, 3, 1]
+    again.keep(COUNTS)
+    assert read_profile(path, SHAPE).classes["code"].n_tokens == 10
+    assert os.listdir(tmp_path) == ["p.json"]
+
+
+def test_two_runs_at_once_both_count(tmp_path: Path) -> None:
+    path = saved(tmp_path / "p.json", "default")
+    first, second = (ProfileFile(path, "", False, SHAPE) for _ in range(2))
+    assert first.keep(COUNTS).warning == second.keep(COUNTS).warning == ""
+    assert read_profile(path, SHAPE).classes["default"].n_tokens == 15
+
+
+def test_a_new_class_fills_from_all_and_keeps_the_others(tmp_path: Path) -> None:
+    path = saved(tmp_path / "p.json", "prose", "code")
+    opened = ProfileFile(path, "poems", True, SHAPE)
+    assert "no class 'poems' yet (it has: code, prose); all are used" in opened.note
+    assert opened.starts(2)[1][0] == [1, 2, 0, 3]
+    opened.keep(2 * COUNTS)
+    classes = read_profile(path, SHAPE).classes
+    assert {name: c.n_tokens for name, c in classes.items()} == {"prose": 5, "code": 5, "poems": 10}
+
+
+def test_without_a_name_only_a_file_that_is_there_counts(tmp_path: Path) -> None:
+    beside = tmp_path / "m.gguf.routing.json"
+    assert open_profile("", "", beside, lambda: SHAPE) is None
+    assert open_profile("none", "", saved(tmp_path / "x.json", "a"), lambda: SHAPE) is None
+    with pytest.raises(ConfigError, match="'code' needs a profile; give --profile"):
+        open_profile("", "code", beside, lambda: SHAPE)
+    saved(beside, "default")
+    opened = open_profile("", "", beside, lambda: SHAPE)
+    assert opened is not None and opened.path == beside
+    beside.unlink()
+    kept = opened.keep(COUNTS)
+    assert not beside.exists() and "was removed meanwhile" in kept.why and not kept.warning
+
+
+def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        ProfileFile(tmp_path / "none" / "p.json", "", True, SHAPE)
+    with pytest.raises(RequestError, match="use 1 to 64 letters"):
+        ProfileFile(tmp_path / "p.json", "a b", True, SHAPE)
+    with pytest.raises(RequestError, match="cannot read the profile: Is a directory"):
+        ProfileFile(tmp_path, "", True, SHAPE)
+
+
+def test_a_failure_to_write_is_one_line_and_no_exception(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    opened = ProfileFile(saved(folder / "p.json", "a"), "", True, SHAPE)
+    (folder / "p.json").write_text("{}")
+    kept = opened.keep(COUNTS)
+    assert "stays as it was" in kept.warning and "not a routing profile" in kept.warning
+    assert "\n" not in kept.warning and not kept.report()["written"]
+    assert (folder / "p.json").read_text() == "{}"
+    (folder / "p.json").unlink()
+    folder.rmdir()
+    assert "is read-only" in opened.keep(COUNTS).warning or "no folder" in opened.keep(COUNTS).why
+
+
+@pytest.mark.parametrize(("is_named", "warns"), [(True, True), (False, False)])
+def test_a_read_only_folder_is_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool, warns: bool
+) -> None:
+    path = saved(tmp_path / "p.json", "a")
+    before = path.read_bytes()
+    opened = ProfileFile(path, "a", is_named, SHAPE)
+    forbid(monkeypatch, tmp_path)
+    kept = opened.keep(COUNTS)
+    assert "read-only" in kept.why and bool(kept.warning) == warns
+    assert path.read_bytes() == before
+
+
+def test_a_read_only_file_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "p.json", "a")
+    opened = ProfileFile(path, "a", True, SHAPE)
+    forbid(monkeypatch, path)
+    kept = opened.keep(COUNTS)
+    assert "p.json is read-only" in kept.why and not kept.warning
+    assert read_profile(path, SHAPE).classes["a"].n_tokens == 5
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let one path be unwritable, also for root."""
+    real = os.access
+
+    def access(at: Any, mode: int) -> bool:
+        return Path(at) != path and real(at, mode)
+
+    monkeypatch.setattr(os, "access", access)
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    target = saved(tmp_path / "target.json", "a")
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    ProfileFile(link, "a", True, SHAPE).keep(COUNTS)
+    assert link.is_symlink() and read_profile(target, SHAPE).classes["a"].n_tokens == 10
+
+
+def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
+    kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).keep(0 * COUNTS)
+    assert "no token" in kept.why and not kept.warning and os.listdir(tmp_path) == []
