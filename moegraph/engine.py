@@ -261,6 +261,7 @@ class Engine:
             misses.n_bytes_fetched if misses else 0,
             misses.n_cpu_experts if misses else 0,
             dict(self.runner.phases),
+            misses.guard.report() if misses and misses.guard else None,
         )
 
     @property
@@ -271,6 +272,14 @@ class Engine:
         profile = self._profile.note if self._profile else ""
         found = [self.runner.misses.note, self.runner.cache.hint(), profile]
         return [line for line in found if line]
+
+    def take_news(self) -> list[str]:
+        """Return what changed since the last call that a user should know, one line each."""
+        misses = self.runner.misses if isinstance(self.runner, LayeredRunner) else None
+        if not misses or not misses.guard:
+            return []
+        found, misses.guard.news = misses.guard.news, []
+        return found
 
     def reset(self, seq: int = 0) -> None:
         """Forget a sequence."""

@@ -80,6 +80,10 @@ class FakeEngine:
     def expert_stats(self) -> None:
         """Everything is resident."""
 
+    def take_news(self) -> list[str]:
+        """Return nothing new."""
+        return []
+
     def keep_profile(self) -> None:
         """There is no profile."""
 

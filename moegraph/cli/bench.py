@@ -120,6 +120,7 @@ def bench(
         facts = _facts(engine)
         records = (_record(facts, row) for row in run_bench(engine, spec))
         {"md": _print_markdown, "json": _print_json, "csv": _print_csv}[style](records)
+        options.show_news(engine)
 
 
 def _read_routing(path: Path) -> Trace:

@@ -160,6 +160,7 @@ class Conversation:
             raise Cancelled
         if not shown.endswith("\n"):
             ui.write_text("\n")
+        options.show_news(self.engine)
         return "".join(pieces), event
 
     def _begins_text(self, prompt: str) -> bool:

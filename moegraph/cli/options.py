@@ -217,6 +217,12 @@ def load_engine(
     return engine
 
 
+def show_news(engine: Engine) -> None:
+    """Print what changed while the engine ran, such as a cache that was bypassed."""
+    for line in engine.take_news():
+        ui.note(f"note: {line}")
+
+
 def keep_profile(engine: Engine) -> dict[str, Any] | None:
     """Add what the run saw to its routing profile, if it has one; a failure is only a warning.
 

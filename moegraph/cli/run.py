@@ -221,6 +221,7 @@ def _finish(
 ) -> None:
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
+    options.show_news(engine)
     kept = options.keep_profile(engine)
     if job.as_json:
         report = run_report(engine, sampling, prompt, tokens, text, event, load_s)

@@ -61,14 +61,15 @@ class ExpertStats:
 
     n_bytes_fetched: expert bytes sent to the device, the first filling of the slots included.
     n_cpu_experts: experts computed on the CPU, one for each layer and pass. phases_s: seconds of
-    the
-    host by phase: launch, wait, look.
+    the host by phase: launch, wait, look. guard: what the guard over the cache found, from the
+    start on; None where no slot can change.
     """
 
     cache: CacheStats
     n_bytes_fetched: int
     n_cpu_experts: int
     phases_s: dict[str, float]
+    guard: dict[str, Any] | None = None
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """Return what happened after earlier."""
@@ -77,6 +78,7 @@ class ExpertStats:
             self.n_bytes_fetched - earlier.n_bytes_fetched,
             self.n_cpu_experts - earlier.n_cpu_experts,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
+            self.guard,
         )
 
     def report(self) -> dict[str, Any]:
@@ -94,4 +96,5 @@ class ExpertStats:
             "phases_ms_per_step": {
                 name: round(1000.0 * s / steps, 4) for name, s in self.phases_s.items()
             },
+            "guard": self.guard,
         }

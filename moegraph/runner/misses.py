@@ -17,6 +17,9 @@ layer, or of this layer in a later pass, have been seen: by then they were read.
 
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
+
+All of that has to pay. While the guard (experts/guard.py) has it bypassed, slots stay as they are:
+missing experts are computed on the CPU or pass through the spare banks.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import numpy.typing as npt
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import ExpertCache
 from ..experts.cost import best_split
+from ..experts.guard import CacheGuard, Counters
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
@@ -79,7 +83,9 @@ class MissHandler:
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
-        self.n_on_cpu = self._split(mode)
+        self.n_on_cpu = self._n_on_cpu_bypassed = [0] * (cache.n_expert_used + 1)
+        self._split(mode)
+        self.guard = self._open_guard()
 
     @property
     def note(self) -> str:
@@ -92,7 +98,9 @@ class MissHandler:
         The last pass has finished, so no host row and no slot is in use.
         """
         is_prompt = n_rows > ADMIT_ROWS
-        if self._after_prompt and not is_prompt:
+        if self.guard and self.guard.begin_step(n_rows):
+            self._after_prompt = True  # the slots are as old as after a prompt
+        if self._after_prompt and not is_prompt and not self._is_bypassed:
             self._exchange()
         self._after_prompt = is_prompt
         if self._promoted:
@@ -130,13 +138,33 @@ class MissHandler:
         self._tables.array[il] = self.cache.tables[il]
         return self._tables.upload(il, self._banks.tables[il], self.cache.n_expert)
 
-    def _split(self, mode: str) -> list[int]:
-        """Return how many of n missing experts the CPU should take, for n = 0 .. n_expert_used."""
+    @property
+    def _is_bypassed(self) -> bool:
+        return self.guard is not None and self.guard.bypassed
+
+    def _open_guard(self) -> CacheGuard | None:
+        """Return a guard over the slots that can change, if there are any."""
+        cache = self.cache
+        mine = [il for il, n in enumerate(cache.n_slots) if 0 < n < cache.n_expert]
+
+        def read() -> Counters:
+            stats = cache.stats
+            hits, misses = int(stats.hits[mine].sum()), int(stats.misses[mine].sum())
+            return Counters(hits + misses, hits, int(stats.admitted[mine].sum()))
+
+        return CacheGuard(read, self._measure_stream(1)) if mine else None
+
+    def _split(self, mode: str) -> None:
+        """Decide how many of n missing experts the CPU takes, for n = 0 .. n_expert_used.
+
+        Bypassed, nothing is gained by streaming: the CPU takes all where it is quicker alone.
+        """
         n_used = self.cache.n_expert_used
         if self.cold is None or mode == "stream":
-            return [0] * (n_used + 1)
+            return
         if mode == "cpu":
-            return list(range(n_used + 1))
+            self.n_on_cpu = self._n_on_cpu_bypassed = list(range(n_used + 1))
+            return
         on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
         streamed = [0.0]
         for n in range(1, n_used + 1):
@@ -147,8 +175,11 @@ class MissHandler:
             # more than two at once are rare here, and publishing activations costs every layer
             self.cold.close()
             self.cold = None
-            return [0] * (n_used + 1)
-        return split
+            return
+        self.n_on_cpu = split
+        self._n_on_cpu_bypassed = [
+            n if on_cpu[n] <= streamed[n] else c for n, c in enumerate(split)
+        ]
 
     def _measure_stream(self, n_experts: int) -> float:
         """Return the seconds that fetching n experts into a spare bank takes; median of five."""
@@ -178,11 +209,12 @@ class MissHandler:
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
         rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows.
         """
-        few = "cpu" in graphs
-        n_cpu = self.n_on_cpu[min(len(missing), len(self.n_on_cpu) - 1)] if few else 0
+        few, is_bypassed = "cpu" in graphs, self._is_bypassed
+        split = self._n_on_cpu_bypassed if is_bypassed else self.n_on_cpu
+        n_cpu = split[min(len(missing), len(split) - 1)] if few else 0
         # the CPU takes what the cache is least likely to want: the last chosen
         streamed, on_cpu = missing[: len(missing) - n_cpu], missing[len(missing) - n_cpu :]
-        if "own" in graphs:
+        if "own" in graphs and not is_bypassed:
             streamed = self._into_slots(il, streamed, ids, graphs["own"])
         for wave, start in enumerate(range(0, len(streamed), N_SPARE), 1):
             pairs = list(zip(streamed[start : start + N_SPARE], range(N_SPARE)))
@@ -240,7 +272,7 @@ class MissHandler:
 
     def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
         """Send experts up in the background if the cache wants them, for the passes to come."""
-        if not self._banks.layer(il).n_slots:
+        if not self._banks.layer(il).n_slots or self._is_bypassed:
             return
         pairs, layer = [], self._banks.layer(il)
         candidates = experts[: max(0, MAX_PROMOTED - len(self._promoted))]

@@ -43,6 +43,14 @@ class TestPiped:
         ]
         assert all(call.reuse for call in cli.engine.calls)
 
+    def test_what_changed_meanwhile_follows_each_answer(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("ok", kv=KV)
+        news = [["bypassed"], []]
+        cli.engine.take_news = lambda: news.pop(0)  # type: ignore[method-assign]
+        result = cli("chat", "m", stdin="a\nb\n")
+        assert result.exit_code == 0 and news == []
+        assert result.stderr.count("note: bypassed\n") == 1
+
     def test_a_system_prompt_comes_first(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         cli("chat", "m", "--system", "Be brief.", stdin="hi\n")

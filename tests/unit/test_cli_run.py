@@ -45,6 +45,13 @@ class TestText:
         assert cli.engine.calls[0].prompt == "say"
         assert cli.engine.closed
 
+    def test_what_changed_while_it_ran_is_a_line_on_stderr(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x")
+        cli.engine.take_news = lambda: ["the expert cache hits nothing"]  # type: ignore
+        result = cli("run", "m", "-p", "a")
+        assert result.exit_code == 0
+        assert result.stderr.count("note: the expert cache hits nothing\n") == 1
+
     def test_characters_of_several_tokens_arrive_whole(self, cli: Cli) -> None:
         cli.engine = FakeEngine("naïve 日本")
         assert cli("run", "m", "-p", "x").stdout == "naïve 日本"

@@ -40,7 +40,7 @@ PURE = (
     "config", "units", "hparams", "modelfile", "modelfile.summary", "sampling", "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
-    "experts.profilefile",
+    "experts.profilefile", "experts.guard",
 )  # fmt: skip
 
 FILE_CAP, FILE_MEDIAN = 500, 200

@@ -1,0 +1,164 @@
+"""The guard over the expert cache, on a machine that is made up and a clock that is its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from moegraph.experts.guard import FIRST_LOOK, CacheGuard, Counters
+
+CHOSEN = 320  # a token's choices: 40 layers of 8
+
+
+@dataclass
+class Machine:
+    """Decodes tokens: some misses a token, each moved or not, each with its price.
+
+    hit_rate, frozen: share of the choices that hit, with the cache at work and bypassed.
+    """
+
+    hit_rate: float
+    frozen: float
+    base_s: float = 5e-3
+    cold_s: float = 100e-6
+    move_s: float = 40e-6
+    noise: Callable[[int], float] = lambda token: 1.0
+    now: float = 0.0
+    counters: Counters = field(default_factory=lambda: Counters(0, 0, 0))
+    switches: int = 0
+
+    def guard(self) -> CacheGuard:
+        return CacheGuard(lambda: self.counters, self.move_s, lambda: self.now)
+
+    def decode(self, guard: CacheGuard, n_tokens: int) -> None:
+        for token in range(n_tokens):
+            before = guard.bypassed
+            guard.begin_step(1)
+            self.switches += guard.bypassed != before
+            rate = self.frozen if guard.bypassed else self.hit_rate
+            hits = round(rate * CHOSEN)
+            missing, c = CHOSEN - hits, self.counters
+            moved = 0 if guard.bypassed else missing
+            self.counters = Counters(c.chosen + CHOSEN, c.hits + hits, c.moved + moved)
+            cost = missing * self.cold_s + moved * self.move_s
+            self.now += (self.base_s + cost) * self.noise(token)
+
+
+def test_a_cache_that_pays_is_never_bypassed_and_hardly_probed() -> None:
+    machine = Machine(hit_rate=0.7, frozen=0.5)
+    guard = machine.guard()
+    machine.decode(guard, 10_000)
+    assert not guard.bypassed and not guard.news and guard.n_probes > 0
+    assert guard.report()["n_bypassed_tokens"] <= 0.02 * 10_000
+
+
+def test_a_cache_that_hardly_moves_anything_is_not_even_probed() -> None:
+    machine = Machine(hit_rate=0.99, frozen=0.9)
+    guard = machine.guard()
+    machine.decode(guard, 4_000)
+    assert guard.report() == {"bypassed": False, "n_probes": 0, "n_bypassed_tokens": 0}
+    machine.decode(guard, 4_000)
+    assert guard.n_probes == 1 and not guard.news, "copies may have become slow since the start"
+
+
+def test_a_cache_that_never_hits_is_bypassed_soon_and_said_once() -> None:
+    machine = Machine(hit_rate=0.0, frozen=0.0, move_s=0.0)
+    guard = machine.guard()
+    machine.decode(guard, 2 * FIRST_LOOK)
+    assert guard.bypassed
+    machine.decode(guard, 20_000)
+    assert guard.report()["bypassed"]
+    (line,) = guard.news
+    assert "hits nothing" in line and "bypassed" in line and "ms a token" in line
+
+
+def test_a_cache_that_never_hits_stays_when_bypassing_it_is_clearly_slower() -> None:
+    machine = Machine(hit_rate=0.0, frozen=0.0, cold_s=0.0)
+    guard = machine.guard()
+    for _ in range(4000):
+        guard.begin_step(1)
+        c = machine.counters
+        machine.counters = Counters(c.chosen + 8, c.hits, c.moved + (0 if guard.bypassed else 8))
+        machine.now += 2e-3 if guard.bypassed else 1e-3
+    assert not guard.report()["bypassed"] and guard.news == []
+    assert guard.report()["n_bypassed_tokens"] < 0.05 * 4000
+
+
+def test_uploads_that_cost_more_than_they_save_are_stopped() -> None:
+    machine = Machine(hit_rate=0.5, frozen=0.45, move_s=300e-6)
+    guard = machine.guard()
+    machine.decode(guard, 5_000)
+    assert guard.report()["bypassed"] and "costs more than it saves" in guard.news[0]
+    assert guard.report()["n_bypassed_tokens"] > 4_500
+
+
+def test_a_cache_that_begins_to_pay_comes_back() -> None:
+    machine = Machine(hit_rate=0.5, frozen=0.45, move_s=300e-6)
+    guard = machine.guard()
+    machine.decode(guard, 1_000)
+    assert guard.report()["bypassed"]
+    machine.move_s, machine.hit_rate = 10e-6, 0.9
+    machine.decode(guard, 10_000)
+    assert not guard.report()["bypassed"] and "at work again" in guard.news[-1]
+
+
+def test_slots_that_go_stale_bring_the_cache_back_at_once() -> None:
+    machine = Machine(hit_rate=0.7, frozen=0.69, move_s=60e-6)
+    guard = machine.guard()
+    machine.decode(guard, FIRST_LOOK + 30)
+    assert guard.report()["bypassed"], "fresh slots look as good without uploads"
+    machine.frozen = 0.1
+    machine.decode(guard, 100)
+    assert not guard.report()["bypassed"] and "misses cost more" in guard.news[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_ways_with_noise_do_not_alternate(seed: int) -> None:
+    rng = random.Random(seed)
+    noise = [rng.lognormvariate(0.0, 0.3) * (30 if rng.random() < 0.02 else 1) for _ in range(4096)]
+    machine = Machine(
+        hit_rate=0.5, frozen=0.5 - 0.2 * 0.4, move_s=40e-6, cold_s=250e-6,
+        noise=lambda token: noise[token % 4096],
+    )  # fmt: skip
+    guard = machine.guard()
+    machine.decode(guard, 40_000)
+    # a probe is two switches; intervals double up to 4096
+    assert machine.switches <= 2 * (7 + 40_000 // 4096 + 2)
+    assert len(guard.news) <= 12
+
+
+def test_prompts_and_passes_of_several_rows_are_not_timed() -> None:
+    machine = Machine(hit_rate=0.0, frozen=0.0)
+    guard = machine.guard()
+    for _ in range(50):
+        for n_rows in (512, 1, 3, 1, 8):
+            guard.begin_step(n_rows)
+            machine.now += 1.0
+    assert guard.n_probes == 0 and not guard.bypassed
+
+
+def test_a_pause_of_the_reader_decides_nothing() -> None:
+    """Somebody scrolls back: two tokens of each window take a minute."""
+    paused = Machine(
+        hit_rate=0.5, frozen=0.2, noise=lambda token: 10_000.0 if token % 16 < 1 else 1.0
+    )
+    guard = paused.guard()
+    paused.decode(guard, 5_000)
+    assert not guard.report()["bypassed"]
+
+
+def test_the_cache_is_announced_when_it_comes_back() -> None:
+    """Whoever moves experts exchanges many at once then."""
+    machine = Machine(hit_rate=0.5, frozen=0.3)
+    guard = machine.guard()
+    back = []
+    for token in range(300):
+        if guard.begin_step(1):
+            back.append(token)
+        c = machine.counters
+        machine.counters = Counters(c.chosen + 320, c.hits + 160, c.moved + 160)
+        machine.now += 12e-3 if guard.bypassed else 10e-3
+    assert back and guard.n_probes == len(back) and not guard.news
