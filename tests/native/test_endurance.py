@@ -1,0 +1,89 @@
+"""One process, many engines and many requests: budgets are kept, results stay, nothing grows."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.footprint import needed_bytes
+from moegraph.ggml.handles import live_handles
+from moegraph.modelfile import open_model
+
+N_CTX, N_UBATCH = 512, 64
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def config(**settings: object) -> EngineConfig:
+    return EngineConfig(device="cpu", n_threads=1, n_ctx=N_CTX, n_ubatch=N_UBATCH, **settings)
+
+
+# Share of the experts that the budget holds (None: no budget), and what else changes.
+REQUESTS = [
+    (0.6, {}),
+    (0.1, {"miss": "stream"}),
+    (2.0, {}),
+    (0.3, {"miss": "cpu", "policy": "lru"}),
+    (0.9, {"pin_layers": 1}),
+    (0.0, {"pin_layers": 0, "cache_slots": 0}),
+    (0.5, {"cache_slots": 20}),
+    (None, {"pin_layers": 2, "cache_slots": 9}),
+    (0.25, {"policy": "adaptive"}),
+    (0.75, {"pin_layers": 2, "miss": "stream"}),
+]
+
+
+def test_ten_engines_with_changed_budgets_keep_them_and_leave_nothing(model_path):
+    path = model_path("mini35b")
+    with open_model(path) as model:
+        need = needed_bytes(model, config(), N_CTX)
+    with Engine.load(path, config()) as engine:
+        ids = prompt(engine, 70, seed=1)
+        expected = greedy_tokens(engine, ids, 12)
+    gc.collect()
+    handles, sizes, slots = live_handles(), [], []
+    for share, settings in REQUESTS:
+        budget = None
+        if share is not None:
+            budget = need.fixed + need.staging + int(share * need.experts)
+            settings = {**settings, "vram": f"{budget}B"}
+        with Engine.load(path, config(**settings)) as engine:
+            assert greedy_tokens(engine, ids, 12) == expected, settings
+            parts = engine.memory()
+            taken = sum(
+                parts[f"{part}_bytes"] for part in ("weights", "kv", "state", "compute")
+            )
+            assert budget is None or taken <= engine.plan.total <= budget, settings
+            slots.append(sum(engine.banks.n_slots))
+        gc.collect()
+        assert live_handles() == handles, settings
+        sizes.append(resident_bytes())
+    assert len(set(slots)) >= 8, "the budgets made no difference"
+    assert max(sizes[5:]) - max(sizes[:5]) < 8 << 20
+
+
+@pytest.mark.parametrize("miss", ["cpu", "stream"])
+def test_200_requests_with_misses_leave_memory_and_handles_flat(model_path, miss):
+    settings = {"cache_slots": 40, "pin_layers": 0, "policy": "lru", "miss": miss}
+    with Engine.load(model_path("legacy32"), config(**settings)) as engine:
+        sizes, handles = [], []
+        for i in range(200):
+            # widths below and above admission, and no more of them than graphs are kept for:
+            # beyond that, memory nears the bound of the graph cache in ever smaller steps
+            n = (1, 2, 8, 9, 30, 70)[i % 6]
+            assert len(greedy_tokens(engine, prompt(engine, n, seed=i), 3)) == 3
+            sizes.append(resident_bytes())
+            handles.append(sum(live_handles().values()) - len(engine.runner.graphs))
+        stats = engine.expert_stats()
+        assert stats.cache.misses.sum() > 10_000 and stats.n_bytes_fetched > 0
+        engine.runner.cache.check()
+    assert len(set(handles[60:])) == 1
+    assert max(sizes[150:]) - max(sizes[80:100]) < 2 << 20
