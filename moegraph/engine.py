@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .errors import (
     ConfigError,
     ContextOverflow,
+    ModelFileError,
     MoegraphError,
     NativeError,
     RequestError,
@@ -34,6 +35,7 @@ from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Generation
 from .ggml.device import Device
+from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
@@ -120,6 +122,7 @@ class Engine:
         self, progress: Progress | None, routing: npt.NDArray[np.int32] | None
     ) -> None:
         config, hp = self.config, self.hparams
+        self._files = self._own(WatchedFiles(self.model.mappings()))
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
@@ -149,6 +152,7 @@ class Engine:
             self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
         self.runner.reserve()
         self.device.note_peak()
+        self._files.check()
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and cache, and fill the slots."""
@@ -328,6 +332,7 @@ class Engine:
         ids = np.ascontiguousarray(np.atleast_2d(np.asarray(tokens, dtype=np.int32)))
         self._check_batch(ids, seq)
         values = node_values(self.runner, Batch(ids, seq, all_rows=True))
+        self._files.check()
         self._held[seq].extend(ids[0].tolist())
         return values
 
@@ -339,6 +344,7 @@ class Engine:
             )
 
     def _check_batch(self, tokens: npt.NDArray[np.int32], seq: int) -> None:
+        self._files.check()
         n_seqs, n_tokens = tokens.shape
         if not 0 <= seq <= seq + n_seqs <= self.config.n_seq:
             raise RequestError(
@@ -379,6 +385,7 @@ class Engine:
             self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
         except BaseException:
             self._reset_batch()  # states are somewhere between two positions
+            self._files.check()  # of two reasons, the one that explains the other
             raise
         for i, row in enumerate(tokens.tolist()):
             self._held[seq + i].extend(row)
@@ -388,10 +395,14 @@ class Engine:
 
         Raises:
             NativeError: a result is not finite; names the first layer whose output is not.
+            ModelFileError: the model file was cut short; nothing can be computed any more.
         """
         try:
-            return self.runner.collect()
+            output = self.runner.collect()
+            self._require_files()
+            return output
         except NotFinite as error:
+            self._require_files()
             first, n_seqs, n_rows = self._batch
             bad = first + error.row // n_rows
             n_held = len(self._held[bad])
@@ -400,6 +411,14 @@ class Engine:
             finally:
                 self._reset_batch()
             raise NativeError(f"{error} after {n_held} positions, {where}") from error
+
+    def _require_files(self) -> None:
+        """Refuse a pass that read zeros in place of weights."""
+        try:
+            self._files.check()
+        except ModelFileError:
+            self._reset_batch()
+            raise
 
     def _trace_fault(self, seq: int) -> str:
         """Compute a sequence again to say where it first went wrong."""

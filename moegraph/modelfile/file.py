@@ -1,8 +1,8 @@
 """A model on disk: opened, scanned, validated and mapped, in one file or several parts.
 
 Bytes are handed out in two ways. `map` gives a view of a mapping: free until touched, but a file
-that is truncated afterwards ends the process with SIGBUS, so it suits bytes read at load time.
-`read` copies with pread into memory of the caller and turns a truncated file into an error.
+that is truncated afterwards ends the process with SIGBUS, unless somebody watches `mappings`
+(ggml/mapped.py does). `read` copies with pread into memory of the caller and turns a truncated file into an error.
 """
 
 from __future__ import annotations
@@ -114,13 +114,30 @@ class ModelFile:
             size = os.fstat(self._fds[info.part]).st_size
             if size < info.offset + info.nbytes:
                 raise _shrank(part, size)
-            if info.part not in self._maps:
-                self._maps[info.part] = mmap.mmap(
-                    self._fds[info.part], part.size, access=mmap.ACCESS_READ
-                )
+        except OSError as error:
+            raise ModelFileError(f"{part.path}: cannot map the file: {error}") from error
+        return np.frombuffer(self._mapping(info.part), np.uint8, info.nbytes, info.offset)
+
+    def mappings(self) -> list[tuple[Path, np.ndarray]]:
+        """Return path and all bytes of every part, in order; `map` hands out pieces of them.
+
+        Raises:
+            ModelFileError: a part is now shorter than it was, or cannot be mapped.
+        """
+        self._check_open()
+        return [
+            (Path(part.path), np.frombuffer(self._mapping(no), np.uint8))
+            for no, part in enumerate(self._parts)
+        ]
+
+    def _mapping(self, no: int) -> mmap.mmap:
+        part = self._parts[no]
+        try:
+            if no not in self._maps:
+                self._maps[no] = mmap.mmap(self._fds[no], part.size, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelFileError(f"{part.path}: cannot map {part.size} bytes: {error}") from error
-        return np.frombuffer(self._maps[info.part], np.uint8, info.nbytes, info.offset)
+        return self._maps[no]
 
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
         """Fill out with a tensor's bytes, beginning at byte start of the tensor.

@@ -154,7 +154,6 @@ def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
             file.truncate(first)
         with pytest.raises(ModelFileError, match="cut.gguf"):
             store.source(layer, 5)
-        path.write_bytes(source.read_bytes())  # mapped weights must not fault at close
 
 
 def test_more_experts_than_the_ring_has_blocks_arrive_intact(open_engine):

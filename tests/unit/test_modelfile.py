@@ -325,6 +325,18 @@ def test_a_file_truncated_while_open_is_an_error(write: Write) -> None:
             model.map(info)
 
 
+def test_mappings_are_whole_files_and_views_lie_in_them(write: Write) -> None:
+    path = write(model_file())
+    with open_model(path) as model:
+        ((where, data),) = model.mappings()
+        assert where == path and data.tobytes() == path.read_bytes()
+        info = model.tensors["output_norm.weight"]
+        assert model.map(info).ctypes.data == data.ctypes.data + info.offset
+    with pytest.raises(InternalError, match="closed"):
+        model.mappings()
+    assert data[:4].tobytes() == b"GGUF"
+
+
 def test_a_file_replaced_while_open_keeps_serving_the_old_bytes(write: Write) -> None:
     path = write(model_file())
     with open_model(path) as model:

@@ -1,0 +1,82 @@
+"""Mapped model files under watch: a file that is cut short in use is an error, not a signal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelFileError
+from ..units import format_bytes
+from .handles import Handle
+from .lib import C, ffi
+
+
+class Watch(Handle):
+    """A mapping that reads as zeros where its file cannot be read any more; see sigbus.h."""
+
+    __slots__ = ()
+
+    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
+        # the array keeps the mapping alive until nobody watches it
+        super().__init__(C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data)), _unwatch,
+                         data)  # fmt: skip
+
+    @property
+    def fault(self) -> int:
+        """The byte that could not be read, or -1."""
+        return C.mg_watch_fault(self.ptr)
+
+
+def _unwatch(ptr: Any) -> None:
+    C.mg_unwatch(ptr)
+
+
+class WatchedFiles:
+    """Watches the mappings of a model's parts, as (path, all its bytes)."""
+
+    def __init__(self, parts: Sequence[tuple[Path, npt.NDArray[np.uint8]]]) -> None:
+        self._seen = C.mg_watch_faults()
+        self._failed = ""
+        self._watches: list[tuple[Path, int, Watch]] = []
+        try:
+            for path, data in parts:
+                self._watches.append((path, len(data), Watch(data)))
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Refuse what was computed, and everything from then on, once a file was not there to read.
+
+        Raises:
+            ModelFileError: names the file and the byte.
+        """
+        n_faults = C.mg_watch_faults()
+        if n_faults != self._seen:
+            self._seen = n_faults
+            for path, size, watch in self._watches:
+                if watch.fault >= 0 and not self._failed:
+                    self._failed = (
+                        f"{path}: byte {watch.fault} could not be read while the model was in use: "
+                        f"the file had {format_bytes(size)} and {_now(path)}; load the model again"
+                    )
+        if self._failed:
+            raise ModelFileError(self._failed)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for *_, watch in self._watches:
+            watch.close()
+        self._watches.clear()
+
+
+def _now(path: Path) -> str:
+    try:
+        return f"has {format_bytes(os.stat(path).st_size)} now"
+    except OSError as error:
+        return f"now: {error.strerror}"
