@@ -2,7 +2,8 @@
 
 Bytes are handed out in two ways. `map` gives a view of a mapping: free until touched, but a file
 that is truncated afterwards ends the process with SIGBUS, unless somebody watches `mappings`
-(ggml/mapped.py does). `read` copies with pread into memory of the caller and turns a truncated file into an error.
+(ggml/mapped.py does). `read` copies with pread into memory of the caller and turns a truncated
+file into an error.
 """
 
 from __future__ import annotations
