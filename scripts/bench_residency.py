@@ -147,7 +147,7 @@ def sample(
             "device": engine.memory()["device_peak_bytes"], "hit_rate": stats["hit_rate"],
             "misses_token": stats["misses"] / stats["n_steps"],
             "mib_token": stats["fetched_mib_per_step"],
-            "on_cpu": engine.runner.misses.n_on_cpu, "phases": stats["phases_ms_per_step"],
+            "on_cpu": engine.runner.misses.split.one_row, "phases": stats["phases_ms_per_step"],
         }  # fmt: skip
     return row, base
 

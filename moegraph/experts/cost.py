@@ -12,6 +12,7 @@ graph B goes on after the host has seen the ids.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +125,59 @@ def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
         min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
         for n in range(min(len(on_cpu), len(streamed)))
     ]
+
+
+class MissSplit:
+    """How many of the missing experts of a layer the CPU takes, and how many the device.
+
+    on_cpu, streamed: seconds for 0, 1, ... experts that one row chose, as measured. per_row: what a
+    further row adds to an expert on the CPU, as a share of the first; the device does not mind, a
+    copy is a copy. one_row, alone: the answers for 0, 1, ... experts of one row.
+    """
+
+    def __init__(
+        self, on_cpu: Sequence[float], streamed: Sequence[float], per_row: float = 1.0
+    ) -> None:
+        self._on_cpu, self._streamed, self._per_row = list(on_cpu), list(streamed), per_row
+        counts = range(min(len(on_cpu), len(streamed)))
+        self.one_row = best_split(on_cpu, streamed)
+        self.alone = [n if on_cpu[n] <= streamed[n] else self.one_row[n] for n in counts]
+
+    @classmethod
+    def fixed(cls, n_expert_used: int, on_cpu: bool) -> MissSplit:
+        """Return the split that gives all experts to the CPU, or none."""
+        free, never = [0.0] * (n_expert_used + 1), [0.0] + [math.inf] * n_expert_used
+        return cls(free, never) if on_cpu else cls(never, free)
+
+    def share(self, rows: Sequence[int], alone: bool = False) -> int:
+        """Return how many experts the CPU takes, the last ones.
+
+        rows: how many rows chose each missing expert, falling. alone: nothing is gained by what
+        was streamed, so the CPU takes all where it is quicker by itself.
+        """
+        n, load = len(rows), 0.0
+        if alone:
+            total = sum(1.0 + self._per_row * (r - 1) for r in rows)
+            if _seconds(self._on_cpu, total) <= _seconds(self._streamed, n):
+                return n
+        best, found = _seconds(self._streamed, n), 0
+        for c, r in enumerate(reversed(rows), 1):
+            load += 1.0 + self._per_row * (r - 1)
+            cpu, rest = _seconds(self._on_cpu, load), _seconds(self._streamed, n - c)
+            if max(cpu, rest) < best:
+                best, found = max(cpu, rest), c
+            if cpu >= rest:
+                break
+        return found
+
+
+def _seconds(measured: Sequence[float], n: float) -> float:
+    """Return the seconds for n experts: between two points on a line, beyond the last in ratio."""
+    last, at = len(measured) - 1, int(n)
+    if at >= last:
+        return measured[last] * (n / last)
+    low = measured[at]
+    return low if at == n else low + (measured[at + 1] - low) * (n - at)
 
 
 def split_for(machine: Machine, mode: str, n: int) -> list[int]:

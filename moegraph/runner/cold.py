@@ -117,17 +117,17 @@ class ColdExperts:
         status = C.mg_launch(self._cpu.compute.ptr, graph.graph, ffi.NULL, 0)
         self._cpu.check(status, f"the cold experts of layer {il}")
 
-    def measure(self, n_experts: int, repeat: int = 6) -> float:
-        """Return the seconds that n_experts cold experts of one row take, as a median."""
+    def measure(self, n_experts: int, n_rows: int = 1, repeat: int = 6) -> float:
+        """Return the seconds that n_experts cold experts take, all rows choosing them; a median."""
         rng, hp, samples = np.random.default_rng(n_experts), self._hp, []
         layers = sorted(self._banks)
-        ids = np.full(hp.n_expert_used, -1, dtype=np.int32)
+        ids = np.full((n_rows, hp.n_expert_used), -1, dtype=np.int32)
         for at in range(repeat + 1):
-            ids[:n_experts] = rng.permutation(hp.n_expert)[:n_experts]
+            ids[:, :n_experts] = rng.permutation(hp.n_expert)[:n_experts]
             il = layers[(at * 7) % len(layers)]
-            self._graph(il, 1)
+            self._graph(il, n_rows)
             start = time.perf_counter()
-            self.compute(il, ids, ids[:n_experts], 1)
+            self.compute(il, ids.reshape(-1), ids[0, :n_experts], n_rows)
             samples.append(time.perf_counter() - start)
         return float(np.median(samples[1:]))
 

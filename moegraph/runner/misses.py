@@ -25,6 +25,7 @@ missing experts are computed on the CPU or pass through the spare banks.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import ExpertCache
-from ..experts.cost import best_split
+from ..experts.cost import MissSplit
 from ..experts.guard import CacheGuard, Counters
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
@@ -83,8 +84,7 @@ class MissHandler:
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
-        self.n_on_cpu = self._n_on_cpu_bypassed = [0] * (cache.n_expert_used + 1)
-        self._split(mode)
+        self.split = self._split(mode)
         self.guard = self._open_guard()
 
     @property
@@ -154,32 +154,24 @@ class MissHandler:
 
         return CacheGuard(read, self._measure_stream(1)) if mine else None
 
-    def _split(self, mode: str) -> None:
-        """Decide how many of n missing experts the CPU takes, for n = 0 .. n_expert_used.
-
-        Bypassed, nothing is gained by streaming: the CPU takes all where it is quicker alone.
-        """
+    def _split(self, mode: str) -> MissSplit:
+        """Return who takes how many missing experts, by the mode or by what is measured."""
         n_used = self.cache.n_expert_used
-        if self.cold is None or mode == "stream":
-            return
-        if mode == "cpu":
-            self.n_on_cpu = self._n_on_cpu_bypassed = list(range(n_used + 1))
-            return
+        if self.cold is None or mode != "auto":
+            return MissSplit.fixed(n_used, self.cold is not None and mode == "cpu")
         on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
         streamed = [0.0]
         for n in range(1, n_used + 1):
             at_once = min(n, N_SPARE)
             streamed.append(self._measure_stream(at_once) * n / at_once)
-        split = best_split(on_cpu, streamed)
-        if not any(split[:3]) and min(self.cache.n_slots) * 2 >= self.cache.n_expert:
+        rows = ADMIT_ROWS // 2
+        per_row = (self.cold.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
+        split = MissSplit(on_cpu, streamed, max(per_row, 0.0))
+        if not any(split.one_row[:3]) and min(self.cache.n_slots) * 2 >= self.cache.n_expert:
             # more than two at once are rare here, and publishing activations costs every layer
             self.cold.close()
             self.cold = None
-            return
-        self.n_on_cpu = split
-        self._n_on_cpu_bypassed = [
-            n if on_cpu[n] <= streamed[n] else c for n, c in enumerate(split)
-        ]
+        return split
 
     def _measure_stream(self, n_experts: int) -> float:
         """Return the seconds that fetching n experts into a spare bank takes; median of five."""
@@ -209,10 +201,15 @@ class MissHandler:
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
         rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows.
         """
-        few, is_bypassed = "cpu" in graphs, self._is_bypassed
-        split = self._n_on_cpu_bypassed if is_bypassed else self.n_on_cpu
-        n_cpu = split[min(len(missing), len(split) - 1)] if few else 0
-        # the CPU takes what the cache is least likely to want: the last chosen
+        is_bypassed, n_cpu = self._is_bypassed, 0
+        if "cpu" in graphs and n_rows == 1:
+            # the CPU takes what the cache is least likely to want: the last chosen
+            n_cpu = (self.split.alone if is_bypassed else self.split.one_row)[len(missing)]
+        elif "cpu" in graphs:
+            # and what the fewest rows chose: it computes each row, the device copies once
+            chosen = Counter(ids.tolist())
+            missing = sorted(missing, key=chosen.__getitem__, reverse=True)
+            n_cpu = self.split.share([chosen[e] for e in missing], is_bypassed)
         streamed, on_cpu = missing[: len(missing) - n_cpu], missing[len(missing) - n_cpu :]
         if "own" in graphs and not is_bypassed:
             streamed = self._into_slots(il, streamed, ids, graphs["own"])

@@ -9,6 +9,7 @@ from conftest_helpers import greedy_tokens, prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
+from moegraph.experts.cost import MissSplit
 from moegraph.modelfile import open_model
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
@@ -234,3 +235,29 @@ def check_bypassed(engine: Engine) -> None:
         engine.forward_logits([i], i)
     since = engine.runner.cache.stats.since(before)
     assert since.admitted.sum() == 0 and since.hit_rate == 0.75
+
+
+def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
+    plain = open_engine("mxfp256")
+    ids = prompt(plain, 8, seed=9)
+    expected = plain.forward_logits(ids)
+    engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
+    np.testing.assert_array_equal(engine.forward_logits(ids), expected)
+    assert engine.runner.misses.n_bytes_fetched == 0, "none is streamed in mode cpu"
+
+    engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
+    misses, n_used, taken = engine.runner.misses, engine.hparams.n_expert_used, []
+    # an expert takes as long either way, and each further row on the CPU as long again
+    misses.split = MissSplit([float(n) for n in range(n_used + 1)], range(n_used + 1), 1.0)
+    compute = misses.cold.compute
+
+    def watched(il, chosen, experts, n_rows):
+        rows = np.bincount(chosen, minlength=256)
+        others = set(np.unique(chosen).tolist()) - set(experts)
+        taken.append((max(rows[list(experts)]), min(rows[list(others)])))
+        compute(il, chosen, experts, n_rows)
+
+    misses.cold.compute = watched
+    np.testing.assert_array_equal(engine.forward_logits(ids), expected)
+    assert taken and all(most <= least for most, least in taken)
+    assert misses.n_bytes_fetched > 0 and misses.n_cpu_experts > 0
