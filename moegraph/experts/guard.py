@@ -10,8 +10,9 @@ disturbed and two ways that are equally good do not alternate:
        <------- slower than active was, or a probe of active is faster ---'
 
 A suspicion: hardly any choice of the router hits a slot that can change, or moving experts takes a
-noticeable part of a token by what a copy took at start, or nobody looked for 4096 tokens. Without
-hits nothing is lost by keeping the slots as they are, so then a tie is enough.
+noticeable part of a token (by what a copy took at start) and each is hit a few times only, or
+nobody looked for 4096 tokens. Without hits nothing is lost by keeping the slots as they are, so
+then a tie is enough.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _SETTLE = 4
 _NO_HITS = 0.02
 # Moving experts that takes less of a token is hardly why it is slow.
 _NOTICEABLE = 0.2
+# Hits for each expert moved that pay for its way, if a miss costs anything like a copy.
+_PAYS = 4
 # A change has to be worth this much; returning from one has to be clear, too.
 _BETTER, _WORSE = 0.95, 1.1
 
@@ -119,7 +122,8 @@ class CacheGuard:
             self._hits_nothing = counted.hit_rate < _NO_HITS and counted.moved > 0
             moving = counted.moved * self._move_s / self._n
             self._unprobed += self._n
-            is_suspect = self._hits_nothing or moving >= _NOTICEABLE * steady
+            is_busy = moving >= _NOTICEABLE * steady and counted.hits < _PAYS * counted.moved
+            is_suspect = self._hits_nothing or is_busy
             if not is_suspect and self._unprobed < _LONGEST:
                 self._begin(self.bypassed)
                 return

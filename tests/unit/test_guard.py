@@ -64,6 +64,14 @@ def test_a_cache_that_hardly_moves_anything_is_not_even_probed() -> None:
     assert guard.n_probes == 1 and not guard.news, "copies may have become slow since the start"
 
 
+def test_a_busy_cache_whose_experts_are_hit_often_is_not_probed() -> None:
+    machine = Machine(hit_rate=0.88, frozen=0.5, base_s=3e-3, move_s=60e-6)
+    guard = machine.guard()
+    machine.decode(guard, 4_000)
+    moving = (1 - 0.88) * CHOSEN * machine.move_s
+    assert moving > 0.2 * machine.now / 4_000 and guard.n_probes == 0
+
+
 def test_a_cache_that_never_hits_is_bypassed_soon_and_said_once() -> None:
     machine = Machine(hit_rate=0.0, frozen=0.0, move_s=0.0)
     guard = machine.guard()
