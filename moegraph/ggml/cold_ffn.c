@@ -1,0 +1,543 @@
+#include "cold_ffn.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+// ggml-cpu/vec.h: y = silu(x) * g. Exported, but its header wants ggml-cpu's own compiler flags.
+void ggml_vec_swiglu_f32(const int n, float * y, const float * x, const float * g);
+
+#define CACHE_LINE 64
+// Units of work. Small ones keep threads of unlike speed busy to the end; each costs one atomic add.
+#define QUANT_ELEMENTS 256 // whole blocks of every type
+#define GATE_UP_ROWS   8
+#define DOWN_ROWS      16
+// Bytes read ahead of the rows at work: more than memory's latency times one core's share of its bandwidth.
+#define AHEAD_BYTES    8192
+// Bytes of down that a thread asks for before it waits for the activations.
+#define DOWN_FIRST     32768
+// Misses come a few milliseconds apart while a model decodes; after that long without one, threads sleep.
+#define SPIN_NS        5000000
+
+enum { QUANT, GATE_UP, DOWN, N_PHASES };
+
+// A thread's share of each phase is a contiguous range of units, so that it streams; others take from the front
+// of it what is left once they are done with their own.
+struct worker {
+    _Alignas(CACHE_LINE) atomic_int next[N_PHASES];
+    int          end[N_PHASES];
+    _Alignas(CACHE_LINE) atomic_int active;  // whether it is in a job
+    int          done_of, n_done;            // expert, and units of its gate and up not yet reported
+    float      * rows;                       // [n_jobs][DOWN_ROWS]
+    pthread_t    thread;
+    struct mg_cold * cold;
+};
+
+// One expert's place in the current job.
+struct chosen {
+    const char * gate, * up, * down;
+    int          first, last;                // of its (row, k), linked by mg_cold.following
+    atomic_int   n_left;                     // units of gate and up
+    atomic_int   ready;                      // whether the activations are there
+};
+
+struct matrix {
+    ggml_vec_dot_t    dot;
+    ggml_from_float_t from_float;            // into the type that dot wants
+    enum ggml_type    dot_type;
+    size_t            row_size, input_size;  // bytes of a weight row and of an input row
+};
+
+struct mg_cold {
+    int n_threads, n_embd, n_ff, n_used, max_rows;
+    struct worker * workers;
+    void          * memory;
+
+    // the job
+    struct matrix   gate, up, down;
+    const float   * x, * weights;
+    float         * y;
+    int             n_rows, n_chosen;
+    struct chosen * chosen;
+    int           * job_of, * following;     // [n_rows * n_used]: index into chosen or -1; next of the same expert
+    char          * x_gate, * x_up;          // x as gate and as up want it, one buffer if they want the same
+    float         * gate_out, * up_out;      // [n_rows * n_used][n_ff]
+    char          * act;                     // the activations as down wants them
+    _Alignas(CACHE_LINE) atomic_int n_quant_left;
+
+    _Alignas(CACHE_LINE) atomic_uint open;   // number of the job that threads may enter, 0: none
+    unsigned        n_jobs;
+    _Alignas(CACHE_LINE) atomic_int n_sleeping;
+    atomic_int      stop;
+    pthread_mutex_t mutex;
+    pthread_cond_t  wake;
+};
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield" ::: "memory");
+#endif
+}
+
+static inline void prefetch(const char * at, size_t n) {
+    for (size_t i = 0; i < n; i += CACHE_LINE) {
+        __builtin_prefetch(at + i, 0, 2);
+    }
+}
+
+// Wait for what another thread is computing right now. Longer than a moment means that it lost its core.
+static void wait_for(atomic_int * word, int value) {
+    for (unsigned n = 1; atomic_load(word) != value; n++) {
+        relax();
+        if (n % 256 == 0) {
+            sched_yield();
+        }
+    }
+}
+
+// --- units of work ---
+
+static int n_slices(const struct mg_cold * c) {
+    return (c->n_embd + QUANT_ELEMENTS - 1) / QUANT_ELEMENTS;
+}
+
+static int n_gate_up(const struct mg_cold * c) {
+    return (c->n_ff + GATE_UP_ROWS - 1) / GATE_UP_ROWS;
+}
+
+static void convert(const struct matrix * m, const float * x, char * out, int from, int n) {
+    m->from_float(x + from, out + ggml_row_size(m->dot_type, from), n);
+}
+
+static void quant_unit(struct mg_cold * c, int unit) {
+    const int row = unit / n_slices(c), from = unit % n_slices(c) * QUANT_ELEMENTS;
+    const int n = c->n_embd - from < QUANT_ELEMENTS ? c->n_embd - from : QUANT_ELEMENTS;
+    const float * x = c->x + (size_t) row * c->n_embd;
+    convert(&c->gate, x, c->x_gate + row * c->gate.input_size, from, n);
+    if (c->x_up != c->x_gate) {
+        convert(&c->up, x, c->x_up + row * c->up.input_size, from, n);
+    }
+    atomic_fetch_sub_explicit(&c->n_quant_left, 1, memory_order_acq_rel);
+}
+
+// The last to finish rows of an expert's gate and up computes its activations.
+static void report_gate_up(struct mg_cold * c, struct worker * w) {
+    if (!w->n_done) {
+        return;
+    }
+    struct chosen * e = &c->chosen[w->done_of];
+    const int n = w->n_done;
+    w->n_done = 0;
+    if (atomic_fetch_sub_explicit(&e->n_left, n, memory_order_acq_rel) != n) {
+        return;
+    }
+    for (int job = e->first; job >= 0; job = c->following[job]) {
+        float * g = c->gate_out + (size_t) job * c->n_ff;
+        ggml_vec_swiglu_f32(c->n_ff, g, g, c->up_out + (size_t) job * c->n_ff);
+        c->down.from_float(g, c->act + job * c->down.input_size, c->n_ff);
+    }
+    atomic_store_explicit(&e->ready, 1, memory_order_release);
+}
+
+static void gate_up_unit(struct mg_cold * c, struct worker * w, int unit, int end) {
+    const int at = unit / n_gate_up(c), from = unit % n_gate_up(c) * GATE_UP_ROWS;
+    const int to = c->n_ff - from < GATE_UP_ROWS ? c->n_ff : from + GATE_UP_ROWS;
+    struct chosen * e = &c->chosen[at];
+    const size_t gate_size = c->gate.row_size, up_size = c->up.row_size;
+    const int ahead = 1 + AHEAD_BYTES / (gate_size + up_size);
+    // rows of this expert that the same share goes on with
+    const int last_at = (end - 1) / n_gate_up(c);
+    const int known = last_at > at ? c->n_ff : (end - 1) % n_gate_up(c) * GATE_UP_ROWS + GATE_UP_ROWS;
+    for (int r = from; r < to; r++) {
+        const char * gate = e->gate + r * gate_size, * up = e->up + r * up_size;
+        if (r + ahead < known) {
+            prefetch(gate + ahead * gate_size, gate_size);
+            prefetch(up + ahead * up_size, up_size);
+        } else if (last_at > at) {
+            prefetch(e[1].gate + (r + ahead - known) * gate_size, gate_size);
+            prefetch(e[1].up + (r + ahead - known) * up_size, up_size);
+        }
+        for (int job = e->first; job >= 0; job = c->following[job]) {
+            const int row = job / c->n_used;
+            const size_t out = (size_t) job * c->n_ff + r;
+            c->gate.dot(c->n_embd, c->gate_out + out, 0, gate, 0, c->x_gate + row * c->gate.input_size, 0, 1);
+            c->up.dot(c->n_embd, c->up_out + out, 0, up, 0, c->x_up + row * c->up.input_size, 0, 1);
+        }
+    }
+    if (w->done_of != at) {
+        report_gate_up(c, w);
+    }
+    w->done_of = at;
+    w->n_done++;
+}
+
+static void sum_rows(const struct mg_cold * c, const float * rows, int from, int n) {
+    for (int row = 0; row < c->n_rows; row++) {
+        float * y = c->y + (size_t) row * c->n_embd + from;
+        memset(y, 0, n * sizeof(float));
+        for (int job = row * c->n_used; job < (row + 1) * c->n_used; job++) {
+            if (c->job_of[job] < 0) {
+                continue;
+            }
+            for (int r = 0; r < n; r++) {
+                y[r] += rows[job * DOWN_ROWS + r] * c->weights[job];
+            }
+        }
+    }
+}
+
+static void down_unit(struct mg_cold * c, struct worker * w, int unit, int end) {
+    const int from = unit * DOWN_ROWS;
+    const int n = c->n_embd - from < DOWN_ROWS ? c->n_embd - from : DOWN_ROWS;
+    const size_t size = c->down.row_size;
+    for (int at = 0; at < c->n_chosen; at++) {
+        struct chosen * e = &c->chosen[at];
+        const char * rows = e->down + from * size, * then = NULL;
+        if (at + 1 < c->n_chosen) {
+            then = e[1].down + from * size;
+        } else if (unit + 1 < end) {
+            then = c->chosen[0].down + (from + DOWN_ROWS) * size;
+        }
+        wait_for(&e->ready, 1);
+        for (int r = 0; r < n; r++) {
+            if (then) {
+                prefetch(then + r * size, size);
+            }
+            for (int job = e->first; job >= 0; job = c->following[job]) {
+                c->down.dot(c->n_ff, &w->rows[job * DOWN_ROWS + r], 0, rows + r * size, 0,
+                        c->act + job * c->down.input_size, 0, 1);
+            }
+        }
+    }
+    sum_rows(c, w->rows, from, n);
+}
+
+// --- one thread's way through a job ---
+
+static int claim(struct worker * w, int phase) {
+    // look first: an atomic add would take the cache line away from its owner
+    if (atomic_load_explicit(&w->next[phase], memory_order_relaxed) >= w->end[phase]) {
+        return -1;
+    }
+    const int unit = atomic_fetch_add_explicit(&w->next[phase], 1, memory_order_relaxed);
+    return unit < w->end[phase] ? unit : -1;
+}
+
+static void first_weights(struct mg_cold * c, struct worker * w) {
+    const int unit = atomic_load_explicit(&w->next[GATE_UP], memory_order_relaxed);
+    if (unit < w->end[GATE_UP]) {
+        const struct chosen * e = &c->chosen[unit / n_gate_up(c)];
+        const int row = unit % n_gate_up(c) * GATE_UP_ROWS;
+        prefetch(e->gate + row * c->gate.row_size, AHEAD_BYTES / 2);
+        prefetch(e->up + row * c->up.row_size, AHEAD_BYTES / 2);
+    }
+}
+
+static void first_down(struct mg_cold * c, struct worker * w) {
+    const int unit = atomic_load_explicit(&w->next[DOWN], memory_order_relaxed);
+    const size_t size = DOWN_ROWS * c->down.row_size;
+    if (unit >= w->end[DOWN]) {
+        return;
+    }
+    if (c->n_chosen == 1) {
+        const size_t share = (w->end[DOWN] - unit) * size;
+        prefetch(c->chosen[0].down + unit * size, share < DOWN_FIRST ? share : DOWN_FIRST);
+        return;
+    }
+    for (size_t at = 0; at < (size_t) c->n_chosen && at * size < DOWN_FIRST; at++) {
+        prefetch(c->chosen[at].down + unit * size, size);
+    }
+}
+
+static void take_part(struct mg_cold * c, int t) {
+    struct worker * w = &c->workers[t];
+    int unit;
+    first_weights(c, w);
+    for (int i = 0; i < c->n_threads; i++) {
+        while ((unit = claim(&c->workers[(t + i) % c->n_threads], QUANT)) >= 0) {
+            quant_unit(c, unit);
+        }
+    }
+    wait_for(&c->n_quant_left, 0);
+    for (int i = 0; i < c->n_threads; i++) {
+        struct worker * from = &c->workers[(t + i) % c->n_threads];
+        while ((unit = claim(from, GATE_UP)) >= 0) {
+            gate_up_unit(c, w, unit, from->end[GATE_UP]);
+        }
+        report_gate_up(c, w);
+        if (i == 0) {
+            first_down(c, w);
+        }
+    }
+    for (int i = 0; i < c->n_threads; i++) {
+        struct worker * from = &c->workers[(t + i) % c->n_threads];
+        while ((unit = claim(from, DOWN)) >= 0) {
+            down_unit(c, w, unit, from->end[DOWN]);
+        }
+    }
+}
+
+// --- threads ---
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t) t.tv_sec * 1000000000u + t.tv_nsec;
+}
+
+// Whether there is a job other than `seen`, or the end, before the time is up.
+static bool spin(struct mg_cold * c, unsigned seen) {
+    const uint64_t start = now_ns();
+    for (unsigned n = 1;; n++) {
+        const unsigned open = atomic_load_explicit(&c->open, memory_order_relaxed);
+        if ((open && open != seen) || atomic_load_explicit(&c->stop, memory_order_relaxed)) {
+            return true;
+        }
+        relax();
+        if (n % 64 == 0 && now_ns() - start > SPIN_NS) {
+            return false;
+        }
+        if (n % 1024 == 0) {
+            sched_yield(); // to others, if this machine has fewer cores than threads that want one
+        }
+    }
+}
+
+// Sleep until mg_cold_compute or mg_cold_free wakes one; each that wakes up wakes two more.
+static void sleep_on(struct mg_cold * c, unsigned seen) {
+    pthread_mutex_lock(&c->mutex);
+    atomic_fetch_add(&c->n_sleeping, 1);
+    const unsigned open = atomic_load(&c->open);
+    if (!(open && open != seen) && !atomic_load(&c->stop)) {
+        pthread_cond_wait(&c->wake, &c->mutex);
+    }
+    atomic_fetch_sub(&c->n_sleeping, 1);
+    pthread_cond_signal(&c->wake);
+    pthread_cond_signal(&c->wake);
+    pthread_mutex_unlock(&c->mutex);
+}
+
+static void * run_worker(void * argument) {
+    struct worker * w = argument;
+    struct mg_cold * c = w->cold;
+    unsigned seen = 0;
+    while (!atomic_load(&c->stop)) {
+        if (!spin(c, seen)) {
+            sleep_on(c, seen);
+            continue;
+        }
+        const unsigned open = atomic_load(&c->open);
+        if (!open || open == seen) {
+            continue;
+        }
+        // either the caller sees this thread active, or this thread sees that the job is closed
+        atomic_store(&w->active, 1);
+        if (atomic_load(&c->open) == open) {
+            take_part(c, (int) (w - c->workers));
+        }
+        atomic_store_explicit(&w->active, 0, memory_order_release);
+        seen = open;
+    }
+    return NULL;
+}
+
+static void wake_one(struct mg_cold * c) {
+    if (atomic_load(&c->n_sleeping)) {
+        pthread_mutex_lock(&c->mutex);
+        pthread_cond_signal(&c->wake);
+        pthread_mutex_unlock(&c->mutex);
+    }
+}
+
+// --- a job ---
+
+static struct matrix matrix_of(enum ggml_type type, int n_in) {
+    const struct ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(type);
+    const enum ggml_type dot_type = traits->vec_dot_type;
+    return (struct matrix) {
+        traits->vec_dot, ggml_get_type_traits_cpu(dot_type)->from_float, dot_type,
+        ggml_row_size(type, n_in), ggml_row_size(dot_type, n_in),
+    };
+}
+
+// Group the (row, k) by expert, in order of appearance.
+static void group(struct mg_cold * c, const struct mg_cold_layer * layer, const int32_t * ids) {
+    c->n_chosen = 0;
+    for (int job = 0; job < c->n_rows * c->n_used; job++) {
+        const int32_t id = ids[job];
+        c->job_of[job] = c->following[job] = -1;
+        if (id < 0 || id >= layer->n_expert) {
+            continue;
+        }
+        const char * gate = (const char *) layer->gate + id * layer->gate_stride;
+        int at = 0;
+        while (at < c->n_chosen && c->chosen[at].gate != gate) {
+            at++;
+        }
+        struct chosen * e = &c->chosen[at];
+        c->job_of[job] = at;
+        if (at < c->n_chosen) {
+            c->following[e->last] = job;
+            e->last = job;
+            continue;
+        }
+        c->n_chosen++;
+        e->gate = gate;
+        e->up   = (const char *) layer->up   + id * layer->up_stride;
+        e->down = (const char *) layer->down + id * layer->down_stride;
+        e->first = e->last = job;
+        atomic_init(&e->n_left, n_gate_up(c));
+        atomic_init(&e->ready, 0);
+    }
+}
+
+static void share_out(struct mg_cold * c) {
+    const int n_units[N_PHASES] = {
+        c->n_rows * n_slices(c), c->n_chosen * n_gate_up(c), (c->n_embd + DOWN_ROWS - 1) / DOWN_ROWS,
+    };
+    for (int t = 0; t < c->n_threads; t++) {
+        for (int phase = 0; phase < N_PHASES; phase++) {
+            const int64_t n = n_units[phase];
+            atomic_init(&c->workers[t].next[phase], (int) (n * t / c->n_threads));
+            c->workers[t].end[phase] = (int) (n * (t + 1) / c->n_threads);
+        }
+    }
+    atomic_init(&c->n_quant_left, n_units[QUANT]);
+}
+
+void mg_cold_compute(struct mg_cold * c, const struct mg_cold_layer * layer, const float * x,
+        const int32_t * ids, const float * weights, int n_rows, float * y) {
+    c->x = x;
+    c->weights = weights;
+    c->y = y;
+    c->n_rows = n_rows;
+    c->gate = matrix_of(layer->gate_type, c->n_embd);
+    c->up   = matrix_of(layer->up_type, c->n_embd);
+    c->down = matrix_of(layer->down_type, c->n_ff);
+    c->x_up = c->x_gate + (c->up.dot_type == c->gate.dot_type ? 0 : (size_t) 4 * c->n_embd * c->max_rows);
+    group(c, layer, ids);
+    if (c->n_chosen == 0) {
+        memset(y, 0, sizeof(float) * c->n_embd * n_rows);
+        return;
+    }
+    share_out(c);
+    c->n_jobs += c->n_jobs + 1 ? 1 : 2; // never 0
+    atomic_store(&c->open, c->n_jobs);
+    wake_one(c);
+    take_part(c, 0);
+    // every unit is claimed: whoever holds one is active, and who comes now finds the job closed
+    atomic_store(&c->open, 0);
+    for (int t = 1; t < c->n_threads; t++) {
+        wait_for(&c->workers[t].active, 0);
+    }
+}
+
+// --- life ---
+
+static size_t padded(size_t n) {
+    return (n + 2 * CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+}
+
+// Carve the buffers out of one block. No type that a dot product takes is wider than 4 bytes an element.
+static bool allocate(struct mg_cold * c) {
+    const size_t n_jobs = (size_t) c->max_rows * c->n_used;
+    const size_t sizes[] = {
+        padded(c->n_threads * sizeof(struct worker)), padded(n_jobs * sizeof(struct chosen)),
+        padded(n_jobs * sizeof(int)), padded(n_jobs * sizeof(int)),
+        padded((size_t) 8 * c->n_embd * c->max_rows), padded(4 * n_jobs * c->n_ff),
+        padded(4 * n_jobs * c->n_ff), padded(4 * n_jobs * c->n_ff),
+    };
+    const size_t rows = padded(n_jobs * DOWN_ROWS * sizeof(float));
+    char * at[8];
+    size_t size = 0;
+    for (int i = 0; i < 8; i++) {
+        size += sizes[i];
+    }
+    c->memory = aligned_alloc(CACHE_LINE, size + c->n_threads * rows);
+    if (!c->memory) {
+        return false;
+    }
+    memset(c->memory, 0, size + c->n_threads * rows);
+    at[0] = c->memory;
+    for (int i = 1; i < 8; i++) {
+        at[i] = at[i - 1] + sizes[i - 1];
+    }
+    c->workers   = (struct worker *) at[0];
+    c->chosen    = (struct chosen *) at[1];
+    c->job_of    = (int *) at[2];
+    c->following = (int *) at[3];
+    c->x_gate    = at[4];
+    c->gate_out  = (float *) at[5];
+    c->up_out    = (float *) at[6];
+    c->act       = at[7];
+    for (int t = 0; t < c->n_threads; t++) {
+        c->workers[t].cold = c;
+        c->workers[t].rows = (float *) ((char *) c->memory + size + t * rows);
+    }
+    return true;
+}
+
+// Threads that take no signals: Ctrl-C belongs to the interpreter's thread.
+static int start(struct mg_cold * c) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int n = 1;
+    while (n < c->n_threads && !pthread_create(&c->workers[n].thread, NULL, run_worker, &c->workers[n])) {
+        n++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return n;
+}
+
+static void stop(struct mg_cold * c, int n_started) {
+    pthread_mutex_lock(&c->mutex);
+    atomic_store(&c->stop, 1);
+    pthread_cond_broadcast(&c->wake);
+    pthread_mutex_unlock(&c->mutex);
+    for (int t = 1; t < n_started; t++) {
+        pthread_join(c->workers[t].thread, NULL);
+    }
+    pthread_cond_destroy(&c->wake);
+    pthread_mutex_destroy(&c->mutex);
+    free(c->memory);
+    free(c);
+}
+
+struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows) {
+    struct mg_cold * c = aligned_alloc(CACHE_LINE, padded(sizeof(struct mg_cold)));
+    if (!c) {
+        return NULL;
+    }
+    memset(c, 0, sizeof(*c));
+    c->n_threads = n_threads;
+    c->n_embd    = n_embd;
+    c->n_ff      = n_ff;
+    c->n_used    = n_expert_used;
+    c->max_rows  = max_rows;
+    if (!allocate(c)) {
+        free(c);
+        return NULL;
+    }
+    ggml_cpu_init(); // tables that some types' dot products read
+    pthread_mutex_init(&c->mutex, NULL);
+    pthread_cond_init(&c->wake, NULL);
+    const int n_started = start(c);
+    if (n_started < n_threads) {
+        stop(c, n_started);
+        return NULL;
+    }
+    return c;
+}
+
+void mg_cold_free(struct mg_cold * c) {
+    if (c) {
+        stop(c, c->n_threads);
+    }
+}

@@ -1,0 +1,80 @@
+"""Expert FFN on the CPU, for the experts that a decode step misses: cold_ffn.c's owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, InternalError
+from .handles import Handle
+from .lib import C, ffi
+from .ops import Tensor
+
+
+class ColdFfn(Handle):
+    """Threads and work buffers for expert FFNs of up to max_rows rows.
+
+    n_threads: the calling thread is one of them. Only one call at a time.
+    """
+
+    __slots__ = ("_n_embd", "_n_ff", "_max_rows")
+
+    def __init__(
+        self, n_threads: int, n_embd: int, n_ff_exp: int, n_expert_used: int, max_rows: int
+    ) -> None:
+        sizes = (n_threads, n_embd, n_ff_exp, n_expert_used, max_rows)
+        if min(sizes) < 1:
+            raise InternalError(f"expert FFN of sizes {sizes}: each must be at least 1")
+        self._n_embd, self._n_ff, self._max_rows = n_embd, n_ff_exp, max_rows
+        ptr = C.mg_cold_new(*sizes)
+        if ptr == ffi.NULL:
+            raise ConfigError(
+                f"cannot start {n_threads} CPU threads for experts that are not on the device; "
+                "lower --threads or use --miss stream"
+            )
+        super().__init__(ptr, C.mg_cold_free)
+
+    def layer(self, parts: Mapping[str, Tensor]) -> Any:
+        """Describe a layer's stacks to `compute`: gate and up, or gate_up, and down.
+
+        parts: as of a Bank: gate, up [n_embd, n_ff_exp, n_expert], down [n_ff_exp, n_embd,
+        n_expert]; rows contiguous, in host memory that outlives the description.
+
+        Raises:
+            InternalError: stacks of other shapes.
+        """
+        n_ff, merged = self._n_ff, parts.get("gate_up")
+        gate = merged if merged is not None else parts["gate"]
+        up = merged if merged is not None else parts["up"]
+        down = parts["down"]
+        n_rows = 2 * n_ff if merged is not None else n_ff
+        for tensor, ne in ((gate, (self._n_embd, n_rows)), (up, (self._n_embd, n_rows)),
+                           (down, (n_ff, self._n_embd))):  # fmt: skip
+            _check(tensor, (*ne, gate.ne[2]))
+        behind = n_ff * gate.nb[1] if merged is not None else 0
+        return ffi.new("struct mg_cold_layer *", {
+            "gate": gate.data, "up": ffi.cast("char *", up.data) + behind, "down": down.data,
+            "gate_stride": gate.nb[2], "up_stride": up.nb[2], "down_stride": down.nb[2],
+            "gate_type": gate.type, "up_type": up.type, "down_type": down.type,
+            "n_expert": gate.ne[2],
+        })  # fmt: skip
+
+    def compute(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
+        """Write the weighted sum of the chosen experts over x to y, F32 [n_embd, n_rows] both.
+
+        ids I32, weights F32 [n_expert_used, n_rows], as addresses like x and y; an id that is no
+        expert of the layer adds nothing.
+        """
+        if not 0 < n_rows <= self._max_rows:
+            raise InternalError(f"expert FFN of {n_rows} rows; made for 1 to {self._max_rows}")
+        C.mg_cold_compute(self.ptr, layer, x, ids, weights, n_rows, y)
+
+
+def _check(tensor: Tensor, ne: tuple[int, ...]) -> None:
+    """Refuse a stack that the C side would read differently."""
+    row = C.ggml_row_size(tensor.type, ne[0])
+    if tuple(tensor.ne)[:3] != ne or tensor.nb[1] != row or tensor.data == ffi.NULL:
+        raise InternalError(
+            f"expert stack {list(tensor.ne)}, rows of {tensor.nb[1]} bytes; "
+            f"expected {list(ne)} with rows of {row}"
+        )
