@@ -40,7 +40,8 @@ from .graphs.layer import Model
 from .modelfile import ModelFile, open_model
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
 from .runner.base import NotFinite
-from .runner.cold import ColdExperts
+from .runner.cold import ColdExperts, ColdMemory
+from .runner.cold_graph import ColdGraph
 from .runner.inspect import first_bad_layer, node_values
 from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay
@@ -166,12 +167,13 @@ class Engine:
                 "miss 'cpu' needs tensors aligned to 32 bytes, which this file's are not; "
                 "use --miss stream"
             )
-        cold = None
+        cold: ColdMemory | None = None
         if config.miss != "stream" and store.is_aligned:
-            cold = ColdExperts(
-                self.device, hp, store, config.n_threads, ADMIT_ROWS,
-                as_rows=self.device.is_cpu, reference=config.cpu_reference,
-            )
+            common = (self.device, hp, store, config.n_threads, ADMIT_ROWS)
+            if self.device.is_cpu:
+                cold = ColdGraph(*common, reference=config.cpu_reference)
+            else:
+                cold = ColdExperts(*common)
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
             self.device, self.banks, store, cache, cold, config.miss, max_rows

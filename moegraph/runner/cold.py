@@ -11,6 +11,7 @@ it was given and the device adds the result:
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,43 +20,30 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, strided_stack
 from ..experts.store import ExpertStore
+from ..ggml.cold_ffn import ColdFfn
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
-from ..ggml.ops import F32, I32, Builder, Tensor
-from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.experts import build_expert_rows, build_expert_sum
 from ..hparams import HParams
 from ..weights import place, round_up
 
 
-class ColdExperts:
-    """Computes chosen experts of a layer on the CPU for up to max_rows rows.
+class ColdMemory(ABC):
+    """Host memory of the experts, and what a layer exchanges with the device about them.
 
-    as_rows: return single experts' weighted rows [n_embd, n_expert_used, n_rows] instead of their
-    sum [n_embd, n_rows].
+    y_rows: rows of y for each row of x.
     """
 
     def __init__(
-        self,
-        device: Device,
-        hp: HParams,
-        store: ExpertStore,
-        n_threads: int,
-        max_rows: int,
-        as_rows: bool,
-        reference: bool = False,
+        self, device: Device, hp: HParams, store: ExpertStore, max_rows: int, y_rows: int
     ) -> None:
         self._hp = hp
-        self._as_rows = as_rows
-        self._cpu = Device("cpu", n_threads, reference)
-        self._graphs = GraphCache(self._cpu)
         k = hp.n_expert_used
         sizes = {
             "x": 4 * hp.n_embd * max_rows,
             "weights": 4 * k * max_rows,
             "ids": 4 * k * max_rows,
-            "y": 4 * hp.n_embd * max_rows * (k if as_rows else 1),
+            "y": 4 * hp.n_embd * max_rows * y_rows,
         }
         self._offsets, size = {}, 0
         for name, n_bytes in sizes.items():
@@ -89,33 +77,21 @@ class ColdExperts:
         """Return where x, weights or y is: the device fills the first two and reads the last."""
         return self._host.address(self._offsets[name])
 
-    def _graph(self, il: int, n_rows: int) -> BuiltGraph:
-        n_nodes = 64 + 3 * self._hp.n_expert_used
-        return self._graphs.get((il, n_rows), n_nodes, lambda b: self._build(b, il, n_rows))
-
-    def _build(self, b: Builder, il: int, n_rows: int) -> Tensor:
-        hp, k = self._hp, self._hp.n_expert_used
-
-        def put(tensor: Tensor, name: str) -> Tensor:
-            place(self._block, tensor, self._offsets[name])
-            return tensor
-
-        x = put(b.leaf(F32, (hp.n_embd, n_rows), "x"), "x")
-        ids = put(b.leaf(I32, (k, n_rows), "ids"), "ids")
-        weights = put(b.leaf(F32, (1, k, n_rows), "weights"), "weights")
-        rows = build_expert_rows(b, self._banks[il], x, ids, weights, il)
-        return put(rows if self._as_rows else build_expert_sum(b, rows, il), "y")
-
     def compute(
         self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_rows: int
     ) -> None:
         """Compute those of a pass's ids [n_rows * n_expert_used] that are in `experts` into 'y'."""
-        at = self._offsets["ids"]
+        at, chosen = self._offsets["ids"], set(experts)
         mine = self._host.array[at : at + ids.nbytes].view(np.int32)
-        mine[:] = np.where(np.isin(ids, experts), ids, -1)
-        graph = self._graph(il, n_rows)
-        status = C.mg_launch(self._cpu.compute.ptr, graph.graph, ffi.NULL, 0)
-        self._cpu.check(status, f"the cold experts of layer {il}")
+        mine[:] = [expert if expert in chosen else -1 for expert in ids.tolist()]
+        self._run(il, n_rows)
+
+    def _prepare(self, il: int, n_rows: int) -> None:
+        """Do what the first pass of so many rows would do first in a layer."""
+
+    @abstractmethod
+    def _run(self, il: int, n_rows: int) -> None:
+        """Compute the ids that were set into 'y'."""
 
     def measure(self, n_experts: int, n_rows: int = 1, repeat: int = 6) -> float:
         """Return the seconds that n_experts cold experts take, all rows choosing them; a median."""
@@ -125,15 +101,38 @@ class ColdExperts:
         for at in range(repeat + 1):
             ids[:, :n_experts] = rng.permutation(hp.n_expert)[:n_experts]
             il = layers[(at * 7) % len(layers)]
-            self._graph(il, n_rows)
+            self._prepare(il, n_rows)
             start = time.perf_counter()
-            self.compute(il, ids.reshape(-1), ids[0, :n_experts], n_rows)
+            self.compute(il, ids.reshape(-1), ids[0, :n_experts].tolist(), n_rows)
             samples.append(time.perf_counter() - start)
         return float(np.median(samples[1:]))
 
     def close(self) -> None:
-        """Free graphs and host memory."""
-        self._graphs.close()
+        """Free the host memory."""
         for handle in (*self._handles, self._block, self._host):
             handle.close()
-        self._cpu.close()
+
+
+class ColdExperts(ColdMemory):
+    """Computes chosen experts of a layer on the CPU for up to max_rows rows.
+
+    y: their weighted sum [n_embd, n_rows].
+    """
+
+    def __init__(
+        self, device: Device, hp: HParams, store: ExpertStore, n_threads: int, max_rows: int
+    ) -> None:
+        self._ffn = ColdFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
+        super().__init__(device, hp, store, max_rows, y_rows=1)
+        self._layers = {il: self._ffn.layer(bank.parts) for il, bank in self._banks.items()}
+        kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
+        self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}
+
+    def _run(self, il: int, n_rows: int) -> None:
+        at = self._at
+        self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_rows, at["y"])
+
+    def close(self) -> None:
+        """End the threads and free the host memory."""
+        self._ffn.close()
+        super().close()

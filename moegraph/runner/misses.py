@@ -43,7 +43,7 @@ from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
-from .cold import ColdExperts
+from .cold import ColdMemory
 
 # From more rows on, experts pass through the spare banks: a prompt would flush the cache of a
 # layer.
@@ -62,7 +62,7 @@ class MissHandler:
         banks: ExpertBanks,
         store: ExpertStore,
         cache: ExpertCache,
-        cold: ColdExperts | None,
+        cold: ColdMemory | None,
         mode: str,
         max_rows: int,
     ) -> None:

@@ -1,0 +1,66 @@
+"""Missing experts computed by ggml itself, where the main device is the CPU.
+
+There the point is not speed but that nothing depends on what is resident: every expert goes through
+the kernels that graph B uses, the reference ones included, and its row stays single until all rows
+of the layer are summed in routing order.
+"""
+
+from __future__ import annotations
+
+from ..experts.store import ExpertStore
+from ..ggml.device import Device
+from ..ggml.lib import C, ffi
+from ..ggml.ops import F32, I32, Builder, Tensor
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.experts import build_expert_rows
+from ..hparams import HParams
+from ..weights import place
+from .cold import ColdMemory
+
+
+class ColdGraph(ColdMemory):
+    """Computes chosen experts of a layer with a ggml graph for up to max_rows rows.
+
+    y: their weighted rows [n_embd, n_expert_used, n_rows], zeros for the others.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        hp: HParams,
+        store: ExpertStore,
+        n_threads: int,
+        max_rows: int,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(device, hp, store, max_rows, y_rows=hp.n_expert_used)
+        self._cpu = Device("cpu", n_threads, reference)
+        self._graphs = GraphCache(self._cpu)
+
+    def _graph(self, il: int, n_rows: int) -> BuiltGraph:
+        return self._graphs.get((il, n_rows), 64, lambda b: self._build(b, il, n_rows))
+
+    def _build(self, b: Builder, il: int, n_rows: int) -> Tensor:
+        hp, k = self._hp, self._hp.n_expert_used
+
+        def put(tensor: Tensor, name: str) -> Tensor:
+            place(self._block, tensor, self._offsets[name])
+            return tensor
+
+        x = put(b.leaf(F32, (hp.n_embd, n_rows), "x"), "x")
+        ids = put(b.leaf(I32, (k, n_rows), "ids"), "ids")
+        weights = put(b.leaf(F32, (1, k, n_rows), "weights"), "weights")
+        return put(build_expert_rows(b, self._banks[il], x, ids, weights, il), "y")
+
+    def _prepare(self, il: int, n_rows: int) -> None:
+        self._graph(il, n_rows)
+
+    def _run(self, il: int, n_rows: int) -> None:
+        status = C.mg_launch(self._cpu.compute.ptr, self._graph(il, n_rows).graph, ffi.NULL, 0)
+        self._cpu.check(status, f"the cold experts of layer {il}")
+
+    def close(self) -> None:
+        """Free graphs and host memory."""
+        self._graphs.close()
+        super().close()
+        self._cpu.close()
