@@ -18,8 +18,6 @@ void ggml_vec_swiglu_f32(const int n, float * y, const float * x, const float * 
 #define DOWN_ROWS      16
 // Bytes read ahead of the rows at work: more than memory's latency times one core's share of its bandwidth.
 #define AHEAD_BYTES    8192
-// Processors fetch cache lines in pairs; asking for each one costs 6 % where memory is not the limit.
-#define PREFETCH_STEP  128
 // Bytes of down that a thread asks for before it waits for the activations.
 #define DOWN_FIRST     32768
 // Misses come a few milliseconds apart while a model decodes; after that long without one, threads sleep.
@@ -87,8 +85,9 @@ static inline void relax(void) {
 #endif
 }
 
+// Into the second level: the first is too small to read this far ahead.
 static inline void prefetch(const char * at, size_t n) {
-    for (size_t i = 0; i < n; i += PREFETCH_STEP) {
+    for (size_t i = 0; i < n; i += CACHE_LINE) {
         __builtin_prefetch(at + i, 0, 2);
     }
 }
