@@ -1,12 +1,16 @@
 #include "cold_ffn.h"
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 // ggml-cpu/vec.h: y = silu(x) * g. Exported, but its header wants ggml-cpu's own compiler flags.
 void ggml_vec_swiglu_f32(const int n, float * y, const float * x, const float * g);
@@ -54,8 +58,8 @@ struct matrix {
 
 struct mg_cold {
     int n_threads, n_embd, n_ff, n_used, max_rows;
+    int n_slices, n_gate_up, n_down;         // units of a row of x, of an expert, and of y
     struct worker * workers;
-    void          * memory;
 
     // the job
     struct matrix   gate, up, down;
@@ -67,14 +71,13 @@ struct mg_cold {
     char          * x_gate, * x_up;          // x as gate and as up want it, one buffer if they want the same
     float         * gate_out, * up_out;      // [n_rows * n_used][n_ff]
     char          * act;                     // the activations as down wants them
+    float         * rows;                    // all workers' rows
     _Alignas(CACHE_LINE) atomic_int n_quant_left;
 
-    _Alignas(CACHE_LINE) atomic_uint open;   // number of the job that threads may enter, 0: none
+    _Alignas(CACHE_LINE) atomic_uint open;   // number of the job that threads may enter, 0: none; they sleep on it
     unsigned        n_jobs;
     _Alignas(CACHE_LINE) atomic_int n_sleeping;
     atomic_int      stop;
-    pthread_mutex_t mutex;
-    pthread_cond_t  wake;
 };
 
 static inline void relax(void) {
@@ -102,22 +105,12 @@ static void wait_for(atomic_int * word, int value) {
     }
 }
 
-// --- units of work ---
-
-static int n_slices(const struct mg_cold * c) {
-    return (c->n_embd + QUANT_ELEMENTS - 1) / QUANT_ELEMENTS;
-}
-
-static int n_gate_up(const struct mg_cold * c) {
-    return (c->n_ff + GATE_UP_ROWS - 1) / GATE_UP_ROWS;
-}
-
 static void convert(const struct matrix * m, const float * x, char * out, int from, int n) {
     m->from_float(x + from, out + ggml_row_size(m->dot_type, from), n);
 }
 
 static void quant_unit(struct mg_cold * c, int unit) {
-    const int row = unit / n_slices(c), from = unit % n_slices(c) * QUANT_ELEMENTS;
+    const int row = unit / c->n_slices, from = unit % c->n_slices * QUANT_ELEMENTS;
     const int n = c->n_embd - from < QUANT_ELEMENTS ? c->n_embd - from : QUANT_ELEMENTS;
     const float * x = c->x + (size_t) row * c->n_embd;
     convert(&c->gate, x, c->x_gate + row * c->gate.input_size, from, n);
@@ -129,13 +122,10 @@ static void quant_unit(struct mg_cold * c, int unit) {
 
 // The last to finish rows of an expert's gate and up computes its activations.
 static void report_gate_up(struct mg_cold * c, struct worker * w) {
-    if (!w->n_done) {
-        return;
-    }
     struct chosen * e = &c->chosen[w->done_of];
     const int n = w->n_done;
     w->n_done = 0;
-    if (atomic_fetch_sub_explicit(&e->n_left, n, memory_order_acq_rel) != n) {
+    if (n == 0 || atomic_fetch_sub_explicit(&e->n_left, n, memory_order_acq_rel) != n) {
         return;
     }
     for (int job = e->first; job >= 0; job = c->following[job]) {
@@ -147,22 +137,25 @@ static void report_gate_up(struct mg_cold * c, struct worker * w) {
 }
 
 static void gate_up_unit(struct mg_cold * c, struct worker * w, int unit, int end) {
-    const int at = unit / n_gate_up(c), from = unit % n_gate_up(c) * GATE_UP_ROWS;
+    const int at = unit / c->n_gate_up, from = unit % c->n_gate_up * GATE_UP_ROWS;
     const int to = c->n_ff - from < GATE_UP_ROWS ? c->n_ff : from + GATE_UP_ROWS;
     struct chosen * e = &c->chosen[at];
     const size_t gate_size = c->gate.row_size, up_size = c->up.row_size;
     const int ahead = 1 + AHEAD_BYTES / (gate_size + up_size);
     // rows of this expert that the same share goes on with
-    const int last_at = (end - 1) / n_gate_up(c);
-    const int known = last_at > at ? c->n_ff : (end - 1) % n_gate_up(c) * GATE_UP_ROWS + GATE_UP_ROWS;
+    const int last_at = (end - 1) / c->n_gate_up;
+    const int known = last_at > at ? c->n_ff : (end - 1) % c->n_gate_up * GATE_UP_ROWS + GATE_UP_ROWS;
+    if (w->done_of != at) {
+        report_gate_up(c, w);
+        w->done_of = at;
+    }
     for (int r = from; r < to; r++) {
         const char * gate = e->gate + r * gate_size, * up = e->up + r * up_size;
-        if (r + ahead < known) {
-            prefetch(gate + ahead * gate_size, gate_size);
-            prefetch(up + ahead * up_size, up_size);
-        } else if (last_at > at) {
-            prefetch(e[1].gate + (r + ahead - known) * gate_size, gate_size);
-            prefetch(e[1].up + (r + ahead - known) * up_size, up_size);
+        const struct chosen * then = r + ahead < known ? e : last_at > at ? e + 1 : NULL;
+        if (then) {
+            const int row = r + ahead - (then == e ? 0 : known);
+            prefetch(then->gate + row * gate_size, gate_size);
+            prefetch(then->up + row * up_size, up_size);
         }
         for (int job = e->first; job >= 0; job = c->following[job]) {
             const int row = job / c->n_used;
@@ -171,10 +164,6 @@ static void gate_up_unit(struct mg_cold * c, struct worker * w, int unit, int en
             c->up.dot(c->n_embd, c->up_out + out, 0, up, 0, c->x_up + row * c->up.input_size, 0, 1);
         }
     }
-    if (w->done_of != at) {
-        report_gate_up(c, w);
-    }
-    w->done_of = at;
     w->n_done++;
 }
 
@@ -219,8 +208,6 @@ static void down_unit(struct mg_cold * c, struct worker * w, int unit, int end) 
     sum_rows(c, w->rows, from, n);
 }
 
-// --- one thread's way through a job ---
-
 static int claim(struct worker * w, int phase) {
     // look first: an atomic add would take the cache line away from its owner
     if (atomic_load_explicit(&w->next[phase], memory_order_relaxed) >= w->end[phase]) {
@@ -233,8 +220,8 @@ static int claim(struct worker * w, int phase) {
 static void first_weights(struct mg_cold * c, struct worker * w) {
     const int unit = atomic_load_explicit(&w->next[GATE_UP], memory_order_relaxed);
     if (unit < w->end[GATE_UP]) {
-        const struct chosen * e = &c->chosen[unit / n_gate_up(c)];
-        const int row = unit % n_gate_up(c) * GATE_UP_ROWS;
+        const struct chosen * e = &c->chosen[unit / c->n_gate_up];
+        const int row = unit % c->n_gate_up * GATE_UP_ROWS;
         prefetch(e->gate + row * c->gate.row_size, AHEAD_BYTES / 2);
         prefetch(e->up + row * c->up.row_size, AHEAD_BYTES / 2);
     }
@@ -283,8 +270,6 @@ static void take_part(struct mg_cold * c, int t) {
     }
 }
 
-// --- threads ---
-
 static uint64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -309,18 +294,19 @@ static bool spin(struct mg_cold * c, unsigned seen) {
     }
 }
 
-// Sleep until mg_cold_compute or mg_cold_free wakes one; each that wakes up wakes two more.
-static void sleep_on(struct mg_cold * c, unsigned seen) {
-    pthread_mutex_lock(&c->mutex);
-    atomic_fetch_add(&c->n_sleeping, 1);
-    const unsigned open = atomic_load(&c->open);
-    if (!(open && open != seen) && !atomic_load(&c->stop)) {
-        pthread_cond_wait(&c->wake, &c->mutex);
+static void wake(struct mg_cold * c, int n) {
+    if (atomic_load(&c->n_sleeping)) {
+        syscall(SYS_futex, &c->open, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
     }
+}
+
+// Sleep while no job is open. The caller of mg_cold_compute wakes one thread, for it has work to do itself, and
+// that one wakes the others.
+static void sleep_until_open(struct mg_cold * c) {
+    atomic_fetch_add(&c->n_sleeping, 1);
+    syscall(SYS_futex, &c->open, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
     atomic_fetch_sub(&c->n_sleeping, 1);
-    pthread_cond_signal(&c->wake);
-    pthread_cond_signal(&c->wake);
-    pthread_mutex_unlock(&c->mutex);
+    wake(c, INT_MAX);
 }
 
 static void * run_worker(void * argument) {
@@ -329,11 +315,11 @@ static void * run_worker(void * argument) {
     unsigned seen = 0;
     while (!atomic_load(&c->stop)) {
         if (!spin(c, seen)) {
-            sleep_on(c, seen);
+            sleep_until_open(c);
             continue;
         }
         const unsigned open = atomic_load(&c->open);
-        if (!open || open == seen) {
+        if (!open || open == seen || atomic_load(&c->stop)) {
             continue;
         }
         // either the caller sees this thread active, or this thread sees that the job is closed
@@ -346,16 +332,6 @@ static void * run_worker(void * argument) {
     }
     return NULL;
 }
-
-static void wake_one(struct mg_cold * c) {
-    if (atomic_load(&c->n_sleeping)) {
-        pthread_mutex_lock(&c->mutex);
-        pthread_cond_signal(&c->wake);
-        pthread_mutex_unlock(&c->mutex);
-    }
-}
-
-// --- a job ---
 
 static struct matrix matrix_of(enum ggml_type type, int n_in) {
     const struct ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(type);
@@ -392,15 +368,13 @@ static void group(struct mg_cold * c, const struct mg_cold_layer * layer, const 
         e->up   = (const char *) layer->up   + id * layer->up_stride;
         e->down = (const char *) layer->down + id * layer->down_stride;
         e->first = e->last = job;
-        atomic_init(&e->n_left, n_gate_up(c));
+        atomic_init(&e->n_left, c->n_gate_up);
         atomic_init(&e->ready, 0);
     }
 }
 
 static void share_out(struct mg_cold * c) {
-    const int n_units[N_PHASES] = {
-        c->n_rows * n_slices(c), c->n_chosen * n_gate_up(c), (c->n_embd + DOWN_ROWS - 1) / DOWN_ROWS,
-    };
+    const int n_units[N_PHASES] = { c->n_rows * c->n_slices, c->n_chosen * c->n_gate_up, c->n_down };
     for (int t = 0; t < c->n_threads; t++) {
         for (int phase = 0; phase < N_PHASES; phase++) {
             const int64_t n = n_units[phase];
@@ -429,7 +403,7 @@ void mg_cold_compute(struct mg_cold * c, const struct mg_cold_layer * layer, con
     share_out(c);
     c->n_jobs += c->n_jobs + 1 ? 1 : 2; // never 0
     atomic_store(&c->open, c->n_jobs);
-    wake_one(c);
+    wake(c, 1);
     take_part(c, 0);
     // every unit is claimed: whoever holds one is active, and who comes now finds the job closed
     atomic_store(&c->open, 0);
@@ -438,49 +412,34 @@ void mg_cold_compute(struct mg_cold * c, const struct mg_cold_layer * layer, con
     }
 }
 
-// --- life ---
-
-static size_t padded(size_t n) {
-    return (n + 2 * CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+static void * room(size_t n_bytes) {
+    const size_t size = (n_bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    void * at = aligned_alloc(CACHE_LINE, size);
+    return at ? memset(at, 0, size) : NULL;
 }
 
-// Carve the buffers out of one block. No type that a dot product takes is wider than 4 bytes an element.
 static bool allocate(struct mg_cold * c) {
-    const size_t n_jobs = (size_t) c->max_rows * c->n_used;
-    const size_t sizes[] = {
-        padded(c->n_threads * sizeof(struct worker)), padded(n_jobs * sizeof(struct chosen)),
-        padded(n_jobs * sizeof(int)), padded(n_jobs * sizeof(int)),
-        padded((size_t) 8 * c->n_embd * c->max_rows), padded(4 * n_jobs * c->n_ff),
-        padded(4 * n_jobs * c->n_ff), padded(4 * n_jobs * c->n_ff),
+    const size_t n_jobs = (size_t) c->max_rows * c->n_used, n_threads = c->n_threads;
+    // no type that a dot product takes is wider than 4 bytes an element
+    const size_t x_size = (size_t) 4 * c->n_embd * c->max_rows, act_size = 4 * n_jobs * c->n_ff;
+    return (c->workers = room(n_threads * sizeof(struct worker))) &&
+        (c->chosen    = room(n_jobs * sizeof(struct chosen))) &&
+        (c->job_of    = room(n_jobs * sizeof(int))) &&
+        (c->following = room(n_jobs * sizeof(int))) &&
+        (c->x_gate    = room(2 * x_size)) &&
+        (c->gate_out  = room(act_size)) &&
+        (c->up_out    = room(act_size)) &&
+        (c->act       = room(act_size)) &&
+        (c->rows      = room(n_threads * n_jobs * DOWN_ROWS * sizeof(float)));
+}
+
+static void release(struct mg_cold * c) {
+    void * all[] = {
+        c->workers, c->chosen, c->job_of, c->following, c->x_gate, c->gate_out, c->up_out, c->act, c->rows, c,
     };
-    const size_t rows = padded(n_jobs * DOWN_ROWS * sizeof(float));
-    char * at[8];
-    size_t size = 0;
-    for (int i = 0; i < 8; i++) {
-        size += sizes[i];
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+        free(all[i]);
     }
-    c->memory = aligned_alloc(CACHE_LINE, size + c->n_threads * rows);
-    if (!c->memory) {
-        return false;
-    }
-    memset(c->memory, 0, size + c->n_threads * rows);
-    at[0] = c->memory;
-    for (int i = 1; i < 8; i++) {
-        at[i] = at[i - 1] + sizes[i - 1];
-    }
-    c->workers   = (struct worker *) at[0];
-    c->chosen    = (struct chosen *) at[1];
-    c->job_of    = (int *) at[2];
-    c->following = (int *) at[3];
-    c->x_gate    = at[4];
-    c->gate_out  = (float *) at[5];
-    c->up_out    = (float *) at[6];
-    c->act       = at[7];
-    for (int t = 0; t < c->n_threads; t++) {
-        c->workers[t].cold = c;
-        c->workers[t].rows = (float *) ((char *) c->memory + size + t * rows);
-    }
-    return true;
 }
 
 // Threads that take no signals: Ctrl-C belongs to the interpreter's thread.
@@ -497,37 +456,37 @@ static int start(struct mg_cold * c) {
 }
 
 static void stop(struct mg_cold * c, int n_started) {
-    pthread_mutex_lock(&c->mutex);
     atomic_store(&c->stop, 1);
-    pthread_cond_broadcast(&c->wake);
-    pthread_mutex_unlock(&c->mutex);
+    atomic_store(&c->open, 1); // no thread goes to sleep any more
+    wake(c, INT_MAX);
     for (int t = 1; t < n_started; t++) {
         pthread_join(c->workers[t].thread, NULL);
     }
-    pthread_cond_destroy(&c->wake);
-    pthread_mutex_destroy(&c->mutex);
-    free(c->memory);
-    free(c);
+    release(c);
 }
 
 struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows) {
-    struct mg_cold * c = aligned_alloc(CACHE_LINE, padded(sizeof(struct mg_cold)));
+    struct mg_cold * c = room(sizeof(struct mg_cold));
     if (!c) {
         return NULL;
     }
-    memset(c, 0, sizeof(*c));
     c->n_threads = n_threads;
     c->n_embd    = n_embd;
     c->n_ff      = n_ff;
     c->n_used    = n_expert_used;
     c->max_rows  = max_rows;
+    c->n_slices  = (n_embd + QUANT_ELEMENTS - 1) / QUANT_ELEMENTS;
+    c->n_gate_up = (n_ff + GATE_UP_ROWS - 1) / GATE_UP_ROWS;
+    c->n_down    = (n_embd + DOWN_ROWS - 1) / DOWN_ROWS;
     if (!allocate(c)) {
-        free(c);
+        release(c);
         return NULL;
     }
+    for (int t = 0; t < n_threads; t++) {
+        c->workers[t].cold = c;
+        c->workers[t].rows = c->rows + (size_t) t * max_rows * n_expert_used * DOWN_ROWS;
+    }
     ggml_cpu_init(); // tables that some types' dot products read
-    pthread_mutex_init(&c->mutex, NULL);
-    pthread_cond_init(&c->wake, NULL);
     const int n_started = start(c);
     if (n_started < n_threads) {
         stop(c, n_started);
@@ -537,7 +496,5 @@ struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_u
 }
 
 void mg_cold_free(struct mg_cold * c) {
-    if (c) {
-        stop(c, c->n_threads);
-    }
+    stop(c, c->n_threads);
 }
