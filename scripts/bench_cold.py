@@ -36,6 +36,9 @@ from moegraph.graphs.cache import BuiltGraph, GraphCache  # noqa: E402
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum  # noqa: E402
 
 Run = Callable[[int], None]
+BLOCK, N_WARM = 12, 3
+# Seconds after which idle threads of either have stopped to spin.
+UNTIL_ASLEEP = 0.05
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,20 +131,25 @@ def graph_of(graphs: GraphCache, bank: Bank, io: Inputs, il: int) -> BuiltGraph:
 
 def measure(ways: dict[str, Run], io: Inputs, order: npt.NDArray, n: int,
             args: argparse.Namespace, n_layer: int) -> dict[str, float]:  # fmt: skip
-    """Return the median seconds of each way; every sample uses the next experts of `order`."""
+    """Return the median seconds of each way; every sample uses the next experts of `order`.
+
+    They take turns of some samples, because the threads of one still spin when the other begins.
+    """
     samples: dict[str, list[float]] = {name: [] for name in ways}
     ids = np.full(view(io.ids, np.int32).size // args.rows, -1, np.int32)
     at = 0
-    for turn in range(args.repeat + 2):
+    for _ in range(0, args.repeat, BLOCK):
         for name, run in ways.items():
-            ids[:n] = np.take(order, range(at, at + n), mode="wrap") % Stack.N_EXPERT
-            io.choose(ids)
-            at += n
-            time.sleep(args.pause_us * 1e-6)
-            start = time.perf_counter()
-            run((at // Stack.N_EXPERT) % n_layer)
-            if turn >= 2:
-                samples[name].append(time.perf_counter() - start)
+            time.sleep(UNTIL_ASLEEP)
+            for i in range(-N_WARM, BLOCK):
+                ids[:n] = np.take(order, range(at, at + n), mode="wrap") % Stack.N_EXPERT
+                io.choose(ids)
+                at += n
+                time.sleep(args.pause_us * 1e-6)
+                start = time.perf_counter()
+                run((at // Stack.N_EXPERT) % n_layer)
+                if i >= 0:
+                    samples[name].append(time.perf_counter() - start)
     return {name: float(np.median(times)) for name, times in samples.items()}
 
 
