@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--threads", type=int, nargs="+", default=[default_threads()])
     p.add_argument("--experts", type=int, nargs="+", default=[1, 2, 4, 8], help="at a time")
-    p.add_argument("--rows", type=int, default=1, help="rows that all use those experts")
+    p.add_argument("--rows", type=int, default=1, choices=range(1, 8), metavar="1..7",
+                   help="rows that all use those experts; from 8 on ggml rounds differently")
     p.add_argument("--gib", type=float, default=2.0, help="memory for experts")
     p.add_argument("--repeat", type=int, default=60, help="samples of each")
     p.add_argument("--pause-us", type=int, default=300, help="between samples, as in a decode")
@@ -65,7 +67,7 @@ class Stack:
 
     N_EXPERT = 256
 
-    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
+    def __init__(self, args: argparse.Namespace, buft: Any, stack: ExitStack) -> None:
         rng = np.random.default_rng(0)
         shapes = {
             "gate": (args.gate_up_type, args.n_embd, args.n_ff),
@@ -83,7 +85,6 @@ class Stack:
                     context.ptr, TYPES[kind].ggml_id, n_in, n_out, self.N_EXPERT
                 )
             self.banks.append(Bank(self.N_EXPERT, parts))
-        buft = C.ggml_backend_dev_buffer_type(C.ggml_backend_dev_get(0))
         stack.enter_context(Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, buft)))
         for part, (kind, n_in, n_out) in shapes.items():
             block = TYPES[kind]
@@ -97,14 +98,13 @@ class Stack:
 class Inputs:
     """x, weights, ids and y in one block that both ways read and write."""
 
-    def __init__(self, args: argparse.Namespace, stack: ExitStack, n_used: int) -> None:
+    def __init__(self, args: argparse.Namespace, buft: Any, stack: ExitStack) -> None:
         context = stack.enter_context(Context(4))
-        n, n_rows = args.n_embd, args.rows
+        n, n_rows, n_used = args.n_embd, args.rows, max(args.experts)
         self.x = C.ggml_new_tensor_2d(context.ptr, F32, n, n_rows)
         self.weights = C.ggml_new_tensor_3d(context.ptr, F32, 1, n_used, n_rows)
         self.ids = C.ggml_new_tensor_2d(context.ptr, I32, n_used, n_rows)
         self.y = C.ggml_new_tensor_2d(context.ptr, F32, n, n_rows)
-        buft = C.ggml_backend_dev_buffer_type(C.ggml_backend_dev_get(0))
         stack.enter_context(Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, buft)))
         rng = np.random.default_rng(1)
         view(self.x)[:] = rng.standard_normal(n * n_rows)
@@ -156,9 +156,9 @@ def measure(ways: dict[str, Run], io: Inputs, order: npt.NDArray, n: int,
 def bench(args: argparse.Namespace, stack: ExitStack, experts: Stack, n_threads: int) -> None:
     """Print the rows of one number of threads."""
     n_used = max(args.experts)
-    io = Inputs(args, stack, n_used)
     cpu = Device("cpu", n_threads)
     stack.callback(cpu.close)
+    io = Inputs(args, cpu.buft, stack)
     graphs = GraphCache(cpu)
     stack.callback(graphs.close)
     ffn = ColdFfn(n_threads, args.n_embd, args.n_ff, n_used, args.rows)
@@ -195,7 +195,9 @@ def main() -> None:
     """Run the benchmark."""
     args = parser().parse_args()
     with ExitStack() as stack:
-        experts = Stack(args, stack)
+        cpu = Device("cpu")
+        stack.callback(cpu.close)
+        experts = Stack(args, cpu.buft, stack)
         print(f"{len(experts.banks)} layers of {Stack.N_EXPERT} experts of "
               f"{experts.expert_bytes / 1e6:.2f} MB, medians of {args.repeat}")
         print("threads        experts rows   ggml us    own us  ratio    GB/s")
