@@ -210,11 +210,6 @@ class Sequence:
         """Return the number of tokens drawn so far."""
         return len(self.tokens)
 
-    @property
-    def stop_matched(self) -> str | None:
-        """Return the stop string that ended the text, if one did."""
-        return self._matcher.matched
-
     def append(self, token: int) -> str:
         """Take the next token and return the text it completes; may set finish_reason."""
         self.tokens.append(token)

@@ -47,11 +47,6 @@ def format_bytes(n: int) -> str:
     return f"{_three_digits(n / TiB)} TiB"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Return a transfer rate as '24.1 GiB/s'."""
-    return f"{format_bytes(round(bytes_per_s))}/s"
-
-
 def format_count(n: int) -> str:
     """Return n as '999', '1.23 K', '34.7 B': three digits, powers of 1000, for parameters."""
     if n < 1000:

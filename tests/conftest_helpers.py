@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from modelgen.build import write_model  # noqa: E402
+from modelgen.presets import PRESETS  # noqa: E402
 
 if TYPE_CHECKING:
     from moegraph.engine import Engine
@@ -19,3 +27,17 @@ def prompt(engine: Engine, n: int, seed: int = 0) -> np.ndarray:
 def greedy_tokens(engine: Engine, ids: object, n: int) -> list[int]:
     """Return n greedily generated ids, end-of-generation tokens included."""
     return [event.token for event in engine.generate(ids, max_tokens=n, text=False)]
+
+
+def model_writer(folder: Path, seed: int) -> Callable[[str], Path]:
+    """Return a function from a preset's name to its random model, written once into folder."""
+    made: dict[str, Path] = {}
+
+    def path_of(preset: str) -> Path:
+        if preset not in made:
+            chosen = PRESETS[preset]
+            path = folder / f"{preset}.gguf"
+            made[preset] = write_model(path, chosen.shape, chosen.mix, seed=seed)[0]
+        return made[preset]
+
+    return path_of

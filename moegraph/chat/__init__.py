@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .history import History, Message
 from .reasoning import ReasoningSplitter
-from .template import ChatTemplate
+from .template import ChatTemplate, require_template
 
-__all__ = ["ChatTemplate", "History", "Message", "ReasoningSplitter"]
+__all__ = ["ChatTemplate", "History", "Message", "ReasoningSplitter", "require_template"]

@@ -41,11 +41,6 @@ class History:
         first = self._messages[0] if self._messages else None
         return first.content if first and first.role == "system" else None
 
-    @property
-    def n_turns(self) -> int:
-        """Return how many user messages there are."""
-        return sum(message.role == "user" for message in self._messages)
-
     def ask(self, content: str) -> None:
         """Add a user message."""
         self._messages.append(Message("user", content))

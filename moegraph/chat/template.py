@@ -25,6 +25,21 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 _RENDERER = Path(__file__).with_name("render.py")
 
 
+def require_template(kv: Mapping[str, object], path: Path) -> str:
+    """Return the source of the template a model file carries.
+
+    Raises:
+        ConfigError: it carries none.
+    """
+    source = kv.get(TEMPLATE_KEY)
+    if not isinstance(source, str) or not source:
+        raise ConfigError(
+            f"{path}: the model has no chat template ({TEMPLATE_KEY}); give one with "
+            "--chat-template-file, or continue plain text with 'moegraph run'"
+        )
+    return source
+
+
 class ChatTemplate:
     """Turn messages into a prompt; close it when done, or use it in a with statement.
 
@@ -71,12 +86,7 @@ class ChatTemplate:
             ConfigError: it carries none.
             ModelFileError: it is too large or wrong.
         """
-        source = kv.get(TEMPLATE_KEY)
-        if not isinstance(source, str) or not source:
-            raise ConfigError(
-                f"{path}: the model has no chat template ({TEMPLATE_KEY}); give one with "
-                "--chat-template-file, or continue plain text with 'moegraph run'"
-            )
+        source = require_template(kv, path)
         return cls(source, str(path), refusal=ModelFileError, tokens=tokens)
 
     @classmethod

@@ -135,7 +135,7 @@ def _read_routing(path: Path) -> Trace:
 
 def _facts(engine: Engine) -> dict[str, Any]:
     """Return the columns that are equal in all rows; names as in llama-bench's JSON."""
-    from ..ggml.lib import patchset
+    from ..ggml.lib import llama_commit, patchset
     from ..modelfile.summary import summarize
 
     summary = summarize(engine.hparams, engine.model.tensors)
@@ -143,6 +143,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
     label = kv.get("general.size_label") or format_count(summary.n_params).replace(" ", "")
     return {
         "moegraph": __version__,
+        "llama_commit": llama_commit(),
         "patchset": patchset(),
         "model_filename": str(engine.model.path),
         "model_type": f"{kv['general.architecture']} {label} {summary.by_type[0].type}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..chat import ChatTemplate, History, ReasoningSplitter
+from ..chat import ChatTemplate, History, ReasoningSplitter, require_template
 from ..errors import Cancelled, RequestError
 from ..sampling import SamplingParams
 from ..sequence import GenerationEvent
@@ -77,14 +77,17 @@ def chat(target: str | None, **given: Any) -> None:
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        engine = stack.enter_context(options.load_engine(model, config))
-        options.require_vocabulary(engine)
+        header = stack.enter_context(options.open_header(model))
+        options.require_vocabulary(header)
+        sampling.validate(header.hparams.n_vocab)
+        if template is None:
+            require_template(header.kv, header.path)
+        engine = stack.enter_context(options.load_engine(header, config))
         if template is None:
             template = stack.enter_context(_template_of(engine))
         if given["ignore_eos"]:
             bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
             sampling = replace(sampling, logit_bias=bans)
-        sampling.validate(engine.hparams.n_vocab)
         thinks = {"on": True, "off": False}.get(given["reasoning"])
         talk = Conversation(
             engine, template, History(system), sampling, length, stop,

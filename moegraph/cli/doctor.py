@@ -74,22 +74,20 @@ def native_summary() -> str:
     """Return what the native libraries are, in a few words."""
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import C, ffi, patchset
+        from ..ggml.lib import native_versions
     except MoegraphError:
         return "native libraries not built"
     kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in list_devices())
-    version = ffi.string(C.ggml_version()).decode()
-    return f"ggml {version}, patch set {patchset()}, devices: {', '.join(kinds)}"
+    return f"{native_versions()}; devices: {', '.join(kinds)}"
 
 
 def _native() -> tuple[Check, list[dict[str, Any]]]:
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import C, ffi, library_dir, patchset
+        from ..ggml.lib import library_dir, native_versions
 
         devices = [{k: v for k, v in d.items() if k != "handle"} for d in list_devices()]
-        version = ffi.string(C.ggml_version()).decode()
-        detail = f"ggml {version}, patch set {patchset()}, in {library_dir()}"
+        detail = f"{native_versions()}, in {library_dir()}"
     except MoegraphError as error:
         return Check("native libraries", False, str(error)), []
     return Check("native libraries", True, detail), devices

@@ -15,7 +15,8 @@ from ..config import settings as engine_settings
 from ..errors import Cancelled, ModelFileError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
-from ..tokenizer import MAX_PROMPT_BYTES
+from ..sequence import room_after
+from ..tokenizer import MAX_PROMPT_BYTES, Tokenizer
 from ..units import format_bytes
 from . import ui
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+# The tokens that a tokenizer puts around a text: one at its beginning, one at its end.
+_MAX_ADDED = 2
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
 
@@ -200,18 +203,19 @@ def open_header(target: str | Path) -> ModelFile:
 
 
 def load_engine(
-    target: str | Path, config: EngineConfig, routing: Trace | None = None
+    target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None
 ) -> Engine:
-    """Load a model by name or path, with a progress bar on a terminal.
+    """Load a model by name or path, or one that open_header opened, which it then owns.
 
-    routing: a trace that replaces the router's choice, for measuring.
+    A progress bar shows on a terminal. routing: a trace that replaces the router's choice, for
+    measuring.
     """
     from ..engine import Engine
-    from ..modelfile import resolve_target
 
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
-        engine = Engine.load(resolve_target(target), config, progress=bars, routing=ids)
+        model = open_header(target) if isinstance(target, (str, Path)) else target
+        engine = Engine(model, config, bars, ids)
     for warning in (*engine.model.warnings, *engine.notes):
         ui.note(f"warning: {warning}")
     return engine
@@ -247,26 +251,43 @@ def keeping_profile(engine: Engine) -> Iterator[None]:
     keep_profile(engine)
 
 
-def has_vocabulary(engine: Engine) -> bool:
+def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
+    """Refuse a prompt that cannot be right before the weights are loaded.
+
+    n_ctx: of the configuration, 0 for the model's own.
+
+    Raises:
+        ModelFileError: the file has no tokenizer.
+        ContextOverflow: the prompt is longer than the context.
+    """
+    require_vocabulary(model)
+    n_ctx = n_ctx or model.hparams.n_ctx_train
+    # No token is shorter than a byte, so that most prompts need no tokenizer to be let through.
+    if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
+        with Tokenizer(model.path) as tokenizer:
+            room_after(len(tokenizer.encode(text)), n_ctx)
+
+
+def has_vocabulary(model: ModelFile) -> bool:
     """Return whether the model file carries a tokenizer."""
-    return engine.model.kv.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+    return model.kv.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
 
 
-def require_vocabulary(engine: Engine) -> None:
+def require_vocabulary(model: ModelFile) -> None:
     """Refuse text for a model that knows only token ids.
 
     Raises:
         ModelFileError: the file has no tokenizer.
     """
-    if not has_vocabulary(engine):
+    if not has_vocabulary(model):
         raise ModelFileError(
-            f"{engine.model.path}: the file has no vocabulary, so it cannot read or write text; "
+            f"{model.path}: the file has no vocabulary, so it cannot read or write text; "
             "give token ids: moegraph run TARGET PROMPT_IDS N_GEN OUT_IDS"
         )
 
 
 def end_token_bans(engine: Engine) -> dict[int, float]:
     """Return the logit biases that --ignore-eos stands for."""
-    if not has_vocabulary(engine):
+    if not has_vocabulary(engine.model):
         return {}
     return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))

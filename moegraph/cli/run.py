@@ -27,6 +27,7 @@ from .tokens import read_ids, require_ids_in_range
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..modelfile import ModelFile
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ def run(args: tuple[str, ...], **given: Any) -> None:
     with ExitStack() as stack:
         job = _check(click.get_current_context(), args, given, stack)
         started = time.perf_counter()
-        _check_ids(job)
-        engine = stack.enter_context(options.load_engine(job.target, job.config))
+        model = stack.enter_context(options.open_header(job.target))
+        _check_request(job, model)
+        engine = stack.enter_context(options.load_engine(model, job.config))
         _generate(engine, job, time.perf_counter() - started)
 
 
@@ -155,19 +157,20 @@ def _read_prompt(given: dict[str, Any]) -> str:
     return text
 
 
-def _check_ids(job: _Job) -> None:
-    """Check ids against the file's header, before its weights are loaded."""
+def _check_request(job: _Job, model: ModelFile) -> None:
+    """Check prompt and sampling against the file's header, before its weights are loaded."""
+    hp = model.hparams
+    job.sampling.validate(hp.n_vocab)
     if job.ids is None or job.ids_path is None:
-        return
-    with options.open_header(job.target) as model:
-        require_ids_in_range(job.ids_path, job.ids, model.hparams.n_vocab)
-        room_after(len(job.ids), job.config.n_ctx or model.hparams.n_ctx_train)
+        options.check_text(model, job.prompt or "", job.config.n_ctx)
+    else:
+        require_ids_in_range(job.ids_path, job.ids, hp.n_vocab)
+        room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
 
 
 def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     """Run the job and write its results; what was generated before Ctrl-C is written, too."""
     if job.ids is None:
-        options.require_vocabulary(engine)
         prompt = engine.tokenizer.encode(job.prompt or "")
     else:
         prompt = job.ids.tolist()
@@ -197,7 +200,7 @@ def _stream(
         for event in engine.generate(
             prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
-            text=options.has_vocabulary(engine),
+            text=options.has_vocabulary(engine.model),
         ):  # fmt: skip
             bars.clear()
             if event.token is not None:

@@ -76,10 +76,12 @@ def trace_command(
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
         if output is not None:
             _require_writable(output)
-        with options.open_header(target) as model:
-            shape = router_shape(model)
+        model = stack.enter_context(options.open_header(target))
+        sampling.validate(model.hparams.n_vocab)
+        options.check_text(model, text, config.n_ctx)
+        shape = router_shape(model)
         profile = _open_profile(profile_path, shape)
-        engine = stack.enter_context(options.load_engine(target, config))
+        engine = stack.enter_context(options.load_engine(model, config))
         trace, cancelled = _record(engine, shape, text, sampling, n_predict)
         if output is not None:
             write_trace(output, trace)
@@ -101,7 +103,6 @@ def _record(
     """Return the trace of a run, and whether it was interrupted."""
     from ..experts.trace import TraceRecorder
 
-    options.require_vocabulary(engine)
     ids = engine.tokenizer.encode(text)
     sampling = replace(
         sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}

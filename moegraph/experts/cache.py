@@ -108,10 +108,6 @@ class ExpertCache:
             )),
         )  # fmt: skip
 
-    def is_pinned(self, il: int) -> bool:
-        """Return whether layer il holds all its experts for good."""
-        return self._layers[il].pinned
-
     def has_slot(self, il: int, expert: int) -> bool:
         """Return whether an expert is resident or loading."""
         layer = self._layers[il]

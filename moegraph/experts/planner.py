@@ -79,11 +79,6 @@ class Plan:
         """Return what is left of the budget, None without one."""
         return None if self.budget is None else self.budget - self.total
 
-    @property
-    def n_dynamic(self) -> int:
-        """Return the slots of all layers that are not pinned."""
-        return sum(n for il, n in enumerate(self.n_slots) if il not in self.pinned)
-
 
 def pin_order(n_layer: int) -> list[int]:
     """Return layers in the order in which they are pinned: first, last, then from layer 1."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,15 @@ from ..config import debug_level
 from ..errors import NativeError
 
 _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
+# On so few CPUs, waiting threads sleep. ggml's threads meet after every node of a graph, and
+# libgomp has them spin there for milliseconds before they sleep, as in llama.cpp. That is right
+# on a machine of one's own; but where any other process takes the CPU of one thread, the rest
+# burn their time slices waiting for it. Measured with the shipped model and 2 threads on 2 CPUs
+# beside compilers: spinning 12 to 46 tok/s, sleeping at once 120 to 286; GOMP_SPINCOUNT=1000
+# 41 to 63, 10000 3 to 10. With more CPUs there is room for the others, and waking many threads
+# a node costs more than they save.
+_FEW_CPUS = 4
+_WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def library_dir() -> Path:
@@ -25,7 +36,8 @@ def library_dir() -> Path:
 def _load() -> tuple[Any, Any]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     try:
-        from . import _native
+        with _waiting_asleep():
+            from . import _native
     except ImportError as error:
         raise NativeError(_load_failure(error)) from error
     ffi, lib = _native.ffi, _native.lib
@@ -40,6 +52,22 @@ def _load() -> tuple[Any, Any]:
         )
     lib.mg_install_callbacks(1 if debug_level() >= 2 else 0)
     return ffi, lib
+
+
+@contextmanager
+def _waiting_asleep() -> Iterator[None]:
+    """Have libgomp, if it is loaded meanwhile, let threads sleep while they wait; see _FEW_CPUS.
+
+    What the user set stays as it is, and so does the environment of child processes.
+    """
+    if len(os.sched_getaffinity(0)) > _FEW_CPUS or any(s in os.environ for s in _WAIT_SETTINGS):
+        yield
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]
 
 
 def _load_failure(error: ImportError) -> str:
@@ -65,6 +93,17 @@ ffi, C = _load()
 def patchset() -> str:
     """Return the patch set of the loaded libraries: 16 hex digits."""
     return ffi.string(C.mg_patchset_loaded()).decode("ascii")
+
+
+def llama_commit() -> str:
+    """Return the commit of llama.cpp that the libraries were built from, before the patches."""
+    return ffi.string(C.mg_llama_commit()).decode("ascii")
+
+
+def native_versions() -> str:
+    """Return what the libraries are, in a few words: ggml, the commit of llama.cpp, the patches."""
+    version = ffi.string(C.ggml_version()).decode("ascii")
+    return f"ggml {version}, llama.cpp {llama_commit()} with patch set {patchset()}"
 
 
 def last_error() -> str:

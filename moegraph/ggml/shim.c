@@ -19,6 +19,10 @@ const char * mg_patchset_loaded(void) {
     return moegraph_patchset();
 }
 
+const char * mg_llama_commit(void) {
+    return MOEGRAPH_LLAMA_COMMIT;
+}
+
 static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
 static char last_error[512];
 static int  log_verbose;

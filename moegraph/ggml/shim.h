@@ -18,6 +18,8 @@ extern "C" {
 // Patch set this extension was built for, and the one of the libggml-base that is loaded.
 const char * mg_patchset_built(void);
 const char * mg_patchset_loaded(void);
+// The commit of llama.cpp that was patched: vendor/pin.json's.
+const char * mg_llama_commit(void);
 
 // Copy `size` bytes of a tensor to host memory that stays valid until the read has finished.
 struct mg_readback {

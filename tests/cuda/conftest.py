@@ -7,11 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from modelgen.build import write_model  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
+from conftest_helpers import model_writer
 
 try:
     from moegraph.ggml.device import list_devices
@@ -25,13 +21,4 @@ except Exception as error:  # noqa: BLE001 - whatever the reason, it is the skip
 @pytest.fixture(scope="session")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from preset name to a model file written once per session."""
-    folder = tmp_path_factory.mktemp("cuda-models")
-    made: dict[str, Path] = {}
-
-    def path_of(preset: str) -> Path:
-        if preset not in made:
-            chosen, path = PRESETS[preset], folder / f"{preset}.gguf"
-            made[preset] = write_model(path, chosen.shape, chosen.mix, seed=7)[0]
-        return made[preset]
-
-    return path_of
+    return model_writer(tmp_path_factory.mktemp("cuda-models"), seed=7)

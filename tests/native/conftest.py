@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest_helpers import model_writer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from modelgen.build import write_model  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
-
-from moegraph.config import EngineConfig  # noqa: E402
+from moegraph.config import EngineConfig
 
 try:
     from moegraph.engine import Engine
@@ -26,17 +22,7 @@ except Exception as error:  # noqa: BLE001 - whatever the reason, it is the skip
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from preset name to a model file written once per session."""
-    folder = tmp_path_factory.mktemp("native-models")
-    made: dict[str, Path] = {}
-
-    def path_of(preset: str) -> Path:
-        if preset not in made:
-            chosen = PRESETS[preset]
-            path = folder / f"{preset}.gguf"
-            made[preset] = write_model(path, chosen.shape, chosen.mix, seed=7)[0]
-        return made[preset]
-
-    return path_of
+    return model_writer(tmp_path_factory.mktemp("native-models"), seed=7)
 
 
 @pytest.fixture

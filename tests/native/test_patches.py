@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, quants
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
-from moegraph.ggml.lib import C, ffi, patchset
+from moegraph.ggml.lib import C, ffi, llama_commit, patchset
 from moegraph.ggml.ops import F32, Builder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,10 @@ def reference_device() -> Iterator[Device]:
 
 def test_the_libraries_carry_the_hash_of_the_patches_in_this_checkout(fetch: ModuleType):
     assert patchset() == fetch.patchset()
+
+
+def test_the_libraries_know_the_commit_that_is_pinned(fetch: ModuleType):
+    assert llama_commit() == fetch.PIN["llama_cpp_commit"]
 
 
 def product(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# libgomp's threads spin for about a millisecond after each graph. Two processes take turns here, so
-# that would be time taken from the other one; read when the library loads.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# libgomp's threads spin for milliseconds after each graph. Two processes take turns here, so that
+# would be time taken from the other one. Read when the library loads, in the oracle's process, too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from regression.harness import Models, Upstream, start_oracle  # noqa: E402
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conftest_helpers import model_writer
 
 from oracle.client import Oracle, Step, oracle_folder
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from moegraph.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from modelgen.build import write_model  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
 
 F32 = npt.NDArray[np.float32]
 
@@ -50,18 +46,11 @@ class Models:
     """Test models by name, written once a session."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._paths: dict[str, Path] = {}
+        self._random = model_writer(folder, SEED)
 
     def path(self, name: str) -> Path:
         """Return the file of a model; skips the test if the trained model is not there."""
-        if name not in self._paths:
-            self._paths[name] = self._tiny() if name == "tiny" else self._random(name)
-        return self._paths[name]
-
-    def _random(self, name: str) -> Path:
-        preset = PRESETS[name]
-        return write_model(self.folder / f"{name}.gguf", preset.shape, preset.mix, SEED)[0]
+        return self._tiny() if name == "tiny" else self._random(name)
 
     @staticmethod
     def _tiny() -> Path:

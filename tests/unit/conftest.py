@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,17 @@ class Cli:
         self.on_load: Callable[[], None] = lambda: None
         monkeypatch.setattr(options, "load_engine", self._load)
         monkeypatch.setattr(options, "open_header", self._open)
+        monkeypatch.setattr(options, "Tokenizer", lambda path: nullcontext(self.engine.tokenizer))
 
-    def _load(self, target: str | Path, config: Any, routing: Any = None) -> FakeEngine:
-        self.loaded.append(str(target))
+    def _load(self, target: Any, config: Any, routing: Any = None) -> FakeEngine:
+        self.loaded.append(str(getattr(target, "path", target)))
         self.on_load()
         self.engine.config = config
         return self.engine
 
     def _open(self, target: str | Path) -> Any:
         class Header:
-            hparams = self.engine.hparams
+            path, hparams, kv = Path(target), self.engine.hparams, self.engine.model.kv
 
             def __enter__(self) -> Header:
                 return self

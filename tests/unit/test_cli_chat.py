@@ -143,6 +143,7 @@ class TestPiped:
 class TestTemplate:
     def test_a_model_without_template(self, cli: Cli) -> None:
         assert "has no chat template" in cli.refused("chat", "m", stdin="a\n")
+        assert cli.loaded == []
 
     def test_a_file_replaces_it(self, cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "t").write_text("Q: {{ messages[-1].content }}")
@@ -167,6 +168,7 @@ class TestTemplate:
     def test_a_model_without_vocabulary(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False, kv=KV)
         assert "no vocabulary" in cli.refused("chat", "m", stdin="a\n", code=3)
+        assert cli.loaded == []
 
     def test_it_takes_exactly_one_model(self, cli: Cli) -> None:
         assert "give one model" in cli.refused("chat")

@@ -102,6 +102,7 @@ class TestText:
     def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False)
         assert "PROMPT_IDS N_GEN OUT_IDS" in cli.refused("run", "m", "-p", "x", code=3)
+        assert cli.loaded == []
 
 
 class TestSettings:
@@ -210,10 +211,19 @@ class TestPrompt:
         assert cli.loaded == []
 
     def test_a_prompt_longer_than_the_context(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("", n_ctx=4)
-        line = cli.refused("run", "m", "-p", "12345")
-        assert "5 tokens, the context holds 4" in line
+        line = cli.refused("run", "m", "-p", "x" * 257, "-c", "256")
+        assert "257 tokens, the context holds 256" in line
         assert "-c/--ctx-size" in line
+        assert cli.loaded == []
+        assert "holds 4096" in cli.refused("run", "m", "-p", "x" * 4097, "-c", "0")
+
+    def test_a_prompt_that_just_fits(self, cli: Cli) -> None:
+        assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
+
+    def test_samplers_out_of_range_are_found_before_the_weights_are_read(self, cli: Cli) -> None:
+        assert "top_p" in cli.refused("run", "m", "-p", "x", "--top-p", "2")
+        assert "vocabulary" in cli.refused("run", "m", "-p", "x", "-l", "256+1")
+        assert cli.loaded == []
 
     def test_no_model(self, cli: Cli) -> None:
         assert "no model" in cli.refused("run")

@@ -48,7 +48,6 @@ def test_stats_count_choices_and_distinct_missing_apart() -> None:
 
 def test_pinned_layer_is_the_identity_and_never_misses_or_changes() -> None:
     cache = new_cache([N_EXPERT, 0])
-    assert cache.is_pinned(0) and not cache.is_pinned(1)
     assert cache.tables[0].tolist() == list(range(N_EXPERT))
     assert run_step(cache, [15, 0, 7, 3]) == []
     assert cache.preload(0, [5]) == []

@@ -17,7 +17,6 @@ from moegraph.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_rate,
     parse_bytes,
 )
 
@@ -88,7 +87,3 @@ def test_counts_print_in_powers_of_1000(n: int, text: str) -> None:
 )
 def test_durations_print_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_a_rate_is_bytes_per_second() -> None:
-    assert format_rate(24.1 * GiB) == "24.1 GiB/s"

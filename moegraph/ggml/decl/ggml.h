@@ -60,7 +60,6 @@ size_t ggml_used_mem(const struct ggml_context * ctx);
 size_t ggml_tensor_overhead(void);
 size_t ggml_graph_overhead_custom(size_t size, bool grads);
 const char * ggml_version(void);
-const char * ggml_commit(void);
 
 size_t  ggml_nbytes(const struct ggml_tensor * tensor);
 int64_t ggml_nelements(const struct ggml_tensor * tensor);

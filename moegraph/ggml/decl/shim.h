@@ -2,6 +2,7 @@
 
 const char * mg_patchset_built(void);
 const char * mg_patchset_loaded(void);
+const char * mg_llama_commit(void);
 
 struct mg_readback {
     const struct ggml_tensor * src;
