@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_vs_upstream import run_llama_bench  # noqa: E402
+from bench_vs_upstream import common_parser, run_llama_bench  # noqa: E402
 
 from moegraph.config import EngineConfig, default_threads  # noqa: E402
 from moegraph.engine import Engine  # noqa: E402
@@ -42,21 +42,14 @@ MIB = 1 << 20
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("model", type=Path)
-    p.add_argument("--llama-bench", type=Path, required=True, help="the unpatched llama-bench")
-    p.add_argument("--lib-path", default="", help="extra LD_LIBRARY_PATH of llama-bench")
+    p = common_parser(__doc__)
     p.add_argument("--ncmoe", type=int, nargs="*", default=[16, 30, 40])
-    p.add_argument("--pairs", type=int, default=5)
     p.add_argument("--tokens", type=int, default=128, help="tokens of a sample")
     p.add_argument("--warm", type=int, default=64, help="tokens before the first sample")
     p.add_argument("--miss", nargs="*", default=["auto"], choices=("auto", "cpu", "stream"))
     p.add_argument("--policy", default="lfu")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=default_threads())
-    p.add_argument("--out", type=Path, help="append JSON lines here")
     return p
 
 

@@ -31,23 +31,29 @@ from moegraph.errors import MoegraphError  # noqa: E402
 from moegraph.ggml.lib import patchset  # noqa: E402
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+def common_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a command line with what every comparison with llama-bench needs."""
     p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("model", type=Path)
     p.add_argument("--llama-bench", type=Path, required=True, help="the unpatched llama-bench")
     p.add_argument("--lib-path", default="", help="extra LD_LIBRARY_PATH of llama-bench")
-    p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
     p.add_argument("--pairs", type=int, default=5)
+    p.add_argument("--out", type=Path, help="append JSON lines here")
+    return p
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = common_parser(__doc__)
+    p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
     p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
     p.add_argument("--gen", type=int, nargs="*", default=[128])
     p.add_argument("--depth", type=int, nargs="*", default=[0])
     p.add_argument("--ubatch", type=int, nargs="*", default=[512, 2048])
     p.add_argument("--modes", nargs="*", default=["whole", "layered"])
     p.add_argument("--threads", type=int, default=0, help="CPU threads of both (0: each one's own)")
-    p.add_argument("--out", type=Path, help="append JSON lines here")
     return p
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import statistics
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ import click
 from click.core import ParameterSource
 
 from .. import __version__
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError
 from ..units import format_bytes, format_count
-from . import options, ui
+from . import options, svg, ui
+from .outputs import OutputFile
 from .report import config_report
 
 if TYPE_CHECKING:
@@ -81,12 +83,14 @@ def _range(text: str) -> list[int]:
               show_default=True, help="Format of the rows.")
 @click.option("--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
               help="In tg tests, replay a routing trace in place of the router's choice.")
+@click.option("--phases", "phases_path", type=click.Path(path_type=Path), metavar="FILE.svg",
+              help="Write what the host does in a pass, in ms by phase; for --mode layered.")
 @options.engine_options
 def bench(
     target: str | None, model: str | None, n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], n_depth: tuple[int, ...], repetitions: int, style: str,
-    trace_path: Path | None, **given: Any,
-) -> None:
+    trace_path: Path | None, phases_path: Path | None, **given: Any,
+) -> None:  # fmt: skip
     """Measure the model TARGET: prompt processing (pp) and generation (tg), tokens a second.
 
     Rows, names and JSON fields are llama-bench's. Tokens are random and nothing is sampled; one
@@ -116,11 +120,26 @@ def bench(
     config = options.build_config(given)
     if config.profile not in ("", "none") and not Path(config.profile).is_file():
         raise RequestError(f"{config.profile}: no such profile, and bench writes none")
-    with options.load_engine(name, config, trace) as engine:
-        facts = _facts(engine)
-        records = (_record(facts, row) for row in run_bench(engine, spec))
+    if phases_path and config.mode != "layered":
+        raise ConfigError("--phases needs --mode layered; one graph a pass has no phases")
+    with ExitStack() as stack:
+        plot = stack.enter_context(OutputFile(phases_path)) if phases_path else None
+        engine = stack.enter_context(options.load_engine(name, config, trace))
+        facts: dict[str, Any] = _facts(engine)
+        bars: dict[str, dict[str, float]] = {}
+        records = (_noted(_record(facts, row), bars) for row in run_bench(engine, spec))
         {"md": _print_markdown, "json": _print_json, "csv": _print_csv}[style](records)
+        if plot:
+            title = f"Host time of a pass, {facts['model_type']}, {facts['device_info']}"
+            plot.write(svg.stacked_bars(title, "ms", bars).encode())
         options.show_news(engine)
+
+
+def _noted(record: dict[str, Any], bars: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return a record, its phases added to bars."""
+    if record["experts"]:
+        bars[record["test"]] = record["experts"]["phases_ms_per_step"]
+    return record
 
 
 def _read_routing(path: Path) -> Trace:

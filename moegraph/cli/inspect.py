@@ -12,12 +12,13 @@ import click
 import numpy as np
 
 from ..config import KV_TYPES
-from ..errors import RequestError
+from ..errors import ModelFileError, RequestError
 from ..units import MiB, format_bytes, format_count, parse_bytes
 from . import options, ui
 
 if TYPE_CHECKING:
     from ..modelfile import ModelFile, TensorInfo
+    from ..modelfile.check import BadTensor
     from ..modelfile.summary import Fit, ModelSummary
 
 # Compute buffers, the driver's context and alignment: what a device holds besides the model.
@@ -39,11 +40,13 @@ _MAX_LISTED = 8
               show_default=True, help="Type of the K cache.")
 @click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), default="f16",
               show_default=True, help="Type of the V cache.")
+@click.option("--check", "with_check", is_flag=True,
+              help="Read all weights and look for NaN and infinity, as in a damaged file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str,
-    as_json: bool,
-) -> None:
+    with_check: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Show metadata, sizes and experts of the model TARGET; its weights are not loaded.
 
     \b
@@ -51,6 +54,7 @@ def inspect(
       moegraph inspect tiny
       moegraph inspect model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
       moegraph inspect model.gguf --tensors --json | jq .layers
+      moegraph inspect model.gguf --check
     """
     from ..modelfile.summary import fit, summarize
 
@@ -66,11 +70,40 @@ def inspect(
             )
             for budget in budgets
         ]  # fmt: skip
+        bad = _check(model) if with_check else None
         if as_json:
             report = _report(model, summary, fits, with_tensors)
+            if bad is not None:
+                report["nonfinite"] = [dataclasses.asdict(tensor) for tensor in bad]
             click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
         else:
             _show(model, summary, fits, with_tensors)
+            if bad is not None:
+                _show_check(bad, len(model.tensors))
+        if bad:
+            raise ModelFileError(
+                f"{model.path}: {len(bad)} of {len(model.tensors)} tensors hold NaN or infinity, "
+                f"the first is {bad[0].name}; the file is damaged, get it again"
+            )
+
+
+def _check(model: ModelFile) -> list[BadTensor]:
+    from ..modelfile.check import find_nonfinite
+
+    with ui.Bars() as bars:
+        return find_nonfinite(model, lambda done, total: bars("check", done, total))
+
+
+def _show_check(bad: list[BadTensor], n_tensors: int) -> None:
+    click.echo()
+    ui.heading("Check")
+    if not bad:
+        ui.table([("weights", f"no NaN and no infinity in {n_tensors} tensors")])
+        return
+    ui.table(
+        [(t.name, t.type, f"{t.n_bad}", f"{t.n_blocks}", f"{t.first}") for t in bad],
+        ("tensor", "type", "bad blocks", "of", "first"),
+    )
 
 
 def _report(

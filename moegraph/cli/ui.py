@@ -29,7 +29,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "muted": {"dim": True},
     "prompt": {"fg": "cyan", "bold": True},
 }
-_STAGES = {"load": "Loading", "prefill": "Reading the prompt"}
+_STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking"}
 # A bar that would be gone at once only flickers.
 _BAR_DELAY_S = 0.25
 # A model can write any character; a terminal must not obey it. Tab and newline are harmless,

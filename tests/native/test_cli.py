@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -304,3 +305,13 @@ def test_bench_prints_rows() -> None:
     rows = json.loads(done.stdout)
     assert [row["test"] for row in rows] == ["pp8 @ d16", "tg4 @ d16"]
     assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
+
+
+def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
+    plot = tmp_path / "phases.svg"
+    tests = ("-p", 8, "-n", 4, "-r", 1, *CPU, "--phases", plot)
+    assert moegraph("bench", "tiny", *tests).returncode == 2
+    assert not plot.exists()
+    assert moegraph("bench", "tiny", "--mode", "layered", *tests).returncode == 0
+    shown = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert all(word in shown for word in ("pp8", "tg4", "launch", "wait", "look"))

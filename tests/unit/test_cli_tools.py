@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from ggufbytes import Shape, T, kv, model_file, model_pairs, vocab_pairs
+from ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
 
 from moegraph import __version__
 from moegraph.cli import bench, main, ui
@@ -55,6 +56,24 @@ class TestInspect:
         assert {layer["recurrent"] for layer in layers} == {True, False}
         assert "tensors" not in report
         assert report["fits"] == []
+
+    def test_check_looks_at_the_weights(self, model: Path) -> None:
+        assert "no NaN and no infinity" in invoke("inspect", model, "--check").stdout
+        assert "Check" not in invoke("inspect", model).stdout
+
+    def test_check_names_what_is_damaged(self, tmp_path: Path) -> None:
+        path, name = tmp_path / "m.gguf", "output_norm.weight"
+        (info,) = (t for t in model_file().tensors if t.name == name)
+        values = np.ones(info.ne[0], np.float32)
+        values[3:5] = np.nan
+        path.write_bytes(model_file(tensors=edit(name, data=values.tobytes())).build())
+        for extra in ([], ["--json"]):
+            result = invoke("inspect", path, "--check", *extra)
+            assert result.exit_code == 3
+            assert f"the first is {name}; the file is damaged" in result.stderr
+        assert json.loads(result.stdout)["nonfinite"] == [
+            {"name": name, "type": "F32", "n_bad": 2, "n_blocks": len(values), "first": 3}
+        ]
 
     def test_tensors_are_listed_on_request(self, model: Path) -> None:
         tensors = json.loads(invoke("inspect", model, "--json", "--tensors").stdout)["tensors"]
