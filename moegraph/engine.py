@@ -37,7 +37,7 @@ from .generation import Generation
 from .ggml.device import Device
 from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
-from .modelfile import ModelFile, open_model
+from .modelfile import ModelFile, open_model, resolve_target
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
 from .runner.base import NotFinite
 from .runner.cold import ColdExperts, ColdMemory
@@ -104,7 +104,7 @@ class Engine:
         progress: Progress | None = None,
         routing: npt.NDArray[np.int32] | None = None,
     ) -> Engine:
-        """Open a GGUF file and make it resident.
+        """Open a GGUF file, or a shipped model by its name, and make it resident.
 
         progress: called with (stage, done, total) while bytes are loaded.
         routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace
@@ -117,7 +117,7 @@ class Engine:
             OutOfDeviceMemory: it does not fit; the message names the setting to lower.
         """
         config = (config or EngineConfig()).validate()
-        return cls(open_model(path), config, progress, routing)
+        return cls(open_model(resolve_target(path)), config, progress, routing)
 
     def _load(
         self, progress: Progress | None, routing: npt.NDArray[np.int32] | None

@@ -32,7 +32,8 @@ class TensorSet:
     """Tensors of a model file on one device, by GGUF name.
 
     tensors: by GGUF name; joined: matrices that lie behind one another, as one matrix of all their
-    rows. `n_bytes` counts the memory they take there, padding included.
+    rows. n_bytes: the memory they take there, padding included; of a file that is used in place,
+    what of it is theirs.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class TensorSet:
         buffers: Sequence[Buffer],
         tensors: dict[str, Tensor],
         joined: dict[tuple[str, ...], Tensor],
+        n_bytes: int,
     ) -> None:
         self._context = context
         self._buffers = buffers
         self.tensors = tensors
         self.joined = joined
-        self.n_bytes = sum(buffer.size for buffer in buffers)
+        self.n_bytes = n_bytes
 
     def close(self) -> None:
         """Free the memory."""
@@ -92,10 +94,12 @@ class Loader:
         tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
         joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
         if in_place:
-            buffers = self._map(infos, tensors)
+            # spans of several sets lie across one another in the file
+            buffers, n_bytes = self._map(infos, tensors), sum(info.nbytes for info in infos)
         else:
             buffers = [self._copy(infos, tensors, joined, what)]
-        return TensorSet(context, buffers, tensors, joined)
+            n_bytes = buffers[0].size
+        return TensorSet(context, buffers, tensors, joined, n_bytes)
 
     def _map(self, infos: list[TensorInfo], tensors: dict[str, Tensor]) -> list[Buffer]:
         buffers = []

@@ -26,7 +26,9 @@ Text and reports go to stdout, everything else (notes, speed, progress bars, err
 Nothing is drawn, and no colour is used, where a stream is not a terminal; `NO_COLOR` turns
 colour off, too. Option names are llama.cpp's where the meaning is the same. An error is one
 line; `MOEGRAPH_DEBUG=1` also shows where it came from. Every command has `-h/--help`;
-`moegraph --version` names the libraries and the patch set.
+`moegraph --version` names the libraries, the commit of llama.cpp and the patch set. On a machine
+with up to 4 CPUs, CPU threads sleep while they wait for each other, so that other programs do not
+slow them down; `OMP_WAIT_POLICY=active` makes them spin, as llama.cpp's do.
 """
 
 RUN_JSON = {
@@ -92,7 +94,8 @@ def section(command: click.Command, parent: click.Context) -> str:
     lines = [f"## {context.command_path}", "", "```", usage, "```", "", text.strip(), ""]
     lines += ["```sh", inspect.cleandoc(examples), "```", ""]
     lines += ["| option | default | meaning |", "|---|---|---|"]
-    lines += [row(option, context) for option in command.params if isinstance(option, click.Option)]
+    shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    lines += [row(option, context) for option in shown]
     return "\n".join(lines) + "\n"
 
 

@@ -148,3 +148,9 @@ class FakeEngine:
             text = sequence.append(token)
             yield event(token, text, n_rows)
             n_rows = 1
+
+
+def ids_file(path: Path, *ids: int) -> Path:
+    """Write token ids as `moegraph run` reads them; return the path."""
+    path.write_bytes(np.array(ids, dtype="<i4").tobytes())
+    return path

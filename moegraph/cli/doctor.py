@@ -17,6 +17,7 @@ import click
 from .. import __version__
 from ..config import default_threads
 from ..errors import MoegraphError, NativeError
+from ..hostmem import host_memory
 from ..units import format_bytes
 from . import ui
 
@@ -130,13 +131,7 @@ def _driver() -> str | None:
 
 def _memory() -> dict[str, int | None]:
     """Return the machine's memory and the limit of the control group, in bytes."""
-    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo"), re.M))
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return {
-        "total_bytes": int(info["MemTotal"]) * 1024 if "MemTotal" in info else None,
-        "available_bytes": int(info["MemAvailable"]) * 1024 if "MemAvailable" in info else None,
-        "limit_bytes": int(limit) if limit.isdecimal() else None,
-    }
+    return {f"{name}_bytes": n for name, n in asdict(host_memory()).items()}
 
 
 def _cpu() -> dict[str, Any]:

@@ -29,6 +29,15 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # The tokens that a tokenizer puts around a text: one at its beginning, one at its end.
 _MAX_ADDED = 2
+# llama.cpp's options that people try. Left alone, -ngl 99 would be read as -n gl, and -fa as -f a.
+_PLACED = "moegraph places experts itself; --vram SIZE limits what it takes on the device"
+_NOT_HERE = {
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu leaves the GPU alone",
+    ("-ncmoe", "--n-cpu-moe"): _PLACED,
+    ("-cmoe", "--cpu-moe"): f"{_PLACED}, --cache-slots 0 keeps no expert there",
+    ("-ot", "--override-tensor"): _PLACED,
+    ("-fa", "--flash-attn"): "flash attention is always on",
+}
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
 
@@ -57,13 +66,27 @@ def _apply(command: Command, options: list[Callable[[Any], Any]]) -> Command:
 
 def engine_options(command: Command) -> Command:
     """Add one option for each EngineConfig field that has a spelling."""
-    return _apply(command, [setting_option(s) for s in engine_settings() if s.flags])
+    return engine_options_but()(command)
 
 
 def engine_options_but(*names: str) -> Callable[[Command], Command]:
     """Return a decorator like engine_options that leaves some fields at their defaults."""
     chosen = [setting_option(s) for s in engine_settings() if s.flags and s.name not in names]
-    return lambda command: _apply(command, chosen)
+    refused = [_refused_option(flags, reason) for flags, reason in _NOT_HERE.items()]
+    return lambda command: _apply(command, chosen + refused)
+
+
+def _refused_option(flags: tuple[str, ...], reason: str) -> Callable[[Command], Command]:
+    """Return an option that only says why there is no such option."""
+
+    def refuse(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+        if value is not None and not ctx.resilient_parsing:
+            raise click.UsageError(f"there is no {flags[0]} ({flags[-1]}): {reason}", ctx)
+
+    return click.option(
+        *flags, "_refused", hidden=True, expose_value=False, is_eager=True, callback=refuse,
+        is_flag=False, flag_value="", help=f"Not here: {reason}.",
+    )  # fmt: skip
 
 
 def sampling_options(command: Command) -> Command:

@@ -101,9 +101,10 @@ def _check(
     if model is None:
         raise click.UsageError("no model; give a GGUF file or a shipped model's name", ctx)
     if len(rest) not in (0, 3):
+        arguments = "1 argument" if len(rest) == 1 else f"{len(rest)} arguments"
         raise click.UsageError(
-            f"{len(rest)} arguments after the model; the form with token ids takes three, "
-            "PROMPT_IDS N_GEN OUT_IDS, and a text prompt goes to -p",
+            f"{arguments} after the model; a text prompt goes to -p, and the form with token ids "
+            "takes three, PROMPT_IDS N_GEN OUT_IDS",
             ctx,
         )
     config = options.build_config(given)
@@ -148,7 +149,9 @@ def _read_prompt(given: dict[str, Any]) -> str:
     if text is not None:
         text = options.argument_text(text, escape)
     elif file is None and ui.stdin_is_terminal():
-        raise RequestError("no prompt; give -p TEXT or -f FILE, or pipe text in")
+        raise RequestError(
+            "no prompt; give -p TEXT or -f FILE, or pipe text in; to talk, use moegraph chat"
+        )
     else:
         text = options.read_text(file or "-")
         text = options.unescape(text) if escape else text
@@ -222,6 +225,9 @@ def _finish(
     engine: Engine, job: _Job, sampling: SamplingParams, prompt: list[int], tokens: list[int],
     text: str, event: GenerationEvent, load_s: float,
 ) -> None:
+    n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
+    if n_held > n_trained:
+        ui.note(f"warning: {n_held} positions, the model was trained on {n_trained}")
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
     options.show_news(engine)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
+from ..hostmem import host_memory
 from ..units import format_bytes
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
@@ -41,6 +42,12 @@ class HostBuffer(Buffer):
         return ffi.cast("char *", self.base + offset)
 
 
+def _host_free(reported: int) -> int:
+    """Return what is free on the host; ggml reports all of the machine's memory as free."""
+    available = host_memory().available
+    return reported if available is None else min(reported, available)
+
+
 def list_devices() -> list[dict[str, Any]]:
     """Return name, description, kind ('cpu', 'cuda', 'other') and memory of every device."""
     found, n_gpu = [], 0
@@ -48,9 +55,10 @@ def list_devices() -> list[dict[str, Any]]:
         dev = C.ggml_backend_dev_get(i)
         props = ffi.new("struct ggml_backend_dev_props *")
         C.ggml_backend_dev_get_props(dev, props)
-        kind, name = "other", ffi.string(props.name).decode()
+        kind, name, free = "other", ffi.string(props.name).decode(), props.memory_free
         if props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU:
             kind, spelling = "cpu", "cpu"
+            free = _host_free(free)
         elif name.startswith("CUDA"):
             kind, spelling = "cuda", f"cuda:{n_gpu}"
             n_gpu += 1
@@ -62,7 +70,7 @@ def list_devices() -> list[dict[str, Any]]:
             "name": name,
             "description": ffi.string(props.description).decode(),
             "address": ffi.string(props.device_id).decode() if props.device_id else "",
-            "memory_free": props.memory_free,
+            "memory_free": free,
             "memory_total": props.memory_total,
             "handle": dev,
         })
@@ -158,6 +166,9 @@ class Device:
         Raises:
             OutOfDeviceMemory: names what was wanted, how much is free, and the remedy.
         """
+        # Linux hands out memory that it does not have and ends the process when it is used.
+        if self.is_cpu and size > _host_free(size):
+            raise self.out_of_memory(size, what, remedy)
         ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
         if ptr == ffi.NULL:
             raise self.out_of_memory(size, what, remedy)
@@ -166,7 +177,8 @@ class Device:
     def out_of_memory(self, size: int, what: str, remedy: str) -> OutOfDeviceMemory:
         """Return the error for a failed allocation of `size` bytes."""
         last_error()
-        free, _ = self.memory()
+        free = self.memory()[0]
+        free = _host_free(free) if self.is_cpu else free
         return OutOfDeviceMemory(
             f"{self.name} cannot allocate {format_bytes(size)} for {what}: "
             f"{format_bytes(free)} free; {remedy}"

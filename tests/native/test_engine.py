@@ -22,6 +22,7 @@ from moegraph.errors import (
     RequestError,
 )
 from moegraph.ggml.handles import live_handles
+from moegraph.hostmem import HostMemory
 from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
 from moegraph.sequence import CancelToken
@@ -288,6 +289,20 @@ def test_memory_that_does_not_suffice_is_refused_with_a_remedy(model_path, no_le
             model_path("legacy32"),
             EngineConfig(device="cpu", n_ctx=1 << 22, n_seq=256, n_threads=1),
         )
+
+
+def test_host_memory_is_not_promised_twice(model_path, no_leak, monkeypatch):
+    """Linux would grant the cache, and end the process when it is cleared."""
+    monkeypatch.setattr(
+        "moegraph.ggml.device.host_memory", lambda: HostMemory(8 << 30, 1 << 20, None)
+    )
+    with pytest.raises(OutOfDeviceMemory, match=r"for the KV cache .*: 1\.00 MiB free; lower -c"):
+        Engine.load(model_path("legacy32"), EngineConfig(device="cpu", n_ctx=65536, n_threads=1))
+
+
+def test_a_shipped_model_has_a_name():
+    with Engine.load("tiny", EngineConfig(device="cpu", n_ctx=256)) as engine:
+        assert engine.tokenizer.decode(engine.tokenizer.encode("def f(x):")) == "def f(x):"
 
 
 def test_a_missing_device_is_named_and_nothing_leaks(model_path, no_leak):

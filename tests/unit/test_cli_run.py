@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fake_engine import END, N_VOCAB, FakeEngine
+from fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
 from moegraph.cli import ui
 from moegraph.config import EngineConfig
@@ -27,11 +27,6 @@ from moegraph.errors import (
 
 if TYPE_CHECKING:
     from conftest import Cli
-
-
-def ids_file(path: Path, *ids: int) -> Path:
-    path.write_bytes(np.array(ids, dtype="<i4").tobytes())
-    return path
 
 
 class TestText:
@@ -217,6 +212,13 @@ class TestPrompt:
         assert cli.loaded == []
         assert "holds 4096" in cli.refused("run", "m", "-p", "x" * 4097, "-c", "0")
 
+    def test_text_beyond_the_trained_context_is_told(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abc", n_ctx=8192)
+        args = ("run", "m", "-p", "x" * 4094, "-c", "8192", "-n")
+        assert "warning" not in cli(*args, "2").stderr
+        warning, _ = cli(*args, "3").stderr.splitlines()
+        assert warning == "warning: 4097 positions, the model was trained on 4096"
+
     def test_a_prompt_that_just_fits(self, cli: Cli) -> None:
         assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
 
@@ -263,127 +265,6 @@ class TestJson:
         cli.engine = FakeEngine("abcdef")
         report = self.report(cli, "-p", "x", "-n", "3")
         assert (report["text"], report["finish_reason"]) == ("abc", "length")
-
-
-class TestIds:
-    def test_prompt_and_generated_ids_are_written(self, cli: Cli, tmp_path: Path) -> None:
-        cli.engine = FakeEngine("xy")
-        result = cli("run", "m", ids_file(tmp_path / "in", 97, 98), 64, tmp_path / "out")
-        assert result.exit_code == 0
-        assert result.stdout == ""
-        assert "decode 3 tokens" in result.stderr
-        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 98, 120, 121, END]
-        assert cli.engine.calls[0].max_tokens == 64
-
-    def test_it_is_greedy_unless_told_otherwise(self, cli: Cli, tmp_path: Path) -> None:
-        trio = (ids_file(tmp_path / "in", 97), 1, "/dev/null")
-        cli("run", "m", *trio)
-        cli("run", "m", *trio, "--temp", "0.8")
-        first, second = (call.sampling for call in cli.engine.calls)
-        assert not first.needs_logits
-        assert second.temperature == 0.8
-
-    def test_an_old_file_is_replaced_whole(self, cli: Cli, tmp_path: Path) -> None:
-        (tmp_path / "out").write_bytes(b"z" * 1000)
-        cli("run", "m", ids_file(tmp_path / "in", 97), 1, tmp_path / "out")
-        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, END]
-
-    def test_json_goes_with_ids(self, cli: Cli, tmp_path: Path) -> None:
-        cli.engine = FakeEngine("xy")
-        result = cli("run", "m", ids_file(tmp_path / "in", 97), 2, "/dev/null", "--json")
-        assert json.loads(result.stdout)["tokens"] == [120, 121]
-
-    def test_a_model_without_vocabulary_runs(self, cli: Cli, tmp_path: Path) -> None:
-        cli.engine = FakeEngine(b"\x05\x06", vocabulary=False)
-        trio = (ids_file(tmp_path / "in", 97), 3, tmp_path / "out")
-        assert cli("run", "m", *trio, "--ignore-eos").exit_code == 0
-        assert not cli.engine.calls[0].text
-        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 5, 6, END]
-
-    @pytest.mark.parametrize(
-        ("data", "line"),
-        [
-            (b"", "the file is empty"),
-            (b"\1\0\0", "3 bytes is not a multiple of 4"),
-            (b"\1\0\0\0\1", "5 bytes is not a multiple of 4"),
-            (b"\1\0\0\0\0\1\0\0", "token id 256 at position 1; the model has ids 0 to 255"),
-            (b"\xff\xff\xff\xff", "token id -1 at position 0"),
-            (b"\1\0\0\0" * 4097, "4097 tokens, the context holds 4096"),
-        ],
-    )
-    def test_wrong_ids_are_refused_before_anything_is_loaded(
-        self, cli: Cli, tmp_path: Path, data: bytes, line: str
-    ) -> None:
-        (tmp_path / "in").write_bytes(data)
-        assert line in cli.refused("run", "m", tmp_path / "in", 4, tmp_path / "out")
-        assert cli.loaded == []
-        assert not (tmp_path / "out").exists()
-
-    def test_ids_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
-        assert "No such file" in cli.refused("run", "m", tmp_path / "in", 4, "/dev/null")
-
-    @pytest.mark.parametrize("n", ["0", "-1", "x", "1.5", "", str(2**31), "9" * 5000, "²"])
-    def test_n_gen_out_of_range(self, cli: Cli, tmp_path: Path, n: str) -> None:
-        line = cli.refused("run", "m", "--", ids_file(tmp_path / "in", 1), n, "/dev/null")
-        assert "N_GEN is" in line
-
-    @pytest.mark.parametrize("extra", [["-p", "x"], ["-f", "x"], ["-n", "3"], ["-e"]])
-    def test_text_options_do_not_go_with_ids(
-        self, cli: Cli, tmp_path: Path, extra: list[str]
-    ) -> None:
-        trio = (ids_file(tmp_path / "in", 1), 1, "/dev/null")
-        assert f"{extra[0]} does not go with" in cli.refused("run", "m", *trio, *extra)
-
-    @pytest.mark.parametrize("n", [1, 2, 4])
-    def test_a_wrong_number_of_arguments(self, cli: Cli, n: int) -> None:
-        assert f"{n} arguments after the model" in cli.refused("run", "m", *"abcd"[:n])
-
-
-class TestOutputs:
-    @pytest.mark.parametrize("where", ["no/such/dir", "."])
-    @pytest.mark.parametrize("which", ["ids", "logits"])
-    def test_an_output_that_cannot_be_written_is_found_before_loading(
-        self, cli: Cli, tmp_path: Path, where: str, which: str
-    ) -> None:
-        target = tmp_path / where
-        if which == "ids":
-            args = [ids_file(tmp_path / "in", 1), 1, target]
-        else:
-            args = ["-p", "x", "--logits-out", target]
-        assert f"{target}: cannot write:" in cli.refused("run", "m", *args)
-        assert cli.loaded == []
-
-    @pytest.mark.parametrize("existed", [True, False])
-    def test_a_failure_leaves_the_output_as_it_was(
-        self, cli: Cli, tmp_path: Path, existed: bool
-    ) -> None:
-        out = tmp_path / "out"
-        if existed:
-            out.write_bytes(b"old")
-
-        def fail() -> None:
-            raise ModelFileError("broken")
-
-        cli.on_load = fail
-        cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, out, code=3)
-        assert (out.read_bytes() if out.exists() else None) == (b"old" if existed else None)
-
-    def test_a_full_disk_is_one_line(self, cli: Cli, tmp_path: Path) -> None:
-        line = cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, "/dev/full")
-        assert "/dev/full: cannot write: No space left on device" in line
-
-    def test_logits_have_a_row_for_every_position_that_was_computed(
-        self, cli: Cli, tmp_path: Path
-    ) -> None:
-        cli.engine = FakeEngine("abcdef")
-        cli("run", "m", "-p", "xyz", "-n", 4, "--logits-out", tmp_path / "l.npy")
-        logits = np.load(tmp_path / "l.npy")
-        assert (logits.shape, logits.dtype) == ((3 + 4 - 1, N_VOCAB), np.float32)
-        assert logits[:, 0].tolist() == [1, 1, 1, 2, 3, 4]
-
-    def test_logits_go_to_regular_files_only(self, cli: Cli) -> None:
-        line = cli.refused("run", "m", "-p", "x", "--logits-out", "/dev/null")
-        assert "cannot write an array to a device" in line
 
 
 class TestFailures:

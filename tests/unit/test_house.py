@@ -23,7 +23,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Low to high: a room imports rooms of its own line and of the lines above it.
 ROOMS = (
-    ("errors", "config", "units"),
+    ("errors", "config", "units", "hostmem"),
     ("modelfile", "hparams"),
     ("ggml",),
     ("weights", "state"),
@@ -37,7 +37,8 @@ ROOMS = (
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "units", "hparams", "modelfile", "modelfile.summary", "sampling", "sequence",
+    "config", "units", "hostmem", "hparams", "modelfile", "modelfile.summary", "sampling",
+    "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
     "experts.profilefile", "experts.guard",

@@ -1,0 +1,148 @@
+"""`moegraph run` with token ids in and out, over a scripted engine, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from fake_engine import END, N_VOCAB, FakeEngine, ids_file
+
+from moegraph.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from conftest import Cli
+
+
+class TestIds:
+    def test_prompt_and_generated_ids_are_written(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("xy")
+        result = cli("run", "m", ids_file(tmp_path / "in", 97, 98), 64, tmp_path / "out")
+        assert result.exit_code == 0
+        assert result.stdout == ""
+        assert "decode 3 tokens" in result.stderr
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 98, 120, 121, END]
+        assert cli.engine.calls[0].max_tokens == 64
+
+    def test_it_is_greedy_unless_told_otherwise(self, cli: Cli, tmp_path: Path) -> None:
+        trio = (ids_file(tmp_path / "in", 97), 1, "/dev/null")
+        cli("run", "m", *trio)
+        cli("run", "m", *trio, "--temp", "0.8")
+        first, second = (call.sampling for call in cli.engine.calls)
+        assert not first.needs_logits
+        assert second.temperature == 0.8
+
+    def test_an_old_file_is_replaced_whole(self, cli: Cli, tmp_path: Path) -> None:
+        (tmp_path / "out").write_bytes(b"z" * 1000)
+        cli("run", "m", ids_file(tmp_path / "in", 97), 1, tmp_path / "out")
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, END]
+
+    def test_json_goes_with_ids(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("xy")
+        result = cli("run", "m", ids_file(tmp_path / "in", 97), 2, "/dev/null", "--json")
+        assert json.loads(result.stdout)["tokens"] == [120, 121]
+
+    def test_a_model_without_vocabulary_runs(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine(b"\x05\x06", vocabulary=False)
+        trio = (ids_file(tmp_path / "in", 97), 3, tmp_path / "out")
+        assert cli("run", "m", *trio, "--ignore-eos").exit_code == 0
+        assert not cli.engine.calls[0].text
+        assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 5, 6, END]
+
+    @pytest.mark.parametrize(
+        ("data", "line"),
+        [
+            (b"", "the file is empty"),
+            (b"\1\0\0", "3 bytes is not a multiple of 4"),
+            (b"\1\0\0\0\1", "5 bytes is not a multiple of 4"),
+            (b"\1\0\0\0\0\1\0\0", "token id 256 at position 1; the model has ids 0 to 255"),
+            (b"\xff\xff\xff\xff", "token id -1 at position 0"),
+            (b"\1\0\0\0" * 4097, "4097 tokens, the context holds 4096"),
+        ],
+    )
+    def test_wrong_ids_are_refused_before_anything_is_loaded(
+        self, cli: Cli, tmp_path: Path, data: bytes, line: str
+    ) -> None:
+        (tmp_path / "in").write_bytes(data)
+        assert line in cli.refused("run", "m", tmp_path / "in", 4, tmp_path / "out")
+        assert cli.loaded == []
+        assert not (tmp_path / "out").exists()
+
+    def test_ids_that_cannot_be_read(self, cli: Cli, tmp_path: Path) -> None:
+        assert "No such file" in cli.refused("run", "m", tmp_path / "in", 4, "/dev/null")
+
+    @pytest.mark.parametrize("n", ["0", "-1", "x", "1.5", "", str(2**31), "9" * 5000, "²"])
+    def test_n_gen_out_of_range(self, cli: Cli, tmp_path: Path, n: str) -> None:
+        line = cli.refused("run", "m", "--", ids_file(tmp_path / "in", 1), n, "/dev/null")
+        assert "N_GEN is" in line
+
+    @pytest.mark.parametrize("extra", [["-p", "x"], ["-f", "x"], ["-n", "3"], ["-e"]])
+    def test_text_options_do_not_go_with_ids(
+        self, cli: Cli, tmp_path: Path, extra: list[str]
+    ) -> None:
+        trio = (ids_file(tmp_path / "in", 1), 1, "/dev/null")
+        assert f"{extra[0]} does not go with" in cli.refused("run", "m", *trio, *extra)
+
+    @pytest.mark.parametrize("n", [1, 2, 4])
+    def test_a_wrong_number_of_arguments(self, cli: Cli, n: int) -> None:
+        counted = "1 argument" if n == 1 else f"{n} arguments"
+        assert f"{counted} after the model" in cli.refused("run", "m", *"abcd"[:n])
+
+    @pytest.mark.parametrize("flag", ["-ngl", "-ncmoe", "-fa", "--n-gpu-layers", "--flash-attn"])
+    @pytest.mark.parametrize("value", [[], ["99"], ["on"]])
+    def test_options_of_llama_cpp_that_are_not_here_say_why(
+        self, cli: Cli, flag: str, value: list[str]
+    ) -> None:
+        for command in ("run", "chat", "bench"):
+            line = cli.refused(command, "m", flag, *value)
+            assert line.startswith("error: there is no ") and f"{flag} " in line.replace(")", " ")
+        assert "_refused" not in cli("run", "-h").stdout
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("where", ["no/such/dir", "."])
+    @pytest.mark.parametrize("which", ["ids", "logits"])
+    def test_an_output_that_cannot_be_written_is_found_before_loading(
+        self, cli: Cli, tmp_path: Path, where: str, which: str
+    ) -> None:
+        target = tmp_path / where
+        if which == "ids":
+            args = [ids_file(tmp_path / "in", 1), 1, target]
+        else:
+            args = ["-p", "x", "--logits-out", target]
+        assert f"{target}: cannot write:" in cli.refused("run", "m", *args)
+        assert cli.loaded == []
+
+    @pytest.mark.parametrize("existed", [True, False])
+    def test_a_failure_leaves_the_output_as_it_was(
+        self, cli: Cli, tmp_path: Path, existed: bool
+    ) -> None:
+        out = tmp_path / "out"
+        if existed:
+            out.write_bytes(b"old")
+
+        def fail() -> None:
+            raise ModelFileError("broken")
+
+        cli.on_load = fail
+        cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, out, code=3)
+        assert (out.read_bytes() if out.exists() else None) == (b"old" if existed else None)
+
+    def test_a_full_disk_is_one_line(self, cli: Cli, tmp_path: Path) -> None:
+        line = cli.refused("run", "m", ids_file(tmp_path / "in", 1), 1, "/dev/full")
+        assert "/dev/full: cannot write: No space left on device" in line
+
+    def test_logits_have_a_row_for_every_position_that_was_computed(
+        self, cli: Cli, tmp_path: Path
+    ) -> None:
+        cli.engine = FakeEngine("abcdef")
+        cli("run", "m", "-p", "xyz", "-n", 4, "--logits-out", tmp_path / "l.npy")
+        logits = np.load(tmp_path / "l.npy")
+        assert (logits.shape, logits.dtype) == ((3 + 4 - 1, N_VOCAB), np.float32)
+        assert logits[:, 0].tolist() == [1, 1, 1, 2, 3, 4]
+
+    def test_logits_go_to_regular_files_only(self, cli: Cli) -> None:
+        line = cli.refused("run", "m", "-p", "x", "--logits-out", "/dev/null")
+        assert "cannot write an array to a device" in line
