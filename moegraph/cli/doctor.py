@@ -21,6 +21,9 @@ from ..hostmem import host_memory
 from ..units import format_bytes
 from . import ui
 
+_VERSIONS = "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}"
+# Its structures are those of the pinned llama.cpp.
+_LLAMA_CPP_PYTHON = "0.3.36"
 _PACKAGES = ("llama-cpp-python", "numpy", "gguf", "cffi", "click", "jinja2", "rich")
 # The instruction sets that ggml's CPU kernels have variants for.
 _CPU_FLAGS = (
@@ -50,13 +53,14 @@ def doctor(as_json: bool) -> None:
       moegraph doctor
       moegraph doctor --json | jq .devices
     """
-    native, devices = _native()
+    native, libraries, devices = _native()
     checks = [native, _tokenizer(), _cuda(devices)]
     report = {
         "moegraph": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
+        "native": libraries,
         "checks": [asdict(check) for check in checks],
         "devices": devices,
         "driver": _driver(),
@@ -75,30 +79,34 @@ def native_summary() -> str:
     """Return what the native libraries are, in a few words."""
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import native_versions
+        from ..ggml.lib import versions
     except MoegraphError:
         return "native libraries not built"
     kinds = dict.fromkeys(device["name"].rstrip("0123456789") for device in list_devices())
-    return f"{native_versions()}; devices: {', '.join(kinds)}"
+    return f"{_VERSIONS.format(**versions())}; devices: {', '.join(kinds)}"
 
 
-def _native() -> tuple[Check, list[dict[str, Any]]]:
+def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
+    """Return whether the libraries load, which they are, and the devices they find."""
     try:
         from ..ggml.device import list_devices
-        from ..ggml.lib import library_dir, native_versions
+        from ..ggml.lib import library_dir, versions
 
         devices = [{k: v for k, v in d.items() if k != "handle"} for d in list_devices()]
-        detail = f"{native_versions()}, in {library_dir()}"
+        found = {**versions(), "folder": str(library_dir())}
     except MoegraphError as error:
-        return Check("native libraries", False, str(error)), []
-    return Check("native libraries", True, detail), devices
+        return Check("native libraries", False, str(error)), None, []
+    detail = f"{_VERSIONS.format(**found)}, in {found['folder']}"
+    return Check("native libraries", True, detail), found, devices
 
 
 def _tokenizer() -> Check:
     version = _version("llama-cpp-python")
+    hint = f"CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python=={_LLAMA_CPP_PYTHON}"
     if version is None:
-        hint = "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.36"
         return Check("tokenizer", False, f"llama-cpp-python is not installed; {hint}")
+    if version != _LLAMA_CPP_PYTHON:
+        return Check("tokenizer", False, f"llama-cpp-python {version} is another one; {hint}")
     return Check("tokenizer", True, f"llama-cpp-python {version}")
 
 

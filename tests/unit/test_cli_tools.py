@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
 
 from moegraph import __version__
-from moegraph.cli import bench, main, ui
+from moegraph.cli import bench, doctor, main, ui
 from moegraph.errors import NativeError
 
 if TYPE_CHECKING:
@@ -237,7 +237,20 @@ class TestDoctor:
             "native libraries", "tokenizer", "CUDA",
         }  # fmt: skip
         native = next(c for c in report["checks"] if c["name"] == "native libraries")
+        if native["ok"]:
+            assert set(report["native"]) == {"ggml", "llama_commit", "patchset", "folder"}
+            assert all(text in native["detail"] for text in report["native"].values())
         assert result.exit_code == (0 if native["ok"] else NativeError.exit_code)
+
+    @pytest.mark.parametrize("version", [None, "0.2.0"])
+    def test_another_tokenizer_is_named_with_the_remedy(
+        self, monkeypatch: pytest.MonkeyPatch, version: str | None
+    ) -> None:
+        monkeypatch.setattr(doctor, "_version", lambda package: version)
+        found = doctor._tokenizer()
+        pinned = json.loads((ROOT / "vendor" / "pin.json").read_text())["version"]
+        assert not found.ok
+        assert f"pip install llama-cpp-python=={pinned}" in found.detail
 
     def test_it_works_before_anything_is_built(self, tmp_path: Path) -> None:
         done = subprocess.run(
