@@ -172,19 +172,6 @@ class TestRefusals:
         assert child.wait(PATIENCE_S) == 141
 
 
-def test_a_model_that_is_cut_short_while_it_runs_leaves_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    shutil.copyfile(ROOT / "moegraph" / "models" / "tiny.gguf", path)
-    child = start("run", path, "-p", PROMPT, "-n", 4000, "-c", 8192, "--ignore-eos", *CPU)
-    assert child.stdout is not None
-    assert child.stdout.read(1)
-    os.truncate(path, path.stat().st_size // 8)
-    _, errors = child.communicate(timeout=PATIENCE_S)
-    assert child.returncode == 3
-    assert len(errors.splitlines()) == 1
-    assert errors.startswith(b"error: a model file in use became shorter")
-
-
 def wait_for_map(pid: int, name: str) -> None:
     """Wait until the program runs in a process and has mapped a file of that name."""
     process, deadline = Path(f"/proc/{pid}"), time.monotonic() + PATIENCE_S
