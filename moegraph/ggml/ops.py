@@ -21,6 +21,9 @@ F16: int = C.GGML_TYPE_F16
 I32: int = C.GGML_TYPE_I32
 I64: int = C.GGML_TYPE_I64
 
+# Most rows of one sequence that the operations with parents take.
+MAX_TREE_ROWS: int = C.MOEGRAPH_TREE_ROWS
+
 
 def shape(t: Tensor) -> tuple[int, int, int, int]:
     """Return the four extents of a tensor, ggml order."""
@@ -41,6 +44,11 @@ def _require(ok: bool, op: str, *tensors: Tensor) -> None:
     if not ok:
         operands = ", ".join(f"{name_of(t) or '?'}{list(shape(t))}" for t in tensors)
         raise InternalError(f"{op}: operands do not fit: {operands}; please report this")
+
+
+def _require_parents(parents: Tensor, n_tokens: int, n_seqs: int, op: str) -> None:
+    ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
+    _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
 
 
 def _repeats(small: Tensor, large: Tensor) -> bool:
@@ -256,23 +264,30 @@ class Builder:
         C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
         return y
 
-    def ssm_conv(self, x: Tensor, kernel: Tensor) -> Tensor:
+    def ssm_conv(self, x: Tensor, kernel: Tensor, parents: Tensor | None = None) -> Tensor:
         """Depthwise causal convolution.
 
         x F32 [d_conv - 1 + n_tokens, channels, n_seqs], kernel F32 [d_conv, channels]:
-        F32 [channels, n_tokens, n_seqs].
+        F32 [channels, n_tokens, n_seqs]. With parents I32 [n_tokens, n_seqs] the window of a row is
+        the row, its ancestors and then the columns in front of row 0.
         """
         ok = x.ne[1] == kernel.ne[1] and x.ne[0] >= kernel.ne[0] and kernel.type == F32
         _require(ok and x.ne[3] == 1, "ssm_conv", x, kernel)
-        return C.ggml_ssm_conv(self.ctx, x, kernel)
+        if parents is None:
+            return C.ggml_ssm_conv(self.ctx, x, kernel)
+        _require_parents(parents, x.ne[0] - kernel.ne[0] + 1, x.ne[2], "ssm_conv")
+        return C.moegraph_ssm_conv_tree(self.ctx, x, kernel, parents)
 
     def gated_delta_net(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
+        parents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Gated delta rule over the tokens of each sequence, keeping the final state.
 
         q, k [S, n_k_heads, T, B], v [S, n_v_heads, T, B], g and beta [1, n_v_heads, T, B],
         state [S, S, n_v_heads, B]: F32 [S * n_v_heads, T * B + S * B], scores first, state behind.
+        With parents I32 [T, B] each row continues the state of its parent and no state is kept:
+        F32 [S * n_v_heads, T * B].
         """
         s, h, t, b = shape(v)
         ok = (
@@ -282,4 +297,7 @@ class Builder:
             and shape(state) == (s, s, h, b)
         )
         _require(ok, "gated_delta_net", q, k, v, g, beta, state)
-        return C.ggml_gated_delta_net(self.ctx, q, k, v, g, beta, state, 1)
+        if parents is None:
+            return C.ggml_gated_delta_net(self.ctx, q, k, v, g, beta, state, 1)
+        _require_parents(parents, t, b, "gated_delta_net")
+        return C.moegraph_gated_delta_net_tree(self.ctx, q, k, v, g, beta, state, parents)

@@ -10,6 +10,7 @@
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
+#include "moegraph.h"
 
 #ifdef __cplusplus
 extern "C" {
