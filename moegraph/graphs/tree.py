@@ -17,9 +17,15 @@ from ..hparams import HParams
 from ..state import State
 from ..weights import LayerWeights
 from .deltanet import (
-    DeltaRows, advance_conv_state, advance_delta_state, build_output, conv_columns, delta_operands,
-    delta_state, project_rows,
-)  # fmt: skip
+    DeltaRows,
+    advance_conv_state,
+    advance_delta_state,
+    build_output,
+    conv_columns,
+    delta_operands,
+    delta_state,
+    project_rows,
+)
 from .inputs import PassShape
 
 

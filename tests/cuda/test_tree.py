@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
 
+from tree_layer import Layer, verify_and_commit
 from tree_rows import TREES, ConvCase, DeltaCase, path
 
 from moegraph.ggml.device import Device, list_devices
@@ -76,3 +77,16 @@ def test_each_row_of_the_convolution_equals_its_path_alone(
         for seq in range(2):
             rows = path(parents[seq], n_tokens - 1)
             assert nmse(together[seq, rows], case.alone(device, seq, rows, silu)) < LIMIT_ALONE
+
+
+@pytest.mark.parametrize("n_tokens", [2, 24, 64])
+def test_a_committed_path_leaves_what_it_leaves_alone(n_tokens: int, device: Device) -> None:
+    """Within what float products differ by when they have another number of rows (TF32)."""
+    rng = np.random.default_rng(n_tokens)
+    tree, alone = Layer(device, 1), Layer(device, 1)
+    for tokens in (n_tokens, 3):
+        verified, expected = verify_and_commit(tree, alone, tokens, rng)
+        assert nmse(np.stack(verified), np.stack(expected)) < 1e-5
+        assert nmse(tree.states(), alone.states()) < 1e-5
+    tree.close()
+    alone.close()

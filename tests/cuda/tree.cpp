@@ -431,6 +431,7 @@ static void print_times() {
                 microseconds([&](net & g) { return conv(g, false); }),  microseconds([&](net & g) { return conv(g, true); }),
             };
             printf("%6d %8s %12.2f %12.2f %12.2f %12.2f\n", n, TREE_NAMES[kind], us[0], us[1], us[2], us[3]);
+            fflush(stdout);
         }
     }
 }
