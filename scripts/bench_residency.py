@@ -135,13 +135,18 @@ def sample(
             base.append(upstream(args, ncmoe, args.tokens))
             tps.append(decode(engine, args.tokens))
         stats = engine.expert_stats().since(before).report()
+        misses = engine.runner.misses
+        split = misses.split if misses else None
         row = {
             "system": f"{miss}, {n_slots} slots", "tps": tps,
             "device": engine.memory()["device_peak_bytes"], "hit_rate": stats["hit_rate"],
             "misses_token": stats["misses"] / stats["n_steps"],
             "mib_token": stats["fetched_mib_per_step"],
-            "on_cpu": engine.runner.misses.split.one_row, "phases": stats["phases_ms_per_step"],
+            "on_cpu": split.one_row if split else [], "phases": stats["phases_ms_per_step"],
         }  # fmt: skip
+        if split and miss == "auto":  # what the cost law rests on, for moegraph simulate
+            row["stream_us"] = [round(seconds * 1e6, 1) for seconds in split.streamed]
+            row["cpu_us"] = [round(seconds * 1e6, 1) for seconds in split.on_cpu]
     return row, base
 
 

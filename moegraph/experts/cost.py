@@ -138,7 +138,7 @@ class MissSplit:
     def __init__(
         self, on_cpu: Sequence[float], streamed: Sequence[float], per_row: float = 1.0
     ) -> None:
-        self._on_cpu, self._streamed, self._per_row = list(on_cpu), list(streamed), per_row
+        self.on_cpu, self.streamed, self._per_row = list(on_cpu), list(streamed), per_row
         counts = range(min(len(on_cpu), len(streamed)))
         self.one_row = best_split(on_cpu, streamed)
         self.alone = [n if on_cpu[n] <= streamed[n] else self.one_row[n] for n in counts]
@@ -158,12 +158,12 @@ class MissSplit:
         n, load = len(rows), 0.0
         if alone:
             total = sum(1.0 + self._per_row * (r - 1) for r in rows)
-            if _seconds(self._on_cpu, total) <= _seconds(self._streamed, n):
+            if _seconds(self.on_cpu, total) <= _seconds(self.streamed, n):
                 return n
-        best, found = _seconds(self._streamed, n), 0
+        best, found = _seconds(self.streamed, n), 0
         for c, r in enumerate(reversed(rows), 1):
             load += 1.0 + self._per_row * (r - 1)
-            cpu, rest = _seconds(self._on_cpu, load), _seconds(self._streamed, n - c)
+            cpu, rest = _seconds(self.on_cpu, load), _seconds(self.streamed, n - c)
             if max(cpu, rest) < best:
                 best, found = max(cpu, rest), c
             if cpu >= rest:

@@ -96,8 +96,9 @@ def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
         handles.append(sum(live_handles().values()))
     if "mode" in settings:  # what is resident decides in which order CUDA sums experts
         assert greedy_tokens(engine, ids, 12) == first
-    # captured graphs come and go with prompt lengths; they take a few MiB
-    assert max(used[100:]) - min(used[100:]) <= 32 << 20
+    # captured graphs come and go with prompt lengths: hundreds of them, a tenth of a MiB each
+    assert max(used[100:]) - min(used[100:]) <= 64 << 20
+    assert max(used[150:]) >= max(used[100:150]) - (8 << 20), "less and less is free"
     # every prompt length has been seen after 40 requests; built graphs are kept up to a limit
     assert max(handles[120:]) <= max(handles[40:120])
 
