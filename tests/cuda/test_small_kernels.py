@@ -285,7 +285,8 @@ def test_a_shared_expert_beside_routed_ones(device: Device, kind: str, n_rows: i
 
     both, routed, shared = chain(True, True), chain(True, False), chain(False, True)
     for got, first, second in zip(both, routed, shared):
-        assert nmse(got, first + second) < 1e-9
+        # one rounding of an int8 activation that falls the other way is 1e-8
+        assert nmse(got, first + second) < 1e-7
 
 
 def test_a_shared_expert_costs_less_than_it_takes(device: Device) -> None:
