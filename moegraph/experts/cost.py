@@ -97,15 +97,16 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: measured with an early build, 16 threads of a
-# Xeon. desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
+# Times of a 35B-A3B with experts of 1.9 MB. h200: measured, 16 threads of a Xeon; speeds at eight
+# budgets follow from it within 7 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s,
+# PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 40, 1_900_000, whole=4.42e-3, look=4.2e-6, fixed=3e-6, overlap=0.0,
-            stream=_line(37e-6, 42e-6),
-            cpu=Curve(((1, 91e-6), (2, 124e-6), (4, 183e-6), (8, 285e-6))),
+            "h200", 40, 1_900_000, whole=2.63e-3, look=11.5e-6, fixed=55e-6, overlap=0.0,
+            stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
+            cpu=Curve(((1, 40e-6), (2, 58e-6), (4, 92e-6), (8, 177e-6))),
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
@@ -169,6 +170,16 @@ class MissSplit:
             if cpu >= rest:
                 break
         return found
+
+
+def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_expert: int) -> bool:
+    """Return whether to stream every missing expert, so that nothing is published for the CPU.
+
+    cpu_one, stream_one: seconds for one expert. Publishing activations costs every layer; where
+    half of the experts or more are resident, few layers miss, and mostly one: what was streamed can
+    stay, so the CPU has to be quicker by a quarter.
+    """
+    return 2 * n_slots >= n_expert and 1.25 * cpu_one > stream_one
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:

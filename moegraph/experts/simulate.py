@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import RequestError
 from .cache import ExpertCache
 from .cachestats import CacheStats
-from .cost import Machine, split_for
+from .cost import Machine, split_for, streams_rare_misses
 from .policy import Policy
 from .profile import Profile
 from .trace import Trace
@@ -76,7 +76,9 @@ class _Replay:
     def __init__(self, cache: ExpertCache, machine: Machine, mode: str) -> None:
         self.cache = cache
         self.machine = machine
-        n_used = cache.n_expert_used
+        n_used, one = cache.n_expert_used, (machine.cpu(1), machine.stream(1))
+        if mode == "auto" and streams_rare_misses(*one, min(cache.n_slots), cache.n_expert):
+            mode = "stream"
         self.split = split_for(machine, mode, n_used)
         # stalls of few missing experts are asked for again and again
         self.stalls = [

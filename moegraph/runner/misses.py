@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import ExpertCache
-from ..experts.cost import MissSplit
+from ..experts.cost import MissSplit, streams_rare_misses
 from ..experts.guard import CacheGuard, Counters
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
@@ -167,10 +167,11 @@ class MissHandler:
         rows = ADMIT_ROWS // 2
         per_row = (self.cold.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
         split = MissSplit(on_cpu, streamed, max(per_row, 0.0))
-        if not any(split.one_row[:3]) and min(self.cache.n_slots) * 2 >= self.cache.n_expert:
-            # more than two at once are rare here, and publishing activations costs every layer
+        n_slots = min(self.cache.n_slots)
+        if streams_rare_misses(on_cpu[1], streamed[1], n_slots, self.cache.n_expert):
             self.cold.close()
             self.cold = None
+            return MissSplit.fixed(n_used, False)
         return split
 
     def _measure_stream(self, n_experts: int) -> float:

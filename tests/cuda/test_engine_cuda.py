@@ -91,7 +91,7 @@ def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
     first = greedy_tokens(engine, ids, 12)
     used, handles = [], []
     for i in range(200):
-        greedy_tokens(engine, prompt(engine, 1 + i % 40, seed=i), 3)
+        greedy_tokens(engine, prompt(engine, 1 + i % 10, seed=i), 3)
         used.append(engine.device.memory()[0])
         handles.append(sum(live_handles().values()))
     if "mode" in settings:  # what is resident decides in which order CUDA sums experts

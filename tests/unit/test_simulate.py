@@ -18,6 +18,7 @@ from moegraph.experts.cost import (
     find_machine,
     machine_fields,
     split_for,
+    streams_rare_misses,
 )
 from moegraph.experts.generator import generate_trace
 from moegraph.experts.identity import RouterShape
@@ -72,9 +73,11 @@ def test_equal_times_are_streamed_because_that_can_stay() -> None:
     assert best_split([0.0, 1.0, 2.0], [0.0, 1.0, 2.0]) == [0, 0, 1]
 
 
-def test_the_order_of_the_paths_turns_round_between_machines() -> None:
-    assert split_for(MACHINES["h200"], "auto", 2)[1:] == [0, 0]
-    assert split_for(MACHINES["desktop"], "auto", 2)[1:] == [1, 1]
+def test_rare_misses_are_streamed_where_the_cpu_is_not_much_quicker() -> None:
+    server, desktop = ((m.cpu(1), m.stream(1)) for m in (MACHINES["h200"], MACHINES["desktop"]))
+    assert server[0] < server[1] and desktop[0] < desktop[1]
+    assert streams_rare_misses(*server, 128, 256) and not streams_rare_misses(*server, 127, 256)
+    assert not streams_rare_misses(*desktop, 255, 256)
 
 
 def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
