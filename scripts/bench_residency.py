@@ -27,11 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_vs_upstream import common_parser, run_llama_bench  # noqa: E402
 
+from moegraph.cli.svg import line_chart  # noqa: E402
 from moegraph.config import EngineConfig, default_threads  # noqa: E402
 from moegraph.engine import Engine  # noqa: E402
 from moegraph.errors import MoegraphError  # noqa: E402
+from moegraph.experts.cost import find_machine  # noqa: E402
 from moegraph.experts.generator import generate_trace  # noqa: E402
 from moegraph.experts.identity import RouterShape  # noqa: E402
+from moegraph.experts.policy import POLICIES  # noqa: E402
+from moegraph.experts.simulate import simulate  # noqa: E402
+from moegraph.experts.trace import Trace  # noqa: E402
 from moegraph.experts.tracestats import trace_stats  # noqa: E402
 from moegraph.ggml.device import Device  # noqa: E402
 from moegraph.ggml.lib import patchset  # noqa: E402
@@ -50,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policy", default="lfu")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=default_threads())
+    p.add_argument("--machine", help="predict the speeds too; as in moegraph simulate")
+    p.add_argument("--plot", type=Path, help="draw medians against the share of experts (SVG)")
     return p
 
 
@@ -106,29 +113,30 @@ def upstream(args: argparse.Namespace, ncmoe: int, n: int) -> float:
 
 
 def compare(
-    args: argparse.Namespace, ncmoe: int, fixed: int, expert_bytes: int, ids: npt.NDArray[np.int32]
+    args: argparse.Namespace, ncmoe: int, fixed: int, expert_bytes: int, trace: Trace
 ) -> list[dict[str, object]]:
     """Measure one point of the curve; return a row for upstream and one for each way of missing."""
     with MemoryWatch() as watch:
         upstream(args, ncmoe, 16)
     budget = watch.n_bytes
-    n_layer, n_expert = ids.shape[1], int(ids.max()) + 1
-    n_slots = max(0, min((budget - fixed - 64 * MIB) // expert_bytes, n_layer * n_expert))
+    n_all = trace.shape.n_layer * trace.shape.n_expert
+    n_slots = max(0, min((budget - fixed - 64 * MIB) // expert_bytes, n_all))
     rows = [{"system": f"upstream -ncmoe {ncmoe}", "tps": [], "base": [], "device": budget}]
     for miss in args.miss:
-        row, base = sample(args, ncmoe, miss, n_slots, ids)
+        row, base = sample(args, ncmoe, miss, n_slots, trace)
         rows.append(row | {"base": base})
         rows[0]["tps"] = rows[0]["base"] = rows[0]["tps"] + base
     for row in rows:
         row |= {"ncmoe": ncmoe, "ratio": [a / b for a, b in zip(row["tps"], row["base"])]}
+        row["share"] = n_slots / n_all
     return rows
 
 
 def sample(
-    args: argparse.Namespace, ncmoe: int, miss: str, n_slots: int, ids: npt.NDArray[np.int32]
+    args: argparse.Namespace, ncmoe: int, miss: str, n_slots: int, trace: Trace
 ) -> tuple[dict[str, object], list[float]]:
     """Run one engine and upstream in turn; return the engine's row and upstream's samples."""
-    with engine_for(args, n_slots, miss, ids) as engine:
+    with engine_for(args, n_slots, miss, trace.ids.astype(np.int32)) as engine:
         decode(engine, args.warm)
         before, tps, base = engine.expert_stats(), [], []
         for _ in range(args.pairs):
@@ -147,6 +155,12 @@ def sample(
         if split and miss == "auto":  # what the cost law rests on, for moegraph simulate
             row["stream_us"] = [round(seconds * 1e6, 1) for seconds in split.streamed]
             row["cpu_us"] = [round(seconds * 1e6, 1) for seconds in split.on_cpu]
+        if args.machine:
+            found = simulate(
+                trace, engine.plan.n_slots, POLICIES[args.policy](), find_machine(args.machine),
+                mode=miss, skip=args.warm,
+            )  # fmt: skip
+            row["predicted"] = found.tokens_per_s
     return row, base
 
 
@@ -160,10 +174,23 @@ def show(row: dict[str, object]) -> str:
     )
     if "hit_rate" in row:
         text += (
-            f" {row['hit_rate']:.3f} | {row['misses_token']:.1f} | {row['mib_token']:.1f} | "
+            f" {row.get('predicted', 0):.0f} | {row['hit_rate']:.3f} | {row['misses_token']:.1f} | {row['mib_token']:.1f} | "
             f"{row['on_cpu']} | {row['phases']} |"
         )
     return text
+
+
+def draw(rows: list[dict[str, object]]) -> str:
+    """Return the curve as SVG: tokens per second against the share of experts on the device."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["share"]):
+        name = row["system"].split()[0].rstrip(",")
+        name = name if name == "upstream" else f"moegraph, {name}"
+        series.setdefault(name, []).append((100 * row["share"], statistics.median(row["tps"])))
+        if "predicted" in row:
+            series.setdefault("predicted", []).append((100 * row["share"], row["predicted"]))
+    label = "experts on the device, % (upstream: same device memory)"
+    return line_chart("Decoding, 35B-A3B shape", label, "tokens per second", series)
 
 
 def main() -> int:
@@ -177,20 +204,23 @@ def main() -> int:
         shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
         trace = generate_trace(shape, args.warm + args.pairs * args.tokens, args.seed)
         print(f"trace {trace.sha256[:16]}, {trace_stats(trace).line()}", flush=True)
-        ids = trace.ids.astype(np.int32)
-        engine = engine_for(args, 0, args.miss[0], ids)
+        engine = engine_for(args, 0, args.miss[0], trace.ids.astype(np.int32))
         fixed = engine.memory()["device_peak_bytes"]
         engine.close()
-        columns = "ncmoe system GiB t/s ratio hit_rate misses MiB CPU_of_n host_ms".split()
+        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB CPU_of_n host_ms".split()
         print("| " + " | ".join(columns) + " |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        rows = []
         for ncmoe in args.ncmoe:
-            for row in compare(args, ncmoe, fixed, expert_bytes, ids):
+            for row in compare(args, ncmoe, fixed, expert_bytes, trace):
+                rows.append(row)
                 print(show(row), flush=True)
                 if args.out:
                     line = row | {"trace": trace.sha256, "patchset": patchset()}
                     with args.out.open("a") as file:
                         file.write(json.dumps(line) + "\n")
+        if args.plot:
+            args.plot.write_text(draw(rows), encoding="utf-8")
     except MoegraphError as error:
         print(f"bench_residency.py: {error}", file=sys.stderr)
         return error.exit_code
