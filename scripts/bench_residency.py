@@ -174,8 +174,8 @@ def show(row: dict[str, object]) -> str:
     )
     if "hit_rate" in row:
         text += (
-            f" {row.get('predicted', 0):.0f} | {row['hit_rate']:.3f} | {row['misses_token']:.1f} | {row['mib_token']:.1f} | "
-            f"{row['on_cpu']} | {row['phases']} |"
+            f" {row.get('predicted', 0):.0f} | {row['hit_rate']:.3f} | {row['misses_token']:.1f} | "
+            f"{row['mib_token']:.1f} | {row['on_cpu']} | {row['phases']} |"
         )
     return text
 
@@ -207,8 +207,8 @@ def main() -> int:
         engine = engine_for(args, 0, args.miss[0], trace.ids.astype(np.int32))
         fixed = engine.memory()["device_peak_bytes"]
         engine.close()
-        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB CPU_of_n host_ms".split()
-        print("| " + " | ".join(columns) + " |")
+        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB CPU_of_n host_ms"
+        print("| " + " | ".join(columns.split()) + " |")
         print("|---|---|---|---|---|---|---|---|---|---|---|")
         rows = []
         for ncmoe in args.ncmoe:
