@@ -177,9 +177,9 @@ def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_exper
 
     cpu_one, stream_one: seconds for one expert. Publishing activations costs every layer; where
     half of the experts or more are resident, few layers miss, and mostly one: what was streamed can
-    stay, so the CPU has to be quicker by a quarter.
+    stay, so the CPU has to be quicker by a half.
     """
-    return 2 * n_slots >= n_expert and 1.25 * cpu_one > stream_one
+    return 2 * n_slots >= n_expert and 1.5 * cpu_one > stream_one
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:
