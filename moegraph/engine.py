@@ -108,8 +108,7 @@ class Engine:
 
         progress: called with (stage, done, total) while bytes are loaded.
         routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace
-        the
-            router's choice in single-row passes; for measuring.
+            the router's choice in single-row passes; for measuring.
 
         Raises:
             ConfigError: a setting is wrong or there is no such device.
@@ -314,7 +313,7 @@ class Engine:
         """
         tokens = np.ascontiguousarray(np.atleast_2d(tokens), dtype=np.int32)
         self.submit(tokens, seq, all_rows, greedy, cancel)
-        return self.collect(seq)
+        return self.collect()
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
@@ -392,8 +391,8 @@ class Engine:
         for i, row in enumerate(tokens.tolist()):
             self._held[seq + i].extend(row)
 
-    def collect(self, seq: int) -> Output:
-        """Wait for the pass that was submitted for a sequence and return its results.
+    def collect(self) -> Output:
+        """Wait for the pass that was submitted and return its results.
 
         Raises:
             NativeError: a result is not finite; names the first layer whose output is not.
@@ -405,7 +404,7 @@ class Engine:
             return output
         except NotFinite as error:
             self._require_files()
-            first, n_seqs, n_rows = self._batch
+            first, _, n_rows = self._batch
             bad = first + error.row // n_rows
             n_held = len(self._held[bad])
             try:

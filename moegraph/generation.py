@@ -96,7 +96,7 @@ class Generation:
                 yield event  # its token was drawn before
                 raise
             yield event
-            output = self.engine.collect(0)
+            output = self.engine.collect()
             kept = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
@@ -105,7 +105,7 @@ class Generation:
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
-            output = self.engine.collect(0)
+            output = self.engine.collect()
             if self.keep_logits:
                 rows.append(output.logits)
             if self.progress:

@@ -23,6 +23,9 @@ from ..errors import ConfigError, InternalError
 from .cachestats import CacheStats
 from .policy import LayerPolicy, Policy
 
+# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of
+# PCIe, so that the next pass, which waits for them, does not feel it.
+MAX_PROMOTED = 16
 # Finding the worst costs a look at every slot: enough at a time to serve several misses.
 _N_WORST = 16
 

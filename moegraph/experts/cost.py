@@ -20,7 +20,6 @@ from typing import Any
 
 from ..errors import RequestError
 
-MISS_MODES = ("auto", "cpu", "stream")
 _MAX_FILE = 64 * 1024
 _MAX_POINTS = 64
 

@@ -14,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from .cache import ExpertCache
+from .cache import MAX_PROMOTED, ExpertCache
 from .cachestats import CacheStats
 from .cost import Machine, split_for, streams_rare_misses
 from .policy import Policy
 from .profile import Profile
 from .trace import Trace
 
-# As the runner has them: uploads in the background for one token, rows of a prompt chunk.
-MAX_PROMOTED = 16
+# Rows of a prompt chunk, by default.
 PROMPT_ROWS = 512
 
 

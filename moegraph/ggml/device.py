@@ -1,4 +1,4 @@
-"""A device: compute stream, copy stream, memory, events.
+"""A device: compute, copy and upload streams, memory, events.
 
 The CPU device has neither streams nor events: every call is finished when it returns, in the same
 order of calls, so callers need no second path.
@@ -105,9 +105,9 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
 
 
 class Device:
-    """One device with a compute stream and a copy stream.
+    """One device with streams to compute on, to read results back and to send experts up.
 
-    Two backend instances on one CUDA device are two streams; on the CPU both are the same instance.
+    Backend instances on one CUDA device are streams of their own; on the CPU all are one instance.
     """
 
     def __init__(self, name: str = "auto", n_threads: int = 1, reference: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +22,13 @@ class Watch(Handle):
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         # the array keeps the mapping alive until nobody watches it
-        super().__init__(C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data)), _unwatch,
-                         data)  # fmt: skip
+        ptr = C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data))
+        super().__init__(ptr, C.mg_unwatch, data)
 
     @property
     def fault(self) -> int:
         """The byte that could not be read, or -1."""
         return C.mg_watch_fault(self.ptr)
-
-
-def _unwatch(ptr: Any) -> None:
-    C.mg_unwatch(ptr)
 
 
 class WatchedFiles:

@@ -1,4 +1,4 @@
-"""Two graphs a layer, and Python in between.
+"""Two graphs a layer where experts may be missing, fewer elsewhere, and Python in between.
 
 Protocol of a layer that may lack experts, on a compute stream and a copy stream:
 
@@ -15,10 +15,10 @@ by graphs C and E, before A(l+1) is enqueued. On CUDA, B ends with the layer's o
 to it. On the CPU, where results have to be bit-equal whatever is resident, they only produce single
 experts' rows, and D sums them in routing order.
 
-A layer that has all its experts leaves nothing to wait for: B(l) and A(l+1) are one graph, up to
-MERGED of them are, and the host looks one graph late: behind each launch, at the ids that the
-launch before published. So ids of two graphs can be under way; every layer has memory of its own
-for them, and the two graphs an event each.
+Behind a layer that has all its experts there is nothing to wait for: B(l) and A(l+1) are in one
+graph, which may hold up to MERGED layers' A. The host always looks one graph late: behind each
+launch, at the ids that the launch before published. So ids of two graphs can be under way; every
+layer has memory of its own for them, and the two graphs an event each.
 """
 
 from __future__ import annotations
@@ -48,11 +48,8 @@ from .misses import ADMIT_ROWS, MissHandler
 from .pieces import Pieces
 from .replay import Replay
 
-# Plans kept: decode at two KV lengths and a few prompt chunks. Each holds two graphs a layer or
-# more.
+# Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
 _MAX_PLANS = 8
-
-
 # Layers at most in one graph: how late the host sees a choice, and how soon a pass is cancelled.
 # Graph boundaries cost some 5 us each on CUDA.
 MERGED = 4
@@ -63,8 +60,9 @@ class _Launch:
     """One graph of a pass, and what belongs to it.
 
     routes: the layers whose A it holds. reads: what the copy stream publishes behind it: their ids
-    and, where the CPU may compute experts, its activations. alone: the layer, if it is a B by
-    itself; c: the graphs that add experts the layer lacks; d: D.
+    and, where the CPU may compute experts, the last layer's activations and weights. alone: the
+    layer, if it is a B by itself; c: the graphs that add experts the layer lacks, each C and E by
+    the name that `MissHandler.resolve` knows; d: D.
     """
 
     graph: BuiltGraph
@@ -85,7 +83,7 @@ class _Plan:
 
 
 class LayeredRunner(Runner):
-    """Runs a pass as two graphs a layer.
+    """Runs a pass as several graphs and sees the router's choices in between.
 
     cache: which expert is where, and how often each was chosen.
     misses: fetches what is not on the device; None when everything is.
@@ -111,7 +109,7 @@ class LayeredRunner(Runner):
         self.phases = dict.fromkeys(("launch", "wait", "look"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         # nodes of a B, C or D, at most
-        self._n_experts = 48 + 3 * hp.n_expert_used
+        self._n_nodes_b = 48 + 3 * hp.n_expert_used
         self._sums_last = device.is_cpu and misses is not None
         self._cold = misses.cold if misses else None
         self._pieces = Pieces(
@@ -152,7 +150,7 @@ class LayeredRunner(Runner):
             if not with_b:
                 launches.append(self._experts(shape.n_rows, end - 1))
         head = self.graphs.get(
-            ("head", shape.n_rows, shape.n_out, greedy, with_b), 64 + self._n_experts,
+            ("head", shape.n_rows, shape.n_out, greedy, with_b), 64 + self._n_nodes_b,
             lambda b: self._pieces.head(b, shape, greedy, with_b),
         )
         return launches, head
@@ -164,7 +162,7 @@ class LayeredRunner(Runner):
         blind = all(hp.is_recurrent(il) for il in layers)
         seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
         graph = self.graphs.get(
-            ("A", layers, seen, with_b), len(layers) * (160 + self._n_experts),
+            ("A", layers, seen, with_b), len(layers) * (160 + self._n_nodes_b),
             lambda b: self._pieces.to_a(b, seen, layers, with_b),
         )
         ids, *for_cpu = graph.outputs
@@ -189,7 +187,7 @@ class LayeredRunner(Runner):
 
     def _experts(self, n_rows: int, il: int) -> _Launch:
         """Return the launch of a B alone, with what completes a layer that lacks experts."""
-        get, pieces, size = self.graphs.get, self._pieces, self._n_experts
+        get, pieces, size = self.graphs.get, self._pieces, self._n_nodes_b
         graph = get(("B", il, n_rows), size, lambda b: pieces.b(b, n_rows, il))
         c = {
             name: get(("C", il, name, n_rows), size, lambda b, k=bank: pieces.c(b, n_rows, il, k))

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
-from ..experts.cache import ExpertCache
+from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, streams_rare_misses
 from ..experts.guard import CacheGuard, Counters
 from ..experts.store import N_SPARE, ExpertStore
@@ -48,13 +48,15 @@ from .cold import ColdMemory
 # From more rows on, experts pass through the spare banks: a prompt would flush the cache of a
 # layer.
 ADMIT_ROWS = 8
-# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of
-# PCIe, so that the next pass, which waits for them, does not feel it.
-MAX_PROMOTED = 16
 
 
 class MissHandler:
-    """Fetches missing experts and has them computed."""
+    """Fetches missing experts and has them computed.
+
+    cold: computes experts on the CPU; None when the device computes all. split: who takes how many.
+    guard: notices that moving experts does not pay; None where no slot can change. n_*: sums so
+    far, over all layers and passes.
+    """
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class MissHandler:
             while self._promoted:
                 self.cache.publish(*self._promoted.pop())
         if self.cache.dirty:
-            tables = [self._main_table(il) for il in sorted(self.cache.dirty)]
+            tables = [self._table_copy(il) for il in sorted(self.cache.dirty)]
             copies = ffi.new("struct mg_copy[]", tables)
             C.mg_upload(self._device.compute.ptr, copies, len(tables))
             self.cache.dirty.clear()
@@ -133,7 +135,7 @@ class MissHandler:
             C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
             C.ggml_backend_event_wait(self._device.compute.ptr, self._here.ptr)
 
-    def _main_table(self, il: int) -> tuple[Any, int, Any, int]:
+    def _table_copy(self, il: int) -> tuple[Any, int, Any, int]:
         """Copy a layer's table to its host row; return the upload that is then due."""
         self._tables.array[il] = self.cache.tables[il]
         return self._tables.upload(il, self._banks.tables[il], self.cache.n_expert)
@@ -155,7 +157,10 @@ class MissHandler:
         return CacheGuard(read, self._measure_stream(1)) if mine else None
 
     def _split(self, mode: str) -> MissSplit:
-        """Return who takes how many missing experts, by the mode or by what is measured."""
+        """Return who takes how many missing experts, by the mode or by what is measured.
+
+        Where measurements say that the CPU should take none, its memory and threads are freed.
+        """
         n_used = self.cache.n_expert_used
         if self.cold is None or mode != "auto":
             return MissSplit.fixed(n_used, self.cold is not None and mode == "cpu")
@@ -164,15 +169,14 @@ class MissHandler:
         for n in range(1, n_used + 1):
             at_once = min(n, N_SPARE)
             streamed.append(self._measure_stream(at_once) * n / at_once)
-        rows = ADMIT_ROWS // 2
-        per_row = (self.cold.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
-        split = MissSplit(on_cpu, streamed, max(per_row, 0.0))
         n_slots = min(self.cache.n_slots)
         if streams_rare_misses(on_cpu[1], streamed[1], n_slots, self.cache.n_expert):
             self.cold.close()
             self.cold = None
             return MissSplit.fixed(n_used, False)
-        return split
+        rows = ADMIT_ROWS // 2
+        per_row = (self.cold.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
+        return MissSplit(on_cpu, streamed, max(per_row, 0.0))
 
     def _measure_stream(self, n_experts: int) -> float:
         """Return the seconds that fetching n experts into a spare bank takes; median of five."""
@@ -200,7 +204,8 @@ class MissHandler:
         """Fetch and compute the missing experts of a layer.
 
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
-        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows.
+        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows where the
+        CPU may compute.
         """
         is_bypassed, n_cpu = self._is_bypassed, 0
         if "cpu" in graphs and n_rows == 1:
@@ -306,7 +311,7 @@ class MissHandler:
             slots[ids == expert] = slot
         tables = [self._slots.upload(wave, graph.outputs, ids.size)]
         if il in self.cache.dirty:
-            tables.append(self._main_table(il))
+            tables.append(self._table_copy(il))
             self.cache.dirty.discard(il)
         status = C.mg_fetch_launch(
             self._device.compute.ptr, self._device.upload.ptr,
