@@ -19,7 +19,6 @@ from .simulate import heat_map, trace_fields
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..experts.identity import RouterShape
-    from ..experts.profile import Profile
     from ..experts.trace import Trace
     from ..sampling import SamplingParams
 
@@ -58,6 +57,7 @@ def trace_command(
     """
     from ..experts.identity import router_shape
     from ..experts.profile import require_class_name
+    from ..experts.profilefile import ProfileFile
     from ..experts.trace import write_trace
     from ..experts.tracestats import trace_stats
 
@@ -70,7 +70,7 @@ def trace_command(
     if not text:
         raise RequestError("the prompt is empty; give it at least one character")
     sampling = options.build_sampling(given).seeded()
-    # routing is visible between two graphs of a layer, and only there
+    # only mode 'layered' lets the host see the routing
     config = replace(options.build_config(given), mode="layered")
     with ExitStack() as stack:
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
@@ -80,14 +80,17 @@ def trace_command(
         sampling.validate(model.hparams.n_vocab)
         options.check_text(model, text, config.n_ctx)
         shape = router_shape(model)
-        profile = _open_profile(profile_path, shape)
+        profile = None
+        if profile_path is not None:
+            profile = ProfileFile(profile_path, profile_class, True, shape)
         engine = stack.enter_context(options.load_engine(model, config))
         trace, cancelled = _record(engine, shape, text, sampling, n_predict)
         if output is not None:
             write_trace(output, trace)
-        if profile is not None and profile_path is not None:
-            profile.add(profile_class, trace.counts(), trace.n_tokens)
-            profile.save(profile_path)
+        if profile is not None:
+            kept = profile.keep(trace.counts())
+            if kept.why:
+                raise ConfigError(f"the routing profile stays as it was: {kept.why}")
         if heat:
             heat.write(heat_map(trace).encode())
         if as_json:
@@ -116,18 +119,6 @@ def _record(
             bars("trace", event.n_generated, max(n_predict, 1))
     name = engine.model.kv.get("general.name") or engine.model.path.name
     return recorder.trace(len(ids), f"{name}, {len(ids)} tokens of prompt"), cancel.is_set()
-
-
-def _open_profile(path: Path | None, shape: RouterShape) -> Profile | None:
-    """Return the profile to add to: the file's, or a new one."""
-    from ..experts.profile import Profile, read_profile
-
-    if path is None:
-        return None
-    if not path.exists():
-        _require_writable(path)
-        return Profile(shape)
-    return read_profile(path, shape)
 
 
 def _require_writable(path: Path) -> None:

@@ -20,6 +20,7 @@ from ..errors import NativeError
 from ..ggml.device import Device, HostBuffer
 from ..ggml.lib import C
 from ..modelfile import ModelFile, TensorInfo
+from ..weights import round_up
 
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts fetched at a time: slots of a spare bank, and blocks of the ring.
@@ -57,11 +58,11 @@ class Packing:
         """Return the packing for stacks like these."""
         offsets, sizes, end, unit = {}, {}, 0, _PART_ALIGNMENT
         for part, info in infos.items():
-            offsets[part] = -(-end // _PART_ALIGNMENT) * _PART_ALIGNMENT
+            offsets[part] = round_up(end, _PART_ALIGNMENT)
             sizes[part] = info.nbytes // info.ne[2]
             end = offsets[part] + sizes[part]
             unit = math.lcm(unit, C.ggml_type_size(int(info.type)))
-        return cls(offsets, sizes, end, -(-end // unit) * unit)
+        return cls(offsets, sizes, end, round_up(end, unit))
 
 
 class ExpertStore:

@@ -16,6 +16,10 @@ from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model
+from ..weights import round_up
+
+# Results start at multiples of this in the host block.
+_ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Runner(ABC):
         C.ggml_backend_synchronize(self.device.compute.ptr)
         n_out, host = shape.n_out, self._results.array
         check = host[: 4 * n_out].view(np.float32)
-        body = host[_ALIGN * -(-4 * n_out // _ALIGN) :]
+        body = host[round_up(4 * n_out, _ALIGN) :]
         finite = np.isfinite(check)
         if greedy:
             output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
@@ -130,7 +134,7 @@ class Runner(ABC):
 
     def _grow_results(self, shape: PassShape, greedy: bool) -> None:
         per_row = 4 if greedy else 4 * self.model.hp.n_vocab
-        needed = _ALIGN * -(-4 * shape.n_out // _ALIGN) + per_row * shape.n_out
+        needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
         if needed > self._results.array.nbytes:
             self.device.synchronize()
             self._results.close()
@@ -139,7 +143,7 @@ class Runner(ABC):
     def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
         """Return the read-backs of the head: check first, then argmax or logits."""
         n_out = shape.n_out
-        body = _ALIGN * -(-4 * n_out // _ALIGN)
+        body = round_up(4 * n_out, _ALIGN)
         main = head.argmax if greedy else head.logits
         size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
         return ffi.new("struct mg_readback[2]", [
@@ -164,7 +168,3 @@ class Runner(ABC):
         self.graphs.close()
         self._inputs.close()
         self._results.close()
-
-
-# Results start at multiples of this in the host block.
-_ALIGN = 64

@@ -13,6 +13,8 @@ from ..graphs.inputs import PassShape
 from .base import Batch, Runner
 from .whole import build_whole, n_nodes_whole
 
+# Rows of a pass that is looked into when a sequence is computed again.
+_REPLAY_ROWS = 16
 _DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
 
 
@@ -67,9 +69,6 @@ def first_bad_layer(runner: Runner, tokens: list[int], seq: int) -> int | None:
             if not np.isfinite(nodes["l_out", il]).all():
                 return il
     return None
-
-
-_REPLAY_ROWS = 16
 
 
 def read_tensor(tensor: Tensor) -> npt.NDArray:

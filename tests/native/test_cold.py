@@ -12,8 +12,6 @@ from moegraph.runner.cold import ColdExperts, ColdMemory
 from moegraph.runner.cold_graph import ColdGraph
 
 MAX_ROWS = 4
-
-
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
 
 

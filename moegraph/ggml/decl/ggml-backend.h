@@ -37,7 +37,6 @@ struct ggml_backend_dev_props {
 const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
 ggml_backend_buffer_t ggml_backend_buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size);
 size_t ggml_backend_buft_get_alignment(ggml_backend_buffer_type_t buft);
-size_t ggml_backend_buft_get_max_size(ggml_backend_buffer_type_t buft);
 size_t ggml_backend_buft_get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor * tensor);
 
 void   ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
@@ -46,7 +45,6 @@ size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t buffer);
 void   ggml_backend_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value);
 void   ggml_backend_buffer_set_usage(ggml_backend_buffer_t buffer, enum ggml_backend_buffer_usage usage);
 ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buffer);
-bool   ggml_backend_buffer_is_host(ggml_backend_buffer_t buffer);
 ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void * ptr, size_t size);
 enum ggml_status ggml_backend_tensor_alloc(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, void * addr);
 
@@ -54,12 +52,10 @@ void ggml_backend_tensor_set(struct ggml_tensor * tensor, const void * data, siz
 void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_memset(struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size);
 void ggml_backend_tensor_set_async(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size);
-void ggml_backend_tensor_get_async(ggml_backend_t backend, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 ggml_backend_t ggml_backend_dev_init(ggml_backend_dev_t device, const char * params);
 void ggml_backend_free(ggml_backend_t backend);
 void ggml_backend_synchronize(ggml_backend_t backend);
-enum ggml_status ggml_backend_graph_compute_async(ggml_backend_t backend, struct ggml_cgraph * cgraph);
 bool ggml_backend_supports_op(ggml_backend_t backend, const struct ggml_tensor * op);
 ggml_backend_event_t ggml_backend_event_new(ggml_backend_dev_t device);
 void ggml_backend_event_free(ggml_backend_event_t event);

@@ -65,11 +65,8 @@ size_t  ggml_nbytes(const struct ggml_tensor * tensor);
 int64_t ggml_nelements(const struct ggml_tensor * tensor);
 size_t  ggml_row_size(enum ggml_type type, int64_t ne);
 size_t  ggml_type_size(enum ggml_type type);
-int64_t ggml_blck_size(enum ggml_type type);
-bool    ggml_is_quantized(enum ggml_type type);
 bool    ggml_is_contiguous(const struct ggml_tensor * tensor);
 const char * ggml_type_name(enum ggml_type type);
-const char * ggml_op_name(enum ggml_op op);
 const char * ggml_op_desc(const struct ggml_tensor * t);
 const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
 
@@ -77,9 +74,6 @@ struct ggml_tensor * ggml_new_tensor(struct ggml_context * ctx, enum ggml_type t
 struct ggml_tensor * ggml_new_tensor_1d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0);
 struct ggml_tensor * ggml_new_tensor_2d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_new_tensor_3d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2);
-struct ggml_tensor * ggml_new_tensor_4d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3);
-struct ggml_tensor * ggml_get_first_tensor(const struct ggml_context * ctx);
-struct ggml_tensor * ggml_get_next_tensor(const struct ggml_context * ctx, struct ggml_tensor * tensor);
 struct ggml_tensor * ggml_set_name(struct ggml_tensor * tensor, const char * name);
 void ggml_set_output(struct ggml_tensor * tensor);
 
