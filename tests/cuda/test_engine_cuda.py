@@ -121,3 +121,17 @@ def test_too_large_a_context_is_refused_with_numbers(model_file):
             model_file("mini35b"), EngineConfig(device="cuda", n_ctx=1 << 22, n_seq=256)
         )
     assert live_handles() == before
+
+
+def test_the_driver_never_sees_more_than_the_budget(open_cuda):
+    """Captured graphs included: passes of many widths, then single tokens."""
+    everything = open_cuda()
+    full = everything.memory()["device_peak_bytes"] >> 20
+    everything.close()
+    for less in (8, 16, 24):
+        engine = open_cuda(vram=f"{full - less}MiB")
+        run(engine)
+        greedy_tokens(engine, prompt(engine, 20), 60)
+        assert engine.runner.cache.stats.misses.sum() > 0
+        assert engine.memory()["device_peak_bytes"] <= (full - less) << 20
+        engine.close()
