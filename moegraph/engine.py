@@ -201,7 +201,8 @@ class Engine:
             return None
         counts = np.array(self.runner.cache.counts, dtype=np.int64)
         kept = self._profile.keep(counts - self._n_kept)
-        self._n_kept = counts
+        if not kept.why:
+            self._n_kept = counts
         return kept
 
     def _own(self, part: Part) -> Part:

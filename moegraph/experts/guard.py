@@ -55,6 +55,10 @@ class Counters:
             self.chosen - earlier.chosen, self.hits - earlier.hits, self.moved - earlier.moved
         )
 
+    def plus(self, more: Counters) -> Counters:
+        """Return both together."""
+        return Counters(self.chosen + more.chosen, self.hits + more.hits, self.moved + more.moved)
+
     @property
     def hit_rate(self) -> float:
         """Return hits over choices, 1 when nothing was chosen."""
@@ -83,6 +87,7 @@ class CacheGuard:
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._n = self._unprobed = 0
         self._start = read()
+        self._outside: Counters | None = None  # as a run of passes of several rows began
         self._steady_s = 0.0  # a token in the way that a probe is compared with
         self._left_s = 0.0  # a token with the cache at work, when it was bypassed
         self._hits_nothing = False
@@ -94,7 +99,13 @@ class CacheGuard:
         """
         now, last = self._clock(), self._last
         self._last = now if n_rows == 1 else None
-        if last is None or n_rows != 1:
+        if n_rows != 1:  # a prompt hits and moves as well, and tells nothing about tokens
+            self._outside = self._outside or self._read()
+            return False
+        if self._outside:
+            self._start = self._start.plus(self._read().since(self._outside))
+            self._outside = None
+        if last is None:
             return False
         was_bypassed = self.bypassed
         self.n_bypassed_tokens += was_bypassed

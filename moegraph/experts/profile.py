@@ -63,7 +63,7 @@ class Profile:
                 raise RequestError(f"a profile holds {_MAX_CLASSES} classes; remove one")
             self.classes[name] = RoutingClass(n_tokens, more.copy())
             return
-        while known.n_tokens + n_tokens > _MAX_TOKENS and known.n_tokens > 0:
+        while known.n_tokens + n_tokens > _MAX_TOKENS and known.n_tokens > n_tokens:
             known.n_tokens //= 2
             known.counts //= 2
         known.n_tokens += n_tokens

@@ -6,8 +6,10 @@ the model once there is one. No file appears unasked, and none is changed that i
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,12 +123,32 @@ class ProfileFile:
             why = f"the folder {path.parent} is read-only"
             return Kept(*where, why, is_expected=not self._is_named)
         try:
-            profile = self._read()
-            profile.add(self.class_name, counts, n_tokens)
-            profile.save(path)
+            with _locked(path.parent):
+                profile = self._read()
+                profile.add(self.class_name, counts, n_tokens)
+                profile.save(path)
         except MoegraphError as error:
             return Kept(*where, str(error))
         return Kept(*where)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time add to the profiles of a folder, where the system can lock it.
+
+    The folder and not the file: saving replaces the file, and a file to lock would appear unasked.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def open_profile(

@@ -442,10 +442,15 @@ static void release(struct mg_cold * c) {
     }
 }
 
-// Threads that take no signals: Ctrl-C belongs to the interpreter's thread.
+// Threads that take no signals from outside: Ctrl-C belongs to the interpreter's thread. Those that an instruction of the
+// thread itself raises must stay open: blocked, they end the process before any handler sees them (sigbus.c).
 static int start(struct mg_cold * c) {
     sigset_t all, before;
     sigfillset(&all);
+    static const int own[] = { SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP };
+    for (size_t i = 0; i < sizeof(own)/sizeof(own[0]); i++) {
+        sigdelset(&all, own[i]);
+    }
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int n = 1;
     while (n < c->n_threads && !pthread_create(&c->workers[n].thread, NULL, run_worker, &c->workers[n])) {

@@ -129,6 +129,8 @@ class LayeredRunner(Runner):
         """Return the launches of a pass; no graph moved while the others were built."""
         key = (shape, greedy)
         plan = self._plans.get(key)
+        if plan and plan.generation != self.graphs.generation:
+            self._plans.clear()  # the others are as old
         while plan is None or plan.generation != self.graphs.generation:
             generation = self.graphs.generation
             plan = self._plans[key] = _Plan(*self._launches(shape, greedy), generation)

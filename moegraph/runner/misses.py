@@ -109,7 +109,8 @@ class MissHandler:
             if self._here:
                 self._here.wait()
             while self._promoted:
-                self.cache.publish(*self._promoted.pop())
+                self.cache.publish(*self._promoted[-1])
+                self._promoted.pop()
         if self.cache.dirty:
             tables = [self._table_copy(il) for il in sorted(self.cache.dirty)]
             copies = ffi.new("struct mg_copy[]", tables)

@@ -221,3 +221,51 @@ def test_many_watches_come_and_go(tmp_path):
     for _ in range(3000):
         WatchedFiles([(tmp_path / "a", data)]).close()
     assert C.mg_watch_faults() == n_faults
+
+
+COLD_THREADS = """
+import mmap, os, sys
+from pathlib import Path
+import numpy as np
+from moegraph.errors import ModelFileError
+from moegraph.ggml.cold_ffn import ColdFfn
+from moegraph.ggml.lib import ffi
+from moegraph.ggml.mapped import WatchedFiles
+from moegraph.ggml.ops import F32
+
+n_embd, n_ff, n_used, n_expert = 256, 512, 4, 16
+expert = 4 * n_embd * n_ff
+path = Path(sys.argv[1])
+path.write_bytes(bytes(3 * n_expert * expert))
+with open(path, "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+data = np.frombuffer(mapped, np.uint8)
+watched, kernel = WatchedFiles([(path, data)]), ColdFfn(4, n_embd, n_ff, n_used, 1)
+parts = {"gate": 0, "up": n_expert * expert, "down": 2 * n_expert * expert}
+layer = {name: ffi.cast("void *", data.ctypes.data + at) for name, at in parts.items()}
+layer |= {f"{name}_stride": expert for name in parts} | {f"{name}_type": F32 for name in parts}
+layer = ffi.new("struct mg_cold_layer *", {**layer, "n_expert": n_expert})
+x, y = np.ones(n_embd, np.float32), np.zeros(n_embd, np.float32)
+ids, weights = np.array([1, 5, 9, 15], np.int32), np.full(n_used, 0.25, np.float32)
+pointer = lambda array, kind: ffi.cast(kind, array.ctypes.data)
+for at in range(100):
+    if at == 50:
+        os.truncate(path, 4096)
+    kernel.compute(
+        layer, pointer(x, "float *"), pointer(ids, "int32_t *"), pointer(weights, "float *"), 1,
+        pointer(y, "float *"),
+    )
+try:
+    watched.check()
+except ModelFileError as error:
+    print(error)
+kernel.close()
+"""
+
+
+def test_threads_of_the_cold_kernel_survive_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "experts.bin"
+    command = [sys.executable, "-c", COLD_THREADS, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(path) in done.stdout

@@ -170,3 +170,16 @@ def test_the_cache_is_announced_when_it_comes_back() -> None:
         machine.counters = Counters(c.chosen + 320, c.hits + 160, c.moved + 160)
         machine.now += 12e-3 if guard.bypassed else 10e-3
     assert back and guard.n_probes == len(back) and not guard.news
+
+
+def test_prompts_between_short_answers_do_not_hide_a_cache_that_does_not_pay() -> None:
+    machine = Machine(hit_rate=0.3, frozen=0.3, cold_s=10e-6, move_s=60e-6)
+    guard = machine.guard()
+    for _ in range(10):
+        for _ in range(4):  # a prompt of 2,000 rows hits what it likes
+            guard.begin_step(500)
+            c = machine.counters
+            machine.counters = Counters(c.chosen + 160_000, c.hits + 150_000, c.moved)
+            machine.now += 0.1
+        machine.decode(guard, 60)
+    assert guard.bypassed

@@ -200,3 +200,11 @@ def test_a_profile_of_the_same_prompt_class_starts_a_cache_warm() -> None:
         return int(cache.stats.misses.sum())
 
     assert misses(profile.ranking("same").tolist()) < 0.7 * misses(None)
+
+
+def test_a_very_long_run_leaves_something_of_what_was_known() -> None:
+    shape = RouterShape(1, 4, 2, "abc")
+    profile = Profile(shape)
+    profile.add("a", np.array([[1000, 1000, 0, 0]]), 1000)
+    profile.add("a", np.array([[0, 0, 140_000, 0]]), 70_000)
+    assert profile.classes["a"].counts[0, 0] > 0

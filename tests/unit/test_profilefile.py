@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,16 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
 def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
     kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).keep(0 * COUNTS)
     assert "no token" in kept.why and not kept.warning and os.listdir(tmp_path) == []
+
+
+def test_runs_that_end_together_all_count(tmp_path: Path) -> None:
+    path = saved(tmp_path / "p.json", "default")
+
+    def runs(_: int) -> None:
+        for _ in range(10):
+            assert ProfileFile(path, "", False, SHAPE).keep(COUNTS).warning == ""
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(runs, range(4)))
+    assert read_profile(path, SHAPE).classes["default"].n_tokens == 5 + 4 * 10 * 5
+    assert os.listdir(tmp_path) == ["p.json"]
