@@ -59,14 +59,15 @@ MERGED = 4
 class _Launch:
     """One graph of a pass, and what belongs to it.
 
-    routes: the layers whose A it holds. reads: what the copy stream publishes behind it: their ids
-    and, where the CPU may compute experts, the last layer's activations and weights. alone: the
-    layer, if it is a B by itself; c: the graphs that add experts the layer lacks, each C and E by
-    the name that `MissHandler.resolve` knows; d: D.
+    routes: the layers whose A it holds, each with its ids in the host block: I32 [n_rows *
+    n_expert_used], valid once the host has waited for the read. reads: what the copy stream
+    publishes behind it: these ids and, where the CPU may compute experts, the last layer's
+    activations and weights. alone: the layer, if it is a B by itself; c: the graphs that add
+    experts the layer lacks, each C and E by the name that `MissHandler.resolve` knows; d: D.
     """
 
     graph: BuiltGraph
-    routes: Sequence[int] = ()
+    routes: Sequence[tuple[int, npt.NDArray[np.int32]]] = ()
     reads: Any = ()
     alone: int | None = None
     c: dict[str, BuiltGraph] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class LayeredRunner(Runner):
     ) -> None:
         super().__init__(device, model, n_ubatch)
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
+        self._max_rows = max_rows
         self.misses = misses
         self.replay = replay
         self.cache = misses.cache if misses else ExpertCache(
@@ -168,9 +170,11 @@ class LayeredRunner(Runner):
             lambda b: self._pieces.to_a(b, seen, layers, with_b),
         )
         ids, *for_cpu = graph.outputs
+        n_ids = hp.n_expert_used * n_rows
+        starts = [il * hp.n_expert_used * self._max_rows for il in layers]
         reads = [
-            (tensor, self._ids.address(4 * self._at(il)), 4 * hp.n_expert_used * n_rows)
-            for il, tensor in zip(layers, ids)
+            (tensor, self._ids.address(4 * start), 4 * n_ids)
+            for start, tensor in zip(starts, ids)
         ]
         if self._is_partial(last) and self._cold and n_rows <= ADMIT_ROWS:
             x, weights = for_cpu
@@ -178,11 +182,9 @@ class LayeredRunner(Runner):
                 (x, self._cold.address("x"), C.ggml_nbytes(x)),
                 (weights, self._cold.address("weights"), C.ggml_nbytes(weights)),
             ]
-        return _Launch(graph, layers, ffi.new("struct mg_readback[]", reads))
-
-    def _at(self, il: int) -> int:
-        """Return where the host block of ids has those of a layer."""
-        return il * self.model.hp.n_expert_used * self.n_ubatch * self.model.state.n_seq
+        host = self._ids.array.view(np.int32)
+        routes = [(il, host[start : start + n_ids]) for il, start in zip(layers, starts)]
+        return _Launch(graph, routes, ffi.new("struct mg_readback[]", reads))
 
     def _is_partial(self, il: int) -> bool:
         return self._pieces.is_partial(il)
@@ -249,7 +251,7 @@ class LayeredRunner(Runner):
         else:
             status = C.mg_launch(compute, graph, ffi.NULL, 0)
         if status:
-            layers = list(launch.routes) or [launch.alone]
+            layers = [il for il, _ in launch.routes] or [launch.alone]
             self.device.check(status, f"layer {', '.join(map(str, layers))}")
 
     def _look(
@@ -267,10 +269,7 @@ class LayeredRunner(Runner):
             self._read_done[at % 2].wait()
         seen = time.perf_counter()
         self.phases["wait"] += seen - launched
-        n_ids = self.model.hp.n_expert_used * n_rows
-        for il in published.routes:
-            start_at = self._at(il)
-            ids = self._ids.array.view(np.int32)[start_at : start_at + n_ids]
+        for il, ids in published.routes:
             if n_rows <= ADMIT_ROWS:
                 missing = self.cache.look(il, ids.tolist())
             else:
