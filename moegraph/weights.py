@@ -184,14 +184,14 @@ class _Staging:
         self._turn = 0
 
     def send(self, model: ModelFile, info: TensorInfo, tensor: Tensor) -> None:
-        copy = self._device.copy.ptr
+        upload = self._device.upload.ptr
         for start in range(0, info.nbytes, _STAGING_BYTES):
             size = min(_STAGING_BYTES, info.nbytes - start)
             block, sent = self._blocks[self._turn], self._sent[self._turn]
             sent.wait()
             model.read(info, block.array[:size], start)
-            C.ggml_backend_tensor_set_async(copy, tensor, block.address(), start, size)
-            C.ggml_backend_event_record(sent.ptr, copy)
+            C.ggml_backend_tensor_set_async(upload, tensor, block.address(), start, size)
+            C.ggml_backend_event_record(sent.ptr, upload)
             self._turn = 1 - self._turn
             self._report(size)
 

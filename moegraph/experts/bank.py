@@ -46,7 +46,8 @@ class ExpertBanks:
     """The banks of all layers and their tables.
 
     n_slots: slots of each layer; None makes all experts resident, straight from the model file.
-    tables: I32 [1, n_expert] of each layer.
+    tables: I32 [1, n_expert] of each layer; all_tables: the memory of all of them as one tensor
+    I32, layers `table_stride` numbers apart.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class ExpertBanks:
             self._spares(device, model, il) if n < hp.n_expert else []
             for il, n in enumerate(self.n_slots)
         ]
-        self._context = Context(hp.n_layer)
+        self._context = Context(hp.n_layer + 1)
         self.tables = [
             C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert) for _ in self._banks
         ]
         stride = round_up(4 * hp.n_expert, device.alignment)
+        self.table_stride = stride // 4
         self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
+        self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
+        place(self._tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
         for at, row in enumerate(self.tables):
             place(self._tables, row, at * stride)

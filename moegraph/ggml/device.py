@@ -1,4 +1,4 @@
-"""A device: compute, copy and upload streams, memory, events.
+"""A device: compute and upload streams, memory, events.
 
 The CPU device has neither streams nor events: every call is finished when it returns, in the same
 order of calls, so callers need no second path.
@@ -105,7 +105,7 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
 
 
 class Device:
-    """One device with streams to compute on, to read results back and to send experts up.
+    """One device with streams to compute on and to send weights up.
 
     Backend instances on one CUDA device are streams of their own; on the CPU all are one instance.
     """
@@ -127,8 +127,8 @@ class Device:
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self._dev = chosen["handle"]
         self.compute = Backend(self._dev)
-        self.copy = self.compute if self.is_cpu else Backend(self._dev)
-        self._upload: Backend | None = None
+        # experts and weights go up here
+        self.upload = self.compute if self.is_cpu else Backend(self._dev)
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         if self.is_cpu:
@@ -137,13 +137,6 @@ class Device:
         self._free_at_start = self.memory()[0]
         self.context_bytes = _context_bytes(chosen["address"], before)
         self.peak_bytes = 0
-
-    @property
-    def upload(self) -> Backend:
-        """The stream for expert uploads, opened at first use: no read-back may queue behind one."""
-        if self._upload is None:
-            self._upload = self.compute if self.is_cpu else Backend(self._dev)
-        return self._upload
 
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes as the driver reports them."""
@@ -231,7 +224,7 @@ class Device:
             C.ggml_backend_synchronize(stream.ptr)
 
     def _streams(self) -> list[Backend]:
-        return list(dict.fromkeys(filter(None, (self.compute, self.copy, self._upload))))
+        return list(dict.fromkeys((self.compute, self.upload)))
 
     def check(self, status: int, what: str) -> None:
         """Turn a graph status into an exception.

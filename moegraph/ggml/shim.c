@@ -9,7 +9,18 @@
 #include <string.h>
 #include <unistd.h>
 
+// Looks at memory that a device writes, before asking the device: some 10 to 50 ms.
+#define SPINS 1000000
+
 const char * moegraph_patchset(void);
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
 
 const char * mg_patchset_built(void) {
     return MOEGRAPH_PATCHSET;
@@ -169,34 +180,31 @@ enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, c
     return status;
 }
 
-enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
-        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
-        const struct mg_readback * reads, int n_reads) {
-    const enum ggml_status status = ggml_backend_graph_compute_async(compute, graph);
-    if (status != GGML_STATUS_SUCCESS) {
-        return status;
+static bool is_here(const int32_t * ids, int n) {
+    for (int i = n - 1; i >= 0; i--) {
+        if (__atomic_load_n(&ids[i], __ATOMIC_ACQUIRE) == MG_NO_ID) {
+            return false;
+        }
     }
-    if (ev_done) {
-        ggml_backend_event_record(ev_done, compute);
-        ggml_backend_event_wait(copy, ev_done);
-    }
-    enqueue_reads(copy, reads, n_reads);
-    if (ev_read) {
-        ggml_backend_event_record(ev_read, copy);
-    }
-    return GGML_STATUS_SUCCESS;
+    return true;
 }
 
-void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies) {
-    for (int i = 0; i < n_copies; i++) {
-        ggml_backend_tensor_set_async(backend, copies[i].dst, copies[i].src, copies[i].offset, copies[i].size);
+bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n) {
+    for (int i = 0; i < SPINS; i++) {
+        if (is_here(ids, n)) {
+            return true;
+        }
+        relax();
     }
+    // a long prompt, or a device that failed: synchronizing tells
+    ggml_backend_synchronize(backend);
+    return is_here(ids, n);
 }
 
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
-        ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
-    mg_upload(compute, tables, n_tables);
+        struct ggml_tensor * slots, const void * numbers, size_t size,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
+    ggml_backend_tensor_set_async(compute, slots, numbers, 0, size);
     if (ev_here) {
         ggml_backend_event_record(ev_here, upload);
         ggml_backend_event_wait(compute, ev_here);

@@ -29,14 +29,6 @@ struct mg_readback {
     size_t size;
 };
 
-// Copy `size` host bytes to byte `offset` of a tensor. The host bytes stay valid until the copy has finished.
-struct mg_copy {
-    struct ggml_tensor * dst;
-    size_t offset;
-    const void * src;
-    size_t size;
-};
-
 // Keep ggml's last error line for mg_last_error instead of printing it, and turn ggml's abort into one line
 // and exit status 4. `verbose` passes every log line through to stderr.
 void   mg_install_callbacks(int verbose);
@@ -54,22 +46,18 @@ bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_c
 // Enqueue a graph and, behind it on the same stream, its read-backs.
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
 
-// Enqueue `graph` and publish `reads` through the copy stream as soon as it is done; the host then waits for
-// ev_read. What is enqueued on the compute stream next does not wait: a copy to the host on that stream itself
-// would hold it up by some 9 us. ev_done may be recorded again at once. Without events (CPU) it runs in order.
-enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
-        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
-        const struct mg_readback * reads, int n_reads);
+// What the host writes where ids shall arrive: no router chooses it.
+#define MG_NO_ID INT32_MIN
 
-// Enqueue copies to the device on one stream, in order.
-void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
+// Watch host memory until a graph on `backend` has written all n ids. False if the backend came to rest without it.
+bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 
-// Run `graph` on the compute stream once everything enqueued on the upload stream so far has arrived. `tables` go
-// to the device on the compute stream first, behind whatever still uses the old ones. ev_free, if given, is recorded
+// Run `graph` on the compute stream once everything enqueued on the upload stream so far has arrived. Its slot numbers
+// go to the device on the compute stream first; they stay as they are until that has run. ev_free, if given, is recorded
 // behind the graph.
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
-        ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
+        struct ggml_tensor * slots, const void * numbers, size_t size,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
 
 #ifdef __cplusplus
 }

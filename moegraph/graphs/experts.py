@@ -10,6 +10,8 @@ from ..weights import LayerWeights
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
     """Look up slot numbers of expert ids in a table [1, n_expert]: I32 [n_expert_used, n_rows]."""
     k, n_rows = ids.ne[0], ids.ne[1]
+    if n_rows > 1:
+        ids = b.cont(ids)  # the first of many in each row
     slots = b.get_rows(table, b.reshape(ids, k * n_rows))
     return b.reshape(slots, k, n_rows)
 

@@ -1,4 +1,4 @@
-"""Head: final norm, output matrix, and for greedy decoding the argmax."""
+"""Head: output matrix, and for greedy decoding the argmax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..hparams import HParams
 from ..weights import Weights
 
 
@@ -24,13 +23,12 @@ class HeadOutputs:
 
 
 def build_head(
-    b: Builder, hp: HParams, weights: Weights, cur: Tensor, out_ids: Tensor, greedy: bool
+    b: Builder, weights: Weights, cur: Tensor, out_ids: Tensor, greedy: bool
 ) -> HeadOutputs:
-    """Append the head for the rows out_ids I32 [n_out] of F32 [n_embd, n_rows].
+    """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_rows].
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (everything behind the last layer).
     """
-    cur = b.name(b.norm(cur, weights.output_norm, hp.f_norm_rms_eps), "h_nextn")
     cur = b.name(b.get_rows(cur, out_ids), "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     outputs = [logits]

@@ -38,10 +38,14 @@ class Routed:
     routing: Routing
 
 
-def build_attn_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
-    """Append the norm of a layer's input F32 [n_embd, n_rows]."""
-    norm = b.norm(x, m.weights.layer(il)["attn_norm.weight"], m.hp.f_norm_rms_eps)
-    return b.expand(b.name(norm, "attn_norm", il))
+def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
+    """Append the norm of layer il's input F32 [n_embd, n_rows]; il == n_layer: of the head's."""
+    if il == m.hp.n_layer:
+        norm = b.name(b.norm(x, m.weights.output_norm, m.hp.f_norm_rms_eps), "h_nextn")
+    else:
+        norm = b.norm(x, m.weights.layer(il)["attn_norm.weight"], m.hp.f_norm_rms_eps)
+        b.name(norm, "attn_norm", il)
+    return b.expand(norm)
 
 
 def build_a(

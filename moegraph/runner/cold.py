@@ -1,10 +1,10 @@
 """Missing experts computed on the CPU, from the host memory they are in, while the device runs B.
 
-The layer's A publishes attn_post_norm and the weights beside the ids. The CPU computes the experts
-it was given and the device adds the result:
+The layer's graph publishes attn_post_norm and the weights in front of the ids. The CPU computes the
+experts it was given and the device adds the result:
 
     compute: A(l) | B(l) ............ | y from the host | E(l): l_out += y | A(l+1)
-    copy:          ids, x, weights
+    beside:        x, weights, ids
     host:                 CPU threads: y = the experts' weighted sum over x
 """
 
@@ -24,6 +24,7 @@ from ..ggml.cold_ffn import ColdFfn
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
+from ..ggml.ops import F32, Builder, Tensor, shape
 from ..hparams import HParams
 from ..weights import place, round_up
 
@@ -49,8 +50,8 @@ class ColdMemory(ABC):
         for name, n_bytes in sizes.items():
             self._offsets[name] = size
             size = round_up(size + n_bytes, 64)
-        # pinned by the main device, so that its copies to and from here run by themselves
-        self._host: HostBuffer = device.host_buffer(size)
+        # pinned by the main device, whose graphs write into it
+        self._host: HostBuffer = device.host_buffer(size, must_pin=True)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
         self._handles: list[Handle] = []
@@ -73,8 +74,15 @@ class ColdMemory(ABC):
         self._handles.append(context)
         return Bank(self._hp.n_expert, parts)
 
+    def publish(self, b: Builder, x: Tensor, weights: Tensor) -> None:
+        """Append the copies of a layer's x [n_embd, n_rows] and weights to the host."""
+        for name, tensor in (("x", x), ("weights", weights)):
+            target = b.leaf(F32, shape(tensor), f"{name}_host")
+            place(self._host, target, self._offsets[name])
+            b.expand(b.cpy(tensor, target))
+
     def address(self, name: str) -> Any:
-        """Return where x, weights or y is: the device fills the first two and reads the last."""
+        """Return where x, ids, weights or y is: the device fills x and weights and reads y."""
         return self._host.address(self._offsets[name])
 
     def compute(

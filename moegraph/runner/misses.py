@@ -3,7 +3,7 @@
 Graph B of the layer is running meanwhile and left those experts out. They are fetched from host
 memory on the upload stream and computed by a small graph C, which adds them:
 
-    compute: A(l) | B(l) ............ | tables | wait here | C(l) | A(l+1)
+    compute: A(l) | B(l) ............ | slots | wait here | C(l) | A(l+1)
     upload:               experts ... | event here
     host:          sees ids, picks slots
 
@@ -11,9 +11,8 @@ An expert goes into a slot of its layer when the cache gives it one; its victim 
 pass, and every earlier pass that read the slot has finished, because the host has seen this layer's
 ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spare banks, which take
 turns: an upload waits for the event behind the last C that read its bank. C is told the slots
-directly, and the layer's table follows for later passes; both travel on the compute stream, behind
-whatever still uses the old ones. Their host copies are rewritten only when the ids of a later
-layer, or of this layer in a later pass, have been seen: by then they were read.
+directly: their host copy is rewritten only when the ids of a later layer have been seen, by when it
+was read. The tables on the device follow when the next pass begins.
 
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
@@ -41,7 +40,6 @@ from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
-from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from .cold import ColdMemory
 
@@ -76,7 +74,7 @@ class MissHandler:
         n_layer, n_expert = cache.tables.shape
         # own bank, then waves through the spare ones
         n_waves = 1 + -(-n_expert // N_SPARE)
-        self._tables = _HostRows(device, n_layer, n_expert)
+        self._tables = _HostRows(device, n_layer, banks.table_stride)
         self._slots = _HostRows(device, n_waves, max_rows * cache.n_expert_used)
         self._here = device.event()
         self._free = [device.event(), device.event()]
@@ -112,10 +110,13 @@ class MissHandler:
                 self.cache.publish(*self._promoted[-1])
                 self._promoted.pop()
         if self.cache.dirty:
-            tables = [self._table_copy(il) for il in sorted(self.cache.dirty)]
-            copies = ffi.new("struct mg_copy[]", tables)
-            C.mg_upload(self._device.compute.ptr, copies, len(tables))
+            for il in self.cache.dirty:
+                self._tables.array[il, : self.cache.n_expert] = self.cache.tables[il]
             self.cache.dirty.clear()
+            # all at once: a small copy takes the device some 2 us, whatever its size
+            self._device.send(
+                self._banks.all_tables, self._tables.host, 0, self._tables.array.nbytes
+            )
         self.cache.begin_step()
 
     def _exchange(self) -> None:
@@ -135,11 +136,6 @@ class MissHandler:
         if self._here:
             C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
             C.ggml_backend_event_wait(self._device.compute.ptr, self._here.ptr)
-
-    def _table_copy(self, il: int) -> tuple[Any, int, Any, int]:
-        """Copy a layer's table to its host row; return the upload that is then due."""
-        self._tables.array[il] = self.cache.tables[il]
-        return self._tables.upload(il, self._banks.tables[il], self.cache.n_expert)
 
     @property
     def _is_bypassed(self) -> bool:
@@ -310,13 +306,9 @@ class MissHandler:
         slots.fill(-1)
         for expert, slot in pairs:
             slots[ids == expert] = slot
-        tables = [self._slots.upload(wave, graph.outputs, ids.size)]
-        if il in self.cache.dirty:
-            tables.append(self._table_copy(il))
-            self.cache.dirty.discard(il)
         status = C.mg_fetch_launch(
-            self._device.compute.ptr, self._device.upload.ptr,
-            ffi.new("struct mg_copy[]", tables), len(tables),
+            self._device.compute.ptr, self._device.upload.ptr, graph.outputs,
+            self._slots.address(wave), 4 * ids.size,
             free.ptr if free else ffi.NULL, self._here.ptr if self._here else ffi.NULL, graph.graph,
         )  # fmt: skip
         if status:
@@ -349,14 +341,14 @@ class _HostRows:
     """Pinned rows of I32 that travel to the device."""
 
     def __init__(self, device: Device, n_rows: int, n: int) -> None:
-        self._host = device.host_buffer(4 * n_rows * n)
+        self.host = device.host_buffer(4 * n_rows * n)
         self._n = n
-        self.array: npt.NDArray[np.int32] = self._host.array[: 4 * n_rows * n].view(np.int32)
+        self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
         self.array = self.array.reshape(n_rows, n)
 
-    def upload(self, row: int, target: Tensor, n: int) -> tuple[Tensor, int, Any, int]:
-        """Return the copy of the first n numbers of a row to a tensor."""
-        return target, 0, self._host.address(4 * row * self._n), 4 * n
+    def address(self, row: int) -> Any:
+        """Return where a row starts."""
+        return self.host.address(4 * row * self._n)
 
     def close(self) -> None:
-        self._host.close()
+        self.host.close()

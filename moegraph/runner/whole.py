@@ -10,7 +10,7 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import Model, build_a, build_attn_norm, build_b
+from ..graphs.layer import Model, build_a, build_b, build_input_norm
 from .base import Runner
 
 
@@ -19,11 +19,12 @@ def build_whole(
 ) -> HeadOutputs:
     """Append every layer and the head; the router's choice goes straight to the experts."""
     inp = inputs.leaves(b, shape)
-    x = inp.embd
+    x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
     for il in range(m.hp.n_layer):
-        r = build_a(b, m, inp, shape, x, build_attn_norm(b, m, x, il), il)
+        r = build_a(b, m, inp, shape, x, norm, il)
         x = build_b(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
-    return build_head(b, m.hp, m.weights, x, inp.out_ids, greedy)
+        norm = build_input_norm(b, m, x, il + 1)
+    return build_head(b, m.weights, norm, inp.out_ids, greedy)
 
 
 def n_nodes_whole(m: Model) -> int:

@@ -29,7 +29,7 @@ FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
     "mg_watch": (ffi.NULL, NativeError),
     "mg_graph_alloc": (False, OutOfDeviceMemory),
     "mg_launch": (FAILED, NativeError),
-    "mg_launch_publish": (FAILED, NativeError),
+    "mg_wait_ids": (False, NativeError),
     "mg_fetch_launch": (FAILED, NativeError),
     "ggml_backend_tensor_alloc": (FAILED, NativeError),
 }
@@ -105,11 +105,11 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
         assert live_handles() == before, f"call {at} of {name}"
         if library.n_calls < at:
             break
-    assert failures or name.startswith(("mg_launch", "mg_fetch")), "nothing was injected"
+    assert failures or name.startswith(("mg_launch", "mg_wait", "mg_fetch")), "nothing was injected"
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
-@pytest.mark.parametrize("name", ["mg_launch", "mg_launch_publish", "mg_fetch_launch"])
+@pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_fetch_launch"])
 def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, settings):
     result, kind = FAULTS[name]
     with Engine.load(model_path("legacy32"), config(settings)) as engine:

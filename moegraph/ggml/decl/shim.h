@@ -4,16 +4,11 @@ const char * mg_patchset_built(void);
 const char * mg_patchset_loaded(void);
 const char * mg_llama_commit(void);
 
+#define MG_NO_ID ...
+
 struct mg_readback {
     const struct ggml_tensor * src;
     void * dst;
-    size_t size;
-};
-
-struct mg_copy {
-    struct ggml_tensor * dst;
-    size_t offset;
-    const void * src;
     size_t size;
 };
 
@@ -24,10 +19,7 @@ void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);
 bool mg_graph_alloc(ggml_gallocr_t galloc, ggml_backend_t backend, struct ggml_context * ctx, struct ggml_cgraph * graph);
 
 enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, const struct mg_readback * reads, int n_reads);
-enum ggml_status mg_launch_publish(ggml_backend_t compute, ggml_backend_t copy, struct ggml_cgraph * graph,
-        ggml_backend_event_t ev_done, ggml_backend_event_t ev_read,
-        const struct mg_readback * reads, int n_reads);
-void mg_upload(ggml_backend_t backend, const struct mg_copy * copies, int n_copies);
+bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
-        const struct mg_copy * tables, int n_tables, ggml_backend_event_t ev_free,
-        ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
+        struct ggml_tensor * slots, const void * numbers, size_t size,
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
