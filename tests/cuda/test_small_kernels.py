@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -45,34 +47,43 @@ class Graph:
     """A graph under construction, with the data of its leaves."""
 
     def __init__(self) -> None:
-        self.context = Context(8192, 8192)
-        self.b = Builder(self.context, 8192)
+        self.b = Builder(Context(8192, 8192), 8192)
+        self._weights = Builder(Context(1024, 16), 16)
         self._leaves: list[tuple[Tensor, bytes]] = []
 
     def leaf(self, data: npt.NDArray, dtype: int = F32) -> Tensor:
         """Make a leaf that holds an array of numpy shape (ggml's reversed)."""
-        tensor = self.b.leaf(dtype, data.shape[::-1], "x")
+        return self._leaf(self.b, dtype, data.shape[::-1], data)
+
+    def weight(self, data: Array) -> Tensor:
+        """Make a leaf in memory marked as weights, which may be loaded early."""
+        return self._leaf(self._weights, F32, data.shape[::-1], data)
+
+    def matrix(self, kind: str, rng: np.random.Generator, *ne: int) -> Tensor:
+        """Make a weight with random quantized blocks, extents in ggml order."""
+        block = TYPES[kind]
+        data = block.fill(rng, math.prod(ne) // block.n_elem, 0.5)
+        return self._leaf(self._weights, block.ggml_id, ne, data)
+
+    def _leaf(self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray) -> Tensor:
+        tensor = place.leaf(dtype, ne, "x")
         self._leaves.append((tensor, np.ascontiguousarray(data).tobytes()))
         return tensor
-
-    def set(self, tensor: Tensor, data: bytes) -> None:
-        """Fill a leaf that was made elsewhere before each run."""
-        self._leaves.append((tensor, data))
 
     def run(
         self, device: Device, outputs: list[Tensor], repeat: int = 1
     ) -> tuple[list[Array], float]:
-        """Compute; return the outputs as flat arrays and the median seconds of a run."""
+        """Compute; return the outputs as flat arrays and the median seconds of a run.
+
+        The third run and later ones replay a captured graph.
+        """
         for tensor in outputs:
             self.b.expand(tensor)
-        # the device may reorder and fuse; every tensor has its own memory here
-        with self.context, Buffer(
-            C.ggml_backend_alloc_ctx_tensors_from_buft(self.context.ptr, device.buft)
-        ):
+        with ExitStack() as stack:
+            self._allocate(device, stack)
             seconds = []
             for _ in range(repeat):
-                for tensor, data in self._leaves:
-                    C.ggml_backend_tensor_set(tensor, data, 0, len(data))
+                self._fill()
                 device.synchronize()
                 begin = time.perf_counter()
                 device.check(C.mg_launch(device.compute.ptr, self.b.graph, ffi.NULL, 0), "graph")
@@ -84,6 +95,26 @@ class Graph:
                 C.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), 0, out.nbytes)
                 found.append(out)
         return found, statistics.median(seconds)
+
+    def _allocate(self, device: Device, stack: ExitStack) -> None:
+        """Give every tensor memory of its own: the device may reorder and fuse."""
+        self.weight(np.zeros(1, np.float32))  # there is one at least
+        for builder in (self._weights, self.b):
+            stack.enter_context(builder.context)
+        for builder in (self._weights, self.b):
+            ptr = C.ggml_backend_alloc_ctx_tensors_from_buft(builder.context.ptr, device.buft)
+            stack.enter_context(Buffer(ptr))
+            if builder is self._weights:
+                C.ggml_backend_buffer_set_usage(ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+
+    def _fill(self) -> None:
+        """Fill the leaves, and the results with NaN: those of the last run would hide a race."""
+        for i in range(C.ggml_graph_n_nodes(self.b.graph)):
+            node = C.ggml_graph_node(self.b.graph, i)
+            if node.view_src == ffi.NULL:
+                C.ggml_backend_tensor_memset(node, 0xFF, 0, C.ggml_nbytes(node))
+        for tensor, data in self._leaves:
+            C.ggml_backend_tensor_set(tensor, data, 0, len(data))
 
 
 def nmse(got: Array, expected: npt.NDArray) -> float:
@@ -98,7 +129,11 @@ def random(seed: int, *shape: int) -> Array:
 
 
 class Step:
-    """The input side of a DeltaNet layer: n_k heads of q and of k, n_v of v, of size d."""
+    """The input side of a DeltaNet layer: n_k heads of q and of k, n_v of v, of size d.
+
+    token_step, seq_step: q and k are those of every token and sequence, or all of the first (0).
+    is_transposed: the columns are kept with channels side by side. is_read: others read them, too.
+    """
 
     def __init__(self, d: int, n_k: int, n_v: int, n_tokens: int, n_seqs: int) -> None:
         self.d, self.n_k, self.n_v, self.t, self.s = d, n_k, n_v, n_tokens, n_seqs
@@ -108,31 +143,40 @@ class Step:
         self.w = random(3, self.n_channels, 4)
         self.alpha, self.beta = (random(i, n_seqs, n_tokens, n_v) for i in (4, 5))
         self.dt, self.a = random(6, n_v), -np.abs(random(7, n_v))
+        self.token_step = self.seq_step = 1
+        self.is_transposed = self.is_read = False
 
-    def build(self, graph: Graph, in_order: bool = True) -> list[Tensor]:
+    def build(self, graph: Graph, in_order: bool = True, w: Tensor | None = None) -> list[Tensor]:
         """Append it; out of order it is the same nodes, but not one kernel."""
-        b, d, t, s = graph.b, self.d, self.t, self.s
+        b, t, s, n = graph.b, self.t, self.s, self.n_channels
         state = graph.leaf(self.past.reshape(s, -1))
-        row = 4 * 3 * self.n_channels
+        row = 4 * 3 * n
         beta = graph.leaf(self.beta.reshape(s, t, self.n_v, 1))
-        alpha = b.add(graph.leaf(self.alpha), graph.leaf(self.dt))
+        alpha = b.add(graph.leaf(self.alpha), graph.weight(self.dt))
         gates = [
-            b.sigmoid(beta), b.mul(b.softplus(alpha), graph.leaf(self.a))
+            b.sigmoid(beta), b.mul(b.softplus(alpha), graph.weight(self.a))
         ]
         for gate in gates if in_order else reversed(gates):
             b.expand(gate)
-        past = b.view(state, (3, self.n_channels, s), (12, row), 0)
+        past = b.view(state, (3, n, s), (12, row), 0)
         both = b.concat(past, b.transpose(graph.leaf(self.qkv)), 0)
-        last = b.view(both, (3, self.n_channels, s), (both.nb[1], both.nb[2]), 4 * t)
-        kept = b.expand(b.cpy(last, b.view(state, (3 * self.n_channels, s), (row,), 0)))
-        conv = b.silu(b.ssm_conv(both, graph.leaf(self.w)))
+        last = b.view(both, (3, n, s), (both.nb[1], both.nb[2]), 4 * t)
+        slot = b.view(state, (3 * n, s), (row,), 0)
+        if self.is_transposed:
+            slot = b.permute(b.view(state, (n, 3), (4 * n,), 0), 1, 0, 2, 3)
+        kept = b.expand(b.cpy(last, slot))
+        conv = b.silu(b.ssm_conv(both, graph.weight(self.w) if w is None else w))
+        read = [b.cont(last)] if self.is_read else []
+        return [*gates, kept, conv, *self._heads(b, conv), *read]
+
+    def _heads(self, b: Builder, conv: Tensor) -> list[Tensor]:
+        d, row = self.d, 4 * self.n_channels
+        strides = (4 * d, row * self.token_step, row * self.t * self.seq_step)
         normed = []
         for part in range(2):
-            at = 4 * d * self.n_k * part
-            strides = (4 * d, 4 * self.n_channels, 4 * self.n_channels * t)
-            x = b.view(conv, (d, self.n_k, t, s), strides, at)
+            x = b.view(conv, (d, self.n_k, self.t, self.s), strides, 4 * d * self.n_k * part)
             normed.append(b.expand(b.scale(b.rms_norm(x, EPS / d), d**-0.5)))
-        return [*gates, kept, conv, *normed]
+        return normed
 
     def expected(self) -> list[npt.NDArray]:
         """Compute the same in float64."""
@@ -143,8 +187,12 @@ class Step:
         conv = conv / (1 + np.exp(-conv))
         heads = conv[..., : 2 * self.d * self.n_k].reshape(self.s, self.t, 2, self.n_k, self.d)
         heads = heads / np.sqrt((heads**2).sum(-1, keepdims=True) + EPS)
+        heads = heads[np.arange(self.s) * self.seq_step][:, np.arange(self.t) * self.token_step]
         kept = columns[:, self.t :].transpose(0, 2, 1)
-        return [1 / (1 + np.exp(-beta)), gate, kept, conv, heads[:, :, 0], heads[:, :, 1]]
+        stored = columns[:, self.t :] if self.is_transposed else kept
+        read = [kept] if self.is_read else []
+        sigmoid = 1 / (1 + np.exp(-beta))
+        return [sigmoid, gate, stored, conv, heads[:, :, 0], heads[:, :, 1], *read]
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -153,6 +201,26 @@ def test_gates_convolution_and_norms(
     device: Device, d: int, n_tokens: int, n_seqs: int
 ) -> None:
     step = Step(d, 4, 8, n_tokens, n_seqs)
+    graph = Graph()
+    found, _ = graph.run(device, step.build(graph))
+    for got, expected in zip(found, step.expected()):
+        assert nmse(got, expected) < 1e-11
+
+
+@pytest.mark.parametrize(("n_tokens", "n_seqs", "change"), [
+    (2, 1, {"token_step": 0}),
+    (2, 3, {"seq_step": 0}),
+    (8, 1, {"dt": random(6, 8, 1)}),
+    (8, 1, {"a": random(7, 8, 1)}),
+    (2, 1, {"is_transposed": True}),
+    (2, 2, {"is_read": True}),
+])  # fmt: skip
+def test_steps_that_are_not_one_kernel(
+    device: Device, n_tokens: int, n_seqs: int, change: dict[str, object]
+) -> None:
+    """Gates of a token where the kernel has those of a head (there are as many), and the like."""
+    step = Step(64, 4, 8, n_tokens, n_seqs)
+    vars(step).update(change)
     graph = Graph()
     found, _ = graph.run(device, step.build(graph))
     for got, expected in zip(found, step.expected()):
@@ -177,7 +245,7 @@ def test_gated_norm(device: Device, d: int, n_rows: int) -> None:
     x, z, w = random(1, n_rows, d), random(2, n_rows, d), random(3, d)
     graph = Graph()
     b = graph.b
-    out = b.mul(b.norm(graph.leaf(x), graph.leaf(w), EPS), b.silu(graph.leaf(z)))
+    out = b.mul(b.norm(graph.leaf(x), graph.weight(w), EPS), b.silu(graph.leaf(z)))
     wide = z.astype(np.float64)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS) * w
     (found,), _ = graph.run(device, [out])
@@ -189,14 +257,14 @@ def layer_end(graph: Graph, n: int, n_rows: int, chain: bool) -> tuple[list[Tens
     b = graph.b
     x, shexp, moe, residual = (random(i, n_rows, n) for i in range(4))
     w_gate, w = random(5, 1, n) / n**0.5, random(6, n)
-    gate = b.mul_mat(graph.leaf(w_gate), graph.leaf(x))
+    gate = b.mul_mat(graph.weight(w_gate), graph.leaf(x))
     out = b.mul(graph.leaf(shexp), b.sigmoid(gate))
     wide = x.astype(np.float64) @ w_gate.T.astype(np.float64)
     total = shexp / (1 + np.exp(-wide))
     if chain:
         out, total = b.add(graph.leaf(moe), out), total + moe
     out, total = b.add(out, graph.leaf(residual)), total + residual
-    normed = b.norm(out, graph.leaf(w), EPS)
+    normed = b.norm(out, graph.weight(w), EPS)
     mean = (total**2).mean(-1, keepdims=True)
     return [out, normed], [total, total / np.sqrt(mean + EPS) * w]
 
@@ -213,13 +281,82 @@ def test_the_end_of_a_layer(device: Device, n: int, n_rows: int, chain: bool) ->
         assert nmse(got, wanted) < bound
 
 
+def just_computed(graph: Graph, n: int) -> Tensor:
+    """Append a long product F32 [n]: what starts early behind it must not read its result yet."""
+    w = graph.matrix("Q8_0", np.random.default_rng(8), 8192, n)
+    return graph.b.expand(graph.b.mul_mat(w, graph.leaf(random(9, 1, 8192) / 45)))
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+@pytest.mark.parametrize("n_rows", [1, 5])
+def test_a_sum_and_its_norm_weighted_by_a_result(device: Device, n_rows: int, repeat: int) -> None:
+    x, y = random(1, n_rows, 2048), random(2, n_rows, 2048)
+    graph = Graph()
+    b = graph.b
+    w = just_computed(graph, 2048)
+    normed = b.norm(b.add(graph.leaf(x), graph.leaf(y)), w, EPS)
+    (weights, found), _ = graph.run(device, [w, normed], repeat)
+    total = (x + y).astype(np.float64)
+    mean = (total**2).mean(-1, keepdims=True)
+    assert nmse(found, total / np.sqrt(mean + EPS) * weights) < 1e-11
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+def test_a_gate_whose_weights_are_a_result(device: Device, repeat: int) -> None:
+    shexp, moe = (random(i, 3, 2048) for i in range(2))
+    x, w = random(2, 3, 2048) / 45, random(6, 2048)
+    graph = Graph()
+    b = graph.b
+    w_gate = just_computed(graph, 2048)
+    gate = b.sigmoid(b.mul_mat(w_gate, graph.leaf(x)))
+    out = b.add(graph.leaf(moe), b.mul(graph.leaf(shexp), gate))
+    normed = b.norm(out, graph.weight(w), EPS)
+    (weights, found), _ = graph.run(device, [w_gate, normed], repeat)
+    wide = x.astype(np.float64) @ weights[:, None]
+    total = moe + shexp / (1 + np.exp(-wide))
+    mean = (total**2).mean(-1, keepdims=True)
+    assert nmse(found, total / np.sqrt(mean + EPS) * w) < 1e-11
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+def test_a_convolution_whose_weights_are_a_result(device: Device, repeat: int) -> None:
+    step = Step(64, 4, 8, 2, 2)
+    graph = Graph()
+    w = just_computed(graph, 4 * step.n_channels)
+    outputs = step.build(graph, w=graph.b.reshape(w, 4, step.n_channels))
+    (weights, *found), _ = graph.run(device, [w, *outputs], repeat)
+    step.w = weights.reshape(-1, 4)
+    for got, expected in zip(found, step.expected()):
+        assert nmse(got, expected) < 1e-11
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+def test_a_gated_norm_weighted_by_a_result(device: Device, repeat: int) -> None:
+    x, z = random(1, 96, 128), random(2, 96, 128)
+    graph = Graph()
+    b = graph.b
+    w = just_computed(graph, 128)
+    out = b.mul(b.norm(graph.leaf(x), w, EPS), b.silu(graph.leaf(z)))
+    (weights, found), _ = graph.run(device, [w, out], repeat)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS) * weights
+    assert nmse(found, normed * z / (1 + np.exp(-z.astype(np.float64)))) < 1e-11
+
+
+def test_a_gated_norm_with_a_weight_a_head(device: Device) -> None:
+    """As many heads as values: the weights have the number of elements that the kernel takes."""
+    x, z, w = random(1, 64, 64), random(2, 64, 64), random(3, 64, 1)
+    graph = Graph()
+    b = graph.b
+    out = b.mul(b.norm(graph.leaf(x), graph.weight(w), EPS), b.silu(graph.leaf(z)))
+    (found,), _ = graph.run(device, [out])
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS) * w
+    assert nmse(found, normed * z / (1 + np.exp(-z.astype(np.float64)))) < 1e-11
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind: str) -> None:
     """The same product behind a norm and behind a leaf, and of two tokens, which quantize alone."""
     n_in, n_out, n_expert = 2048, 64, 8
-    block = TYPES[kind]
-    count = n_expert * n_out * n_in // block.n_elem
-    data = block.fill(np.random.default_rng(4), count, 0.5)
     x, y, w = random(1, 1, n_in), random(2, 1, n_in), random(3, n_in)
     total = (x + y).astype(np.float64)
     normed = (total / np.sqrt((total**2).mean() + EPS) * w).astype(np.float32)
@@ -227,11 +364,10 @@ def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind:
     def product(behind_norm: bool, n_tokens: int) -> Array:
         graph = Graph()
         b = graph.b
-        experts = b.leaf(block.ggml_id, (n_in, n_out, n_expert), "w")
-        graph.set(experts, data.tobytes())
+        experts = graph.matrix(kind, np.random.default_rng(4), n_in, n_out, n_expert)
         ids = graph.leaf(np.tile(np.array([[5, 0, 7, 2]], np.int32), (n_tokens, 1)), I32)
         if behind_norm:
-            cur = b.norm(b.add(graph.leaf(x), graph.leaf(y)), graph.leaf(w), EPS)
+            cur = b.norm(b.add(graph.leaf(x), graph.leaf(y)), graph.weight(w), EPS)
         else:
             cur = graph.leaf(np.tile(normed, (n_tokens, 1)))
         cur = b.reshape(cur, n_in, 1, n_tokens)
@@ -243,64 +379,69 @@ def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind:
     assert nmse(product(False, 2), alone) < 1e-10
 
 
+def moe(
+    graph: Graph, kind: str, x: Tensor, parts: tuple[str, ...], seed: int, at_once: bool = False
+) -> Tensor:
+    """Append routed experts and a shared expert of one input, or one of them, and their sum.
 
-def moe(graph: Graph, kind: str, x: Tensor, routed: bool, shared: bool, seed: int) -> Tensor:
-    """Append routed experts and a shared expert of one input, and their sum."""
-    b, block = graph.b, TYPES[kind]
-    n, n_ff, n_expert = x.ne[0], 512, 8
+    at_once: the sum is the next node behind the shared expert, else one of the routed is between.
+    """
+    b, n, n_ff, n_expert = graph.b, x.ne[0], 512, 8
     rng = np.random.default_rng(seed)
-
-    def weights(n_in: int, n_out: int, n_stack: int) -> Tensor:
-        tensor = b.leaf(block.ggml_id, (n_in, n_out, n_stack), "w")
-        count = n_in * n_out * n_stack // block.n_elem
-        graph.set(tensor, block.fill(rng, count, 0.5).tobytes())
-        return tensor
-
-    parts = []
-    stacks = [weights(n, n_ff, n_expert), weights(n, n_ff, n_expert), weights(n_ff, n, n_expert)]
-    matrices = [weights(n, n_ff, 1), weights(n, n_ff, 1), weights(n_ff, n, 1)]
-    if routed:
+    shapes = [(n, n_ff), (n, n_ff), (n_ff, n)]
+    stacks = [graph.matrix(kind, rng, *shape, n_expert) for shape in shapes]
+    matrices = [graph.matrix(kind, rng, *shape) for shape in shapes]
+    found = []
+    if "routed" in parts:
         ids = np.tile(np.array([[5, 0, 7, 2]], np.int32), (x.ne[1], 1))
         slots, cur = graph.leaf(ids, I32), b.reshape(x, n, 1, x.ne[1])
         up, gate = (b.mul_mat_id(w, cur, slots) for w in stacks[:2])
-        rows = b.mul_mat_id(stacks[2], b.swiglu(gate, up), slots)
-        parts.append(b.expand(b.cont(b.view(rows, (n, x.ne[1]), (rows.nb[2],), 3 * rows.nb[1]))))
-    if shared:
+        rows = b.expand(b.mul_mat_id(stacks[2], b.swiglu(gate, up), slots))
+        found.append(b.cont(b.view(rows, (n, x.ne[1]), (rows.nb[2],), 3 * rows.nb[1])))
+    if "shared" in parts:
+        if at_once and found:
+            b.expand(found[0])
         up, gate = (b.mul_mat(w, x) for w in matrices[:2])
-        parts.append(b.expand(b.mul_mat(matrices[2], b.swiglu(gate, up))))
-    return b.expand(b.add(*parts) if len(parts) == 2 else b.scale(parts[0], 1.0))
+        found.append(b.expand(b.mul_mat(matrices[2], b.swiglu(gate, up))))
+    return b.expand(b.add(*found) if len(found) == 2 else b.scale(found[0], 1.0))
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
-@pytest.mark.parametrize("n_rows", [1, 3, 17, 32])
-def test_a_shared_expert_beside_routed_ones(device: Device, kind: str, n_rows: int) -> None:
-    """Twenty layers, so that a race would show; each side alone is the judge."""
+@pytest.mark.parametrize("n_rows", [1, 3, 17, 32, 33])
+def test_a_shared_expert_beside_routed_ones(
+    device: Device, kind: str, n_rows: int, at_once: bool
+) -> None:
+    """Twenty layers, so that a race would show; each side alone is the judge.
+
+    A sum right behind may be fused with the last product: nothing runs beside it then.
+    """
     data = random(1, n_rows, 1024)
 
-    def chain(routed: bool, shared: bool) -> list[Array]:
+    def chain(*parts: str) -> list[Array]:
         graph, outputs = Graph(), []
         x = graph.leaf(data)
         for layer in range(20):
-            cur = graph.b.norm(x, graph.leaf(random(layer, 1024)), EPS)
-            outputs.append(moe(graph, kind, graph.b.expand(cur), routed, shared, layer))
+            cur = graph.b.expand(graph.b.norm(x, graph.weight(random(layer, 1024)), EPS))
+            outputs.append(moe(graph, kind, cur, parts, layer, at_once))
         return graph.run(device, outputs, 3)[0]
 
-    both, routed, shared = chain(True, True), chain(True, False), chain(False, True)
+    both, routed, shared = chain("routed", "shared"), chain("routed"), chain("shared")
     for got, first, second in zip(both, routed, shared):
         # one rounding of an int8 activation that falls the other way is 1e-8
         assert nmse(got, first + second) < 1e-7
 
 
 def test_a_shared_expert_costs_less_than_it_takes(device: Device) -> None:
-    def seconds(routed: bool, shared: bool) -> float:
+    def seconds(*parts: str) -> float:
         graph = Graph()
         x = graph.leaf(random(1, 1, 2048))
         for layer in range(20):
-            cur = graph.b.norm(x, graph.leaf(random(layer, 2048)), EPS)
-            x = moe(graph, "Q8_0", graph.b.expand(cur), routed, shared, layer)
+            cur = graph.b.expand(graph.b.norm(x, graph.weight(random(layer, 2048)), EPS))
+            x = moe(graph, "Q8_0", cur, parts, layer)
         return graph.run(device, [x], 30)[1]
 
-    both, routed, shared = seconds(True, True), seconds(True, False), seconds(False, True)
+    both, routed, shared = seconds("routed", "shared"), seconds("routed"), seconds("shared")
     assert both < routed + 0.6 * shared, f"{both * 1e6:.0f} {routed * 1e6:.0f} {shared * 1e6:.0f}"
 
 
