@@ -195,9 +195,7 @@ class Engine:
 
         None: there is no profile, or no expert can be missing and none is needed.
         """
-        if self._profile is None or not isinstance(self.runner, LayeredRunner):
-            return None
-        if self.runner.misses is None:
+        if self._profile is None or not self._misses:
             return None
         counts = np.array(self.runner.cache.counts, dtype=np.int64)
         kept = self._profile.keep(counts - self._n_kept)
@@ -238,6 +236,10 @@ class Engine:
         """'whole' or 'layered'."""
         return self.runner.mode
 
+    @property
+    def _misses(self) -> MissHandler | None:
+        return self.runner.misses if isinstance(self.runner, LayeredRunner) else None
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, opened at first use."""
@@ -261,7 +263,7 @@ class Engine:
         """Return what the expert cache did so far; None in mode 'whole', which has none."""
         if not isinstance(self.runner, LayeredRunner):
             return None
-        misses = self.runner.misses
+        misses = self._misses
         return ExpertStats(
             self.runner.cache.stats,
             misses.n_bytes_fetched if misses else 0,
@@ -273,15 +275,16 @@ class Engine:
     @property
     def notes(self) -> list[str]:
         """What a user should know about this placement, one line each; usually nothing."""
-        if not isinstance(self.runner, LayeredRunner) or not self.runner.misses:
+        misses = self._misses
+        if not misses:
             return []
         profile = self._profile.note if self._profile else ""
-        found = [self.runner.misses.note, self.runner.cache.hint(), profile]
+        found = [misses.note, misses.cache.hint(), profile]
         return [line for line in found if line]
 
     def take_news(self) -> list[str]:
         """Return what changed since the last call that a user should know, one line each."""
-        misses = self.runner.misses if isinstance(self.runner, LayeredRunner) else None
+        misses = self._misses
         if not misses or not misses.guard:
             return []
         found, misses.guard.news = misses.guard.news, []
@@ -402,6 +405,8 @@ class Engine:
         try:
             output = self.runner.collect()
             self._require_files()
+            if self._misses:
+                self._misses.end_step()
             return output
         except NotFinite as error:
             self._require_files()

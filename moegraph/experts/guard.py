@@ -6,13 +6,17 @@ suspicion, and comes half as often as the one before it, so that a cache that pa
 disturbed and two ways that are equally good do not alternate:
 
     active --- suspicion ---> probe bypassed --- faster ---> bypassed
-       <------- no faster ----------'                           |
-       <------- slower than active was, or a probe of active is faster ---'
+       <------- no faster ----------'
+    bypassed - suspicion ---> probe active ----- faster ---> active
+       <------- no faster ----------'
 
-A suspicion: hardly any choice of the router hits a slot that can change, or moving experts takes a
-noticeable part of a token (by what a copy took at start) and each is hit a few times only, or
-nobody looked for 4096 tokens. Without hits nothing is lost by keeping the slots as they are, so
-then a tie is enough.
+A suspicion of the cache: hardly any choice of the router hits a slot that can change, or moving
+experts takes a noticeable part of a token (by what a copy took at start) and each is hit a few
+times only, or nobody looked for 4096 tokens. Without hits nothing is lost by keeping the slots as
+they are, so then a tie is enough. A suspicion of bypassing: tokens take longer than the cache
+needed when it was last tried, or nobody looked for a while. Slots that went stale make them so,
+and so does a context that only grew: the probe tells one from the other, and its time is what the
+cache is held to from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ _NO_HITS = 0.02
 _NOTICEABLE = 0.2
 # Hits for each expert moved that pay for its way, if a miss costs anything like a copy.
 _PAYS = 4
-# A change has to be worth this much; returning from one has to be clear, too.
+# A change has to be worth this much; so much slower is suspicious, or no price for a tie.
 _BETTER, _WORSE = 0.95, 1.1
 
 
@@ -83,48 +87,54 @@ class CacheGuard:
         self.n_probes = self.n_bypassed_tokens = 0
         self._settled = False  # what `bypassed` is when no probe is under way
         self._interval = FIRST_LOOK
-        self._last: float | None = None
+        self._began: float | None = None  # the single-row pass under way
+        self._is_back = False  # the cache was put to work again and no pass began since
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._n = self._unprobed = 0
         self._start = read()
         self._outside: Counters | None = None  # as a run of passes of several rows began
         self._steady_s = 0.0  # a token in the way that a probe is compared with
-        self._left_s = 0.0  # a token with the cache at work, when it was bypassed
+        self._left_s = 0.0  # a token with the cache at work, when that was last tried
         self._hits_nothing = False
 
     def begin_step(self, n_rows: int) -> bool:
-        """Note that a pass begins; return whether the cache is just put to work again.
+        """Note that a pass begins; return whether the cache was put to work again before it.
 
-        Only the time from one single-row pass to the next says something.
+        Only passes of a single row say how long a token takes.
         """
-        now, last = self._clock(), self._last
-        self._last = now if n_rows == 1 else None
+        self._began = None
         if n_rows != 1:  # a prompt hits and moves as well, and tells nothing about tokens
             self._outside = self._outside or self._read()
             return False
         if self._outside:
             self._start = self._start.plus(self._read().since(self._outside))
             self._outside = None
-        if last is None:
-            return False
-        was_bypassed = self.bypassed
-        self.n_bypassed_tokens += was_bypassed
+        is_back, self._is_back = self._is_back, False
+        self._began = self._clock()
+        return is_back
+
+    def end_step(self) -> None:
+        """Note that the results of the pass are there; what passes until the next is nobody's."""
+        if self._began is None:
+            return
+        seconds, self._began = self._clock() - self._began, None
+        self.n_bypassed_tokens += self.bypassed
         self._n += 1
         if self._n > _SETTLE:
-            self._times.append(now - last)
+            self._times.append(seconds)
             self._decide()
-        return was_bypassed and not self.bypassed
 
     def _decide(self) -> None:
         if self.bypassed != self._settled:
             if self._n == _SETTLE + _PROBE:
                 self._judge()
-        elif self._n >= self._interval:
+        elif self._n >= self._interval or (self.bypassed and self._is_slow()):
             self._look()
-        elif self.bypassed and self._n % _WINDOW == 0:
-            limit = _WORSE * (_WORSE if self._hits_nothing else 1.0)
-            if self._mean() > limit * self._left_s:
-                self._settle(False, "misses cost more than moving experts did")
+
+    def _is_slow(self) -> bool:
+        """Return whether tokens take clearly longer than the cache needed when last tried."""
+        limit = _WORSE * (_WORSE if self._hits_nothing else 1.0)
+        return self._n % _WINDOW == 0 and self._mean() > limit * self._left_s
 
     def _look(self) -> None:
         """Probe the other way if there is reason to."""
@@ -153,9 +163,11 @@ class CacheGuard:
                 why = "hits nothing" if self._hits_nothing else "costs more than it saves"
                 self._settle(True, f"{why}: {_ms(steady)} a token with it, {_ms(trial)} without")
                 return
-        elif trial < _BETTER * steady:
+        elif trial * (_WORSE if self._hits_nothing else 1.0) < _BETTER * steady:
             self._settle(False, f"{_ms(trial)} a token with it, {_ms(steady)} without")
             return
+        else:
+            self._left_s = trial  # the next early probe takes a growth of its own
         self._begin(self._settled)
 
     def _settle(self, bypassed: bool, why: str) -> None:
@@ -169,6 +181,7 @@ class CacheGuard:
 
     def _begin(self, bypassed: bool) -> None:
         """Count from here on, in one way or the other."""
+        self._is_back = self.bypassed and not bypassed
         self.bypassed = bypassed
         self._times.clear()
         self._n = 0

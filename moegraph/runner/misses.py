@@ -119,6 +119,11 @@ class MissHandler:
             )
         self.cache.begin_step()
 
+    def end_step(self) -> None:
+        """Note that the results of the pass are there."""
+        if self.guard:
+            self.guard.end_step()
+
     def _exchange(self) -> None:
         """After a prompt, give slots to the experts that it made worth having.
 
