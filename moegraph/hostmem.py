@@ -38,8 +38,10 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         # version 1 writes "no limit" as a number larger than any machine's memory
         if limit is None or used is None or (total is not None and limit >= total):
             continue
-        cached = re.search(rf"^{cached_name} (\d+)$", _read(folder / stat_name), re.M)
-        left = max(0, limit - used + (int(cached[1]) if cached else 0))
+        stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / stat_name), re.M))
+        # shared memory, of tmpfs too, counts as cached, but there is no file to read it again from
+        cached = max(0, int(stat.get(cached_name, 0)) - int(stat.get("shmem", 0)))
+        left = max(0, limit - used + cached)
         return HostMemory(total, left if available is None else min(left, available), limit)
     return HostMemory(total, available, None)
 

@@ -28,6 +28,16 @@ V2, V1 = "sys/fs/cgroup/memory.", "sys/fs/cgroup/memory/memory."
             HostMemory(16 * GiB, 3 * GiB, 4 * GiB),
         ),
         (
+            {V2 + "max": 4 * GiB, V2 + "current": 3 * GiB,
+             V2 + "stat": f"file {2 * GiB}\nshmem {GiB}\nshmem_thp 7\n"},
+            HostMemory(16 * GiB, 2 * GiB, 4 * GiB),
+        ),
+        (
+            {V1 + "limit_in_bytes": 4 * GiB, V1 + "usage_in_bytes": 3 * GiB,
+             V1 + "stat": f"cache {2 * GiB}\nshmem {2 * GiB}\ntotal_shmem 7\n"},
+            HostMemory(16 * GiB, GiB, 4 * GiB),
+        ),
+        (
             {V1 + "limit_in_bytes": 2**63 - 4096, V1 + "usage_in_bytes": GiB},
             HostMemory(16 * GiB, 12 * GiB, None),
         ),
