@@ -84,6 +84,7 @@ class MissHandler:
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
+        self._measured: dict[int, float] = {}
         self.split = self._split(mode)
         self.guard = self._open_guard()
 
@@ -181,7 +182,12 @@ class MissHandler:
         return MissSplit(on_cpu, streamed, max(per_row, 0.0))
 
     def _measure_stream(self, n_experts: int) -> float:
-        """Return the seconds that fetching n experts into a spare bank takes; median of five."""
+        """Return the seconds that fetching n experts into a spare bank takes; median of five.
+
+        Measured once.
+        """
+        if n_experts in self._measured:
+            return self._measured[n_experts]
         il, samples = self._store.layers[0], []
         bank = self._banks.spare(il, 0)
         for at in range(6):
@@ -191,7 +197,8 @@ class MissHandler:
             C.ggml_backend_synchronize(self._device.upload.ptr)
             samples.append(time.perf_counter() - start)
         self.n_bytes_fetched = 0
-        return float(np.median(samples[1:]))
+        self._measured[n_experts] = float(np.median(samples[1:]))
+        return self._measured[n_experts]
 
     def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
         """Copy experts into slots of a layer, as (expert, slot), and wait for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from conftest_helpers import greedy_tokens, prompt
@@ -11,6 +13,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.experts.cost import MissSplit
 from moegraph.modelfile import open_model
+from moegraph.runner.misses import MissHandler
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
@@ -235,6 +238,19 @@ def check_bypassed(engine: Engine) -> None:
         engine.forward_logits([i], i)
     since = engine.runner.cache.stats.since(before)
     assert since.admitted.sum() == 0 and since.hit_rate == 0.75
+
+
+def test_every_number_of_streamed_experts_is_measured_once(open_engine, monkeypatch):
+    real, seen = MissHandler._send, Counter()
+
+    def send(self, il, bank, pairs):
+        seen[len(pairs)] += bank is self._banks.spare(il, 0)
+        real(self, il, bank, pairs)
+
+    monkeypatch.setattr(MissHandler, "_send", send)
+    engine = open_engine(pin_layers=0, cache_slots=40, miss="auto")
+    assert engine.runner.misses.guard, "which needs the time of one expert, too"
+    assert seen[1] == seen[2] > 1
 
 
 def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
