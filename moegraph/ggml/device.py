@@ -219,7 +219,9 @@ class Device:
         )
 
     def synchronize(self) -> None:
-        """Wait until all streams are idle."""
+        """Wait until all streams are idle, as those of a closed device are."""
+        if self.compute.is_closed:
+            return
         for stream in self._streams():
             C.ggml_backend_synchronize(stream.ptr)
 
@@ -244,8 +246,6 @@ class Device:
 
     def close(self) -> None:
         """Wait for the device and free its streams."""
-        if self.compute.is_closed:
-            return
         self.synchronize()
         for stream in self._streams():
             stream.close()

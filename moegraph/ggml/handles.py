@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,19 +19,21 @@ def live_handles() -> dict[str, int]:
     return {kind: n for kind, n in _live.items() if n}
 
 
-def _release(kind: str, free: Callable[[Any], None], ptr: Any) -> None:
+def _release(kind: str, free: Callable[[Any], None], ptr: Any, process: int) -> None:
     _live[kind] -= 1
-    free(ptr)
+    if os.getpid() == process:
+        free(ptr)
 
 
 class Handle:
     """A native pointer with one owner.
 
     `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until
-    then.
+    then. A forked child frees nothing of what it inherits: it has neither the threads nor the
+    device's context behind it, and freeing it without them waits for ever or ends the process.
     """
 
-    __slots__ = ("_ptr", "_parents", "_finalizer", "__weakref__")
+    __slots__ = ("_ptr", "_parents", "_process", "_finalizer", "__weakref__")
 
     def __init__(self, ptr: Any, free: Callable[[Any], None], *parents: Any) -> None:
         if ptr == ffi.NULL:
@@ -39,7 +42,8 @@ class Handle:
         self._ptr = ptr
         self._parents = parents
         _live[type(self).__name__] += 1
-        self._finalizer = weakref.finalize(self, _release, type(self).__name__, free, ptr)
+        kind, self._process = type(self).__name__, os.getpid()
+        self._finalizer = weakref.finalize(self, _release, kind, free, ptr, self._process)
 
     @property
     def ptr(self) -> Any:
@@ -54,8 +58,8 @@ class Handle:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._ptr is None
+        """Whether there is nothing to use any more: closed, freed at exit, or in a forked child."""
+        return not self._finalizer.alive or os.getpid() != self._process
 
     def close(self) -> None:
         """Free the native object; a second call does nothing."""

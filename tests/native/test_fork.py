@@ -1,0 +1,88 @@
+"""How processes end that hold engines: forked ones, and those that close nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+KERNEL = """
+import gc, os, sys
+from moegraph.ggml.cold_ffn import ColdFfn
+kernel = ColdFfn(4, 256, 256, 4, 1)
+if os.fork() == 0:
+    if sys.argv[1] == "close":
+        kernel.close()
+    if sys.argv[1] == "collect":
+        del kernel
+        gc.collect()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+kernel.close()
+assert len(os.listdir("/proc/self/task")) == 1
+"""
+
+ENGINE = """
+import os, sys
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.ggml import device
+from moegraph.ggml.handles import live_handles
+
+class Dead:
+    def __getattr__(self, name):
+        raise AssertionError("the child asked the device: " + name)
+
+config = EngineConfig(device="cpu", n_threads=2, n_ctx=256, cache_slots=30, miss="cpu")
+with Engine.load(sys.argv[1], config) as engine:
+    def tokens():
+        return [e.token for e in engine.generate([1, 2, 3], max_tokens=4, text=False)]
+    expected = tokens()
+    if os.fork() == 0:
+        device.C = Dead()
+        engine.close()
+        assert live_handles() == {}, live_handles()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    assert tokens() == expected
+"""
+
+UNFINISHED = """
+import os, sys
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+
+config = EngineConfig(device="cpu", n_threads=2, n_ctx=256)
+engine = Engine.load(sys.argv[1], config)
+stream = engine.generate([1, 2, 3], max_tokens=40, text=False)
+first = next(stream).token
+if os.fork() == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+next(stream)
+"""
+
+
+def run(script: str, argument: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", script, argument]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["close", "collect", "exit"])
+def test_threads_of_the_cold_kernel_are_the_parents(how: str) -> None:
+    run(KERNEL, how)
+
+
+def test_an_engine_is_closed_in_the_child_and_goes_on_in_the_parent(model_path) -> None:
+    run(ENGINE, str(model_path("legacy32")))
+
+
+def test_a_process_may_end_in_the_middle_of_an_answer(model_path) -> None:
+    run(UNFINISHED, str(model_path("legacy32")))
