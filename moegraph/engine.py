@@ -35,6 +35,7 @@ from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Generation
 from .ggml.device import Device
+from .ggml.handles import closed_on_failure
 from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model, resolve_target
@@ -90,11 +91,12 @@ class Engine:
         self._n_kept: npt.NDArray[np.int64] | int = 0  # choices the profile has already
         # sequences of the pass under way: the first, how many, results of each
         self._batch = (0, 1, 1)
-        try:
-            self._load(progress, routing)
-        except BaseException:
-            self.close()
-            raise
+        with closed_on_failure():
+            try:
+                self._load(progress, routing)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def load(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import InternalError, NativeError
 from .lib import C, ffi, last_error
 
 _live: Counter[str] = Counter()
+# made: weak references to the handles of the innermost `closed_on_failure` of this thread
+_scope = threading.local()
 
 
 def live_handles() -> dict[str, int]:
@@ -23,6 +27,27 @@ def _release(kind: str, free: Callable[[Any], None], ptr: Any, process: int) -> 
     _live[kind] -= 1
     if os.getpid() == process:
         free(ptr)
+
+
+@contextmanager
+def closed_on_failure() -> Iterator[None]:
+    """Close every handle that is made in the block, the last one first, if the block fails.
+
+    For making an owner of many parts: while somebody holds the exception, its traceback holds the
+    unfinished owners, and nobody else would free what they have.
+    """
+    outer, made = getattr(_scope, "made", None), []
+    _scope.made = made
+    try:
+        yield
+    except BaseException:
+        for reference in reversed(made):
+            handle = reference()
+            if handle:
+                handle.close()
+        raise
+    finally:
+        _scope.made = outer
 
 
 class Handle:
@@ -44,6 +69,9 @@ class Handle:
         _live[type(self).__name__] += 1
         kind, self._process = type(self).__name__, os.getpid()
         self._finalizer = weakref.finalize(self, _release, kind, free, ptr, self._process)
+        made = getattr(_scope, "made", None)
+        if made is not None:
+            made.append(weakref.ref(self))
 
     @property
     def ptr(self) -> Any:

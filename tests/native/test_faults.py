@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +13,22 @@ import numpy as np
 import pytest
 from conftest_helpers import greedy_tokens, prompt
 
+from moegraph import engine as engine_module
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import ModelFileError, MoegraphError, NativeError, OutOfDeviceMemory
+from moegraph.errors import (
+    ConfigError,
+    ModelFileError,
+    MoegraphError,
+    NativeError,
+    OutOfDeviceMemory,
+)
+from moegraph.ggml.cold_ffn import ColdFfn
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import ModelFile
+from moegraph.runner import cold
+from moegraph.runner.cold import ColdExperts
 
 FAILED = C.GGML_STATUS_FAILED
 
@@ -99,13 +110,54 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
                 assert isinstance(error, kind), error
                 assert "\n" not in str(error)
                 failures += 1
+                # while the traceback still holds all that was made
+                assert live_handles() == before, f"call {at} of {name}"
             else:
                 engine.close()
-        gc.collect()
         assert live_handles() == before, f"call {at} of {name}"
         if library.n_calls < at:
             break
     assert failures or name.startswith(("mg_launch", "mg_wait", "mg_fetch")), "nothing was injected"
+
+
+def n_threads() -> int:
+    """Return how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("name", [*FAULTS, "mg_cold_new"])
+def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, monkeypatch, name):
+    """The kernel of CUDA devices: loading needs none of what it computes."""
+    started: list[ColdFfn] = []
+
+    def start(*sizes: int) -> ColdFfn:
+        started.append(ColdFfn(*sizes))
+        return started[-1]
+
+    monkeypatch.setattr(cold, "ColdFfn", start)
+    monkeypatch.setattr(engine_module, "ColdGraph", lambda *common, reference: ColdExperts(*common))
+    settings = EngineConfig(
+        device="cpu", n_threads=3, n_ctx=256, n_ubatch=16, cache_slots=30, miss="cpu"
+    )
+    result, kind = FAULTS.get(name, (ffi.NULL, ConfigError))
+    Engine.load(model_path("legacy32"), settings).close()  # libgomp's threads stay
+    gc.collect()
+    before, at, late = (live_handles(), n_threads()), 0, 0
+    while True:
+        at = at + 1 if at < 12 else at + at // 3
+        started.clear()
+        with faulty(name, at, result) as library:
+            try:
+                engine = Engine.load(model_path("legacy32"), settings)
+            except MoegraphError as error:
+                assert isinstance(error, kind), error
+                late += len(started)
+                assert (live_handles(), n_threads()) == before, f"call {at} of {name}"
+            else:
+                engine.close()
+        if library.n_calls < at:
+            break
+    assert late or name.startswith("mg_"), "none failed behind the threads"
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
