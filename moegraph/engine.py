@@ -155,6 +155,7 @@ class Engine:
         self.runner.reserve()
         self.device.note_peak()
         self._files.check()
+        self.model.check_unchanged()
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and cache, and fill the slots."""
@@ -468,6 +469,7 @@ class Engine:
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; found before any computation.
+            ModelFileError: somebody wrote to the model file, or it was cut short.
             NativeError: a result was not finite.
         """
         sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)

@@ -50,6 +50,7 @@ class ModelFile:
             UnsupportedModel: well-formed, but not a model that moegraph runs.
         """
         self._fds: list[int] = []
+        self._stamps: list[tuple[int, int]] = []  # of each part when it was opened
         # Closes the files of a model that nobody closed, also at exit.
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[int, mmap.mmap] = {}
@@ -171,6 +172,29 @@ class ModelFile:
                 raise _shrank(part, os.fstat(fd).st_size)
             done += n
 
+    def check_unchanged(self) -> None:
+        """Refuse a model that somebody wrote to since it was opened, by size and time of change.
+
+        A file that was renamed over it, or removed, is another file: this one is as it was.
+
+        Raises:
+            ModelFileError: names the file.
+        """
+        self._check_open()
+        for part, fd, stamp in zip(self._parts, self._fds, self._stamps):
+            try:
+                now = _stamp(os.fstat(fd))
+            except OSError as error:
+                raise ModelFileError(f"{part.path}: cannot look: {error.strerror}") from error
+            if now != stamp:
+                had = f"it had {stamp[0]} bytes and has {now[0]}"
+                if now[0] == stamp[0]:
+                    had = "its size is the same, its time of change is not"
+                raise ModelFileError(
+                    f"{part.path}: the file was written to while the model was in use: {had}; "
+                    "load the model again"
+                )
+
     def close(self) -> None:
         """Close the files; views that map() gave out stay valid. Closing twice is harmless."""
         self._closed = True
@@ -212,9 +236,15 @@ class ModelFile:
             raise ModelFileError(f"{path}: not a file name: {error}") from error
         self._fds.append(fd)
         status = os.fstat(fd)
+        self._stamps.append(_stamp(status))
         if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{path}: {_node_kind(status.st_mode)}, not a model file")
         return scan_part(fd, path, status.st_size, no)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """Return what changes when a file is written to."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _close_all(fds: list[int]) -> None:

@@ -89,12 +89,11 @@ def check_cut(engine: Engine, path: Path, tensor: str, expected: list[int]) -> N
 
 def test_the_byte_named_is_one_of_a_cold_expert(copy):
     with Engine.load(copy, config(**COLD)) as engine:
-        ids = prompt(engine, 3)
-        greedy_tokens(engine, ids, 2)
+        engine.forward_logits(prompt(engine, 3))
         infos = [i for n, i in engine.model.tensors.items() if "blk.7" in n and "_exps" in n]
         cut(copy, "blk.7.ffn_gate_exps.weight")
         with pytest.raises(ModelFileError) as caught:
-            greedy_tokens(engine, ids, 2)
+            engine.forward_logits(prompt(engine, 3), 3)
     byte = int(re.search(r"byte (\d+)", str(caught.value))[1])
     assert any(i.offset <= byte < i.offset + i.nbytes for i in infos)
 
@@ -138,6 +137,52 @@ def test_a_cut_while_loading_is_an_error_too(copy, monkeypatch):
     monkeypatch.setattr(WatchedFiles, "__init__", cut_first)
     handles = live_handles()
     with pytest.raises(ModelFileError, match=re.escape(str(copy))):
+        Engine.load(copy, config())
+    assert live_handles() == handles
+
+
+def overwrite(path: Path, tensor: str) -> None:
+    """Write another byte over the first of a tensor: the file keeps its size."""
+    before = path.stat().st_mtime_ns
+    with open_model(path) as model, open(path, "r+b", buffering=0) as file:
+        while path.stat().st_mtime_ns == before:  # its clock ticks every few milliseconds
+            file.seek(model.tensors[tensor].offset)
+            file.write(b"x")
+
+
+@pytest.mark.parametrize("settings", [{"mode": "whole"}, COLD, {**COLD, "miss": "stream"}])
+def test_a_file_that_is_written_to_is_refused_at_the_next_request(copy, settings):
+    with Engine.load(copy, config(**settings)) as engine:
+        ids = prompt(engine, 5)
+        expected = greedy_tokens(engine, ids, 4)
+        assert greedy_tokens(engine, ids, 4) == expected
+        overwrite(copy, "blk.7.ffn_down_exps.weight")
+        for _ in range(2):
+            with pytest.raises(ModelFileError, match="written to while .* load the model again"):
+                greedy_tokens(engine, ids, 2)
+
+
+def test_a_file_that_is_replaced_or_removed_stays_as_it_was(copy, model_path, tmp_path):
+    with Engine.load(copy, config(**COLD)) as engine:
+        ids = prompt(engine, 5)
+        expected = greedy_tokens(engine, ids, 4)
+        shutil.copy(model_path("kquant40"), tmp_path / "other.gguf")
+        os.replace(tmp_path / "other.gguf", copy)
+        assert greedy_tokens(engine, ids, 4) == expected
+        copy.unlink()
+        assert greedy_tokens(engine, ids, 4) == expected
+
+
+def test_a_file_that_somebody_still_writes_is_not_loaded(copy, monkeypatch):
+    real = WatchedFiles.__init__
+
+    def write_first(self, parts):
+        real(self, parts)
+        overwrite(copy, "output_norm.weight")
+
+    monkeypatch.setattr(WatchedFiles, "__init__", write_first)
+    handles = live_handles()
+    with pytest.raises(ModelFileError, match=f"{re.escape(str(copy))}: the file was written to"):
         Engine.load(copy, config())
     assert live_handles() == handles
 

@@ -82,6 +82,18 @@ def test_bytes_come_back_by_map_and_by_read(write: Write, shape: Shape) -> None:
             assert not view.flags.writeable
 
 
+def test_a_file_that_was_written_to_is_refused(write: Write) -> None:
+    path = write(model_file())
+    size, ticks = path.stat().st_size, path.stat().st_mtime_ns
+    for end, words in ((size, "its size is the same"), (size - 1, f"and has {size - 1}")):
+        with open_model(path) as model:
+            model.check_unchanged()
+            os.truncate(path, end)
+            os.utime(path, ns=(0, ticks + 1_000_000 * (1 + size - end)))
+            with pytest.raises(ModelFileError, match=words):
+                model.check_unchanged()
+
+
 def test_key_values_are_plain_python_and_numpy(write: Write) -> None:
     with open_model(write(model_file())) as model:
         assert model.kv["general.architecture"] == "qwen35moe"
