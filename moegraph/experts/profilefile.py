@@ -77,9 +77,13 @@ class ProfileFile:
         self.note = self._note(class_name)
 
     def _read(self) -> Profile:
-        if self.path.exists():
+        try:
+            is_there, has_folder = self.path.exists(), self.path.parent.is_dir()
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot keep a profile: {error.strerror}") from error
+        if is_there:
             return read_profile(self.path, self._shape)
-        if not self.path.parent.is_dir():
+        if not has_folder:
             raise ConfigError(
                 f"{self.path}: cannot keep a profile: there is no folder {self.path.parent}"
             )
@@ -114,6 +118,12 @@ class ProfileFile:
         where = (str(self.path), self.class_name, n_tokens)
         if not n_tokens:
             return Kept(*where, "the run computed no token", is_expected=True)
+        try:
+            return self._add(counts, where)
+        except (MoegraphError, OSError, RuntimeError) as error:  # resolve: links in a circle
+            return Kept(*where, str(error))
+
+    def _add(self, counts: npt.NDArray[np.int64], where: tuple[str, str, int]) -> Kept:
         path = self.path.resolve()  # a symbolic link stays one
         if not path.exists() and not self._is_named:
             return Kept(*where, f"{path} was removed meanwhile", is_expected=True)
@@ -122,13 +132,10 @@ class ProfileFile:
         if not os.access(path.parent, os.W_OK):
             why = f"the folder {path.parent} is read-only"
             return Kept(*where, why, is_expected=not self._is_named)
-        try:
-            with _locked(path.parent):
-                profile = self._read()
-                profile.add(self.class_name, counts, n_tokens)
-                profile.save(path)
-        except MoegraphError as error:
-            return Kept(*where, str(error))
+        with _locked(path.parent):
+            profile = self._read()
+            profile.add(self.class_name, counts, where[2])
+            profile.save(path)
         return Kept(*where)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -169,21 +170,34 @@ def read_trace(path: str | Path) -> Trace:
 def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
     """Write pieces to a new file and rename it to path, so that no reader sees half of it.
 
+    The file keeps its permissions, a symbolic link stays one, and a device or a pipe, such as
+    /dev/null, is written to.
+
     Raises:
         ConfigError: the file cannot be written.
     """
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    target = Path(os.path.realpath(path))
     try:
+        mode = target.stat().st_mode if os.path.exists(target) else None
+        if mode is not None and not stat.S_ISREG(mode):
+            _write(target, pieces)
+            return
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            with open(beside, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-            os.replace(beside, path)
+            _write(beside, pieces, mode)
+            os.replace(beside, target)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot write: {error.strerror}") from error
+
+
+def _write(path: Path, pieces: Sequence[bytes], mode: int | None = None) -> None:
+    with open(path, "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
+        for piece in pieces:
+            file.write(piece)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,15 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     assert link.is_symlink() and read_profile(target, SHAPE).classes["a"].n_tokens == 10
 
 
+def test_a_path_that_cannot_even_be_looked_at_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot keep a profile: File name too long"):
+        ProfileFile(tmp_path / ("a" * 300), "", True, SHAPE)
+    path = tmp_path / "p.json"
+    opened = ProfileFile(path, "", True, SHAPE)
+    path.symlink_to(path)
+    assert opened.keep(COUNTS).warning.startswith("the routing profile stays as it was: ")
+
+
 def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
     kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).keep(0 * COUNTS)
     assert "no token" in kept.why and not kept.warning and os.listdir(tmp_path) == []

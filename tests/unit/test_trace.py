@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,30 @@ def test_unreadable_and_unwritable_files_are_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="cannot write"):
         write_trace(tmp_path / "none" / "t", small_trace())
+
+
+def test_a_pipe_or_a_device_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    """A superuser's `-o /dev/null` must not put a file in its place."""
+    path, trace = tmp_path / "pipe", small_trace()
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_trace(path, trace)
+    copy = tmp_path / "copy"
+    copy.write_bytes(os.read(reader, 1 << 16))
+    os.close(reader)
+    assert path.is_fifo() and read_trace(copy).sha256 == trace.sha256
+    assert sorted(os.listdir(tmp_path)) == ["copy", "pipe"]
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions_and_the_links_to_it(tmp_path: Path) -> None:
+    path, link = tmp_path / "a", tmp_path / "link"
+    link.symlink_to("a")
+    for n_tokens, mode in ((5, 0o600), (7, 0o640)):
+        write_trace(link, small_trace(n_tokens))
+        assert read_trace(path).n_tokens == n_tokens and link.is_symlink()
+        path.chmod(mode)
+    write_trace(link, small_trace(9))
+    assert path.stat().st_mode & 0o777 == 0o640 and os.listdir(tmp_path).count("a") == 1
 
 
 def test_traces_of_another_model_are_refused() -> None:
