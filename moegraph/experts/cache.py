@@ -44,13 +44,22 @@ class _Layer:
         self.loading: dict[int, int] = {}
         # admitted in this step: their bytes may still be on the way
         self.fresh: set[int] = set()
-        # (score, expert) of the lowest scores, worst last. Scores only rise, or are all scaled back
-        # alike, so an entry whose score is still the same is below all that are not listed.
+        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose score
+        # is still the same is below all that are not listed.
         self.worst: list[tuple[float, int]] = []
+        self._listed = policy.score  # what `worst` was listed by
+
+    def score(self) -> list[float]:
+        """Return the policy's scores; a new list, all of them scaled back, empties `worst`."""
+        score = self.policy.score
+        if score is not self._listed:
+            self._listed = score
+            self.worst.clear()
+        return score
 
     def find_worst(self) -> None:
         """List the residents of lowest score anew."""
-        score = self.policy.score
+        score = self.score()
         ranked = sorted(self.owner[self.policy.n_static :], key=score.__getitem__)
         # -1, an empty slot, is among the owners too, but never resident
         lowest = list(islice((expert for expert in ranked if expert in self.resident), _N_WORST))
@@ -58,7 +67,7 @@ class _Layer:
 
     def relist(self, expert: int) -> None:
         """Put an expert where it belongs among the worst, if it does."""
-        score = self.policy.score[expert]
+        score = self.score()[expert]
         if self.worst and score <= self.worst[0][0] and expert in self.resident:
             self.worst.append((score, expert))
             self.worst.sort(reverse=True)
@@ -359,7 +368,7 @@ class ExpertCache:
 
     def _victim(self, layer: _Layer, expert: int, working_set: Collection[int]) -> int | None:
         """Return the resident expert that the policy gives up for expert, or None."""
-        score, worst = layer.policy.score, layer.worst
+        score, worst = layer.score(), layer.worst
         while worst:
             value, victim = worst[-1]
             if victim in layer.resident and score[victim] == value:

@@ -24,7 +24,10 @@ _RESCALE = 1e100
 
 
 class LayerPolicy(Protocol):
-    """The state of a policy in one layer; its clock counts the calls of touch."""
+    """The state of a policy in one layer; its clock counts the calls of touch.
+
+    score [n_expert]: scores of one list only rise; scaling them back makes a new list.
+    """
 
     score: list[float]
     n_static: int
