@@ -44,8 +44,8 @@ class _Layer:
         self.loading: dict[int, int] = {}
         # admitted in this step: their bytes may still be on the way
         self.fresh: set[int] = set()
-        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose score
-        # is still the same is below all that are not listed.
+        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose
+        # score is still the same is below all that are not listed.
         self.worst: list[tuple[float, int]] = []
         self._listed = policy.score  # what `worst` was listed by
 

@@ -109,8 +109,9 @@ def make_plan(
     ):
         if value is not None and not 0 <= value <= most:
             raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")
-    chosen = pin_layers is not None or cache_slots is not None
-    if not chosen and (budget is None or need.fixed + need.experts <= budget):
+    # without anything missing nothing is staged
+    is_all = pin_layers == n_layer or (pin_layers is None and cache_slots is None)
+    if is_all and (budget is None or need.fixed + need.experts <= budget):
         return _plan(need, [need.n_expert] * n_layer, budget)
     left = None if budget is None else budget - need.fixed - need.staging
     if left is not None and left < 0:

@@ -26,6 +26,9 @@ def test_everything_resident_when_it_fits_and_staging_is_then_not_needed() -> No
     assert plan.n_slots == (256,) * 40 and plan.pinned == tuple(range(40))
     assert plan.bytes["staging"] == plan.bytes["slots"] == 0
     assert not make_plan(BIG, exact - 1).all_resident
+    assert make_plan(BIG, exact, pin_layers=40).all_resident
+    with pytest.raises(ConfigError, match="at most 39 layers fit"):
+        make_plan(BIG, exact - 1, pin_layers=40)
 
 
 def test_no_budget_and_no_wish_is_everything() -> None:
