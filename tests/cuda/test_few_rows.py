@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ pytestmark = pytest.mark.skipif(
 
 N_IN, N_OUT = 2048, 96
 Leaves = list[tuple[Any, bytes]]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    """Yield the first CUDA device."""
-    opened = Device("cuda")
-    yield opened
-    opened.close()
 
 
 def run(device: Device, build: Callable[[Builder], tuple[Any, Leaves]], repeat: int = 1) -> tuple:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
@@ -15,14 +13,6 @@ from moegraph.ggml.device import Device, list_devices  # noqa: E402
 pytestmark = pytest.mark.skipif(
     not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"
 )
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    """Yield the first CUDA device."""
-    opened = Device("cuda")
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])

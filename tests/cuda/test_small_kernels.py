@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,116 +11,19 @@ import pytest
 
 pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
 
+from graph_runs import Array, Graph, nmse, random
+
 from moegraph.ggml.device import Device, list_devices
-from moegraph.ggml.handles import Buffer, Context
-from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import F32, I32, Builder, Tensor, shape
-from moegraph.graphs.cache import GraphCache
-from moegraph.weights import place
+from moegraph.ggml.ops import I32, Builder, Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from modelgen.blocks import TYPES
 
 pytestmark = pytest.mark.skipif(
     not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"
 )
 
 EPS = 1e-6
-Array = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    """Yield the first CUDA device."""
-    opened = Device("cuda")
-    yield opened
-    opened.close()
-
-
-class Graph:
-    """A graph under construction, with the data of its leaves."""
-
-    def __init__(self) -> None:
-        self.b = Builder(Context(8192, 8192), 8192)
-        self._weights = Builder(Context(1024, 16), 16)
-        self._leaves: list[tuple[Tensor, bytes]] = []
-
-    def leaf(self, data: npt.NDArray, dtype: int = F32) -> Tensor:
-        """Make a leaf that holds an array of numpy shape (ggml's reversed)."""
-        return self._leaf(self.b, dtype, data.shape[::-1], data)
-
-    def weight(self, data: Array) -> Tensor:
-        """Make a leaf in memory marked as weights, which may be loaded early."""
-        return self._leaf(self._weights, F32, data.shape[::-1], data)
-
-    def matrix(self, kind: str, rng: np.random.Generator, *ne: int) -> Tensor:
-        """Make a weight with random quantized blocks, extents in ggml order."""
-        block = TYPES[kind]
-        data = block.fill(rng, math.prod(ne) // block.n_elem, 0.5)
-        return self._leaf(self._weights, block.ggml_id, ne, data)
-
-    def _leaf(self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray) -> Tensor:
-        tensor = place.leaf(dtype, ne, "x")
-        self._leaves.append((tensor, np.ascontiguousarray(data).tobytes()))
-        return tensor
-
-    def run(
-        self, device: Device, outputs: list[Tensor], repeat: int = 1
-    ) -> tuple[list[Array], float]:
-        """Compute; return the outputs as flat arrays and the median seconds of a run.
-
-        The third run and later ones replay a captured graph.
-        """
-        for tensor in outputs:
-            self.b.expand(tensor)
-        with ExitStack() as stack:
-            self._allocate(device, stack)
-            seconds = []
-            for _ in range(repeat):
-                self._fill()
-                device.synchronize()
-                begin = time.perf_counter()
-                device.check(C.mg_launch(device.compute.ptr, self.b.graph, ffi.NULL, 0), "graph")
-                device.synchronize()
-                seconds.append(time.perf_counter() - begin)
-            found = []
-            for tensor in outputs:
-                out = np.empty(C.ggml_nbytes(tensor) // 4, np.float32)
-                C.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), 0, out.nbytes)
-                found.append(out)
-        return found, statistics.median(seconds)
-
-    def _allocate(self, device: Device, stack: ExitStack) -> None:
-        """Give every tensor memory of its own: the device may reorder and fuse."""
-        self.weight(np.zeros(1, np.float32))  # there is one at least
-        for builder in (self._weights, self.b):
-            stack.enter_context(builder.context)
-        for builder in (self._weights, self.b):
-            ptr = C.ggml_backend_alloc_ctx_tensors_from_buft(builder.context.ptr, device.buft)
-            stack.enter_context(Buffer(ptr))
-            if builder is self._weights:
-                C.ggml_backend_buffer_set_usage(ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-
-    def _fill(self) -> None:
-        """Fill the leaves, and the results with NaN: those of the last run would hide a race."""
-        for i in range(C.ggml_graph_n_nodes(self.b.graph)):
-            node = C.ggml_graph_node(self.b.graph, i)
-            if node.view_src == ffi.NULL:
-                C.ggml_backend_tensor_memset(node, 0xFF, 0, C.ggml_nbytes(node))
-        for tensor, data in self._leaves:
-            C.ggml_backend_tensor_set(tensor, data, 0, len(data))
-
-
-def nmse(got: Array, expected: npt.NDArray) -> float:
-    """Return the squared error relative to the expected values."""
-    expected = expected.reshape(-1).astype(np.float64)
-    return float(((got - expected) ** 2).sum() / (expected**2).sum())
-
-
-def random(seed: int, *shape: int) -> Array:
-    """Return normally distributed numbers."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 class Step:
@@ -443,51 +341,3 @@ def test_a_shared_expert_costs_less_than_it_takes(device: Device) -> None:
 
     both, routed, shared = seconds("routed", "shared"), seconds("routed"), seconds("shared")
     assert both < routed + 0.6 * shared, f"{both * 1e6:.0f} {routed * 1e6:.0f} {shared * 1e6:.0f}"
-
-
-def test_the_host_sees_what_a_graph_publishes_while_it_runs(device: Device) -> None:
-    """Direct, captured and replayed; what was published keeps its memory until it is out."""
-    n, n_used = 4096, 8
-    host = device.host_buffer(4 * (n + n_used), must_pin=True)
-    seen_x, seen_ids = host.array[: 4 * n].view(np.float32), host.array[4 * n :].view(np.int32)
-    memory = device.buffer(4 * (n * n + n + 64 + n_used), "operands", "free memory")
-    C.ggml_backend_buffer_clear(memory.ptr, 0)
-    graphs = GraphCache(device)
-
-    def build(b: Builder) -> tuple[Tensor, ...]:
-        at, leaves = 0, []
-        for dtype, ne in ((F32, (n, n)), (F32, (n,)), (I32, (1, 64)), (I32, (n_used,))):
-            leaves.append(b.leaf(dtype, ne, "x"))
-            place(memory, leaves[-1], at)
-            at += C.ggml_nbytes(leaves[-1])
-        w, a, table, rows = leaves
-        x, ids = b.expand(b.scale(a, 2.0)), b.expand(b.get_rows(table, rows))
-        for tensor, offset in ((x, 0), (ids, 4 * n)):
-            target = b.leaf(tensor.type, shape(tensor), "host")
-            place(host, target, offset)
-            b.expand(b.cpy(tensor, target))
-        for _ in range(200):  # long enough, and in need of memory
-            x = b.expand(b.mul_mat(w, x))
-        return a, table, rows
-
-    built = graphs.get("published", 512, build)
-    a, table, rows = built.outputs
-    for turn in range(6):
-        operands = random(turn, n), np.random.default_rng(turn).permutation(64).astype(np.int32)
-        chosen = np.arange(turn, turn + n_used, dtype=np.int32)
-        for tensor, data in zip((a, table, rows), (*operands, chosen)):
-            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, data.nbytes)
-        seen_x[:], seen_ids[:] = np.nan, C.MG_NO_ID
-        device.synchronize()
-        start = time.perf_counter()
-        device.check(C.mg_launch(device.compute.ptr, built.graph, ffi.NULL, 0), "graph")
-        where = ffi.cast("int32_t *", seen_ids.ctypes.data)
-        assert C.mg_wait_ids(device.compute.ptr, where, n_used)
-        seen = time.perf_counter() - start
-        got_x, got_ids = seen_x.copy(), seen_ids.copy()
-        device.synchronize()
-        assert turn < 3 or seen < 0.5 * (time.perf_counter() - start)
-        np.testing.assert_array_equal(got_ids, operands[1][chosen])
-        np.testing.assert_array_equal(got_x, 2 * operands[0])
-    for handle in (graphs, memory, host):
-        handle.close()

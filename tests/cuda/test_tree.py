@@ -27,14 +27,6 @@ LIMIT_ALONE, LIMIT_CPU = 1e-12, 1e-9
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    """Yield the first CUDA device."""
-    opened = Device("cuda")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def cpu() -> Iterator[Device]:
     """Yield the CPU."""
     opened = Device("cpu", n_threads=2)

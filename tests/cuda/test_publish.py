@@ -1,0 +1,70 @@
+"""What a graph tells the host while it runs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
+
+from graph_runs import random
+
+from moegraph.ggml.device import Device, list_devices
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, I32, Builder, Tensor, shape
+from moegraph.graphs.cache import GraphCache
+from moegraph.weights import place
+
+pytestmark = pytest.mark.skipif(
+    not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"
+)
+
+
+def test_the_host_sees_what_a_graph_publishes_while_it_runs(device: Device) -> None:
+    """Direct, captured and replayed; what was published keeps its memory until it is out."""
+    n, n_used = 4096, 8
+    host = device.host_buffer(4 * (n + n_used), must_pin=True)
+    seen_x, seen_ids = host.array[: 4 * n].view(np.float32), host.array[4 * n :].view(np.int32)
+    memory = device.buffer(4 * (n * n + n + 64 + n_used), "operands", "free memory")
+    C.ggml_backend_buffer_clear(memory.ptr, 0)
+    graphs = GraphCache(device)
+
+    def build(b: Builder) -> tuple[Tensor, ...]:
+        at, leaves = 0, []
+        for dtype, ne in ((F32, (n, n)), (F32, (n,)), (I32, (1, 64)), (I32, (n_used,))):
+            leaves.append(b.leaf(dtype, ne, "x"))
+            place(memory, leaves[-1], at)
+            at += C.ggml_nbytes(leaves[-1])
+        w, a, table, rows = leaves
+        x, ids = b.expand(b.scale(a, 2.0)), b.expand(b.get_rows(table, rows))
+        for tensor, offset in ((x, 0), (ids, 4 * n)):
+            target = b.leaf(tensor.type, shape(tensor), "host")
+            place(host, target, offset)
+            b.expand(b.cpy(tensor, target))
+        for _ in range(200):  # long enough, and in need of memory
+            x = b.expand(b.mul_mat(w, x))
+        return a, table, rows
+
+    built = graphs.get("published", 512, build)
+    a, table, rows = built.outputs
+    for turn in range(6):
+        operands = random(turn, n), np.random.default_rng(turn).permutation(64).astype(np.int32)
+        chosen = np.arange(turn, turn + n_used, dtype=np.int32)
+        for tensor, data in zip((a, table, rows), (*operands, chosen)):
+            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, data.nbytes)
+        seen_x[:], seen_ids[:] = np.nan, C.MG_NO_ID
+        device.synchronize()
+        start = time.perf_counter()
+        device.check(C.mg_launch(device.compute.ptr, built.graph, ffi.NULL, 0), "graph")
+        where = ffi.cast("int32_t *", seen_ids.ctypes.data)
+        assert C.mg_wait_ids(device.compute.ptr, where, n_used)
+        seen = time.perf_counter() - start
+        got_x, got_ids = seen_x.copy(), seen_ids.copy()
+        device.synchronize()
+        assert turn < 3 or seen < 0.5 * (time.perf_counter() - start)
+        np.testing.assert_array_equal(got_ids, operands[1][chosen])
+        np.testing.assert_array_equal(got_x, 2 * operands[0])
+    for handle in (graphs, memory, host):
+        handle.close()
