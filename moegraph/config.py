@@ -146,6 +146,11 @@ class EngineConfig:
         "device after streaming it there, or both, by what this machine measured at start.",
         choices=("auto", "cpu", "stream"),
     )
+    prefetch: str = _setting(
+        "choice", "auto", ("--prefetch",),
+        "Fetch experts that the next layer will probably choose, if enough guesses prove right.",
+        choices=("auto", "off"),
+    )
     host_pin: str = _setting(
         "choice", "auto", ("--host-pin",),
         "Pin host copies of experts that may be needed: faster uploads, more locked memory.",

@@ -27,6 +27,7 @@ from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
 from .experts.identity import router_shape
+from .experts.lookahead import N_AHEAD
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
 from .experts.profile import profile_path
@@ -137,7 +138,8 @@ class Engine:
         loader = Loader(self.device, self.model, progress)
         try:
             self.weights = self._own(Weights(loader, self.model))
-            self.banks = self._own(ExpertBanks(self.device, loader, self.model, n_slots))
+            n_ahead = N_AHEAD if config.prefetch == "auto" and routing is None else 0
+            self.banks = self._own(ExpertBanks(self.device, loader, self.model, n_slots, n_ahead))
         finally:
             loader.close()
         self.state = self._own(
@@ -271,6 +273,7 @@ class Engine:
             self.runner.cache.stats,
             misses.n_bytes_fetched if misses else 0,
             misses.n_cpu_experts if misses else 0,
+            misses.prefetch_report() if misses else None,
             dict(self.runner.phases),
             misses.guard.report() if misses and misses.guard else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .config import EngineConfig
+from .experts.lookahead import N_AHEAD
 from .experts.planner import Footprint
 from .experts.store import N_SPARE, Packing, expert_tensors, stack_kind
 from .hparams import HParams
@@ -13,6 +14,8 @@ from .weights import is_dense, round_up
 
 # Kernel images, captured graphs and the backend's scratch pool.
 _OTHER_BYTES = 160 << 20
+# Captured graphs of a layer that add experts it lacks.
+_LACKING_BYTES = 5 << 19
 
 
 def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
@@ -43,7 +46,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         state=state_bytes(hp, config.n_seq),
         compute=compute,
         other=_OTHER_BYTES,
-        staging=2 * N_SPARE * sum(kinds.values()),
+        staging=(2 * N_SPARE + N_AHEAD) * sum(kinds.values()) + _LACKING_BYTES * hp.n_layer,
     )
 
 
@@ -51,5 +54,5 @@ def _compute_bytes(hp: HParams, n_rows: int, n_ctx: int, n_seq: int) -> int:
     """Bound inputs, intermediates of the widest layer, and the head of a row for each sequence."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
-    row = 4 * (mixer + experts + 10 * hp.n_embd + 6 * hp.n_expert + 4 * hp.n_ff_shexp)
+    row = 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
     return n_rows * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq

@@ -4,9 +4,9 @@ A graph never names an expert, it names a slot: a layer's `table` [1, n_expert] 
 maps expert to slot, or to -1 for an expert that is not there, and graphs look the slots up
 themselves.
 
-Kinds of bank: a layer's own, with a slot for some or all of its experts; and spare banks, one pair
-for all layers whose stacks have the same types and shapes, for experts that get no slot of their
-own.
+Kinds of bank: a layer's own, with a slot for some or all of its experts; and banks for all layers
+whose stacks have the same types and shapes: a pair of spare ones, for experts that get no slot of
+their own, and one for experts that are fetched ahead.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class ExpertBanks:
     """The banks of all layers and their tables.
 
     n_slots: slots of each layer; None makes all experts resident, straight from the model file.
+    n_ahead: slots for experts that are fetched ahead.
     tables: I32 [1, n_expert] of each layer; all_tables: the memory of all of them as one tensor
     I32, layers `table_stride` numbers apart.
     """
@@ -56,8 +57,10 @@ class ExpertBanks:
         loader: Loader,
         model: ModelFile,
         n_slots: Sequence[int] | None = None,
+        n_ahead: int = 0,
     ) -> None:
         hp = model.hparams
+        self.n_ahead = n_ahead
         self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
         self._sets: list[TensorSet] = []
         self._owned: list[_Slots] = []
@@ -99,9 +102,11 @@ class ExpertBanks:
         infos = expert_tensors(model, il)
         kind = stack_kind(infos)
         if kind not in self._spare:
-            pair = [_Slots(device, infos, N_SPARE, "spare expert slots") for _ in range(2)]
-            self._owned += pair
-            self._spare[kind] = [Bank(N_SPARE, slots.parts, slots.memory) for slots in pair]
+            self._spare[kind] = []
+            for n in (N_SPARE, N_SPARE, *filter(None, [self.n_ahead])):
+                slots = _Slots(device, infos, n, "spare expert slots")
+                self._owned.append(slots)
+                self._spare[kind].append(Bank(n, slots.parts, slots.memory))
         return self._spare[kind]
 
     def layer(self, il: int) -> Bank:
@@ -111,6 +116,10 @@ class ExpertBanks:
     def spare(self, il: int, turn: int) -> Bank:
         """Return one of the two spare banks that fit layer il."""
         return self._spare_of[il][turn]
+
+    def ahead(self, il: int) -> Bank:
+        """Return the bank for experts of layer il that are fetched ahead, if there is one."""
+        return self._spare_of[il][2]
 
     def close(self) -> None:
         """Free the banks."""

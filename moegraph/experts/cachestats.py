@@ -60,14 +60,16 @@ class ExpertStats:
     """What the expert cache did, and what it cost.
 
     n_bytes_fetched: expert bytes sent to the device, the first filling of the slots included.
-    n_cpu_experts: experts computed on the CPU, one for each layer and pass. phases_s: seconds of
-    the host by phase: launch, wait, look. guard: what the guard over the cache found, from the
-    start on; None where no slot can change.
+    n_cpu_experts: experts computed on the CPU, one for each layer and pass. prefetch: experts
+    guessed, guessed right and fetched ahead, from the start on; None where nobody guesses.
+    phases_s: seconds of the host by phase: launch, wait, look. guard: what the guard over the cache
+    found, from the start on; None where no slot can change.
     """
 
     cache: CacheStats
     n_bytes_fetched: int
     n_cpu_experts: int
+    prefetch: dict[str, int] | None
     phases_s: dict[str, float]
     guard: dict[str, Any] | None = None
 
@@ -77,6 +79,7 @@ class ExpertStats:
             self.cache.since(earlier.cache),
             self.n_bytes_fetched - earlier.n_bytes_fetched,
             self.n_cpu_experts - earlier.n_cpu_experts,
+            self.prefetch,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
             self.guard,
         )
@@ -93,6 +96,7 @@ class ExpertStats:
             "fetched_bytes": self.n_bytes_fetched,
             "fetched_mib_per_step": round(self.n_bytes_fetched / steps / 2**20, 3),
             "cpu_experts": self.n_cpu_experts,
+            "prefetch": self.prefetch,
             "phases_ms_per_step": {
                 name: round(1000.0 * s / steps, 4) for name, s in self.phases_s.items()
             },

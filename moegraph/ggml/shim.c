@@ -201,6 +201,24 @@ bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n) {
     return is_here(ids, n);
 }
 
+void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
+        const struct ggml_tensor * to, size_t to_offset, size_t size) {
+    // ggml copies tensors: two of bytes, which it does not keep
+    struct ggml_tensor tensors[2] = { *from, *to };
+    const size_t offsets[2] = { from_offset, to_offset };
+    for (int i = 0; i < 2; i++) {
+        struct ggml_tensor * t = &tensors[i];
+        GGML_ASSERT(offsets[i] + size <= ggml_nbytes(t));
+        t->type = GGML_TYPE_I8;
+        t->data = (char *) t->data + offsets[i];
+        for (int d = 0; d < GGML_MAX_DIMS; d++) {
+            t->ne[d] = d == 0 ? (int64_t) size : 1;
+            t->nb[d] = d == 0 ? 1 : size;
+        }
+    }
+    ggml_backend_tensor_copy_async(backend, backend, &tensors[0], &tensors[1]);
+}
+
 enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {

@@ -52,6 +52,10 @@ enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, c
 // Watch host memory until a graph on `backend` has written all n ids. False if the backend came to rest without it.
 bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 
+// Enqueue a copy of bytes from one tensor to another of the same device.
+void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
+        const struct ggml_tensor * to, size_t to_offset, size_t size);
+
 // Run `graph` on the compute stream once everything enqueued on the upload stream so far has arrived. Its slot numbers
 // go to the device on the compute stream first; they stay as they are until that has run. ev_free, if given, is recorded
 // behind the graph.

@@ -27,6 +27,14 @@ class Routing:
     weights_data: Tensor
 
 
+def build_guess(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
+    """Append what a layer would choose for rows of another layer [n_embd, n_rows], best first.
+
+    I32 [n_expert_used, n_rows], not normalised to anything: only the order counts.
+    """
+    return b.argsort_top_k(b.mul_mat(w["ffn_gate_inp.weight"], cur), hp.n_expert_used)
+
+
 def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int) -> Routing:
     """Append softmax, top-k and normalisation for rows F32 [n_embd, n_rows].
 

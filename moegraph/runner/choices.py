@@ -18,7 +18,7 @@ from ..weights import place
 
 
 class Choices:
-    """Pinned host memory for the ids of every layer.
+    """Pinned host memory for the ids of every layer, chosen and guessed.
 
     The CPU device computes a graph before its launch returns, so there is nothing to wait for.
     """
@@ -32,8 +32,10 @@ class Choices:
         self._device = device
         self._n_used = n_expert_used
         self._stride = 4 * n_expert_used * max_rows
-        self._host = device.host_buffer(self._stride * n_layer, must_pin=True)
-        self._ids = self._host.array[: self._stride * n_layer].view(np.int32).reshape(n_layer, -1)
+        size = self._stride * 2 * n_layer
+        self._host = device.host_buffer(size, must_pin=True)
+        self._ids = self._host.array[:size].view(np.int32).reshape(2 * n_layer, -1)
+        self._n_layer = n_layer
 
     def publish(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of a layer's ids I32 [n_expert_used, n_rows] to the host."""
@@ -41,9 +43,17 @@ class Choices:
         place(self._host, target, il * self._stride)
         b.expand(b.cpy(ids, target))
 
+    def publish_guess(self, b: Builder, ids: Tensor, il: int) -> None:
+        """Append the copy of what layer il is expected to choose, I32 [n_expert_used, 1]."""
+        self.publish(b, ids, self._n_layer + il)
+
     def of(self, il: int, n_rows: int) -> npt.NDArray[np.int32]:
         """Return where a layer's ids arrive: I32 [n_rows * n_expert_used]."""
         return self._ids[il, : n_rows * self._n_used]
+
+    def guess_of(self, il: int) -> npt.NDArray[np.int32]:
+        """Return where the guess about a layer arrives: I32 [n_expert_used]."""
+        return self.of(self._n_layer + il, 1)
 
     def forget(self, n_rows: int) -> None:
         """Mark all ids of passes of so many rows as not yet there. No graph may be under way."""

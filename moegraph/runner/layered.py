@@ -59,13 +59,15 @@ class _Segment:
     """Consecutive layers in one graph.
 
     ids: where the host finds the choice of each: (il, I32 [n_rows * n_expert_used]). lacking: the
-    last layer, if it may lack experts; c: the graphs that add those, each C and E by the name that
-    `MissHandler.resolve` knows; d: D.
+    last layer, if it may lack experts; guess: where a guess about it arrives, I32 [n_expert_used];
+    c: the graphs that add what it lacks, each C and E by the name that `MissHandler.resolve` knows;
+    d: D.
     """
 
     graph: BuiltGraph
     ids: list[tuple[int, npt.NDArray[np.int32]]]
     lacking: int | None = None
+    guess: npt.NDArray[np.int32] | None = None
     c: dict[str, BuiltGraph] = field(default_factory=dict)
     d: BuiltGraph | None = None
 
@@ -113,9 +115,9 @@ class LayeredRunner(Runner):
         self._choices = Choices(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._pieces = Pieces(
             device, model, self._inputs, replay, max_rows, self._sums_last, self._choices,
-            self._cold,
+            self._cold, misses is not None and misses.looks_ahead,
         )
-        self._plans: OrderedDict[tuple[PassShape, bool], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[PassShape, bool, bool], _Plan] = OrderedDict()
 
     @property
     def compute_bytes(self) -> int:
@@ -124,7 +126,9 @@ class LayeredRunner(Runner):
 
     def _plan(self, shape: PassShape, greedy: bool) -> _Plan:
         """Return the launches of a pass; no graph moved while the others were built."""
-        key = (shape, greedy)
+        pieces = self._pieces
+        pieces.looks_ahead = self.misses is not None and self.misses.looks_ahead
+        key = (shape, greedy, pieces.looks_ahead)
         plan = self._plans.get(key)
         if plan and plan.generation != self.graphs.generation:
             self._plans.clear()  # the others are as old
@@ -157,7 +161,7 @@ class LayeredRunner(Runner):
         blind = all(self.model.hp.is_recurrent(il) for il in layers)
         seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
         graph = get(
-            ("layers", layers, seen), len(layers) * (self._n_nodes_a + size),
+            ("layers", layers, seen, pieces.looks_ahead), len(layers) * (self._n_nodes_a + size),
             lambda b: pieces.layers(b, seen, layers),
         )
         ids = [(il, self._choices.of(il, n_rows)) for il in layers]
@@ -173,7 +177,8 @@ class LayeredRunner(Runner):
         d = None
         if self._sums_last:
             d = get(("D", il, n_rows), size, lambda b: pieces.d(b, n_rows, il))
-        return _Segment(graph, ids, il, c, d)
+        guess = self._choices.guess_of(il) if pieces.is_foreseen(il, n_rows) else None
+        return _Segment(graph, ids, il, guess, c, d)
 
     def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
@@ -186,6 +191,8 @@ class LayeredRunner(Runner):
         found = {f"spare{turn}": banks.spare(il, turn) for turn in range(2)}
         if n_rows <= ADMIT_ROWS and banks.n_slots[il]:
             found["own"] = banks.layer(il)
+        if self._pieces.is_foreseen(il, n_rows):
+            found["ahead"] = banks.ahead(il)
         return found
 
     def reserve(self) -> None:
@@ -237,6 +244,9 @@ class LayeredRunner(Runner):
     def _look(self, segment: _Segment, n_rows: int, start: float) -> float:
         """Read what a segment's layers chose, and have what the last one lacks computed."""
         for il, ids in segment.ids:
+            if il == segment.lacking and segment.guess is not None:
+                self._choices.wait(segment.guess)
+                self.misses.foresee(il, segment.guess.tolist())
             self._choices.wait(ids)
             start = self._note("wait", start)
             if n_rows <= ADMIT_ROWS:

@@ -14,6 +14,10 @@ turns: an upload waits for the event behind the last C that read its bank. C is 
 directly: their host copy is rewritten only when the ids of a later layer have been seen, by when it
 was read. The tables on the device follow when the next pass begins.
 
+Experts that the next layer will probably choose may be on their way already, to a bank of their own
+(experts/lookahead.py). If it does choose them, C computes them there, and those that the cache
+wants move to a slot behind it, on the device.
+
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
 
@@ -36,6 +40,7 @@ from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, streams_rare_misses
 from ..experts.guard import CacheGuard, Counters
+from ..experts.lookahead import MAX_GUESSES, LookAhead
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
@@ -74,8 +79,9 @@ class MissHandler:
         n_layer, n_expert = cache.tables.shape
         # own bank, then waves through the spare ones
         n_waves = 1 + -(-n_expert // N_SPARE)
+        self._wave_ahead = n_waves
         self._tables = _HostRows(device, n_layer, banks.table_stride)
-        self._slots = _HostRows(device, n_waves, max_rows * cache.n_expert_used)
+        self._slots = _HostRows(device, n_waves + 1, max_rows * cache.n_expert_used)
         self._here = device.event()
         self._free = [device.event(), device.event()]
         self._turn = 0
@@ -84,6 +90,9 @@ class MissHandler:
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
+        self.n_prefetched = 0
+        self.look_ahead = LookAhead()
+        self._ahead: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
         self._measured: dict[int, float] = {}
         self.split = self._split(mode)
         self.guard = self._open_guard()
@@ -92,6 +101,11 @@ class MissHandler:
     def note(self) -> str:
         """One line about host memory that could not be pinned; empty when all went well."""
         return self._store.note
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether graphs should guess what layers will choose."""
+        return self._banks.n_ahead > 0 and not self.look_ahead.is_over
 
     def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
@@ -119,6 +133,7 @@ class MissHandler:
                 self._banks.all_tables, self._tables.host, 0, self._tables.array.nbytes
             )
         self.cache.begin_step()
+        self._ahead = -1, {}
 
     def end_step(self) -> None:
         """Note that the results of the pass are there."""
@@ -206,6 +221,43 @@ class MissHandler:
             self._send(il, self._banks.layer(il), placed[start : start + N_SPARE])
             self._device.synchronize()
 
+    def foresee(self, il: int, guessed: list[int]) -> None:
+        """Take a guess, best first, of what layer il of this pass will choose; fetch some of it.
+
+        Its bank is free: what it held for the layer before the last was computed, because the host
+        has seen the ids of the last.
+        """
+        cold = [expert for expert in guessed if not self.cache.has_slot(il, expert)]
+        wanted = self.look_ahead.guess(il, cold)
+        if not wanted or self._is_bypassed:
+            return
+        first = il % 2 * MAX_GUESSES
+        pairs = [(expert, first + i) for i, expert in enumerate(wanted)]
+        self._send(il, self._banks.ahead(il), pairs)
+        self._ahead = il, dict(pairs)
+        self.n_prefetched += len(pairs)
+
+    def prefetch_report(self) -> dict[str, int] | None:
+        """Return how many experts were guessed, guessed right, and fetched ahead."""
+        if not self._banks.n_ahead:
+            return None
+        seen = self.look_ahead
+        return {"guessed": seen.n_guessed, "right": seen.n_right, "fetched": self.n_prefetched}
+
+    def _add_foreseen(
+        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], graph: BuiltGraph
+    ) -> list[int]:
+        """Compute the missing experts that were fetched ahead; return the others."""
+        self.look_ahead.judge(il, missing)
+        at, slots = self._ahead
+        here = [(e, slots[e]) for e in missing if e in slots] if at == il else []
+        if not here:
+            return missing
+        self._launch_c(il, self._wave_ahead, here, ids, graph, None)
+        bank = self._banks.ahead(il)
+        self._into_background(il, [expert for expert, _ in here], ids.tolist(), bank, slots)
+        return [e for e in missing if e not in slots]
+
     def resolve(
         self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int,
         graphs: Mapping[str, BuiltGraph],
@@ -213,9 +265,11 @@ class MissHandler:
         """Fetch and compute the missing experts of a layer.
 
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
-        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows where the
-        CPU may compute.
+        rows and a layer that has slots), 'spare0', 'spare1', and 'ahead' if it was foreseen; and E,
+        'cpu', for few rows where the CPU may compute.
         """
+        if "ahead" in graphs:
+            missing = self._add_foreseen(il, missing, ids, graphs["ahead"])
         is_bypassed, n_cpu = self._is_bypassed, 0
         if "cpu" in graphs and n_rows == 1:
             # the CPU takes what the cache is least likely to want: the last chosen
@@ -280,10 +334,16 @@ class MissHandler:
         status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
         if status:
             self._device.check(status, f"the cold experts of layer {il}")
-        self._promote(il, experts, ids.tolist())
+        self._into_background(il, experts, ids.tolist())
 
-    def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
-        """Send experts up in the background if the cache wants them, for the passes to come."""
+    def _into_background(
+        self, il: int, experts: list[int], working_set: list[int],
+        bank: Bank | None = None, at: Mapping[int, int] | None = None,
+    ) -> None:
+        """Give slots to experts that the cache wants, for the passes to come.
+
+        They go up from the host, or move from slots `at` of a bank that they are in.
+        """
         if not self._banks.layer(il).n_slots or self._is_bypassed:
             return
         pairs, layer = [], self._banks.layer(il)
@@ -295,7 +355,10 @@ class MissHandler:
                     pairs.append((expert, slot))
             if not pairs:
                 return
-            self._send(il, layer, pairs)
+            if bank is None:
+                self._send(il, layer, pairs)
+            else:
+                self._move(il, bank, layer, [(at[expert], slot) for expert, slot in pairs])
             if self._here:
                 C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
             self._promoted += [(il, expert) for expert, _ in pairs]
@@ -314,6 +377,13 @@ class MissHandler:
         if free:
             C.ggml_backend_event_wait(self._device.upload.ptr, free.ptr)
         self._send(il, bank, pairs)  # first of all: the copy takes longest
+        self._launch_c(il, wave, pairs, ids, graph, free)
+
+    def _launch_c(
+        self, il: int, wave: int, pairs: list[tuple[int, int]], ids: npt.NDArray[np.int32],
+        graph: BuiltGraph, free: Event | None,
+    ) -> None:
+        """Launch C over (expert, slot) of a bank, behind everything that was uploaded."""
         slots = self._slots.array[wave, : ids.size]
         slots.fill(-1)
         for expert, slot in pairs:
@@ -338,6 +408,17 @@ class MissHandler:
                 upload, bank.memory, source(il, expert), at, packing.n_bytes
             )
         self.n_bytes_fetched += packing.n_bytes * len(pairs)
+
+    def _move(
+        self, il: int, source: Bank, target: Bank, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Enqueue copies from slots of one bank to slots of another on the upload stream."""
+        packing = self._store.packing(il)
+        for from_slot, to_slot in pairs:
+            C.mg_copy_bytes(
+                self._device.upload.ptr, source.memory, from_slot * packing.stride,
+                target.memory, to_slot * packing.stride, packing.n_bytes,
+            )
 
     def close(self) -> None:
         """Free events and tables."""

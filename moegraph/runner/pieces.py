@@ -26,6 +26,7 @@ from ..graphs.layer import (
     build_input_norm,
     build_layer_end,
 )
+from ..graphs.router import build_guess
 from ..weights import place, round_up
 from .choices import Choices
 from .cold import ColdMemory
@@ -74,12 +75,14 @@ class Pieces:
     """Build functions of one model's layered pass.
 
     sums_last: B and C leave single experts' rows, and D sums them. choices: takes the ids to the
-    host; cold: takes what the CPU needs to compute experts, if it may.
+    host; cold: takes what the CPU needs to compute experts, if it may. looks_ahead: graphs of one
+    row also guess what the next layer will choose.
     """
 
     def __init__(
         self, device: Device, model: Model, inputs: InputBlock, replay: Replay | None,
         max_rows: int, sums_last: bool, choices: Choices, cold: ColdMemory | None,
+        looks_ahead: bool,
     ) -> None:
         self._model = model
         self._inputs = inputs
@@ -87,11 +90,17 @@ class Pieces:
         self._sums_last = sums_last
         self._choices = choices
         self._cold = cold
+        self.looks_ahead = looks_ahead
         self.carried = Carried(device, model, max_rows, sums_last, cold is not None)
 
     def is_partial(self, il: int) -> bool:
         """Return whether a layer may lack experts."""
         return self._model.banks.n_slots[il] < self._model.hp.n_expert
+
+    def is_foreseen(self, il: int, n_rows: int) -> bool:
+        """Return whether passes guess in front of a layer what it may lack."""
+        n_slots = self._model.banks.n_slots
+        return self.looks_ahead and n_rows == 1 and 0 < il < len(n_slots) and self.is_partial(il)
 
     def _embd(self, b: Builder, name: str, n_rows: int) -> Tensor:
         return self.carried.leaf(b, name, F32, self._model.hp.n_embd, n_rows)
@@ -106,13 +115,15 @@ class Pieces:
         for il in layers:
             r = build_a(b, m, inp, shape, x, norm, il)
             ids = self._replay.leaf(b, il) if n_rows == 1 and self._replay else r.routing.topk
+            if self.is_partial(il) and self._cold and n_rows <= ADMIT_ROWS:
+                self._cold.publish(b, r.post_norm, r.routing.weights)
+            self._choices.publish(b, ids, il)  # last: whoever sees them sees the others
+            if self.is_foreseen(il + 1, n_rows):
+                guess = build_guess(b, m.hp, m.weights.layer(il + 1), r.post_norm)
+                self._choices.publish_guess(b, guess, il + 1)
             if self.is_partial(il):
-                if self._cold and n_rows <= ADMIT_ROWS:
-                    self._cold.publish(b, r.post_norm, r.routing.weights)
-                self._choices.publish(b, ids, il)  # last: whoever sees them sees the others
                 self._b_that_may_lack(b, r, ids, il)
                 return
-            self._choices.publish(b, ids, il)
             x = build_b(b, m, r.residual, r.post_norm, ids, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
         self._leave(x, norm)
