@@ -11,6 +11,7 @@ from conftest_helpers import greedy_tokens, prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
+from moegraph.experts import lookahead
 from moegraph.experts.cost import MissSplit
 from moegraph.modelfile import open_model
 from moegraph.runner.misses import MissHandler
@@ -58,13 +59,42 @@ def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
     np.testing.assert_array_equal(run(engine), expected)
 
 
-def test_an_expert_is_never_fetched_more_often_than_it_is_missed(open_engine):
-    engine = open_engine("mini35b", cache_slots=40, miss="stream")
+@pytest.fixture
+def every_guess_acts(monkeypatch):
+    """Have experts fetched ahead from the first guess on, right or wrong."""
+    monkeypatch.setattr(lookahead, "_N_FIRST", 0)
+    monkeypatch.setattr(lookahead, "_MIN_SHARE", 0.0)
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
+def test_results_do_not_depend_on_what_is_fetched_ahead(open_engine, preset, every_guess_acts):
+    ids = prompt(open_engine(preset), 40, seed=5)
+    for placement in PLACEMENTS:
+        rows, misses = [], None
+        for prefetch in ("off", "auto"):
+            engine = open_engine(preset, prefetch=prefetch, **placement)
+            rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
+            misses = engine.runner.misses
+            engine.runner.cache.check()
+            if prefetch == "off":
+                assert misses.prefetch_report() is None
+                engine.close()
+        np.testing.assert_array_equal(*rows, err_msg=str(placement))
+        assert misses.n_prefetched > 0 and misses.look_ahead.n_right > 0, placement
+        engine.close()
+
+
+@pytest.mark.parametrize("slots", [0, 40])
+def test_an_expert_is_never_fetched_more_often_than_it_is_missed(
+    open_engine, slots, every_guess_acts
+):
+    engine = open_engine("mini35b", cache_slots=slots, miss="stream")
     run(engine)
     misses, cache = engine.runner.misses, engine.runner.cache
     filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
     fetched = misses.n_bytes_fetched - filled
-    announced = cache.stats.missing.sum() + misses.n_exchanged
+    announced = cache.stats.missing.sum() + misses.n_exchanged + misses.n_prefetched
+    assert misses.n_prefetched > 0
     assert 0 < fetched <= announced * engine_expert_bytes(engine)
 
 
