@@ -268,14 +268,13 @@ class Engine:
         """Return what the expert cache did so far; None in mode 'whole', which has none."""
         if not isinstance(self.runner, LayeredRunner):
             return None
-        misses = self._misses
+        cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
+        if misses is None:
+            return ExpertStats(cache.stats, 0, 0, None, phases)
+        guard = misses.guard.report() if misses.guard else None
         return ExpertStats(
-            self.runner.cache.stats,
-            misses.n_bytes_fetched if misses else 0,
-            misses.n_cpu_experts if misses else 0,
-            misses.prefetch_report() if misses else None,
-            dict(self.runner.phases),
-            misses.guard.report() if misses and misses.guard else None,
+            cache.stats, misses.n_bytes_fetched, misses.n_cpu_experts, misses.prefetch_report(),
+            phases, guard,
         )
 
     @property

@@ -226,7 +226,7 @@ class ExpertCache:
             if victim is None:
                 self._declined[il] += 1
                 return None
-            slot = layer.owner.index(victim)
+            slot = int(self.tables[il, victim])
             self._drop(il, layer, victim, slot)
             self._evicted[il] += 1
         layer.owner[slot] = expert

@@ -91,11 +91,12 @@ class MissHandler:
         self.n_cpu_experts = 0
         self.n_exchanged = 0
         self.n_prefetched = 0
-        self.look_ahead = LookAhead()
         self._ahead: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
         self._measured: dict[int, float] = {}
         self.split = self._split(mode)
         self.guard = self._open_guard()
+        n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
+        self.look_ahead = LookAhead(n_foreseen, self._measure_stream(1) if n_foreseen else 1.0)
 
     @property
     def note(self) -> str:
@@ -105,7 +106,7 @@ class MissHandler:
     @property
     def looks_ahead(self) -> bool:
         """Whether graphs should guess what layers will choose."""
-        return self._banks.n_ahead > 0 and not self.look_ahead.is_over
+        return self.look_ahead.guesses and not self._is_bypassed
 
     def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
@@ -134,6 +135,8 @@ class MissHandler:
             )
         self.cache.begin_step()
         self._ahead = -1, {}
+        if n_rows == 1:
+            self.look_ahead.begin_token()
 
     def end_step(self) -> None:
         """Note that the results of the pass are there."""
@@ -229,7 +232,7 @@ class MissHandler:
         """
         cold = [expert for expert in guessed if not self.cache.has_slot(il, expert)]
         wanted = self.look_ahead.guess(il, cold)
-        if not wanted or self._is_bypassed:
+        if not wanted:
             return
         first = il % 2 * MAX_GUESSES
         pairs = [(expert, first + i) for i, expert in enumerate(wanted)]

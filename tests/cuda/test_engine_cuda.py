@@ -136,12 +136,11 @@ def test_too_large_a_context_is_refused_with_numbers(model_file):
 
 def test_the_driver_never_sees_more_than_the_budget(open_cuda):
     """Captured graphs included: passes of many widths, then single tokens."""
-    partial = open_cuda(cache_slots=60)
-    fixed, slots = partial.plan.total - partial.plan.bytes["slots"], partial.plan.bytes["slots"]
-    partial.close()
-    for times in (1, 2, 3):
-        budget = (fixed + times * slots >> 20) + 1
-        engine = open_cuda(vram=f"{budget}MiB")
+    for slots in (20, 60, 120):
+        planned = open_cuda(cache_slots=slots)
+        budget = (planned.plan.total >> 20) + 1
+        planned.close()
+        engine = open_cuda(cache_slots=slots, vram=f"{budget}MiB")
         run(engine)
         greedy_tokens(engine, prompt(engine, 20), 60)
         assert engine.runner.cache.stats.misses.sum() > 0

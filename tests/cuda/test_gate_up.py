@@ -81,7 +81,8 @@ class Experts:
         data = np.concatenate([*rows, gap], 1)
         whole = graph.blocks(self.kind, data, self.n_embd, data.shape[1], N_SLOTS)
         shape = (self.n_embd, data.shape[1] - PAD, N_SLOTS)
-        return graph.b.view(whole, shape, (whole.nb[1], whole.nb[2]))
+        # in front of all products: views in between would part what is one kernel
+        return graph.b.expand(graph.b.view(whole, shape, (whole.nb[1], whole.nb[2])))
 
     def build(
         self, graph: Graph, merged: bool, slots: Tensor | None = None
