@@ -27,7 +27,7 @@ from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
 from .experts.identity import router_shape
-from .experts.lookahead import N_AHEAD
+from .experts.lookahead import MAX_GUESSES
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
 from .experts.profile import profile_path
@@ -138,7 +138,7 @@ class Engine:
         loader = Loader(self.device, self.model, progress)
         try:
             self.weights = self._own(Weights(loader, self.model))
-            n_ahead = N_AHEAD if config.prefetch == "auto" and routing is None else 0
+            n_ahead = MAX_GUESSES if config.prefetch == "auto" and routing is None else 0
             self.banks = self._own(ExpertBanks(self.device, loader, self.model, n_slots, n_ahead))
         finally:
             loader.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .config import EngineConfig
-from .experts.lookahead import N_AHEAD
+from .experts.lookahead import MAX_GUESSES
 from .experts.planner import Footprint
 from .experts.store import N_SPARE, Packing, expert_tensors, stack_kind
 from .hparams import HParams
@@ -13,9 +13,7 @@ from .state import KV_PAD
 from .weights import is_dense, round_up
 
 # Kernel images, captured graphs and the backend's scratch pool.
-_OTHER_BYTES = 160 << 20
-# Captured graphs of a layer that add experts it lacks.
-_LACKING_BYTES = 5 << 19
+_OTHER_BYTES = 224 << 20
 
 
 def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
@@ -46,7 +44,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         state=state_bytes(hp, config.n_seq),
         compute=compute,
         other=_OTHER_BYTES,
-        staging=(2 * N_SPARE + N_AHEAD) * sum(kinds.values()) + _LACKING_BYTES * hp.n_layer,
+        staging=(2 * N_SPARE + MAX_GUESSES) * sum(kinds.values()),
     )
 
 

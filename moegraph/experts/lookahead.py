@@ -14,8 +14,6 @@ from collections.abc import Collection, Sequence
 
 # Guesses taken for a layer, best first: about as many as can arrive in a layer's time.
 MAX_GUESSES = 2
-# Slots for what is fetched. Layers take turns: one's is computed while the next one's arrives.
-N_AHEAD = 2 * MAX_GUESSES
 # Acting pays from this share of right ones on: a wrong one seldom delays a miss.
 _MIN_SHARE = 0.3
 # Guesses before the first verdict, and how many the verdict remembers.

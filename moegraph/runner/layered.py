@@ -191,8 +191,6 @@ class LayeredRunner(Runner):
         found = {f"spare{turn}": banks.spare(il, turn) for turn in range(2)}
         if n_rows <= ADMIT_ROWS and banks.n_slots[il]:
             found["own"] = banks.layer(il)
-        if self._pieces.is_foreseen(il, n_rows):
-            found["ahead"] = banks.ahead(il)
         return found
 
     def reserve(self) -> None:

@@ -15,8 +15,7 @@ directly: their host copy is rewritten only when the ids of a later layer have b
 was read. The tables on the device follow when the next pass begins.
 
 Experts that the next layer will probably choose may be on their way already, to a bank of their own
-(experts/lookahead.py). If it does choose them, C computes them there, and those that the cache
-wants move to a slot behind it, on the device.
+(experts/lookahead.py). If it does choose them, they are copied on the device instead of fetched.
 
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
@@ -79,9 +78,8 @@ class MissHandler:
         n_layer, n_expert = cache.tables.shape
         # own bank, then waves through the spare ones
         n_waves = 1 + -(-n_expert // N_SPARE)
-        self._wave_ahead = n_waves
         self._tables = _HostRows(device, n_layer, banks.table_stride)
-        self._slots = _HostRows(device, n_waves + 1, max_rows * cache.n_expert_used)
+        self._slots = _HostRows(device, n_waves, max_rows * cache.n_expert_used)
         self._here = device.event()
         self._free = [device.event(), device.event()]
         self._turn = 0
@@ -225,20 +223,20 @@ class MissHandler:
             self._device.synchronize()
 
     def foresee(self, il: int, guessed: list[int]) -> None:
-        """Take a guess, best first, of what layer il of this pass will choose; fetch some of it.
-
-        Its bank is free: what it held for the layer before the last was computed, because the host
-        has seen the ids of the last.
-        """
+        """Take a guess, best first, of what layer il of this pass will choose; fetch some of it."""
         cold = [expert for expert in guessed if not self.cache.has_slot(il, expert)]
         wanted = self.look_ahead.guess(il, cold)
         if not wanted:
             return
-        first = il % 2 * MAX_GUESSES
-        pairs = [(expert, first + i) for i, expert in enumerate(wanted)]
+        pairs = list(zip(wanted, range(MAX_GUESSES)))
         self._send(il, self._banks.ahead(il), pairs)
         self._ahead = il, dict(pairs)
         self.n_prefetched += len(pairs)
+
+    def _ahead_of(self, il: int) -> dict[int, int]:
+        """Return the experts of a layer that are on the device ahead, and their slots there."""
+        at, slots = self._ahead
+        return slots if at == il else {}
 
     def prefetch_report(self) -> dict[str, int] | None:
         """Return how many experts were guessed, guessed right, and fetched ahead."""
@@ -247,20 +245,6 @@ class MissHandler:
         seen = self.look_ahead
         return {"guessed": seen.n_guessed, "right": seen.n_right, "fetched": self.n_prefetched}
 
-    def _add_foreseen(
-        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], graph: BuiltGraph
-    ) -> list[int]:
-        """Compute the missing experts that were fetched ahead; return the others."""
-        self.look_ahead.judge(il, missing)
-        at, slots = self._ahead
-        here = [(e, slots[e]) for e in missing if e in slots] if at == il else []
-        if not here:
-            return missing
-        self._launch_c(il, self._wave_ahead, here, ids, graph, None)
-        bank = self._banks.ahead(il)
-        self._into_background(il, [expert for expert, _ in here], ids.tolist(), bank, slots)
-        return [e for e in missing if e not in slots]
-
     def resolve(
         self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int,
         graphs: Mapping[str, BuiltGraph],
@@ -268,22 +252,13 @@ class MissHandler:
         """Fetch and compute the missing experts of a layer.
 
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
-        rows and a layer that has slots), 'spare0', 'spare1', and 'ahead' if it was foreseen; and E,
-        'cpu', for few rows where the CPU may compute.
+        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows where the
+        CPU may compute.
         """
-        if "ahead" in graphs:
-            missing = self._add_foreseen(il, missing, ids, graphs["ahead"])
-        is_bypassed, n_cpu = self._is_bypassed, 0
-        if "cpu" in graphs and n_rows == 1:
-            # the CPU takes what the cache is least likely to want: the last chosen
-            n_cpu = (self.split.alone if is_bypassed else self.split.one_row)[len(missing)]
-        elif "cpu" in graphs:
-            # and what the fewest rows chose: it computes each row, the device copies once
-            chosen = Counter(ids.tolist())
-            missing = sorted(missing, key=chosen.__getitem__, reverse=True)
-            n_cpu = self.split.share([chosen[e] for e in missing], is_bypassed)
-        streamed, on_cpu = missing[: len(missing) - n_cpu], missing[len(missing) - n_cpu :]
-        if "own" in graphs and not is_bypassed:
+        self.look_ahead.judge(il, missing)
+        on_cpu = self._for_cpu(il, missing, ids, n_rows) if "cpu" in graphs else []
+        streamed = [expert for expert in missing if expert not in on_cpu]
+        if "own" in graphs and not self._is_bypassed:
             streamed = self._into_slots(il, streamed, ids, graphs["own"])
         for wave, start in enumerate(range(0, len(streamed), N_SPARE), 1):
             pairs = list(zip(streamed[start : start + N_SPARE], range(N_SPARE)))
@@ -292,6 +267,22 @@ class MissHandler:
             self._run(il, wave, bank, pairs, ids, graphs[f"spare{turn}"], self._free[turn])
         if on_cpu:
             self._on_cpu(il, on_cpu, ids, n_rows, graphs["cpu"])
+
+    def _for_cpu(
+        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int
+    ) -> list[int]:
+        """Return the missing experts that the CPU computes; those on their way are not for it."""
+        is_bypassed = self._is_bypassed
+        cold = [expert for expert in missing if expert not in self._ahead_of(il)]
+        if n_rows == 1:
+            # what the cache is least likely to want: the last chosen
+            n_cpu = (self.split.alone if is_bypassed else self.split.one_row)[len(cold)]
+        else:
+            # and what the fewest rows chose: the CPU computes each row, the device copies once
+            chosen = Counter(ids.tolist())
+            cold = sorted(cold, key=chosen.__getitem__, reverse=True)
+            n_cpu = self.split.share([chosen[e] for e in cold], is_bypassed)
+        return cold[len(cold) - n_cpu :]
 
     def _into_slots(
         self, il: int, missing: list[int], ids: npt.NDArray[np.int32], graph: BuiltGraph
@@ -337,16 +328,10 @@ class MissHandler:
         status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
         if status:
             self._device.check(status, f"the cold experts of layer {il}")
-        self._into_background(il, experts, ids.tolist())
+        self._promote(il, experts, ids.tolist())
 
-    def _into_background(
-        self, il: int, experts: list[int], working_set: list[int],
-        bank: Bank | None = None, at: Mapping[int, int] | None = None,
-    ) -> None:
-        """Give slots to experts that the cache wants, for the passes to come.
-
-        They go up from the host, or move from slots `at` of a bank that they are in.
-        """
+    def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
+        """Send experts up in the background if the cache wants them, for the passes to come."""
         if not self._banks.layer(il).n_slots or self._is_bypassed:
             return
         pairs, layer = [], self._banks.layer(il)
@@ -358,10 +343,7 @@ class MissHandler:
                     pairs.append((expert, slot))
             if not pairs:
                 return
-            if bank is None:
-                self._send(il, layer, pairs)
-            else:
-                self._move(il, bank, layer, [(at[expert], slot) for expert, slot in pairs])
+            self._send(il, layer, pairs)
             if self._here:
                 C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
             self._promoted += [(il, expert) for expert, _ in pairs]
@@ -380,13 +362,6 @@ class MissHandler:
         if free:
             C.ggml_backend_event_wait(self._device.upload.ptr, free.ptr)
         self._send(il, bank, pairs)  # first of all: the copy takes longest
-        self._launch_c(il, wave, pairs, ids, graph, free)
-
-    def _launch_c(
-        self, il: int, wave: int, pairs: list[tuple[int, int]], ids: npt.NDArray[np.int32],
-        graph: BuiltGraph, free: Event | None,
-    ) -> None:
-        """Launch C over (expert, slot) of a bank, behind everything that was uploaded."""
         slots = self._slots.array[wave, : ids.size]
         slots.fill(-1)
         for expert, slot in pairs:
@@ -402,26 +377,22 @@ class MissHandler:
     def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
         upload, source = self._device.upload.ptr, self._store.source
-        packing = self._store.packing(il)
-        for i, (expert, slot) in enumerate(pairs):
-            if i % N_SPARE == 0:
-                self._wait_for_ring()
+        packing, ahead, n_fetched = self._store.packing(il), self._ahead_of(il), 0
+        for expert, slot in pairs:
             at = slot * packing.stride
+            if expert in ahead:
+                C.mg_copy_bytes(
+                    upload, self._banks.ahead(il).memory, ahead[expert] * packing.stride,
+                    bank.memory, at, packing.n_bytes,
+                )
+                continue
+            if n_fetched % N_SPARE == 0:
+                self._wait_for_ring()
             C.ggml_backend_tensor_set_async(
                 upload, bank.memory, source(il, expert), at, packing.n_bytes
             )
-        self.n_bytes_fetched += packing.n_bytes * len(pairs)
-
-    def _move(
-        self, il: int, source: Bank, target: Bank, pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Enqueue copies from slots of one bank to slots of another on the upload stream."""
-        packing = self._store.packing(il)
-        for from_slot, to_slot in pairs:
-            C.mg_copy_bytes(
-                self._device.upload.ptr, source.memory, from_slot * packing.stride,
-                target.memory, to_slot * packing.stride, packing.n_bytes,
-            )
+            n_fetched += 1
+        self.n_bytes_fetched += packing.n_bytes * n_fetched
 
     def close(self) -> None:
         """Free events and tables."""
