@@ -5,6 +5,7 @@ The norm that A begins with is apart: what ends a layer can compute it for the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..experts.bank import ExpertBanks
@@ -49,11 +50,12 @@ def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
 
 
 def build_a(
-    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int
+    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int,
+    foresee: Callable[[Tensor], None] | None = None,
 ) -> Routed:
     """Append mixer, residual, norm and router for the layer input x and its attn_norm, cur.
 
-    Both F32 [n_embd, n_rows].
+    Both F32 [n_embd, n_rows]. foresee: called with post_norm to append what runs beside the router.
     """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
     if m.hp.is_recurrent(il):
@@ -63,6 +65,8 @@ def build_a(
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)
+    if foresee:
+        foresee(post_norm)
     return Routed(residual, post_norm, build_router(b, m.hp, w, post_norm, il))
 
 

@@ -11,6 +11,8 @@ also computes the norm that the next one begins with.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..experts.bank import Bank
 from ..ggml.device import Device
 from ..ggml.lib import C
@@ -113,20 +115,25 @@ class Pieces:
         else:
             x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
         for il in layers:
-            r = build_a(b, m, inp, shape, x, norm, il)
+            foresee = None
+            if self.is_foreseen(il + 1, n_rows):
+                foresee = partial(self._foresee, b, il + 1)
+            r = build_a(b, m, inp, shape, x, norm, il, foresee)
             ids = self._replay.leaf(b, il) if n_rows == 1 and self._replay else r.routing.topk
             if self.is_partial(il) and self._cold and n_rows <= ADMIT_ROWS:
                 self._cold.publish(b, r.post_norm, r.routing.weights)
             self._choices.publish(b, ids, il)  # last: whoever sees them sees the others
-            if self.is_foreseen(il + 1, n_rows):
-                guess = build_guess(b, m.hp, m.weights.layer(il + 1), r.post_norm)
-                self._choices.publish_guess(b, guess, il + 1)
             if self.is_partial(il):
                 self._b_that_may_lack(b, r, ids, il)
                 return
             x = build_b(b, m, r.residual, r.post_norm, ids, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
         self._leave(x, norm)
+
+    def _foresee(self, b: Builder, il: int, cur: Tensor) -> None:
+        """Append a guess at what layer il will choose, from what the layer before it reads."""
+        m = self._model
+        self._choices.publish_guess(b, build_guess(b, m.hp, m.weights.layer(il), cur), il)
 
     def _b_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
         """Append B over the experts that are there; leave what C, E and D need."""
