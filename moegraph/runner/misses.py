@@ -94,7 +94,8 @@ class MissHandler:
         self.split = self._split(mode)
         self.guard = self._open_guard()
         n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
-        self.look_ahead = LookAhead(n_foreseen, self._measure_stream(1) if n_foreseen else 1.0)
+        self.look_ahead = LookAhead(n_foreseen)
+        self._began: float | None = None  # a pass of one row
 
     @property
     def note(self) -> str:
@@ -133,11 +134,12 @@ class MissHandler:
             )
         self.cache.begin_step()
         self._ahead = -1, {}
-        if n_rows == 1:
-            self.look_ahead.begin_token()
+        self._began = time.perf_counter() if n_rows == 1 and not self._is_bypassed else None
 
     def end_step(self) -> None:
         """Note that the results of the pass are there."""
+        if self._began is not None:
+            self.look_ahead.end_token(time.perf_counter() - self._began)
         if self.guard:
             self.guard.end_step()
 

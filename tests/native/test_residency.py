@@ -62,8 +62,8 @@ def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
 @pytest.fixture
 def every_guess_acts(monkeypatch):
     """Have experts fetched ahead from the first guess on, right or wrong."""
-    monkeypatch.setattr(lookahead, "_N_FIRST", 0)
-    monkeypatch.setattr(lookahead, "_MIN_SHARE", 0.0)
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(lookahead.LookAhead, "acts", always, raising=False)
 
 
 @pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
