@@ -18,9 +18,10 @@ import numpy as np
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi, library_dir
-from moegraph.ggml.ops import F32, Builder
+from moegraph.ggml.ops import F32, I32, Builder
 
 N_EXPERT, N_USED, N_TOKENS = 64, 8, 2
+Q8_0, Q4_K = 8, 12
 
 
 @contextmanager
@@ -101,8 +102,29 @@ def graphs_after_a_pause() -> None:
     device.close()
 
 
+def products_of_an_odd_number_of_rows() -> None:
+    """A checker of memory watches: weights end where their allocation does."""
+    device = Device("cuda")
+    for kind in (Q8_0, Q4_K):
+        for n_tokens in (1, 2, 4):
+            with Context(8, 16) as context, Context(2) as weights:
+                build = Builder(context, 16)
+                experts = C.ggml_new_tensor_3d(weights.ptr, kind, 512, 33, 2)
+                x = build.leaf(F32, (512, 1, n_tokens), "x")
+                ids = build.leaf(I32, (2, n_tokens), "ids")
+                build.expand(build.mul_mat_id(experts, x, ids))
+                with allocated(device, weights.ptr), allocated(device, context.ptr):
+                    chosen = np.tile(np.array([1, 0], np.int32), n_tokens)
+                    for tensor, value in ((experts, 0), (x, 0)):
+                        C.ggml_backend_tensor_memset(tensor, value, 0, C.ggml_nbytes(tensor))
+                    C.ggml_backend_tensor_set(ids, ffi.from_buffer(chosen), 0, chosen.nbytes)
+                    launch(device, build.graph)
+    device.close()
+
+
 CASES = {f.__name__: f for f in (
     graph_that_ends_with_the_weights, pin_ordinary_memory, graphs_after_a_pause,
+    products_of_an_odd_number_of_rows,
 )}  # fmt: skip
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +22,16 @@ CASES = Path(__file__).with_name("patch_cases.py")
 Q2_K, Q3_K, MXFP4 = 10, 11, 39
 
 
-def run_case(name: str) -> str:
-    """Run a case in a child process; return what it wrote to stderr."""
+def run_case(name: str, *prefix: str) -> str:
+    """Run a case in a child process, under a tool if given; return what it wrote to stderr."""
     unset = ("GGML_CUDA_REGISTER_HOST", "GGML_CUDA_DISABLE_GRAPHS", "GGML_CUDA_DISABLE_FUSION")
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, CASES, name], capture_output=True, text=True, env=env, check=False
+        [*prefix, sys.executable, CASES, name], capture_output=True, text=True, env=env, check=False
     )
-    assert done.returncode == 0, f"{name}: exit {done.returncode}\n{done.stderr[-2000:]}"
+    said = (done.stdout + done.stderr)[-2000:]
+    assert done.returncode == 0, f"{name}: exit {done.returncode}\n{said}"
     return done.stderr
 
 
@@ -44,6 +46,14 @@ def test_ordinary_memory_can_be_pinned_without_an_environment_variable() -> None
 def test_captured_graphs_survive_a_pause() -> None:
     log = run_case("graphs_after_a_pause")
     assert log.count("CUDA graph warmup complete") == 1, "captured once, not once more after it"
+
+
+def test_vector_kernels_do_not_read_behind_the_last_row() -> None:
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        pytest.skip("no compute-sanitizer")
+    options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
+    run_case("products_of_an_odd_number_of_rows", tool, *options)
 
 
 def compiled_architectures(cuda: ctypes.CDLL) -> list[int]:
