@@ -148,7 +148,7 @@ class EngineConfig:
     )
     prefetch: str = _setting(
         "choice", "auto", ("--prefetch",),
-        "Fetch experts that the next layer will probably choose, if enough guesses prove right.",
+        "Fetch what the next layer will probably choose, where trying it made tokens quicker.",
         choices=("auto", "off"),
     )
     host_pin: str = _setting(

@@ -410,8 +410,6 @@ class Engine:
         try:
             output = self.runner.collect()
             self._require_files()
-            if self._misses:
-                self._misses.end_step()
             return output
         except NotFinite as error:
             self._require_files()

@@ -5,10 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from moegraph.experts.lookahead import LookAhead
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.fixture
+def every_guess_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have experts fetched ahead from the first guess on, right or wrong."""
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(LookAhead, "acts", always, raising=False)

@@ -69,6 +69,28 @@ class Counters:
         return self.hits / self.chosen if self.chosen else 1.0
 
 
+class PassClock:
+    """Seconds that the engine spends on passes: what its caller does meanwhile does not count."""
+
+    def __init__(self) -> None:
+        self._away = 0.0
+        self._left_at: float | None = None
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return time.perf_counter() - self._away
+
+    def leave(self) -> None:
+        """Note that the caller goes on while a pass is under way."""
+        self._left_at = time.perf_counter()
+
+    def back(self) -> None:
+        """Note that the engine has the pass again."""
+        if self._left_at is not None:
+            self._away += time.perf_counter() - self._left_at
+            self._left_at = None
+
+
 class CacheGuard:
     """Decides between two tokens whether experts may move.
 
@@ -114,7 +136,10 @@ class CacheGuard:
         return is_back
 
     def end_step(self) -> None:
-        """Note that the results of the pass are there; what passes until the next is nobody's."""
+        """Note that the results of the pass are there; what passes until the next is nobody's.
+
+        Nor is what its clock leaves out.
+        """
         if self._began is None:
             return
         seconds, self._began = self._clock() - self._began, None

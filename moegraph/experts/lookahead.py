@@ -2,10 +2,10 @@
 
 A layer's router, applied to what the layer before it reads, guesses much of its choice: the
 residual stream changes little from layer to layer. A guess that is right has its expert on the way
-long before it is needed; a wrong one costs a copy that a real miss may have to wait for. Which
-weighs more depends on the model, the placement and the machine, so it is tried out: tokens with
-guesses that are only judged, tokens with guesses that act, and what was quicker is kept for a
-while.
+long before it is needed; a wrong one costs a copy that a real miss may have to wait for, and
+guessing costs the device some time. Which weighs more depends on the model, the placement and the
+machine, so it is tried out: some tokens with guesses, some without, in turns, and what was quicker
+is kept for a while.
 """
 
 from __future__ import annotations
@@ -15,71 +15,56 @@ from collections.abc import Collection, Sequence
 
 # Guesses taken for a layer, best first: about as many as can arrive in a layer's time.
 MAX_GUESSES = 2
-# Acting is tried where at least this share of the guesses is right.
-_MIN_SHARE = 0.2
 # It has to save this share of a token's time.
 _MIN_GAIN = 0.01
-# Tokens of each of the two ways that are compared, the first of them not counted (graphs may have
-# been captured anew), and tokens until the next comparison.
-_N_TRIAL, _N_SKIPPED, _N_KEPT = 64, 8, 2048
+# A trial: turns of a few tokens without and with guesses, so that what changes meanwhile (context,
+# a cache that is warming up) touches both. The first turn of each is not counted: graphs may be
+# captured in it.
+_N_TURN, _N_TURNS = 8, 16
+# Tokens until the next trial.
+_N_KEPT = 2048
 
 
 class LookAhead:
-    """Judges guesses about experts that are not resident, and whether they pay.
+    """Takes guesses about experts that are not resident, and finds out whether they pay.
 
-    n_guessed, n_right: totals. guesses: whether guesses should be made now; acts: whether what they
-    name should be fetched.
+    n_guessed, n_right: totals. acts: whether passes should guess now, and fetch.
     """
 
     def __init__(self, n_foreseen: int) -> None:
         """Start; n_foreseen: layers of a pass that can be guessed about."""
         self.n_guessed = 0
         self.n_right = 0
-        self.guesses = n_foreseen > 0
         self.acts = False
-        self._left = _N_TRIAL  # tokens of what is tried, or kept, now
-        self._is_trial = True
-        self._judged_s = 0.0  # a token's time without acting
-        self._times: list[float] = []
-        self._before = (0, 0)  # n_guessed, n_right when the trial began
+        self._is_off = n_foreseen == 0
+        self._left = _N_TURN  # tokens of this turn, or of what is kept
+        self._turn = 0  # _N_TURNS: no trial is under way
+        self._times: tuple[list[float], list[float]] = [], []  # without, with
         self._open: tuple[int, Sequence[int]] | None = None
-        self._is_off = not self.guesses
 
     def end_token(self, seconds: float) -> None:
         """Note what a token took; every so many, decide how to go on."""
         if self._is_off:
             return
+        if 2 <= self._turn < _N_TURNS:
+            self._times[self.acts].append(seconds)
         self._left -= 1
-        if self._is_trial:
-            self._times.append(seconds)
         if self._left:
             return
-        if not self._is_trial:
-            self._before = self.n_guessed, self.n_right
-            self._start(_N_TRIAL, guesses=True, acts=False)
+        self._turn = (self._turn + 1) % (_N_TURNS + 1)
+        if self._turn < _N_TURNS:
+            self.acts, self._left = self._turn % 2 == 1, _N_TURN
             return
-        took = statistics.median(self._times[_N_SKIPPED:])
-        if self.acts:
-            pays = took < (1.0 - _MIN_GAIN) * self._judged_s
-            self._start(_N_KEPT, guesses=pays, acts=pays)
-            return
-        self._judged_s = took
-        guessed, right = self.n_guessed - self._before[0], self.n_right - self._before[1]
-        if guessed and right >= _MIN_SHARE * guessed:
-            self._start(_N_TRIAL, guesses=True, acts=True)
-        else:
-            self._start(_N_KEPT, guesses=False, acts=False)
-
-    def _start(self, n_tokens: int, guesses: bool, acts: bool) -> None:
-        self._left, self._is_trial = n_tokens, n_tokens == _N_TRIAL
-        self.guesses, self.acts = guesses, acts
-        self._times.clear()
+        without, with_guesses = map(statistics.median, self._times)
+        self.acts, self._left = with_guesses < (1.0 - _MIN_GAIN) * without, _N_KEPT
+        for times in self._times:
+            times.clear()
 
     def guess(self, il: int, cold: Sequence[int]) -> Sequence[int]:
         """Take guesses about layer il, best first; return those to fetch."""
-        self.judge(-1, ())  # one that nobody judged was wrong
+        self.settle()
         self._open = il, cold[:MAX_GUESSES]
-        return self._open[1] if self.acts else ()
+        return self._open[1]
 
     def judge(self, il: int, missing: Collection[int]) -> None:
         """Compare the open guess with the experts that layer il lacked."""
@@ -90,3 +75,7 @@ class LookAhead:
         self.n_guessed += len(guessed)
         if at == il:
             self.n_right += sum(expert in missing for expert in guessed)
+
+    def settle(self) -> None:
+        """Count an open guess that nobody needed: it was wrong."""
+        self.judge(-1, ())

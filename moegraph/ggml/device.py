@@ -194,7 +194,10 @@ class Device:
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
         if must_pin and not self.is_cpu and not name.endswith(b"_Host"):
             host.close()
-            raise NativeError(f"cannot pin {format_bytes(size)} of host memory")
+            raise NativeError(
+                f"cannot pin {format_bytes(size)} of host memory; raise the limit of locked memory "
+                "(ulimit -l) and unset GGML_CUDA_NO_PINNED"
+            )
         return host
 
     def event(self) -> Event | None:

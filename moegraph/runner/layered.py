@@ -41,7 +41,7 @@ from ..graphs.cache import BuiltGraph
 from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..state import KV_PAD
-from .base import Runner
+from .base import Output, Runner
 from .choices import Choices
 from .misses import ADMIT_ROWS, MissHandler
 from .pieces import Pieces
@@ -128,7 +128,7 @@ class LayeredRunner(Runner):
         """Return the launches of a pass; no graph moved while the others were built."""
         pieces = self._pieces
         pieces.looks_ahead = self.misses is not None and self.misses.looks_ahead
-        key = (shape, greedy, pieces.looks_ahead)
+        key = (shape, greedy, pieces.looks_ahead and shape.n_rows == 1)
         plan = self._plans.get(key)
         if plan and plan.generation != self.graphs.generation:
             self._plans.clear()  # the others are as old
@@ -160,8 +160,9 @@ class LayeredRunner(Runner):
         # DeltaNet layers do not see the KV length, so one graph serves for ever
         blind = all(self.model.hp.is_recurrent(il) for il in layers)
         seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
+        foresees = any(pieces.is_foreseen(il + 1, n_rows) for il in layers)
         graph = get(
-            ("layers", layers, seen, pieces.looks_ahead), len(layers) * (self._n_nodes_a + size),
+            ("layers", layers, seen, foresees), len(layers) * (self._n_nodes_a + size),
             lambda b: pieces.layers(b, seen, layers),
         )
         ids = [(il, self._choices.of(il, n_rows)) for il in layers]
@@ -232,6 +233,17 @@ class LayeredRunner(Runner):
         start = self._note("launch", start)
         if unseen:
             self._look(unseen, shape.n_rows, start)
+        if self.misses:
+            self.misses.clock.leave()
+
+    def collect(self) -> Output:
+        """Wait for the pass and return its results."""
+        if self.misses:
+            self.misses.clock.back()
+        output = super().collect()
+        if self.misses:
+            self.misses.end_step()
+        return output
 
     def _note(self, phase: str, start: float) -> float:
         """Add the time since start to a phase; return now."""
@@ -244,7 +256,9 @@ class LayeredRunner(Runner):
         for il, ids in segment.ids:
             if il == segment.lacking and segment.guess is not None:
                 self._choices.wait(segment.guess)
+                start = self._note("wait", start)
                 self.misses.foresee(il, segment.guess.tolist())
+                start = self._note("look", start)
             self._choices.wait(ids)
             start = self._note("wait", start)
             if n_rows <= ADMIT_ROWS:

@@ -1,6 +1,6 @@
 """What happens when a token needs experts that are not on the device.
 
-Graph B of the layer is running meanwhile and left those experts out. They are fetched from host
+B of the layer is running meanwhile and left those experts out. They are fetched from host
 memory on the upload stream and computed by a small graph C, which adds them:
 
     compute: A(l) | B(l) ............ | slots | wait here | C(l) | A(l+1)
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, streams_rare_misses
-from ..experts.guard import CacheGuard, Counters
+from ..experts.guard import CacheGuard, Counters, PassClock
 from ..experts.lookahead import MAX_GUESSES, LookAhead
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
@@ -91,11 +91,12 @@ class MissHandler:
         self.n_prefetched = 0
         self._ahead: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
         self._measured: dict[int, float] = {}
+        self.clock = PassClock()
         self.split = self._split(mode)
         self.guard = self._open_guard()
         n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
         self.look_ahead = LookAhead(n_foreseen)
-        self._began: float | None = None  # a pass of one row
+        self._began: float | None = None  # when a pass of one row did
 
     @property
     def note(self) -> str:
@@ -105,13 +106,15 @@ class MissHandler:
     @property
     def looks_ahead(self) -> bool:
         """Whether graphs should guess what layers will choose."""
-        return self.look_ahead.guesses and not self._is_bypassed
+        return self._banks.n_ahead > 0 and self.look_ahead.acts and not self._is_bypassed
 
     def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
 
         The last pass has finished, so no host row and no slot is in use.
         """
+        self._ahead = -1, {}
+        self.look_ahead.settle()
         is_prompt = n_rows > ADMIT_ROWS
         if self.guard and self.guard.begin_step(n_rows):
             self._after_prompt = True  # the slots are as old as after a prompt
@@ -127,19 +130,18 @@ class MissHandler:
         if self.cache.dirty:
             for il in self.cache.dirty:
                 self._tables.array[il, : self.cache.n_expert] = self.cache.tables[il]
-            self.cache.dirty.clear()
             # all at once: a small copy takes the device some 2 us, whatever its size
             self._device.send(
                 self._banks.all_tables, self._tables.host, 0, self._tables.array.nbytes
             )
+            self.cache.dirty.clear()  # what was not sent stays due
         self.cache.begin_step()
-        self._ahead = -1, {}
-        self._began = time.perf_counter() if n_rows == 1 and not self._is_bypassed else None
+        self._began = self.clock() if n_rows == 1 and not self._is_bypassed else None
 
     def end_step(self) -> None:
         """Note that the results of the pass are there."""
         if self._began is not None:
-            self.look_ahead.end_token(time.perf_counter() - self._began)
+            self.look_ahead.end_token(self.clock() - self._began)
         if self.guard:
             self.guard.end_step()
 
@@ -175,7 +177,7 @@ class MissHandler:
             hits, misses = int(stats.hits[mine].sum()), int(stats.misses[mine].sum())
             return Counters(hits + misses, hits, int(stats.admitted[mine].sum()))
 
-        return CacheGuard(read, self._measure_stream(1)) if mine else None
+        return CacheGuard(read, self._measure_stream(1), self.clock) if mine else None
 
     def _split(self, mode: str) -> MissSplit:
         """Return who takes how many missing experts, by the mode or by what is measured.
@@ -227,10 +229,8 @@ class MissHandler:
     def foresee(self, il: int, guessed: list[int]) -> None:
         """Take a guess, best first, of what layer il of this pass will choose; fetch some of it."""
         cold = [expert for expert in guessed if not self.cache.has_slot(il, expert)]
-        wanted = self.look_ahead.guess(il, cold)
-        if not wanted:
-            return
-        pairs = list(zip(wanted, range(MAX_GUESSES)))
+        pairs = list(zip(self.look_ahead.guess(il, cold), range(MAX_GUESSES)))
+        self._ahead = -1, {}  # its bank is written to now
         self._send(il, self._banks.ahead(il), pairs)
         self._ahead = il, dict(pairs)
         self.n_prefetched += len(pairs)

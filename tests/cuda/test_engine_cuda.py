@@ -84,6 +84,22 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
         engine.close()
 
 
+@pytest.mark.parametrize("slots", [0, 60])
+@pytest.mark.parametrize("preset", ["mini35b", "mxfp256"])
+def test_results_do_not_depend_on_what_is_fetched_ahead(
+    open_cuda, preset, slots, every_guess_acts
+):
+    rows = []
+    for prefetch in ("off", "auto"):
+        engine = open_cuda(preset, cache_slots=slots, miss="stream", prefetch=prefetch)
+        ids = prompt(engine, 40, seed=5)
+        rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
+    misses = engine.runner.misses
+    assert misses.n_prefetched > 0 and misses.look_ahead.n_right > 0
+    engine.runner.cache.check()
+    np.testing.assert_array_equal(*rows)
+
+
 @pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}])
 def test_requests_repeat_and_memory_is_flat(open_cuda, settings):
     engine = open_cuda(**settings)

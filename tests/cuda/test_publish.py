@@ -68,3 +68,48 @@ def test_the_host_sees_what_a_graph_publishes_while_it_runs(device: Device) -> N
         np.testing.assert_array_equal(got_x, 2 * operands[0])
     for handle in (graphs, memory, host):
         handle.close()
+
+
+def test_a_ranking_that_only_the_host_reads_runs_beside_the_graph(device: Device) -> None:
+    """Its memory is its own until the graph ends, and the graph does not wait for it."""
+    n, n_rows, k = 2048, 256, 8
+    host = device.host_buffer(4 * k, must_pin=True)
+    seen = host.array[: 4 * k].view(np.int32)
+    memory = device.buffer(4 * (n * n + n * n_rows + n), "operands", "free memory")
+    C.ggml_backend_buffer_clear(memory.ptr, 0)
+    graphs = GraphCache(device)
+
+    def build(b: Builder) -> tuple[Tensor, ...]:
+        at, leaves = 0, []
+        for ne in ((n, n), (n, n_rows), (n,)):
+            leaves.append(b.leaf(F32, ne, "x"))
+            place(memory, leaves[-1], at)
+            at += C.ggml_nbytes(leaves[-1])
+        w, router, a = leaves
+        x = b.expand(b.scale(a, 2.0))
+        target = b.leaf(I32, (k, 1), "host")
+        place(host, target, 0)
+        b.expand(b.cpy(b.argsort_top_k(b.mul_mat(router, x), k), target))
+        for _ in range(200):
+            x = b.expand(b.mul_mat(w, x))
+        return router, a
+
+    built = graphs.get("ranked", 512, build)
+    where = ffi.cast("int32_t *", seen.ctypes.data)
+    for turn in range(6):
+        operands = random(turn, n_rows, n), random(turn + 9, n)
+        for tensor, data in zip(built.outputs, operands):
+            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, data.nbytes)
+        seen[:] = C.MG_NO_ID
+        device.synchronize()
+        start = time.perf_counter()
+        device.check(C.mg_launch(device.compute.ptr, built.graph, ffi.NULL, 0), "graph")
+        assert C.mg_wait_ids(device.compute.ptr, where, k)
+        after = time.perf_counter() - start
+        got = seen.copy()
+        device.synchronize()
+        assert turn < 3 or after < 0.5 * (time.perf_counter() - start)
+        expected = np.argsort(-(operands[0].astype(np.float64) @ operands[1]))[:k]
+        np.testing.assert_array_equal(got, expected)
+    for handle in (graphs, memory, host):
+        handle.close()

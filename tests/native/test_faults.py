@@ -162,7 +162,9 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
 @pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_fetch_launch"])
-def test_a_failure_in_a_request_leaves_the_engine_usable(model_path, name, settings):
+def test_a_failure_in_a_request_leaves_the_engine_usable(
+    model_path, name, settings, every_guess_acts
+):
     result, kind = FAULTS[name]
     with Engine.load(model_path("legacy32"), config(settings)) as engine:
         ids = prompt(engine, 20)

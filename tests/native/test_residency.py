@@ -11,7 +11,6 @@ from conftest_helpers import greedy_tokens, prompt
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
-from moegraph.experts import lookahead
 from moegraph.experts.cost import MissSplit
 from moegraph.modelfile import open_model
 from moegraph.runner.misses import MissHandler
@@ -57,13 +56,6 @@ def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
     expected = run(open_engine(preset, cpu_reference=True))
     engine = open_engine(preset, cpu_reference=True, cache_slots=30, miss=miss, n_threads=2)
     np.testing.assert_array_equal(run(engine), expected)
-
-
-@pytest.fixture
-def every_guess_acts(monkeypatch):
-    """Have experts fetched ahead from the first guess on, right or wrong."""
-    always = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(lookahead.LookAhead, "acts", always, raising=False)
 
 
 @pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
