@@ -6,7 +6,7 @@ A layer with missing experts stalls the token until the slower of the two paths 
 
 n missing, c of them on the CPU. stream and cpu are measured curves over the number of experts: both
 have a latency and a slope, and neither is known beforehand. `overlap` is how long the layer's own
-graph B goes on after the host has seen the ids.
+B goes on after the host has seen the ids.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Machine:
     """Measured times of one machine and model, in seconds.
 
     n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
-    everything resident. look: added for each layer that is not pinned (read-back, graph boundary).
+    everything resident. look: added for each layer that is not pinned (graph boundary, look-up of
+    slots).
     fixed, overlap, stream, cpu: see above.
     """
 
@@ -96,16 +97,16 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: measured, 16 threads of a Xeon; speeds at seven
-# budgets follow from it within 7 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s,
+# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds at seven budgets, 16 threads of
+# a Xeon, which follow from it within 6 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s,
 # PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 40, 1_900_000, whole=2.63e-3, look=11.5e-6, fixed=55e-6, overlap=0.0,
+            "h200", 40, 1_900_000, whole=2.36e-3, look=10.4e-6, fixed=55e-6, overlap=0.0,
             stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
-            cpu=Curve(((1, 40e-6), (2, 58e-6), (4, 92e-6), (8, 177e-6))),
+            cpu=Curve(((1, 42e-6), (2, 69e-6), (4, 123e-6), (8, 230e-6))),
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,

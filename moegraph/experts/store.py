@@ -66,7 +66,7 @@ class Packing:
 
 
 class ExpertStore:
-    """Serves one expert's parts as host addresses that a copy stream may read.
+    """Serves one expert's parts as host addresses that the upload stream may read.
 
     pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never; with
     'auto', layers that cannot be pinned are read from the file instead and `note` says so.

@@ -1,6 +1,6 @@
 """Forward passes: token rows in, logits or an argmax out, KV and states advanced.
 
-`whole` runs one graph a pass; `layered` runs several and lets Python see the router in between.
+`whole` runs one graph a pass; `layered` runs several and lets Python see the choice of each router.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Missing experts computed by ggml itself, where the main device is the CPU.
 
 There the point is not speed but that nothing depends on what is resident: every expert goes through
-the kernels that graph B uses, the reference ones included, and its row stays single until all rows
+the kernels that B uses, the reference ones included, and its row stays single until all rows
 of the layer are summed in routing order.
 """
 
