@@ -97,9 +97,9 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds at seven budgets, 16 threads of
-# a Xeon, which follow from it within 6 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s,
-# PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
+# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds at seven budgets with 16 threads
+# of a Xeon, which follow from it within 6 % (docs/benchmarks.md). desktop: reckoned for 24 GB at
+# 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
