@@ -100,7 +100,6 @@ class LayeredRunner(Runner):
     ) -> None:
         super().__init__(device, model, n_ubatch)
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
-        self._max_rows = max_rows
         self.misses = misses
         self.replay = replay
         self.cache = misses.cache if misses else ExpertCache(
@@ -115,7 +114,7 @@ class LayeredRunner(Runner):
         self._choices = Choices(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._pieces = Pieces(
             device, model, self._inputs, replay, max_rows, self._sums_last, self._choices,
-            self._cold, misses is not None and misses.looks_ahead,
+            self._cold,
         )
         self._plans: OrderedDict[tuple[PassShape, bool, bool], _Plan] = OrderedDict()
 
@@ -285,7 +284,7 @@ class LayeredRunner(Runner):
                 self.device.check(status, f"layer {il}")
 
     def close(self) -> None:
-        """Free graphs, events and fixed memory."""
+        """Free graphs and fixed memory."""
         self._plans.clear()
         self._current = None
         super().close()

@@ -78,13 +78,12 @@ class Pieces:
 
     sums_last: B and C leave single experts' rows, and D sums them. choices: takes the ids to the
     host; cold: takes what the CPU needs to compute experts, if it may. looks_ahead: graphs of one
-    row also guess what the next layer will choose.
+    row that are built now also guess what the next layer will choose.
     """
 
     def __init__(
         self, device: Device, model: Model, inputs: InputBlock, replay: Replay | None,
         max_rows: int, sums_last: bool, choices: Choices, cold: ColdMemory | None,
-        looks_ahead: bool,
     ) -> None:
         self._model = model
         self._inputs = inputs
@@ -92,7 +91,7 @@ class Pieces:
         self._sums_last = sums_last
         self._choices = choices
         self._cold = cold
-        self.looks_ahead = looks_ahead
+        self.looks_ahead = False
         self.carried = Carried(device, model, max_rows, sums_last, cold is not None)
 
     def is_partial(self, il: int) -> bool:
