@@ -10,19 +10,9 @@
 // over the elements, which is a much narrower bound than one relative to the result.
 // Each graph runs three times (directly, captured, replayed), with the results overwritten by NaN in between.
 
-#include "ggml.h"
-#include "ggml-alloc.h"
-#include "ggml-backend.h"
+#include "kernel_checks.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <numeric>
-#include <random>
-#include <string>
-#include <vector>
 
 // Error over what rounding explains; 1 is expected. Wider or narrower products than those of our kernels run on
 // upstream's, which also round scales and sums to half precision.
@@ -30,62 +20,6 @@ static constexpr double MAX_RATIO       = 2.5;
 static constexpr double MAX_RATIO_OTHER = 10;
 
 static const ggml_type TYPES[] = { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K };
-
-static std::mt19937   rng(1);
-static ggml_backend_t backend;
-
-static int         every = 1;
-static std::string only;
-static int         n_seen = 0, n_run = 0, n_failed = 0;
-
-typedef std::vector<float> floats;
-
-static bool selected(const std::string & name) {
-    if (name.find(only) == std::string::npos) {
-        return false;
-    }
-    return n_seen++ % every == 0;
-}
-
-static void report(const std::string & name, const bool passed, const std::string & detail) {
-    n_run++;
-    if (!passed) {
-        n_failed++;
-        printf("FAIL %s: %s\n", name.c_str(), detail.c_str());
-    }
-}
-
-static floats normal(const size_t n, const float sigma) {
-    std::normal_distribution<float> d(0.0f, sigma);
-    floats v(n);
-    for (float & x : v) {
-        x = d(rng);
-    }
-    return v;
-}
-
-// Random quants with scales that make rows of length k have values near 1/sqrt(k).
-static std::vector<uint8_t> random_weights(const ggml_type type, const size_t n_rows, const int k) {
-    std::vector<uint8_t> q(ggml_row_size(type, k)*n_rows);
-    for (uint8_t & b : q) {
-        b = (uint8_t) rng();
-    }
-    std::uniform_real_distribution<float> uniform(0.2f, 1.2f);
-    for (size_t block = 0; block < q.size(); block += ggml_type_size(type)) {
-        const float d = uniform(rng)/std::sqrt((float) k);
-        const auto put = [&](const size_t offset, const float value) {
-            const ggml_fp16_t h = ggml_fp32_to_fp16(value);
-            memcpy(&q[block + offset], &h, sizeof(h));
-        };
-        switch (type) {
-            case GGML_TYPE_Q4_0: put(0, d/4);      break;
-            case GGML_TYPE_Q8_0: put(0, d/70);     break;
-            case GGML_TYPE_Q6_K: put(208, d/1200); break;
-            default:             put(0, d/150); put(2, d/30); break;
-        }
-    }
-    return q;
-}
 
 // One row's product, and the variance of its error from rounding x to 8 bits in blocks of 32.
 struct exact {
@@ -484,30 +418,11 @@ static void check_all() {
 }
 
 int main(int argc, char ** argv) {
-    std::string device;
-    for (int i = 1; i < argc; i += 2) {
-        const std::string option = argv[i];
-        if (i + 1 >= argc || (option != "--device" && option != "--only" && option != "--every")) {
-            fprintf(stderr, "few_rows: usage: few_rows [--device NAME] [--only TEXT] [--every N]\n");
-            return 2;
-        }
-        if (option == "--device") {
-            device = argv[i + 1];
-        } else if (option == "--only") {
-            only = argv[i + 1];
-        } else {
-            every = std::max(1, atoi(argv[i + 1]));
-        }
+    if (const int code = start(argc, argv, "few_rows")) {
+        return code;
     }
-    ggml_backend_load_all();
-    ggml_backend_dev_t dev = device.empty() ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU) : ggml_backend_dev_by_name(device.c_str());
-    if (dev == nullptr) {
-        fprintf(stderr, "few_rows: no device %s\n", device.empty() ? "with kernels to test" : device.c_str());
-        return 2;
-    }
-    backend = ggml_backend_dev_init(dev, nullptr);
     check_all();
-    printf("all %d checks of few rows on %s: %d failed\n", n_run, ggml_backend_dev_name(dev), n_failed);
+    printf("all %d checks of few rows on %s: %d failed\n", n_run, ggml_backend_name(backend), n_failed);
     ggml_backend_free(backend);
     return n_failed != 0;
 }

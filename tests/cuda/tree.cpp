@@ -8,21 +8,11 @@
 // A row must have what the plain operation gives for the rows from its root on, on the same device and on the CPU.
 // Each graph runs three times (directly, captured, replayed), with the results overwritten by NaN in between.
 
-#include "ggml.h"
-#include "ggml-alloc.h"
-#include "ggml-backend.h"
+#include "kernel_checks.h"
 #include "moegraph.h"
 
-#include <algorithm>
 #include <climits>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
-#include <random>
-#include <string>
-#include <vector>
 
 // Relative squared errors of one row. The GPU's fast exp is off by some 1e-7, once for each ancestor; the same kernel
 // order on the same device leaves nothing; what is allowed is another choice of fused multiply-adds.
@@ -30,30 +20,10 @@ static constexpr double MAX_NMSE_CPU   = 1e-9;
 static constexpr double MAX_NMSE_ALONE = 1e-12;
 static constexpr int    GUARD          = 4096; // bytes around the result that must not change
 
-typedef std::vector<float>   floats;
 typedef std::vector<int32_t> ints;
 
-static std::mt19937   rng(1);
-static ggml_backend_t backend;
 static ggml_backend_t cpu;
-
-static int         every = 1;
-static std::string only;
-static int         n_seen = 0, n_run = 0, n_failed = 0;
-static long        n_rows = 0, n_other_bits = 0; // compared with the path alone
-
-static bool selected(const std::string & name) {
-    return name.find(only) != std::string::npos && n_seen++ % every == 0;
-}
-
-static floats normal(const size_t n, const float sigma) {
-    std::normal_distribution<float> d(0.0f, sigma);
-    floats v(n);
-    for (float & x : v) {
-        x = d(rng);
-    }
-    return v;
-}
+static long n_rows = 0, n_other_bits = 0; // compared with the path alone
 
 enum tree { CHAIN, STAR, HEAP, FOREST, DEEP, BAD, N_TREE };
 static const char * TREE_NAMES[] = { "chain", "star", "heap", "forest", "deep", "bad" };
@@ -437,38 +407,17 @@ static void print_times() {
 }
 
 int main(int argc, char ** argv) {
-    std::string device;
-    bool        timed = false;
-    for (int i = 1; i < argc; i += 2) {
-        const std::string option = argv[i];
-        if (i + 1 >= argc || (option != "--device" && option != "--only" && option != "--every" && option != "--time")) {
-            fprintf(stderr, "tree: usage: tree [--device NAME] [--only TEXT] [--every N] [--time 1]\n");
-            return 2;
-        }
-        if (option == "--device") {
-            device = argv[i + 1];
-        } else if (option == "--only") {
-            only = argv[i + 1];
-        } else if (option == "--every") {
-            every = std::max(1, atoi(argv[i + 1]));
-        } else {
-            timed = atoi(argv[i + 1]) != 0;
-        }
+    bool timed = false;
+    if (const int code = start(argc, argv, "tree", &timed)) {
+        return code;
     }
-    ggml_backend_load_all();
-    ggml_backend_dev_t dev = device.empty() ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_GPU) : ggml_backend_dev_by_name(device.c_str());
-    if (dev == nullptr) {
-        fprintf(stderr, "tree: no device %s\n", device.empty() ? "with kernels to test" : device.c_str());
-        return 2;
-    }
-    backend = ggml_backend_dev_init(dev, nullptr);
     cpu     = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
     check_all();
     if (timed) {
         print_times();
     }
     printf("all %d checks of trees on %s: %d failed; %ld of %ld rows without the bits of their path alone\n", n_run,
-        ggml_backend_dev_name(dev), n_failed, n_other_bits, n_rows);
+        ggml_backend_name(backend), n_failed, n_other_bits, n_rows);
     ggml_backend_free(backend);
     ggml_backend_free(cpu);
     return n_failed != 0 || n_run == 0;
