@@ -48,32 +48,7 @@ static exact swiglu(const exact & up, const exact & gate) {
     return { up.value*silu, silu*silu*up.variance + (up.value*up.value + up.variance)*of_gate };
 }
 
-// A graph with its tensors: weights in one buffer, the rest in another.
-struct net {
-    ggml_context *        weights;
-    ggml_context *        ctx;
-    ggml_cgraph *         graph;
-    ggml_backend_buffer_t buffers[2] = { nullptr, nullptr };
-
-    net() {
-        const ggml_init_params params = { 64*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
-        weights = ggml_init(params);
-        ctx     = ggml_init(params);
-        graph   = ggml_new_graph(ctx);
-    }
-    void place(const bool constant) {
-        buffers[0] = ggml_backend_alloc_ctx_tensors(weights, backend);
-        buffers[1] = ggml_backend_alloc_ctx_tensors(ctx, backend);
-        if (constant) {
-            ggml_backend_buffer_set_usage(buffers[0], GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        }
-    }
-    ~net() {
-        ggml_backend_buffer_free(buffers[0]);
-        ggml_backend_buffer_free(buffers[1]);
-        ggml_free(weights);
-        ggml_free(ctx);
-    }
+struct product_net : weights_net {
     // The contents of `outs` after three runs that must agree to the bit; empty if they do not.
     std::vector<floats> run(const std::vector<ggml_tensor *> & outs) const {
         std::vector<floats> results;
@@ -188,7 +163,7 @@ static void check_product(const product_case & c) {
     if (!selected(c.str())) {
         return;
     }
-    net g;
+    product_net g;
     const int extra = c.ids == STRIDED ? 16 : 0; // rows behind each expert that do not belong to it
     ggml_tensor * stacks[2], * parts[2];
     for (int i = 0; i < 1 + c.glu; ++i) {
@@ -269,7 +244,7 @@ static void check_block(const int n, const int n_embd, const int n_terms, const 
     if (!selected(name)) {
         return;
     }
-    net g;
+    product_net g;
     std::vector<ggml_tensor *> weights, terms, outs;
     for (const auto & m : mats) {
         weights.push_back(ggml_new_tensor_2d(g.weights, m.first, n_embd, m.second));
@@ -354,7 +329,7 @@ static void check_argmax(const int n, const int n_rows) {
     if (!selected(name)) {
         return;
     }
-    net g;
+    product_net g;
     ggml_new_tensor_1d(g.weights, GGML_TYPE_F32, 1);
     ggml_tensor * x   = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, n, n_rows);
     ggml_tensor * out = ggml_argmax(g.ctx, x);

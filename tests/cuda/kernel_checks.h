@@ -70,6 +70,36 @@ static floats normal(const size_t n, const float sigma) {
     return q;
 }
 
+// A graph with its tensors: weights in one buffer, the rest in another.
+struct weights_net {
+    ggml_context *        weights;
+    ggml_context *        ctx;
+    ggml_cgraph *         graph;
+    ggml_backend_buffer_t buffers[2] = { nullptr, nullptr };
+
+    explicit weights_net(const int n_ops = 1) {
+        const size_t n = 64 + 64*n_ops;
+        const ggml_init_params params = {
+            n*ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false), nullptr, true };
+        weights = ggml_init(params);
+        ctx     = ggml_init(params);
+        graph   = ggml_new_graph_custom(ctx, n, false);
+    }
+    void place(const bool constant) {
+        buffers[0] = ggml_backend_alloc_ctx_tensors(weights, backend);
+        buffers[1] = ggml_backend_alloc_ctx_tensors(ctx, backend);
+        if (constant) {
+            ggml_backend_buffer_set_usage(buffers[0], GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        }
+    }
+    ~weights_net() {
+        ggml_backend_buffer_free(buffers[0]);
+        ggml_backend_buffer_free(buffers[1]);
+        ggml_free(weights);
+        ggml_free(ctx);
+    }
+};
+
 // Reads the options and opens the device: [--device NAME] [--only TEXT] [--every N] and, if timed is given, [--time 1].
 // Returns the exit code for wrong ones, or 0.
 static int start(const int argc, char ** argv, const char * name, bool * timed = nullptr) {

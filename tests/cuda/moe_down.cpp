@@ -63,36 +63,6 @@ static std::vector<int32_t> choose(const moe_case & c) {
 
 static constexpr int N_IN = 256; // of gate and up in front
 
-// A graph with its tensors: weights in one buffer, the rest in another.
-struct net {
-    ggml_context *        weights;
-    ggml_context *        ctx;
-    ggml_cgraph *         graph;
-    ggml_backend_buffer_t buffers[2] = { nullptr, nullptr };
-
-    explicit net(const int n_ops = 1) {
-        const size_t n = 64 + 64*n_ops;
-        const ggml_init_params params = {
-            n*ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false), nullptr, true };
-        weights = ggml_init(params);
-        ctx     = ggml_init(params);
-        graph   = ggml_new_graph_custom(ctx, n, false);
-    }
-    void place(const bool constant) {
-        buffers[0] = ggml_backend_alloc_ctx_tensors(weights, backend);
-        buffers[1] = ggml_backend_alloc_ctx_tensors(ctx, backend);
-        if (constant) {
-            ggml_backend_buffer_set_usage(buffers[0], GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        }
-    }
-    ~net() {
-        ggml_backend_buffer_free(buffers[0]);
-        ggml_backend_buffer_free(buffers[1]);
-        ggml_free(weights);
-        ggml_free(ctx);
-    }
-};
-
 // The nodes from the activations on: rows [n_embd, n_used, n] and their weighted sum.
 struct tail {
     ggml_tensor * rows;
@@ -100,7 +70,7 @@ struct tail {
 };
 
 static tail append(
-        net & g, ggml_tensor * down, ggml_tensor * act, ggml_tensor * ids, ggml_tensor * routing, const bool apart) {
+        weights_net & g, ggml_tensor * down, ggml_tensor * act, ggml_tensor * ids, ggml_tensor * routing, const bool apart) {
     tail r;
     r.rows = ggml_mul_mat_id(g.ctx, down, act, ids);
     if (apart) {
@@ -146,7 +116,7 @@ static int extra_rows(const moe_case & c) {
 }
 
 static outcome compute(const moe_case & c, const moe_data & data, const bool apart) {
-    net g;
+    weights_net g;
     ggml_tensor * stack = ggml_new_tensor_3d(g.weights, c.type, c.n_ff, c.n_embd + extra_rows(c), c.n_expert);
     ggml_tensor * down  = stack;
     if (extra_rows(c)) {
@@ -298,7 +268,7 @@ static void check_all() {
 // reads other experts, so that the weights come from memory: together they are several times what a cache holds.
 static double microseconds(const ggml_type type, const int n, const bool whole, const bool apart) {
     constexpr int n_embd = 2048, n_ff = 512, n_expert = 256, n_used = 8, n_stacks = 8, n_ops = 128;
-    net g(n_ops);
+    weights_net g(n_ops);
     ggml_tensor * down[n_stacks], * gate[n_stacks], * up[n_stacks];
     for (int i = 0; i < n_stacks; ++i) {
         down[i] = ggml_new_tensor_3d(g.weights, type, n_ff, n_embd, n_expert);
