@@ -31,21 +31,26 @@ class Choices:
         """
         self._device = device
         self._n_used = n_expert_used
-        self._stride = 4 * n_expert_used * max_rows
-        size = self._stride * 2 * n_layer
+        self._stride, self._guess_stride = 4 * n_expert_used * max_rows, 4 * n_expert_used
+        self._guesses_at = self._stride * n_layer
+        size = self._guesses_at + self._guess_stride * n_layer
         self._host = device.host_buffer(size, must_pin=True)
-        self._ids = self._host.array[:size].view(np.int32).reshape(2 * n_layer, -1)
-        self._n_layer = n_layer
+        words = self._host.array[:size].view(np.int32)
+        self._ids = words[: self._guesses_at // 4].reshape(n_layer, -1)
+        self._guesses = words[self._guesses_at // 4 :].reshape(n_layer, -1)
 
     def publish(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of a layer's ids I32 [n_expert_used, n_rows] to the host."""
-        target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
-        place(self._host, target, il * self._stride)
-        b.expand(b.cpy(ids, target))
+        self._copy(b, ids, il * self._stride)
 
     def publish_guess(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of what layer il is expected to choose, I32 [n_expert_used, 1]."""
-        self.publish(b, ids, self._n_layer + il)
+        self._copy(b, ids, self._guesses_at + il * self._guess_stride)
+
+    def _copy(self, b: Builder, ids: Tensor, at: int) -> None:
+        target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
+        place(self._host, target, at)
+        b.expand(b.cpy(ids, target))
 
     def of(self, il: int, n_rows: int) -> npt.NDArray[np.int32]:
         """Return where a layer's ids arrive: I32 [n_rows * n_expert_used]."""
@@ -53,11 +58,12 @@ class Choices:
 
     def guess_of(self, il: int) -> npt.NDArray[np.int32]:
         """Return where the guess about a layer arrives: I32 [n_expert_used]."""
-        return self.of(self._n_layer + il, 1)
+        return self._guesses[il]
 
     def forget(self, n_rows: int) -> None:
         """Mark all ids of passes of so many rows as not yet there. No graph may be under way."""
         self._ids[:, : n_rows * self._n_used] = C.MG_NO_ID
+        self._guesses[:] = C.MG_NO_ID
 
     def wait(self, ids: npt.NDArray[np.int32]) -> None:
         """Block until ids from `of` are there.

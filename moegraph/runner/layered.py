@@ -82,7 +82,7 @@ class _Plan:
 
 
 class LayeredRunner(Runner):
-    """Runs a pass as several graphs and sees the router's choices in between.
+    """Runs a pass as several graphs and sees each router's choice while its experts run.
 
     cache: which expert is where, and how often each was chosen.
     misses: fetches what is not on the device; None when everything is.
@@ -236,7 +236,7 @@ class LayeredRunner(Runner):
             self.misses.clock.leave()
 
     def collect(self) -> Output:
-        """Wait for the pass and return its results."""
+        """Wait for the pass and return its results; see `Runner.collect`."""
         if self.misses:
             self.misses.clock.back()
         output = super().collect()

@@ -274,8 +274,8 @@ class MissHandler:
         self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int
     ) -> list[int]:
         """Return the missing experts that the CPU computes; those on their way are not for it."""
-        is_bypassed = self._is_bypassed
-        cold = [expert for expert in missing if expert not in self._ahead_of(il)]
+        is_bypassed, ahead = self._is_bypassed, self._ahead_of(il)
+        cold = [expert for expert in missing if expert not in ahead]
         if n_rows == 1:
             # what the cache is least likely to want: the last chosen
             n_cpu = (self.split.alone if is_bypassed else self.split.one_row)[len(cold)]
