@@ -7,6 +7,8 @@ would cost the device a boundary between two graphs, and the host some 10 us of 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,13 @@ from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.ops import I32, Builder, Tensor
 from ..weights import place
+
+
+class Awaited(NamedTuple):
+    """ids: I32, valid once they were waited for; address: of the first, for the native side."""
+
+    ids: npt.NDArray[np.int32]
+    address: Any
 
 
 class Choices:
@@ -52,27 +61,31 @@ class Choices:
         place(self._host, target, at)
         b.expand(b.cpy(ids, target))
 
-    def of(self, il: int, n_rows: int) -> npt.NDArray[np.int32]:
+    def of(self, il: int, n_rows: int) -> Awaited:
         """Return where a layer's ids arrive: I32 [n_rows * n_expert_used]."""
-        return self._ids[il, : n_rows * self._n_used]
+        n = n_rows * self._n_used
+        return Awaited(self._ids[il, :n], self._address(il * self._stride))
 
-    def guess_of(self, il: int) -> npt.NDArray[np.int32]:
+    def guess_of(self, il: int) -> Awaited:
         """Return where the guess about a layer arrives: I32 [n_expert_used]."""
-        return self._guesses[il]
+        at = self._guesses_at + il * self._guess_stride
+        return Awaited(self._guesses[il], self._address(at))
+
+    def _address(self, at: int) -> Any:
+        return ffi.cast("int32_t *", self._host.address(at))
 
     def forget(self, n_rows: int) -> None:
         """Mark all ids of passes of so many rows as not yet there. No graph may be under way."""
         self._ids[:, : n_rows * self._n_used] = C.MG_NO_ID
         self._guesses[:] = C.MG_NO_ID
 
-    def wait(self, ids: npt.NDArray[np.int32]) -> None:
-        """Block until ids from `of` are there.
+    def wait(self, awaited: Awaited) -> None:
+        """Block until ids are there.
 
         Raises:
             NativeError: the device came to rest without having written them.
         """
-        where = ffi.cast("int32_t *", ids.ctypes.data)
-        if not C.mg_wait_ids(self._device.compute.ptr, where, ids.size):
+        if not C.mg_wait_ids(self._device.compute.ptr, awaited.address, awaited.ids.size):
             raise NativeError(f"{self._device.name} did not deliver the router's choice")
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..state import KV_PAD
 from .base import Output, Runner
-from .choices import Choices
+from .choices import Awaited, Choices
 from .misses import ADMIT_ROWS, MissHandler
 from .pieces import Pieces
 from .replay import Replay
@@ -65,9 +65,9 @@ class _Segment:
     """
 
     graph: BuiltGraph
-    ids: list[tuple[int, npt.NDArray[np.int32]]]
+    ids: list[tuple[int, Awaited]]
     lacking: int | None = None
-    guess: npt.NDArray[np.int32] | None = None
+    guess: Awaited | None = None
     c: dict[str, BuiltGraph] = field(default_factory=dict)
     d: BuiltGraph | None = None
 
@@ -252,14 +252,15 @@ class LayeredRunner(Runner):
 
     def _look(self, segment: _Segment, n_rows: int, start: float) -> float:
         """Read what a segment's layers chose, and have what the last one lacks computed."""
-        for il, ids in segment.ids:
+        for il, awaited in segment.ids:
             if il == segment.lacking and segment.guess is not None:
                 self._choices.wait(segment.guess)
                 start = self._note("wait", start)
-                self.misses.foresee(il, segment.guess.tolist())
+                self.misses.foresee(il, segment.guess.ids.tolist())
                 start = self._note("look", start)
-            self._choices.wait(ids)
+            self._choices.wait(awaited)
             start = self._note("wait", start)
+            ids = awaited.ids
             if n_rows <= ADMIT_ROWS:
                 missing = self.cache.look(il, ids.tolist())
             else:
