@@ -160,6 +160,17 @@ def test_a_recorded_routing_replaces_the_router_for_single_rows(open_engine, mod
     np.testing.assert_array_equal(*logits)
 
 
+def test_a_recording_with_an_expert_that_is_not_there_is_refused(open_engine, model_path):
+    """Ids from the host are checked before any launch."""
+    hp = open_engine("mini35b").hparams
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    trace = np.tile(np.arange(hp.n_expert_used, dtype=np.int32), (3, hp.n_layer, 1))
+    for bad in (-1, hp.n_expert, 2**31 - 1):
+        trace[2, -1, -1] = bad
+        with pytest.raises(ConfigError, match=f"ids outside 0..{hp.n_expert - 1}"):
+            Engine.load(model_path("mini35b"), config, routing=trace)
+
+
 def test_a_recording_of_another_shape_is_refused(model_path):
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
     with pytest.raises(ConfigError, match="this model needs steps of 8 layers with 4 experts"):
