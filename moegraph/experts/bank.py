@@ -33,13 +33,14 @@ class Bank:
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
     first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as
-    bytes, one packed expert every packing.stride; None for a bank that is filled once from the
-    file.
+    bytes, one packed expert every packing.stride; rows: the same as F32 [bytes / 4, n_slots]; both
+    None for a bank that is filled once from the file.
     """
 
     n_slots: int
     parts: dict[str, Tensor] = field(default_factory=dict)
     memory: Tensor | None = None
+    rows: Tensor | None = None
 
 
 class ExpertBanks:
@@ -47,8 +48,9 @@ class ExpertBanks:
 
     n_slots: slots of each layer; None makes all experts resident, straight from the model file.
     n_ahead: slots for experts that are fetched ahead.
-    tables: I32 [1, n_expert] of each layer; all_tables: the memory of all of them as one tensor
-    I32, layers `table_stride` numbers apart.
+    tables: I32 [1, n_expert] of each layer; landings: I32 [2, n_expert_used] of each layer, behind
+    its table: slots that may be given up and the expert in each, or -1; all_tables: the memory of
+    all of them as one tensor I32, layers `table_stride` numbers apart.
     """
 
     def __init__(
@@ -70,18 +72,20 @@ class ExpertBanks:
             self._spares(device, model, il) if n < hp.n_expert else []
             for il, n in enumerate(self.n_slots)
         ]
-        self._context = Context(hp.n_layer + 1)
-        self.tables = [
-            C.ggml_new_tensor_2d(self._context.ptr, I32, 1, hp.n_expert) for _ in self._banks
-        ]
-        stride = round_up(4 * hp.n_expert, device.alignment)
+        self._context = Context(2 * hp.n_layer + 1)
+        self.tables, self.landings = (
+            [C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for _ in self._banks]
+            for ne in ((1, hp.n_expert), (2, hp.n_expert_used))
+        )
+        stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
         self.table_stride = stride // 4
         self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
         self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
         place(self._tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
-        for at, row in enumerate(self.tables):
+        for at, (row, landing) in enumerate(zip(self.tables, self.landings)):
             place(self._tables, row, at * stride)
+            place(self._tables, landing, at * stride + identity.nbytes)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
         parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
         self.n_bytes = sum(parts) + self._tables.size
@@ -96,7 +100,7 @@ class ExpertBanks:
             return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
         slots = _Slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
         self._owned.append(slots)
-        return Bank(n_slots, slots.parts, slots.memory)
+        return Bank(n_slots, slots.parts, slots.memory, slots.rows)
 
     def _spares(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
         infos = expert_tensors(model, il)
@@ -106,7 +110,7 @@ class ExpertBanks:
             for n in (N_SPARE, N_SPARE, *filter(None, [self.n_ahead])):
                 slots = _Slots(device, infos, n, "spare expert slots")
                 self._owned.append(slots)
-                self._spare[kind].append(Bank(n, slots.parts, slots.memory))
+                self._spare[kind].append(Bank(n, slots.parts, slots.memory, slots.rows))
         return self._spare[kind]
 
     def layer(self, il: int) -> Bank:
@@ -136,7 +140,7 @@ class _Slots:
         self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str
     ) -> None:
         packing = Packing.of(infos)
-        self._context = Context(len(infos) + 1)
+        self._context = Context(len(infos) + 2)
         # kernels may read up to a row's padding past the last expert
         size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
@@ -151,6 +155,8 @@ class _Slots:
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
         self.memory = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
         place(self.buffer, self.memory, 0)
+        self.rows = packing.rows(self._context, n_slots)
+        place(self.buffer, self.rows, 0)
 
     def close(self) -> None:
         self.buffer.close()

@@ -9,6 +9,9 @@ An expert of a layer is in one of three states:
 `admit` goes from cold to resident at once, for bytes that this very step streams and uses; the slot
 is safe until the next `begin_step`. `reserve` and `publish` part the two halves, for uploads in
 the background that end in a later step. A layer that is pinned holds expert e in slot e for good.
+
+Where a graph fetches what it misses by itself, the choice of victims comes first: `landing` lists
+them before the step, and `land` repeats afterwards what the graph did with the list.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ class _Layer:
         # score is still the same is below all that are not listed.
         self.worst: list[tuple[float, int]] = []
         self._listed = policy.score  # what `worst` was listed by
+        # (slot, expert in it or -1) that the next step may give up, in this order
+        self.landing: list[tuple[int, int]] = []
+        self.at_risk: set[int] = set()  # the experts in it
 
     def score(self) -> list[float]:
         """Return the policy's scores; a new list, all of them scaled back, empties `worst`."""
@@ -57,13 +63,25 @@ class _Layer:
             self.worst.clear()
         return score
 
-    def find_worst(self) -> None:
-        """List the residents of lowest score anew."""
+    def find_worst(self, n: int = _N_WORST) -> None:
+        """List the n residents of lowest score anew."""
         score = self.score()
         ranked = sorted(self.owner[self.policy.n_static :], key=score.__getitem__)
         # -1, an empty slot, is among the owners too, but never resident
-        lowest = list(islice((expert for expert in ranked if expert in self.resident), _N_WORST))
+        lowest = list(islice((expert for expert in ranked if expert in self.resident), n))
         self.worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
+
+    def lowest(self, n: int) -> list[int]:
+        """Return the residents of lowest score, up to n, the lowest first."""
+        score = self.score()
+        if self.worst:
+            # what rose above all that were listed may be above others that were not
+            bound = self.worst[0][0]
+            known = {e for _, e in self.worst if e in self.resident and score[e] <= bound}
+            self.worst[:] = sorted(((score[e], e) for e in known), reverse=True)
+        if len(self.worst) < n:
+            self.find_worst(max(n, _N_WORST))
+        return [expert for _, expert in reversed(self.worst[-n:])]
 
     def relist(self, expert: int) -> None:
         """Put an expert where it belongs among the worst, if it does."""
@@ -78,7 +96,7 @@ class ExpertCache:
 
     n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer,
     n_expert], expert -> slot or -1, what the tables on the device should hold; dirty: layers whose
-    row changed since the owner of the device tables took it and cleared the set. counts
+    row or landing changed since the owner of the device tables took it and cleared the set. counts
     [n_layer][n_expert]: how often each expert was chosen.
 
     Raises:
@@ -262,6 +280,63 @@ class ExpertCache:
         self._drop(il, layer, expert, slot)
         layer.fresh.discard(expert)
         layer.free.append(slot)
+
+    def can_land(self, il: int) -> bool:
+        """Return whether a layer has enough slots that change for all that a row may miss."""
+        layer = self._layers[il]
+        return not layer.pinned and self.n_slots[il] - layer.policy.n_static >= self.n_expert_used
+
+    def landing(self, il: int) -> list[tuple[int, int]]:
+        """Choose what the next step may give up in a layer that `can_land`: (slot, expert or -1).
+
+        n_expert_used places, free ones first, then the experts of lowest score. However many a row
+        misses of n_expert_used, no more than the rest of its experts are among them.
+        """
+        layer, n = self._layers[il], self.n_expert_used
+        free = [(slot, -1) for slot in reversed(layer.free) if slot >= layer.policy.n_static]
+        table = self.tables[il]
+        found = [(int(table[expert]), expert) for expert in layer.lowest(n)]
+        layer.landing = (free + found)[:n]
+        layer.at_risk = {expert for _, expert in layer.landing}
+        return layer.landing
+
+    def land(self, il: int, missing: Sequence[int], ids: Sequence[int]) -> None:
+        """Note what a graph fetched by itself: missing, in this order, as `landing` told it.
+
+        ids: what the row chose; missing: what `look` returned for it.
+
+        Raises:
+            InternalError: the list had too few places, or was made before something else changed.
+        """
+        layer = self._layers[il]
+        if not layer.at_risk.isdisjoint(ids):
+            self.dirty.add(il)  # the list is due for a change
+        if not missing:
+            return
+        self.dirty.add(il)
+        places = [place for place in layer.landing if place[1] not in ids]
+        if len(places) < len(missing):
+            raise InternalError(f"layer {il}: {len(missing)} experts for {len(places)} slots")
+        for expert, (slot, victim) in zip(missing, places):
+            if layer.owner[slot] != victim:
+                raise InternalError(f"layer {il}: slot {slot} no longer holds expert {victim}")
+            if victim < 0:
+                layer.free.remove(slot)
+            else:
+                self._drop(il, layer, victim, slot)
+                self._evicted[il] += 1
+            layer.owner[slot] = expert
+            layer.resident.add(expert)
+            layer.relist(expert)
+            self.tables[il, expert] = slot
+            self._admitted[il] += 1
+
+    def lose_landing(self, il: int) -> None:
+        """Forget the experts in `landing`: a step that failed may have written over any of them."""
+        layer = self._layers[il]
+        for slot, expert in layer.landing:
+            if expert >= 0 and layer.owner[slot] == expert:
+                self.abandon(il, expert)
 
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None

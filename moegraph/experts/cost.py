@@ -182,6 +182,36 @@ def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_exper
     return 2 * n_slots >= n_expert and 1.5 * cpu_one > stream_one
 
 
+# Choices that miss, of a layer with that share of its experts: `lfu`, over generated traces.
+_MISS_RATE = ((0.0, 1.0), (0.09, 0.34), (0.24, 0.112), (0.39, 0.047), (0.59, 0.02), (1.0, 0.0))
+# Where the host sees to what is missing: seconds for each layer, and for each that lacks something.
+_BOUNDARY, _REACTION = 10e-6, 50e-6
+
+
+def fetches_in_graph(
+    on_cpu: Sequence[float], streamed: Sequence[float], n_slots: int, n_expert: int
+) -> bool:
+    """Return whether graphs should fetch what is missing by themselves.
+
+    on_cpu, streamed: seconds for 0, 1, ... n_expert_used experts on either path. n_slots: of the
+    layer that has fewest. Alone, the device can only copy, but nothing waits for the host.
+    """
+    n_used, share = min(len(on_cpu), len(streamed)) - 1, n_slots / n_expert
+    (x0, y0), (x1, y1) = next(
+        (a, b) for a, b in zip(_MISS_RATE, _MISS_RATE[1:]) if share <= b[0]
+    )
+    n_missing = n_used * (y0 + (y1 - y0) * (share - x0) / (x1 - x0))
+    stall = [
+        min(max(on_cpu[c], streamed[n - c]) for c in range(n + 1)) for n in range(n_used + 1)
+    ]
+    by_host = _BOUNDARY + min(n_missing, 1.0) * _REACTION
+    if n_missing < 1.0:
+        by_host += n_missing * stall[1]
+    else:
+        by_host += _seconds(stall, n_missing)
+    return _seconds(streamed, n_missing) < by_host
+
+
 def _seconds(measured: Sequence[float], n: float) -> float:
     """Return the seconds for n experts: between two points on a line, beyond the last in ratio."""
     last, at = len(measured) - 1, int(n)

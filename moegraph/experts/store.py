@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from ..errors import NativeError
 from ..ggml.device import Device, HostBuffer
+from ..ggml.handles import Context
 from ..ggml.lib import C
+from ..ggml.ops import F32, Tensor
 from ..modelfile import ModelFile, TensorInfo
-from ..weights import round_up
+from ..weights import place, round_up
 
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts fetched at a time: slots of a spare bank, and blocks of the ring.
@@ -64,12 +66,23 @@ class Packing:
             unit = math.lcm(unit, C.ggml_type_size(int(info.type)))
         return cls(offsets, sizes, end, round_up(end, unit))
 
+    def rows(self, context: Context, n: int) -> Tensor:
+        """Make a tensor of n packed experts as rows of memory: F32 [bytes / 4, n], no numbers."""
+        # what fetches a row moves 16 bytes at a time
+        tensor = C.ggml_new_tensor_2d(context.ptr, F32, round_up(self.n_bytes, 16) // 4, n)
+        tensor.nb[1] = self.stride
+        tensor.nb[2] = tensor.nb[3] = self.stride * n
+        return tensor
+
 
 class ExpertStore:
     """Serves one expert's parts as host addresses that the upload stream may read.
 
     pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never; with
-    'auto', layers that cannot be pinned are read from the file instead and `note` says so.
+    'auto', layers that cannot be pinned are read from the file instead and `note` says so. The CPU
+    device reads the file where it is mapped, but for 'all'.
+    rows: of each layer that was copied, its experts as F32 [bytes / 4, n_expert], which a device
+    can read.
     """
 
     def __init__(self, device: Device, model: ModelFile, layers: Sequence[int], pin: str) -> None:
@@ -82,7 +95,9 @@ class ExpertStore:
         self._ring: list[HostBuffer] = []
         self._turn = 0
         self.note = ""
-        if pin != "none" and not device.is_cpu:
+        self.rows: dict[int, Tensor] = {}
+        self._context = Context(len(self._infos) + 1)
+        if pin == "all" or (pin == "auto" and not device.is_cpu):
             self._pin_all(pin)
         if any(il not in self._pinned for il in layers):
             size = max(packing.n_bytes for packing in self._packing.values())
@@ -135,6 +150,8 @@ class ExpertStore:
                 self.note = f"{error}; layers from {il} on are read from the file"
                 return
             self._pinned[il], self._base[il] = block, block.address()
+            self.rows[il] = self._packing[il].rows(self._context, n_expert)
+            place(block, self.rows[il], 0)
             for expert in range(n_expert):
                 self._read(il, infos, expert, block.array[expert * stride :])
 
@@ -166,3 +183,4 @@ class ExpertStore:
         for handle in (*self._pinned.values(), *self._ring):
             handle.close()
         self._pinned.clear()
+        self._context.close()

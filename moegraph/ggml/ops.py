@@ -23,6 +23,7 @@ I64: int = C.GGML_TYPE_I64
 
 # Most rows of one sequence that the operations with parents take.
 MAX_TREE_ROWS: int = C.MOEGRAPH_TREE_ROWS
+MAX_FETCH_IDS: int = C.MOEGRAPH_FETCH_IDS
 
 
 def shape(t: Tensor) -> tuple[int, int, int, int]:
@@ -228,6 +229,27 @@ class Builder:
         """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b], F32, or I32 for an I32 a."""
         _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)
         return C.ggml_get_rows(self.ctx, a, ids)
+
+    def fetch_rows(
+        self, table: Tensor, ids: Tensor, victims: Tensor, source: Tensor, target: Tensor
+    ) -> Tensor:
+        """Gather rows of a table as `get_rows` does; what is in no row of target is fetched first.
+
+        table I32 [1, n]: a row of target each, or below 0; ids I32 [n_ids]; victims I32 [2, n]:
+        rows of target that may be given up, and what each holds; source F32 [m, n], in memory of
+        the host too; target F32 [m, n_rows]. I32 [1, n_ids].
+
+        Source: patch 0021, moegraph.h.
+        """
+        ok = (
+            (table.type, ids.type, victims.type) == (I32, I32, I32)
+            and (table.ne[0], victims.ne[0]) == (1, 2) and ids.ne[0] <= MAX_FETCH_IDS
+            and ids.ne[0] == C.ggml_nelements(ids) and C.ggml_is_contiguous(ids)
+            and source.ne[0] == target.ne[0] and source.ne[1] == table.ne[1]
+            and source.ne[0] % 4 == 0 and source.nb[1] % 16 == 0 and target.nb[1] % 16 == 0
+        )
+        _require(ok, "fetch_rows", table, ids, victims, source, target)
+        return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         """Write F32 rows [n, r] into dst [n, m] at rows ids I64 [r], converting to its type."""

@@ -11,7 +11,9 @@ finds its slots in the graph, through the table on the device, so it does not wa
 between, a small kernel beside B writes the ids into host memory, which the host watches: it has
 the whole of B to look at them.
 
-An expert that is not on the device has slot -1, and B leaves it out; misses.py says how it is added
+Where experts are in pinned memory, the graph of a single row fetches what is missing by itself
+(misses.py), and such a layer counts as having all of them. Elsewhere an expert that is not on the
+device has slot -1, and B leaves it out; misses.py says how it is added
 by graphs C and E, before A(l+1) is enqueued. On CUDA, B ends with the layer's output and they add
 to it. On the CPU, where results have to be bit-equal whatever is resident, they only produce single
 experts' rows, and D sums them in routing order.
@@ -43,7 +45,7 @@ from ..graphs.layer import Model
 from ..state import KV_PAD
 from .base import Output, Runner
 from .choices import Awaited, Choices
-from .misses import ADMIT_ROWS, MissHandler
+from .misses import ADMIT_ROWS, Manner, MissHandler
 from .pieces import Pieces
 from .replay import Replay
 
@@ -58,14 +60,15 @@ MERGED = 4
 class _Segment:
     """Consecutive layers in one graph.
 
-    ids: where the host finds the choice of each: (il, I32 [n_rows * n_expert_used]). lacking: the
-    last layer, if it may lack experts; guess: where a guess about it arrives, I32 [n_expert_used];
+    ids: where the host finds the choice of each: (il, I32 [n_rows * n_expert_used]). fetching: the
+    layers that fetch by themselves; lacking: the last layer, if it may lack experts; guess: where a guess about it arrives, I32 [n_expert_used];
     c: the graphs that add what it lacks, each C and E by the name that `MissHandler.resolve` knows;
     d: D.
     """
 
     graph: BuiltGraph
     ids: list[tuple[int, Awaited]]
+    fetching: frozenset[int] = frozenset()
     lacking: int | None = None
     guess: Awaited | None = None
     c: dict[str, BuiltGraph] = field(default_factory=dict)
@@ -110,13 +113,12 @@ class LayeredRunner(Runner):
         # nodes of an A and of a B, C or D, at most
         self._n_nodes_a, self._n_nodes_b = 160, 48 + 3 * hp.n_expert_used
         self._sums_last = device.is_cpu and misses is not None
-        self._cold = misses.cold if misses else None
         self._choices = Choices(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._pieces = Pieces(
-            device, model, self._inputs, replay, max_rows, self._sums_last, self._choices,
-            self._cold,
+            device, model, self._inputs, replay, max_rows, self._sums_last, self._choices, misses,
         )
-        self._plans: OrderedDict[tuple[PassShape, bool, bool], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[PassShape, bool, Manner], _Plan] = OrderedDict()
+        self._fetched: set[int] = set()  # layers under way whose landings the cache does not know
 
     @property
     def compute_bytes(self) -> int:
@@ -125,9 +127,9 @@ class LayeredRunner(Runner):
 
     def _plan(self, shape: PassShape, greedy: bool) -> _Plan:
         """Return the launches of a pass; no graph moved while the others were built."""
-        pieces = self._pieces
-        pieces.looks_ahead = self.misses is not None and self.misses.looks_ahead
-        key = (shape, greedy, pieces.looks_ahead and shape.n_rows == 1)
+        manner = self.misses.manner if self.misses and shape.n_rows == 1 else Manner()
+        self._pieces.manner = manner
+        key = (shape, greedy, manner)
         plan = self._plans.get(key)
         if plan and plan.generation != self.graphs.generation:
             self._plans.clear()  # the others are as old
@@ -147,7 +149,9 @@ class LayeredRunner(Runner):
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
             end = il + 1
-            while end < min(il + MERGED, n_layer) and not self._pieces.is_partial(end - 1):
+            while end < min(il + MERGED, n_layer):
+                if self._pieces.may_lack(end - 1, shape.n_rows):
+                    break
                 end += 1
             segments.append(self._segment(shape, range(il, end)))
             il = end
@@ -160,25 +164,26 @@ class LayeredRunner(Runner):
         blind = all(self.model.hp.is_recurrent(il) for il in layers)
         seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
         foresees = any(pieces.is_foreseen(il + 1, n_rows) for il in layers)
+        fetching = frozenset(il for il in layers if pieces.fetches(il, n_rows))
         graph = get(
-            ("layers", layers, seen, foresees), len(layers) * (self._n_nodes_a + size),
+            ("layers", layers, seen, foresees, fetching), len(layers) * (self._n_nodes_a + size),
             lambda b: pieces.layers(b, seen, layers),
         )
         ids = [(il, self._choices.of(il, n_rows)) for il in layers]
         il = layers[-1]
-        if not pieces.is_partial(il):
-            return _Segment(graph, ids)
+        if not pieces.may_lack(il, n_rows):
+            return _Segment(graph, ids, fetching)
         c = {
             name: get(("C", il, name, n_rows), size, lambda b, k=bank: pieces.c(b, n_rows, il, k))
             for name, bank in self._banks_for_misses(il, n_rows).items()
         }
-        if self._cold and n_rows <= ADMIT_ROWS:
+        if self.misses and self.misses.cold and n_rows <= ADMIT_ROWS:
             c["cpu"] = get(("E", il, n_rows), 16, lambda b: pieces.e(b, n_rows, il))
         d = None
         if self._sums_last:
             d = get(("D", il, n_rows), size, lambda b: pieces.d(b, n_rows, il))
         guess = self._choices.guess_of(il) if pieces.is_foreseen(il, n_rows) else None
-        return _Segment(graph, ids, il, guess, c, d)
+        return _Segment(graph, ids, fetching, il, guess, c, d)
 
     def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
@@ -202,6 +207,18 @@ class LayeredRunner(Runner):
         self._current = self._plan(shape, greedy)
 
     def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+        try:
+            self._launch_all(shape, greedy, cancelled)
+        except BaseException:
+            if self.misses:
+                self.misses.lose(self._fetched)
+            raise
+        finally:
+            self._fetched.clear()
+
+    def _launch_all(
+        self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]
+    ) -> None:
         start = time.perf_counter()
         if self.misses:
             self.misses.begin_step(shape.n_rows)
@@ -214,6 +231,7 @@ class LayeredRunner(Runner):
         for segment in self._current.segments:
             if cancelled():
                 raise Cancelled("cancelled")
+            self._fetched |= segment.fetching
             status = C.mg_launch(self.device.compute.ptr, segment.graph.graph, ffi.NULL, 0)
             if status:
                 names = ", ".join(str(il) for il, _ in segment.ids)
@@ -262,9 +280,13 @@ class LayeredRunner(Runner):
             start = self._note("wait", start)
             ids = awaited.ids
             if n_rows <= ADMIT_ROWS:
-                missing = self.cache.look(il, ids.tolist())
+                chosen = ids.tolist()
+                missing = self.cache.look(il, chosen)
             else:
                 missing = self.cache.look_batch(il, ids)
+            if il in segment.fetching:
+                self.misses.land(il, missing, chosen)
+                self._fetched.discard(il)
             if il == segment.lacking:
                 self._complete(segment, missing, ids, n_rows)
             for observer in self.observers:

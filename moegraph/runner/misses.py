@@ -1,6 +1,11 @@
-"""What happens when a token needs experts that are not on the device.
+"""What happens when a pass needs experts that are not on the device.
 
-B of the layer is running meanwhile and left those experts out. They are fetched from host
+For a row of its own, the graph of a layer can fetch them by itself: where experts are in pinned
+memory, the look-up of slots copies what is missing into slots that the host picked before the pass
+(`landing`), and B computes everything. The host learns of it with the ids, has nothing to do in a
+hurry, and picks the next ones (`land`).
+
+Otherwise B of the layer is running meanwhile and left those experts out. They are fetched from host
 memory on the upload stream and computed by a small graph C, which adds them:
 
     compute: A(l) | B(l) ............ | slots | wait here | C(l) | A(l+1)
@@ -20,36 +25,51 @@ Experts that the next layer will probably choose may be on their way already, to
 What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
 behind everything else, and its table entry changes when the next pass begins.
 
-All of that has to pay. While the guard (experts/guard.py) has it bypassed, slots stay as they are:
-missing experts are computed on the CPU or pass through the spare banks.
+All of that has to pay. While the guard (experts/guard.py) has it bypassed, slots stay as they are,
+and missing experts are computed on the CPU or pass through the spare banks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
-from ..experts.cost import MissSplit, streams_rare_misses
+from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses
 from ..experts.guard import CacheGuard, Counters, PassClock
 from ..experts.lookahead import MAX_GUESSES, LookAhead
 from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
+from ..ggml.ops import MAX_FETCH_IDS, Builder, Tensor
 from ..graphs.cache import BuiltGraph
 from .cold import ColdMemory
+from .tables import HostRows, SlotTables
 
 # From more rows on, experts pass through the spare banks: a prompt would flush the cache of a
 # layer.
 ADMIT_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the graphs of passes of one row deal with experts that are not there.
+
+    fetching: layers that fetch them by themselves. looks_ahead: whether graphs guess what others
+    will choose, for the host to fetch.
+    """
+
+    fetching: frozenset[int] = frozenset()
+    looks_ahead: bool = False
 
 
 class MissHandler:
@@ -75,11 +95,11 @@ class MissHandler:
         self._store = store
         self.cache = cache
         self.cold = cold
-        n_layer, n_expert = cache.tables.shape
+        n_expert = cache.n_expert
         # own bank, then waves through the spare ones
         n_waves = 1 + -(-n_expert // N_SPARE)
-        self._tables = _HostRows(device, n_layer, banks.table_stride)
-        self._slots = _HostRows(device, n_waves, max_rows * cache.n_expert_used)
+        self._tables = SlotTables(device, banks, cache)
+        self._slots = HostRows(device, n_waves, max_rows * cache.n_expert_used)
         self._here = device.event()
         self._free = [device.event(), device.event()]
         self._turn = 0
@@ -92,6 +112,7 @@ class MissHandler:
         self._ahead: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
         self._measured: dict[int, float] = {}
         self.clock = PassClock()
+        self._may_fetch = mode != "cpu"  # in graphs
         self.split = self._split(mode)
         self.guard = self._open_guard()
         n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
@@ -103,10 +124,45 @@ class MissHandler:
         """One line about host memory that could not be pinned; empty when all went well."""
         return self._store.note
 
+    @cached_property
+    def _fetching(self) -> frozenset[int]:
+        """Layers whose graphs fetch by themselves; known once the slots are filled."""
+        if not self._may_fetch or self.cache.n_expert_used > MAX_FETCH_IDS:
+            return frozenset()
+        return frozenset(il for il in self._store.rows if self.cache.can_land(il))
+
     @property
-    def looks_ahead(self) -> bool:
-        """Whether graphs should guess what layers will choose."""
-        return self._banks.n_ahead > 0 and self.look_ahead.acts and not self._is_bypassed
+    def manner(self) -> Manner:
+        """How passes of one row deal with what is missing, as things stand."""
+        if self._is_bypassed:
+            return Manner()
+        looks_ahead = self._banks.n_ahead > 0 and self.look_ahead.acts and not self._fetching
+        return Manner(self._fetching, looks_ahead)
+
+    def build_fetch(self, b: Builder, il: int, ids: Tensor) -> Tensor:
+        """Append the look-up of a row's ids I32 [n_expert_used, 1], which fetches what is missing.
+
+        Returns slots of the layer, I32 [n_expert_used, 1].
+        """
+        banks, n = self._banks, ids.ne[0]
+        slots = b.fetch_rows(
+            banks.tables[il], b.reshape(ids, n), banks.landings[il], self._store.rows[il],
+            banks.layer(il).rows,
+        )
+        return b.reshape(slots, n, 1)
+
+    def land(self, il: int, missing: list[int], ids: list[int]) -> None:
+        """Note what the graph of a layer fetched by itself, and pick slots for the next pass."""
+        self.cache.land(il, missing, ids)
+        if missing:
+            self.n_bytes_fetched += self._store.packing(il).n_bytes * len(missing)
+        self._tables.write(il, lands=True)
+
+    def lose(self, layers: Iterable[int]) -> None:
+        """Give up what graphs of a failed pass may have written over, once they have ended."""
+        self._device.synchronize()
+        for il in layers:
+            self.cache.lose_landing(il)
 
     def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
@@ -127,14 +183,9 @@ class MissHandler:
             while self._promoted:
                 self.cache.publish(*self._promoted[-1])
                 self._promoted.pop()
-        if self.cache.dirty:
-            for il in self.cache.dirty:
-                self._tables.array[il, : self.cache.n_expert] = self.cache.tables[il]
-            # all at once: a small copy takes the device some 2 us, whatever its size
-            self._device.send(
-                self._banks.all_tables, self._tables.host, 0, self._tables.array.nbytes
-            )
-            self.cache.dirty.clear()  # what was not sent stays due
+        for il in list(self.cache.dirty):
+            self._tables.write(il, lands=il in self._fetching)
+        self._tables.send()
         self.cache.begin_step()
         self._began = self.clock() if n_rows == 1 and not self._is_bypassed else None
 
@@ -193,6 +244,7 @@ class MissHandler:
             at_once = min(n, N_SPARE)
             streamed.append(self._measure_stream(at_once) * n / at_once)
         n_slots = min(self.cache.n_slots)
+        self._may_fetch = fetches_in_graph(on_cpu, streamed, n_slots, self.cache.n_expert)
         if streams_rare_misses(on_cpu[1], streamed[1], n_slots, self.cache.n_expert):
             self.cold.close()
             self.cold = None
@@ -404,20 +456,3 @@ class MissHandler:
         for handle in (self._tables, self._slots, self._here, *self._free):
             if handle:
                 handle.close()
-
-
-class _HostRows:
-    """Pinned rows of I32 that travel to the device."""
-
-    def __init__(self, device: Device, n_rows: int, n: int) -> None:
-        self.host = device.host_buffer(4 * n_rows * n)
-        self._n = n
-        self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
-        self.array = self.array.reshape(n_rows, n)
-
-    def address(self, row: int) -> Any:
-        """Return where a row starts."""
-        return self.host.address(4 * row * self._n)
-
-    def close(self) -> None:
-        self.host.close()

@@ -5,8 +5,9 @@
     C(l)     adds experts that were fetched          E(l)    adds what the CPU computed
     D(l)     CPU only: the sum, in routing order, of the rows that B, C and E left unsummed
 
-Only the last layer of a graph may lack experts, since C, E and D come behind it. What ends a layer
-also computes the norm that the next one begins with.
+Only the last layer of a graph may lack experts, since C, E and D come behind it. A layer that
+fetches what is missing by itself lacks none. What ends a layer also computes the norm that the next
+one begins with.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from ..graphs.layer import (
 from ..graphs.router import build_guess
 from ..weights import place, round_up
 from .choices import Choices
-from .cold import ColdMemory
-from .misses import ADMIT_ROWS
+from .misses import ADMIT_ROWS, Manner, MissHandler
 from .replay import Replay
 
 
@@ -77,31 +77,38 @@ class Pieces:
     """Build functions of one model's layered pass.
 
     sums_last: B and C leave single experts' rows, and D sums them. choices: takes the ids to the
-    host; cold: takes what the CPU needs to compute experts, if it may. looks_ahead: graphs of one
-    row that are built now also guess what the next layer will choose.
+    host; misses: takes what the CPU needs to compute experts, if it may, and builds what fetches
+    them. manner: of the graphs of one row that are built now.
     """
 
     def __init__(
         self, device: Device, model: Model, inputs: InputBlock, replay: Replay | None,
-        max_rows: int, sums_last: bool, choices: Choices, cold: ColdMemory | None,
+        max_rows: int, sums_last: bool, choices: Choices, misses: MissHandler | None,
     ) -> None:
         self._model = model
         self._inputs = inputs
         self._replay = replay
         self._sums_last = sums_last
         self._choices = choices
-        self._cold = cold
-        self.looks_ahead = False
-        self.carried = Carried(device, model, max_rows, sums_last, cold is not None)
+        self._misses = misses
+        self._cold = misses.cold if misses else None
+        self.manner = Manner()
+        self.carried = Carried(device, model, max_rows, sums_last, self._cold is not None)
 
-    def is_partial(self, il: int) -> bool:
-        """Return whether a layer may lack experts."""
-        return self._model.banks.n_slots[il] < self._model.hp.n_expert
+    def fetches(self, il: int, n_rows: int) -> bool:
+        """Return whether the graph of a layer fetches by itself what is not there."""
+        return n_rows == 1 and il in self.manner.fetching
+
+    def may_lack(self, il: int, n_rows: int) -> bool:
+        """Return whether B of a layer may have to leave experts out."""
+        is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
+        return is_partial and not self.fetches(il, n_rows)
 
     def is_foreseen(self, il: int, n_rows: int) -> bool:
         """Return whether passes guess in front of a layer what it may lack."""
-        n_slots = self._model.banks.n_slots
-        return self.looks_ahead and n_rows == 1 and 0 < il < len(n_slots) and self.is_partial(il)
+        if n_rows > 1 or not self.manner.looks_ahead:
+            return False
+        return 0 < il < self._model.hp.n_layer and self.may_lack(il, n_rows)
 
     def _embd(self, b: Builder, name: str, n_rows: int) -> Tensor:
         return self.carried.leaf(b, name, F32, self._model.hp.n_embd, n_rows)
@@ -119,13 +126,16 @@ class Pieces:
                 foresee = partial(self._foresee, b, il + 1)
             r = build_a(b, m, inp, shape, x, norm, il, foresee)
             ids = self._replay.leaf(b, il) if n_rows == 1 and self._replay else r.routing.topk
-            if self.is_partial(il) and self._cold and n_rows <= ADMIT_ROWS:
+            may_lack = self.may_lack(il, n_rows)
+            if may_lack and self._cold and n_rows <= ADMIT_ROWS:
                 self._cold.publish(b, r.post_norm, r.routing.weights)
             self._choices.publish(b, ids, il)  # last: whoever sees them sees the others
-            if self.is_partial(il):
+            if may_lack:
                 self._b_that_may_lack(b, r, ids, il)
                 return
-            x = build_b(b, m, r.residual, r.post_norm, ids, r.routing.weights, il)
+            # a layer with all its experts has each in the slot of its number
+            slots = self._misses.build_fetch(b, il, ids) if self.fetches(il, n_rows) else ids
+            x = build_b(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
         self._leave(x, norm)
 

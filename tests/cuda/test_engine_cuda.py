@@ -84,7 +84,7 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
         engine.close()
 
 
-@pytest.mark.parametrize("slots", [0, 60])
+@pytest.mark.parametrize("slots", [0, 30])  # too few to fetch in the graph
 @pytest.mark.parametrize("preset", ["mini35b", "mxfp256"])
 def test_results_do_not_depend_on_what_is_fetched_ahead(
     open_cuda, preset, slots, every_guess_acts
@@ -98,6 +98,25 @@ def test_results_do_not_depend_on_what_is_fetched_ahead(
     assert misses.n_prefetched > 0 and misses.look_ahead.n_right > 0
     engine.runner.cache.check()
     np.testing.assert_array_equal(*rows)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+@pytest.mark.parametrize("preset", ["mini35b", "legacy32", "kquant40", "iq64", "mxfp256"])
+def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
+    """To the bit, with one slot more than a row chooses: most rows miss something."""
+    whole = open_cuda(preset)
+    hp = whole.hparams
+    slots = hp.n_layer * (hp.n_expert_used + 1)
+    engine = open_cuda(preset, cache_slots=slots, policy=policy, miss="stream")
+    engine.runner.misses.guard = None  # it would try what else there is
+    assert engine.runner.misses.manner.fetching == set(range(hp.n_layer))
+    ids = prompt(whole, 300, seed=5)
+    for at, token in enumerate(ids):
+        rows = [e.forward_logits([token], at) for e in (engine, whole)]
+        np.testing.assert_array_equal(*rows, err_msg=f"token {at}")
+    engine.runner.cache.check()
+    stats = engine.runner.cache.stats
+    assert stats.admitted.sum() == stats.missing.sum() > 300
 
 
 @pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}])

@@ -28,6 +28,11 @@ PLACEMENTS = [
     {"cache_slots": 40, "policy": "static", "miss": "auto"},
     {"pin_layers": 2, "cache_slots": 9, "policy": "lfu", "miss": "auto"},
 ]
+# Graphs of one row fetch by themselves; a layer has little more slots than a row chooses.
+FETCHING = [
+    {"pin_layers": 0, "policy": policy, "miss": "stream", "host_pin": "all"}
+    for policy in ("lfu", "lru", "adaptive")
+]
 
 
 def run(engine: Engine) -> np.ndarray:
@@ -310,3 +315,20 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     np.testing.assert_array_equal(engine.forward_logits(ids), expected)
     assert taken and all(most <= least for most, least in taken)
     assert misses.n_bytes_fetched > 0 and misses.n_cpu_experts > 0
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
+def test_graphs_that_fetch_by_themselves_change_no_result(open_engine, preset):
+    expected_engine = open_engine(preset)
+    expected, hp = run(expected_engine), expected_engine.hparams
+    for placement in FETCHING:
+        # one slot more than a row chooses: most rows miss something, and nearly all is at risk
+        slots = hp.n_layer * (hp.n_expert_used + 1)
+        engine = open_engine(preset, cache_slots=slots, **placement)
+        misses = engine.runner.misses
+        misses.guard = None  # it would try what else there is
+        got = run(engine)
+        assert misses.manner.fetching == set(range(hp.n_layer))
+        np.testing.assert_array_equal(got, expected, err_msg=str(placement))
+        engine.runner.cache.check()
+        engine.close()

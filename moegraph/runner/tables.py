@@ -1,0 +1,72 @@
+"""What the device knows of the slots: tables and landings of all layers, sent once a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..experts.bank import ExpertBanks
+from ..experts.cache import ExpertCache
+from ..ggml.device import Device
+
+
+class HostRows:
+    """Pinned rows of I32 that travel to the device."""
+
+    def __init__(self, device: Device, n_rows: int, n: int) -> None:
+        self.host = device.host_buffer(4 * n_rows * n)
+        self._n = n
+        self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
+        self.array = self.array.reshape(n_rows, n)
+
+    def address(self, row: int) -> Any:
+        """Return where a row starts."""
+        return self.host.address(4 * row * self._n)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.host.close()
+
+
+class SlotTables:
+    """Brings what the cache says to the device.
+
+    A row holds a layer's table and, where graphs fetch by themselves, its landing. Rows are written
+    as soon as the host knows what changed, most of them while the device computes, and all go up at
+    the beginning of the next pass.
+    """
+
+    def __init__(self, device: Device, banks: ExpertBanks, cache: ExpertCache) -> None:
+        self._device = device
+        self._banks = banks
+        self._cache = cache
+        self._rows = HostRows(device, len(cache.n_slots), banks.table_stride)
+        self._n_landing = 2 * cache.n_expert_used
+        self._is_due = False
+
+    def write(self, il: int, lands: bool) -> None:
+        """Write a layer's row if it changed; lands: with a new landing."""
+        cache = self._cache
+        if il not in cache.dirty:
+            return
+        row, n = self._rows.array[il], cache.n_expert
+        row[:n] = cache.tables[il]
+        if lands:
+            row[n : n + self._n_landing].reshape(-1, 2)[:] = cache.landing(il)
+        cache.dirty.discard(il)
+        self._is_due = True
+
+    def send(self) -> None:
+        """Enqueue the upload of all rows if one changed; the last pass has finished."""
+        if self._is_due:
+            # all at once: a small copy takes the device some 2 us, whatever its size
+            self._device.send(
+                self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes
+            )
+            self._is_due = False
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._rows.close()
