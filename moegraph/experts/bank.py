@@ -80,6 +80,8 @@ class ExpertBanks:
         stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
         self.table_stride = stride // 4
         self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
+        # no kernel writes them
+        C.ggml_backend_buffer_set_usage(self._tables.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
         place(self._tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
