@@ -7,6 +7,8 @@ A layer with missing experts stalls the token until the slower of the two paths 
 n missing, c of them on the CPU. stream and cpu are measured curves over the number of experts: both
 have a latency and a slope, and neither is known beforehand. `overlap` is how long the layer's own
 B goes on after the host has seen the ids.
+
+A layer whose graph fetches by itself waits for nobody: it stalls for fetch(n), a curve as well.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class Machine:
     """Measured times of one machine and model, in seconds.
 
     n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
-    everything resident. look: added for each layer that is not pinned (graph boundary, look-up of
-    slots).
-    fixed, overlap, stream, cpu: see above.
+    everything resident. Added for each layer that is not pinned: look (graph boundary, look-up of
+    slots), or lookup where its graph fetches by itself.
+    fixed, overlap, stream, cpu, fetch: see above.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Machine:
     overlap: float
     stream: Curve
     cpu: Curve
+    lookup: float
+    fetch: Curve
 
     def stall(self, n_cpu: float, n_streamed: float) -> float:
         """Return how long a layer waits for its missing experts, 0 when there are none."""
@@ -75,7 +79,7 @@ class Machine:
     def scaled(self, n_layer: int, expert_bytes: int) -> Machine | None:
         """Return this machine for a model of other sizes, or None when that would be a guess.
 
-        A token takes time by its layers, both curves stretch with the bytes; latencies stretch too,
+        A token takes time by its layers, the curves stretch with the bytes; latencies stretch too,
         so nothing is said about experts more than three times larger or smaller.
         """
         ratio = expert_bytes / self.expert_bytes
@@ -88,7 +92,7 @@ class Machine:
         return replace(
             self, n_layer=n_layer, expert_bytes=expert_bytes,
             whole=self.whole * n_layer / self.n_layer, stream=stretched(self.stream),
-            cpu=stretched(self.cpu),
+            cpu=stretched(self.cpu), fetch=stretched(self.fetch),
         )  # fmt: skip
 
 
@@ -104,13 +108,15 @@ MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 40, 1_900_000, whole=2.36e-3, look=10.4e-6, fixed=55e-6, overlap=0.0,
+            "h200", 40, 1_900_000, whole=2.42e-3, look=10.4e-6, fixed=55e-6, overlap=0.0,
             stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
             cpu=Curve(((1, 42e-6), (2, 69e-6), (4, 123e-6), (8, 230e-6))),
+            lookup=1.8e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
+            lookup=2e-6, fetch=_line(86e-6, 76e-6),
         ),
     )
 }  # fmt: skip
@@ -231,6 +237,21 @@ def split_for(machine: Machine, mode: str, n: int) -> list[int]:
     return best_split([machine.cpu(c) for c in counts], [machine.stream(c) for c in counts])
 
 
+def machine_fetches(
+    machine: Machine, mode: str, n_expert_used: int, n_slots: int, n_expert: int
+) -> bool:
+    """Return whether graphs fetch what is missing by themselves, where they can.
+
+    mode: as in `split_for`. n_slots: of the layer that has fewest.
+    """
+    if mode != "auto":
+        return mode == "stream"
+    on_cpu, streamed = (
+        [curve(n) for n in range(n_expert_used + 1)] for curve in (machine.cpu, machine.stream)
+    )
+    return fetches_in_graph(on_cpu, streamed, n_slots, n_expert)
+
+
 def find_machine(name: str) -> Machine:
     """Return a machine by name, or from a JSON file.
 
@@ -266,8 +287,8 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
 
 
 _SIZES = ("n_layer", "expert_bytes")
-_TIMES = ("whole", "look", "fixed", "overlap")
-_CURVES = ("stream", "cpu")
+_TIMES = ("whole", "look", "lookup", "fixed", "overlap")
+_CURVES = ("stream", "cpu", "fetch")
 
 
 def _machine(path: str, content: dict[str, Any]) -> Machine:
@@ -295,6 +316,9 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
     curves = {}
     for field in _CURVES:
         points = content.get(f"{field}_us")
+        if field == "fetch" and f"{field}_us" not in content:
+            curves[field] = curves["stream"]  # the same bytes on the same way
+            continue
         if not _is_curve(points):
             raise wrong(f"{field}_us", "[[n, microseconds], ...], both rising")
         curves[field] = Curve(tuple((n, us / 1e6) for n, us in points))

@@ -1,8 +1,9 @@
 """Replay a routing trace under a policy and a placement: hit rates, bytes, and predicted speed.
 
-The replay drives the expert cache itself, in the order in which the layered runner does: what is
-streamed may take a slot at once; what the CPU computes may go up in the background and is resident
-from the next token on. Only the times are a model (cost.py).
+The replay drives the expert cache itself, in the order in which the layered runner does: where a
+graph fetches by itself, slots to give up are chosen before the token; elsewhere, what is streamed
+may take a slot at once, and what the CPU computes may go up in the background and is resident from
+the next token on. Only the times are a model (cost.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from ..errors import RequestError
 from .cache import MAX_PROMOTED, ExpertCache
 from .cachestats import CacheStats
-from .cost import Machine, split_for, streams_rare_misses
+from .cost import Machine, machine_fetches, split_for, streams_rare_misses
 from .policy import Policy
 from .profile import Profile
 from .trace import Trace
@@ -70,11 +71,18 @@ class Simulation:
 
 
 class _Replay:
-    """Drives a cache as the layered runner's miss handling does, and counts."""
+    """Drives a cache as the layered runner's miss handling does, and counts.
 
-    def __init__(self, cache: ExpertCache, machine: Machine, mode: str) -> None:
+    landing: layers whose graphs fetch by themselves. base: seconds of a token that misses nothing.
+    """
+
+    def __init__(self, cache: ExpertCache, machine: Machine, mode: str, is_pinned: bool) -> None:
         self.cache = cache
-        self.machine = machine
+        self.landing = _landing(cache, machine, mode) if is_pinned else frozenset()
+        n_waiting = sum(n < cache.n_expert for n in cache.n_slots) - len(self.landing)
+        self.base = (
+            machine.whole + machine.look * n_waiting + machine.lookup * len(self.landing)
+        )
         n_used, one = cache.n_expert_used, (machine.cpu(1), machine.stream(1))
         if mode == "auto" and streams_rare_misses(*one, min(cache.n_slots), cache.n_expert):
             mode = "stream"
@@ -83,23 +91,43 @@ class _Replay:
         self.stalls = [
             [machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)
         ]
+        self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
         self.promoted: list[tuple[int, int]] = []
         self.n_streamed = self.n_cpu = self.n_promoted = 0
         self.fetched = [0] * len(cache.n_slots)
 
-    def token(self, row: list[list[int]], missing: npt.NDArray[np.int64]) -> float:
-        """Replay one token; return the seconds it stalls and note what each layer missed."""
+    def _begin_step(self) -> None:
         for il, expert in self.promoted:
             self.cache.publish(il, expert)
         self.promoted.clear()
+        for il in self.landing & self.cache.dirty:
+            self.cache.landing(il)
+        self.cache.dirty.clear()
         self.cache.begin_step()
-        stall = 0.0
+
+    def token(self, row: list[list[int]], missing: npt.NDArray[np.int64]) -> float:
+        """Replay one token; return its seconds and note what each layer missed."""
+        self._begin_step()
+        seconds = self.base
         for il, ids in enumerate(row):
             cold = self.cache.look(il, ids)
             if cold:
                 missing[il] = len(cold)
-                stall += self._resolve(il, cold, ids)
-        return stall
+            if il in self.landing:
+                seconds += self._land(il, cold, ids)
+            elif cold:
+                seconds += self._resolve(il, cold, ids)
+        return seconds
+
+    def _land(self, il: int, cold: list[int], ids: list[int]) -> float:
+        """Note what a graph fetched; as in a run, a list is made anew only when it may change."""
+        self.cache.land(il, cold, ids)
+        if il in self.cache.dirty:
+            self.cache.dirty.discard(il)
+            self.cache.landing(il)
+        self.n_streamed += len(cold)
+        self.fetched[il] += len(cold)
+        return self.fetches[len(cold)]
 
     def _resolve(self, il: int, cold: list[int], ids: list[int]) -> float:
         n = len(cold)
@@ -121,7 +149,7 @@ class _Replay:
     def prompt(self, ids: npt.NDArray[np.int32], exchange: bool) -> None:
         """Replay a prompt: chunks of many rows touch the cache; at its end experts may change."""
         for start in range(0, len(ids), PROMPT_ROWS):
-            self.cache.begin_step()
+            self._begin_step()
             for il in range(ids.shape[1]):
                 self.cache.look_batch(il, ids[start : start + PROMPT_ROWS, il])
         if exchange and len(ids):
@@ -130,17 +158,26 @@ class _Replay:
                     self.cache.admit(il, expert, ())
 
 
+def _landing(cache: ExpertCache, machine: Machine, mode: str) -> frozenset[int]:
+    """Return the layers whose graphs fetch by themselves."""
+    sizes = cache.n_expert_used, min(cache.n_slots), cache.n_expert
+    if not machine_fetches(machine, mode, *sizes):
+        return frozenset()
+    return frozenset(il for il in range(len(cache.n_slots)) if cache.can_land(il))
+
+
 def simulate(
     trace: Trace, n_slots: Sequence[int], policy: Policy, machine: Machine, *, mode: str = "auto",
     profile: Profile | None = None, profile_class: str | None = None, skip: int = 0,
-    slot_bytes: Sequence[int] | None = None, exchange: bool = True,
+    slot_bytes: Sequence[int] | None = None, exchange: bool = True, is_pinned: bool = True,
 ) -> Simulation:  # fmt: skip
     """Replay a trace.
 
     n_slots [n_layer]: as a plan has them. mode: 'auto', 'cpu' or 'stream'. profile: fills the slots
     at the start, the lowest ids without. skip: tokens behind the prompt that are replayed and not
     counted. slot_bytes [n_layer]: bytes of one expert, the machine's without. exchange: at the end
-    of the prompt, the slots get the experts that the policy prefers by then.
+    of the prompt, the slots get the experts that the policy prefers by then. is_pinned: the experts
+    are in pinned host memory, so graphs may fetch them by themselves.
 
     Raises:
         RequestError: the trace does not fit the placement, or has no token left to count.
@@ -155,19 +192,17 @@ def simulate(
             f"(prompt {trace.n_prompt}, skipped {skip}): nothing is left to replay"
         )
     cache = warm_cache(trace, n_slots, policy, profile, profile_class)
-    replay = _Replay(cache, machine, mode)
+    replay = _Replay(cache, machine, mode, is_pinned)
     replay.prompt(trace.ids[: trace.n_prompt].astype(np.int32), exchange)
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
-    n_unpinned = sum(n < shape.n_expert for n in n_slots)
-    base = machine.whole + machine.look * n_unpinned
     for row in trace.ids[trace.n_prompt : first].tolist():
         replay.token(row, unseen)
     before = cache.stats
     replay.n_streamed = replay.n_cpu = replay.n_promoted = 0
     replay.fetched = [0] * shape.n_layer
     rows = trace.ids[first:].tolist()
-    step_s = [base + replay.token(row, missing[at]) for at, row in enumerate(rows)]
+    step_s = [replay.token(row, missing[at]) for at, row in enumerate(rows)]
     sizes = slot_bytes or [machine.expert_bytes] * shape.n_layer
     return Simulation(
         cache.stats.since(before), missing, np.array(step_s), replay.n_streamed, replay.n_cpu,

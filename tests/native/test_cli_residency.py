@@ -92,15 +92,18 @@ def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None
     assert again.classes["code"].counts.tolist() == trace.counts().tolist()
 
 
+@pytest.mark.parametrize("host_pin", ["none", "all"])
 @pytest.mark.parametrize(
     ("policy", "miss"), [("lfu", "stream"), ("lru", "stream"), ("lru", "cpu"), ("lfu", "cpu")]
 )
-def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str) -> None:
+def test_the_simulator_counts_what_the_engine_counts(
+    policy: str, miss: str, host_pin: str
+) -> None:
     """Same slots, same policy: hits and misses of every layer are equal, not alike."""
     # what the CPU computes gets its slot later than what was fetched ahead
     prefetch = "off" if miss == "cpu" else "auto"
     settings = {"pin_layers": 1, "cache_slots": 70, "policy": policy, "miss": miss}
-    settings["prefetch"] = prefetch
+    settings |= {"prefetch": prefetch, "host_pin": host_pin}
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
     with Engine.load(resolve_target("tiny"), config) as engine:
         recorder = TraceRecorder(router_shape(engine.model))
@@ -112,9 +115,14 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str) -> 
             engine.forward(np.array([token]), greedy=True)
         counted = engine.runner.cache.stats.since(before)
         n_slots, n_exchanged = engine.runner.cache.n_slots, engine.runner.misses.n_exchanged
+        fetching = engine.runner.misses.manner.fetching
+    assert len(fetching) == (7 if (miss, host_pin) == ("stream", "all") else 0)
     trace = recorder.trace(len(ids), "")
     assert trace.n_tokens == len(ids) + 60
-    found = simulate(trace, n_slots, parse_policy(policy), MACHINES["h200"], mode=miss)
+    found = simulate(
+        trace, n_slots, parse_policy(policy), MACHINES["h200"], mode=miss,
+        is_pinned=host_pin == "all",
+    )  # fmt: skip
     for name in ("hits", "misses", "missing"):
         assert getattr(found.stats, name).tolist() == getattr(counted, name).tolist(), name
     # the engine exchanges when the first token begins, the simulator when the prompt ends

@@ -81,6 +81,24 @@ def test_measured_machines_and_profiles_are_read(cli: Cli, trace: Path, tmp_path
     assert cold["ms_per_token"] > 100
 
 
+def test_the_graph_fetches_where_the_mode_lets_it(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    """With eight slots each of four layers can, with three none."""
+    fields = machine_fields(MACHINES["h200"]) | {"n_layer": 4}
+
+    def ms(miss: str, share: float, **changes: float) -> float:
+        (tmp_path / "m.json").write_text(json.dumps({**fields, **changes}))
+        given = ("--miss", miss, "--resident", share, "--policy", "lru", "--json")
+        result = cli("simulate", trace, *given, "--machine", tmp_path / "m.json")
+        return json.loads(result.stdout)["rows"][0]["ms_per_token"]
+
+    for miss, share, n_fetching in (("auto", 25, 4), ("stream", 25, 4), ("cpu", 25, 0),
+                                    ("auto", 9.375, 0), ("stream", 9.375, 0)):  # fmt: skip
+        before = ms(miss, share)
+        lookup = ms(miss, share, lookup_us=fields["lookup_us"] + 1000) - before
+        look = ms(miss, share, look_us=fields["look_us"] + 1000) - before
+        assert (lookup, look) == pytest.approx((n_fetching, 4 - n_fetching)), (miss, share)
+
+
 def test_plots_are_written_as_svg(cli: Cli, trace: Path, tmp_path: Path) -> None:
     plot, heat = tmp_path / "p.svg", tmp_path / "h.svg"
     cli("simulate", trace, "--resident", "60,20", "--plot", plot, "--heat-map", heat)

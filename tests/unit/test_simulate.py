@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,15 @@ from moegraph.experts.cost import (
 )
 from moegraph.experts.generator import generate_trace
 from moegraph.experts.identity import RouterShape
-from moegraph.experts.policy import Lfu, Lru, Static, parse_policy
+from moegraph.experts.policy import (
+    Frequency,
+    LayerPolicy,
+    Lfu,
+    Lru,
+    Recency,
+    Static,
+    parse_policy,
+)
 from moegraph.experts.profile import Profile
 from moegraph.experts.simulate import Simulation, even_slots, simulate
 from moegraph.experts.trace import Trace
@@ -32,6 +42,7 @@ US = 1e-6
 SIMPLE = Machine(
     "simple", 1, 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
     stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
+    lookup=0.5 * US, fetch=Curve(((1, 9 * US), (2, 17 * US))),
 )  # fmt: skip
 
 
@@ -54,7 +65,7 @@ def test_a_layer_waits_for_the_slower_path_less_what_overlaps() -> None:
     assert SIMPLE.stall(0, 0) == 0
     assert SIMPLE.stall(0, 3) == pytest.approx((2 + 30 - 4) * US)
     assert SIMPLE.stall(1, 2) == pytest.approx((2 + 30 - 4) * US)
-    patient = Machine("", 1, 1, 1, 0, 2 * US, 1.0, SIMPLE.stream, SIMPLE.cpu)
+    patient = replace(SIMPLE, overlap=1.0)
     assert patient.stall(2, 2) == 2 * US, "B hides all of it"
 
 
@@ -87,6 +98,7 @@ def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
     assert (half.n_layer, half.expert_bytes, half.look) == (3, 500, SIMPLE.look)
     assert half.whole == pytest.approx(3 * SIMPLE.whole)
     assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
+    assert half.fetch(2) == pytest.approx(8.5 * US) and half.lookup == SIMPLE.lookup
     fewer = MACHINES["h200"].scaled(20, 1_900_000)
     assert fewer is not None and fewer.whole == pytest.approx(MACHINES["h200"].whole / 2)
     assert SIMPLE.scaled(1, 3000) is not None
@@ -101,8 +113,18 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
         assert back.name == machine.name and back.expert_bytes == machine.expert_bytes
         for n in (1, 2, 5, 9):
             assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
-        assert back.whole == pytest.approx(machine.whole)
+            assert back.fetch(n) == pytest.approx(machine.fetch(n))
+        for name in ("whole", "look", "lookup"):
+            assert getattr(back, name) == pytest.approx(getattr(machine, name))
     assert find_machine("h200") is MACHINES["h200"]
+
+
+def test_files_need_not_say_how_graphs_fetch(tmp_path: Path) -> None:
+    fields = machine_fields(SIMPLE)
+    del fields["lookup_us"], fields["fetch_us"]
+    (tmp_path / "m").write_text(json.dumps(fields))
+    machine = find_machine(str(tmp_path / "m"))
+    assert machine.lookup == 0 and machine.fetch == machine.stream
 
 
 @pytest.mark.parametrize(
@@ -113,6 +135,10 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
      ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
      ({"look_us": -1}, "look_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
      ({"stream_us": []}, "stream_us is []; expected [[n, microseconds], ...], both rising"),
+     ({"lookup_us": -1}, "lookup_us is -1; expected microseconds"),
+     ({"lookup_us": "2"}, "lookup_us is '2'"), ({"fetch_us": None}, "fetch_us is None; expected"),
+     ({"fetch_us": 9}, "fetch_us is 9; expected [[n, microseconds], ...], both rising"),
+     ({"fetch_us": [[2, 5], [1, 6]]}, "fetch_us is"),
      ({"cpu_us": [[1, 5], [1, 6]]}, "cpu_us is"), ({"cpu_us": [[1, 5], [2, 4]]}, "cpu_us is"),
      ({"cpu_us": [[0, 5]]}, "cpu_us is"), ({"cpu_us": [[1, 0]]}, "cpu_us is"),
      ({"cpu_us": [[1, float("nan")]]}, "cpu_us is"), ({"cpu_us": [1, 2]}, "cpu_us is"),
@@ -138,7 +164,9 @@ def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
 
 
 def run(trace: Trace, n_slots: list[int], mode: str = "stream", **more: Any) -> Simulation:
-    return simulate(trace, n_slots, more.pop("policy", Lru()), SIMPLE, mode=mode, **more)
+    """Replay with the host seeing to what is missing, but for is_pinned=True."""
+    settings = {"policy": Lru(), "machine": SIMPLE, "is_pinned": False, **more}
+    return simulate(trace, n_slots, mode=mode, **settings)
 
 
 def test_a_replay_counted_by_hand() -> None:
@@ -171,6 +199,132 @@ def test_nothing_resident_and_everything_resident_are_the_ends_of_the_range() ->
     assert full.step_s == pytest.approx([SIMPLE.whole] * 40), "no layer needs a look"
     assert cold.step_s == pytest.approx([SIMPLE.whole + 4 * (1 + 2 + 36) * US] * 40)
     assert full.tokens_per_s > run(trace, [16] * 4).tokens_per_s > cold.tokens_per_s
+
+
+def test_a_replay_of_graphs_that_fetch_counted_by_hand() -> None:
+    """Slots start with 0, 1, 2; LRU; what the next token gives up is known before it."""
+    trace = explicit([[0, 1], [3, 1], [3, 4], [0, 5], [0, 5], [1, 2]])
+    found = run(trace, [3], is_pinned=True)
+    # given up: 2; 0; 1 and one of the equals 3 and 4; the other of these and one of 0 and 5
+    assert found.missing[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
+    assert (found.n_streamed, found.n_cpu, found.n_promoted) == (6, 0, 0)
+    assert found.stats.evicted.sum() == 6 and found.fetched_bytes == 6000
+    stalls = [0, 9, 9, 17, 0, 17]
+    assert found.step_s == pytest.approx([(1000.5 + stall) * US for stall in stalls])
+
+
+class DistinctRecency(Recency):
+    """Without ties, so that any two ways to sort agree."""
+
+    def touch(self, ids: Sequence[int]) -> None:
+        super().touch(ids)
+        for expert in ids:
+            self.score[expert] += expert / 1000
+
+
+class DistinctFrequency(Frequency):
+    """Without ties, so that any two ways to sort agree."""
+
+    def touch(self, ids: Sequence[int]) -> None:
+        super().touch(ids)
+        for expert in ids:
+            self.score[expert] += 1e-6 * expert * self._weight
+
+
+class Distinct:
+    """A policy for tests."""
+
+    name = "distinct"
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
+        if self.of == "lru":
+            return DistinctRecency(n_expert)
+        return DistinctFrequency(n_expert, 96.0, 1.1, 8.0)
+
+    def problems(self) -> list[str]:
+        return []
+
+    def score(self, expert: int, n_slots: int, times: list[int]) -> float:
+        """Return the score of an expert that was chosen at times, in a replay from scratch."""
+        if self.of == "lru":
+            return times[-1] + expert / 1000 if times else -expert - 1.0
+        start = 0.5 * (1 - expert / n_slots) if expert < n_slots else 0.0
+        return start + sum(2.0 ** (t / 96) * (1 + 1e-6 * expert) for t in times)
+
+
+def misses_of_a_layer(rows: list[list[int]], n_slots: int, policy: Distinct) -> list[int]:
+    """Replay the rule for one layer: the lowest of all slots go, unless the row chose them."""
+    slots = list(range(n_slots))
+    times: dict[int, list[int]] = {}
+    found = []
+    for now, ids in enumerate(rows, 1):
+        scores = {e: policy.score(e, n_slots, times.get(e, [])) for e in slots}
+        losers = [e for e in sorted(slots, key=scores.__getitem__)[: len(ids)] if e not in ids]
+        missing = [e for e in ids if e not in slots]
+        for expert, loser in zip(missing, losers):
+            slots[slots.index(loser)] = expert
+        found.append(len(missing))
+        for expert in ids:
+            times.setdefault(expert, []).append(now)
+    return found
+
+
+@pytest.mark.parametrize("of", ["lru", "lfu"])
+def test_what_graphs_fetch_is_what_the_rule_says(of: str) -> None:
+    trace, policy = generate_trace(RouterShape(5, 64, 6), 250), Distinct(of)
+    n_slots = [6, 7, 12, 30, 64]
+    found = run(trace, n_slots, policy=policy, is_pinned=True)
+    for il, n in enumerate(n_slots):
+        rows = trace.ids[:, il].tolist()
+        expected = misses_of_a_layer(rows, n, policy)
+        assert found.missing[:, il].tolist() == expected, f"layer {il}"
+    assert found.stats.missing[:4].min() > 50 and found.stats.missing[4] == 0
+    assert found.n_streamed == found.missing.sum() == found.stats.admitted.sum()
+    stalls = np.array([0.0, *(SIMPLE.fetch(n) for n in range(1, 7))])[found.missing].sum(axis=1)
+    assert found.step_s == pytest.approx(SIMPLE.whole + 4 * SIMPLE.lookup + stalls)
+
+
+def test_only_layers_with_slots_for_a_row_fetch_by_themselves() -> None:
+    trace = generate_trace(RouterShape(4, 32, 4), 40)
+    found = run(trace, [0, 3, 4, 32], is_pinned=True)
+    stalls = [
+        sum(SIMPLE.stall(0, n) for n in row[:2]) + SIMPLE.fetch(row[2])
+        for row in found.missing.tolist()
+    ]
+    base = SIMPLE.whole + 2 * SIMPLE.look + SIMPLE.lookup
+    assert found.step_s == pytest.approx(base + np.array(stalls))
+    static = run(trace, [8] * 4, policy=Static(), is_pinned=True)
+    assert static.stats.admitted.sum() == 0, "no slot changes"
+    assert static.step_s.min() >= SIMPLE.whole + 4 * SIMPLE.look
+
+
+def test_the_mode_and_the_machine_decide_who_fetches() -> None:
+    trace, slots = generate_trace(RouterShape(4, 32, 4), 60), [8] * 4
+
+    def fetches(mode: str, machine: Machine = SIMPLE, is_pinned: bool = True) -> bool:
+        slow = replace(machine, lookup=1.0)
+        return run(trace, slots, mode, machine=slow, is_pinned=is_pinned).step_s.min() > 4
+
+    assert fetches("stream") and not fetches("cpu") and not fetches("stream", is_pinned=False)
+    assert fetches("auto")
+    slow = Curve(((1, 500 * US), (2, 1000 * US)))
+    assert not fetches("auto", replace(SIMPLE, stream=slow, cpu=Curve(((4, 1 * US),))))
+
+
+@pytest.mark.parametrize(
+    ("n_slots", "tokens_per_s"),
+    [(10185, 405.1), (8137, 379.6), (6088, 368.9), (4041, 328.3), (0, 92.0)],
+)
+def test_measured_speeds_follow_from_the_built_in_machine(
+    n_slots: int, tokens_per_s: float
+) -> None:
+    trace = generate_trace(RouterShape(40, 256, 8), 64 + 128)
+    slots = even_slots(40, 256, n_slots / (40 * 256))
+    found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64)
+    assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
 
 
 def test_prompt_and_skipped_tokens_warm_up_and_are_not_counted() -> None:
