@@ -143,17 +143,20 @@ class EngineConfig:
     miss: str = _setting(
         "choice", "auto", ("--miss",),
         "Who computes an expert that is not on the device: the CPU where it is (up to 8 rows), the "
-        "device after streaming it there, or both, by what this machine measured at start.",
+        "device after streaming it there, or both, by what this machine measured at start. For one "
+        "row, the device fetches it without the host's help, if pinned; with auto, where quicker.",
         choices=("auto", "cpu", "stream"),
     )
     prefetch: str = _setting(
         "choice", "auto", ("--prefetch",),
-        "Fetch what the next layer will probably choose, where trying it made tokens quicker.",
+        "Where the host fetches experts: also what the next layer will probably choose, if trying "
+        "it made tokens quicker.",
         choices=("auto", "off"),
     )
     host_pin: str = _setting(
         "choice", "auto", ("--host-pin",),
-        "Pin host copies of experts that may be needed: faster uploads, more locked memory.",
+        "Pin host copies of experts that may be needed: faster uploads, and the device can fetch "
+        "them without the host's help; more locked memory.",
         choices=("auto", "all", "none"),
     )
     n_seq: int = _setting(
