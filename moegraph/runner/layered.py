@@ -61,9 +61,9 @@ class _Segment:
     """Consecutive layers in one graph.
 
     ids: where the host finds the choice of each: (il, I32 [n_rows * n_expert_used]). fetching: the
-    layers that fetch by themselves; lacking: the last layer, if it may lack experts; guess: where a guess about it arrives, I32 [n_expert_used];
-    c: the graphs that add what it lacks, each C and E by the name that `MissHandler.resolve` knows;
-    d: D.
+    layers that fetch by themselves; lacking: the last layer, if it may lack experts; guess: where a
+    guess about it arrives, I32 [n_expert_used]; c: the graphs that add what it lacks, each C and E
+    by the name that `MissHandler.resolve` knows; d: D.
     """
 
     graph: BuiltGraph
