@@ -315,15 +315,18 @@ def test_the_mode_and_the_machine_decide_who_fetches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_slots", "tokens_per_s"),
-    [(10185, 405.1), (8137, 379.6), (6088, 368.9), (4041, 328.3), (0, 92.0)],
-)
+    ("is_pinned", "n_slots", "tokens_per_s"),
+    [(True, 10185, 405.1), (True, 8137, 379.6), (True, 6088, 368.9), (True, 4041, 328.3),
+     (True, 0, 92.0), (False, 10185, 360.6), (False, 6088, 321.8), (False, 2505, 207.2),
+     (False, 970, 130.5)],
+)  # fmt: skip
 def test_measured_speeds_follow_from_the_built_in_machine(
-    n_slots: int, tokens_per_s: float
+    is_pinned: bool, n_slots: int, tokens_per_s: float
 ) -> None:
+    """The second half by builds whose graphs did not fetch by themselves."""
     trace = generate_trace(RouterShape(40, 256, 8), 64 + 128)
     slots = even_slots(40, 256, n_slots / (40 * 256))
-    found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64)
+    found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64, is_pinned=is_pinned)
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
 
 
