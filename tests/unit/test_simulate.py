@@ -324,7 +324,7 @@ def test_measured_speeds_follow_from_the_built_in_machine(
     is_pinned: bool, n_slots: int, tokens_per_s: float
 ) -> None:
     """The second half by builds whose graphs did not fetch by themselves."""
-    trace = generate_trace(RouterShape(40, 256, 8), 64 + 128)
+    trace = generate_trace(RouterShape(40, 256, 8), 64 + 384)
     slots = even_slots(40, 256, n_slots / (40 * 256))
     found = simulate(trace, slots, Lfu(), MACHINES["h200"], skip=64, is_pinned=is_pinned)
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
