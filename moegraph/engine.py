@@ -368,8 +368,8 @@ class Engine:
             raise ContextOverflow(f"{last} positions, the context holds {self.n_ctx}; raise -c")
 
     def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
-        bad = (tokens < 0) | (tokens >= self.hparams.n_vocab)
-        if bad.any():
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.hparams.n_vocab):
+            bad = (tokens < 0) | (tokens >= self.hparams.n_vocab)
             at = int(np.flatnonzero(bad)[0])
             raise RequestError(
                 f"token id {tokens.reshape(-1)[at]} at position {at} is out of range; "

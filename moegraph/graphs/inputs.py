@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,7 @@ class InputBlock:
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, self._size // 4)
         place(self._buffer, self._all, 0)
         self.n_bytes = self._size
+        self._one: _OneRow | None = None  # while the host block has nothing else
 
     def _offsets(self, n_rows: int) -> tuple[int, int, int, int, int]:
         # room for all rows in out_ids: graphs that differ in n_out agree on where the mask is
@@ -111,13 +113,27 @@ class InputBlock:
         if self._uploaded:
             self._uploaded.wait()  # the last upload may still be reading the host block
         at = self._offsets(shape.n_rows)
-        end = at[4] + 2 * shape.n_kv * shape.n_rows
-        host = self._host.array
+        if shape.n_rows > 1:
+            self._one = None
+            self._fill_rows(at, shape, tokens, pos0, embedding, state)
+        else:
+            if self._one is None or self._one.shape != shape:
+                self._one = _OneRow(self._region, at, shape, self._n_embd)
+            embedding.rows(tokens.reshape(-1), self._one.embd)
+            self._one.move_to(pos0[0], state.n_ctx)
+        self._device.send(self._all, self._host, 0, at[4] + 2 * shape.n_kv * shape.n_rows)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
-        def region(start: int, n: int, dtype: type) -> npt.NDArray:
-            return host[start : start + n * np.dtype(dtype).itemsize].view(dtype)
+    def _region(self, start: int, n: int, dtype: type) -> npt.NDArray:
+        """Return n numbers of the host block from byte start on."""
+        return self._host.array[start : start + n * np.dtype(dtype).itemsize].view(dtype)
 
-        n_rows, n_tokens = shape.n_rows, shape.n_tokens
+    def _fill_rows(
+        self, at: Sequence[int], shape: PassShape, tokens: npt.NDArray[np.int32],
+        pos0: list[int], embedding: TokenEmbedding, state: State,
+    ) -> None:  # fmt: skip
+        region, n_rows, n_tokens = self._region, shape.n_rows, shape.n_tokens
         rows = region(at[0], n_rows * self._n_embd, np.float32).reshape(n_rows, self._n_embd)
         embedding.rows(tokens.reshape(-1), rows)
         steps = np.arange(n_tokens)
@@ -131,15 +147,39 @@ class InputBlock:
             region(at[3], shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n_tokens - 1
         mask = region(at[4], shape.n_kv * n_rows, np.float16).reshape(-1, n_tokens, shape.n_kv)
         _fill_mask(mask, pos0)
-        self._device.send(self._all, self._host, 0, end)
-        if self._uploaded:
-            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
     def close(self) -> None:
         """Free both blocks."""
         for handle in (self._uploaded, self._host, self._buffer, self._context):
             if handle:
                 handle.close()
+
+
+class _OneRow:
+    """The inputs of a pass of one row in the host block, which change little from pass to pass.
+
+    The device has nothing to do while they are written.
+    """
+
+    def __init__(
+        self, region: Callable[..., npt.NDArray], at: Sequence[int], shape: PassShape, n_embd: int
+    ) -> None:
+        self.shape = shape
+        self.embd = region(at[0], n_embd, np.float32).reshape(1, n_embd)
+        self._pos, self._kv_idx = region(at[1], 1, np.int32), region(at[2], 1, np.int64)
+        region(at[3], 1, np.int32)[:] = 0
+        self._mask = region(at[4], shape.n_kv, np.float16)
+        self._first = -2  # position that the mask is made for
+
+    def move_to(self, first: int, n_ctx: int) -> None:
+        """Write all but the embedding for a row at a position."""
+        self._pos[0] = first
+        self._kv_idx[0] = self.shape.seq0 * n_ctx + first
+        if first == self._first + 1:
+            self._mask[first] = 0.0
+        else:
+            _fill_mask(self._mask.reshape(1, 1, -1), [first])
+        self._first = first
 
 
 def _fill_mask(mask: npt.NDArray[np.float16], pos0: list[int]) -> None:

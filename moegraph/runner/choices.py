@@ -47,6 +47,7 @@ class Choices:
         words = self._host.array[:size].view(np.int32)
         self._ids = words[: self._guesses_at // 4].reshape(n_layer, -1)
         self._guesses = words[self._guesses_at // 4 :].reshape(n_layer, -1)
+        self.forget(max_rows)
 
     def publish(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of a layer's ids I32 [n_expert_used, n_rows] to the host."""
@@ -75,7 +76,7 @@ class Choices:
         return ffi.cast("int32_t *", self._host.address(at))
 
     def forget(self, n_rows: int) -> None:
-        """Mark all ids of passes of so many rows as not yet there. No graph may be under way."""
+        """Mark all ids of passes of so many rows as not yet there: before each pass, none to come."""
         self._ids[:, : n_rows * self._n_used] = C.MG_NO_ID
         self._guesses[:] = C.MG_NO_ID
 

@@ -18,9 +18,9 @@ by graphs C and E, before A(l+1) is enqueued. On CUDA, B ends with the layer's o
 to it. On the CPU, where results have to be bit-equal whatever is resident, they only produce single
 experts' rows, and D sums them in routing order.
 
-Behind a layer that has all its experts there is nothing to wait for: up to MERGED layers are one
-graph, of which the last may lack experts, and the host looks at those that lack none one graph
-late. Every layer has host memory of its own for its ids.
+Behind a layer that has all its experts there is nothing to wait for: several layers are one graph,
+of which the last may lack experts, and the host looks at those that lack none one graph late. Every
+layer has host memory of its own for its ids.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ from .replay import Replay
 
 # Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
 _MAX_PLANS = 8
-# Layers at most in one graph: how late the host sees a choice, and how soon a pass is cancelled.
-# Graph boundaries cost some 5 us each on CUDA.
+# Layers at most in one graph: how soon the device begins, and how soon a prompt is cancelled.
 MERGED = 4
 
 
@@ -149,7 +148,9 @@ class LayeredRunner(Runner):
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
             end = il + 1
-            while end < min(il + MERGED, n_layer):
+            # few rows take no time worth cancelling; a graph boundary takes some 5 us on CUDA
+            n_merged = MERGED if il == 0 or shape.n_rows > ADMIT_ROWS else n_layer
+            while end < min(il + n_merged, n_layer):
                 if self._pieces.may_lack(end - 1, shape.n_rows):
                     break
                 end += 1
@@ -210,11 +211,12 @@ class LayeredRunner(Runner):
         try:
             self._launch_all(shape, greedy, cancelled)
         except BaseException:
+            self.device.synchronize()
             if self.misses:
                 self.misses.lose(self._fetched)
-            raise
-        finally:
             self._fetched.clear()
+            self._choices.forget(self.n_ubatch * self.model.state.n_seq)
+            raise
 
     def _launch_all(
         self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]
@@ -224,9 +226,6 @@ class LayeredRunner(Runner):
             self.misses.begin_step(shape.n_rows)
         else:
             self.cache.begin_step()
-        if self.replay and shape.n_rows == 1:
-            self.replay.send()
-        self._choices.forget(shape.n_rows)
         unseen = None
         for segment in self._current.segments:
             if cancelled():
@@ -250,8 +249,12 @@ class LayeredRunner(Runner):
         start = self._note("launch", start)
         if unseen:
             self._look(unseen, shape.n_rows, start)
+        # what the next pass needs, while the device computes the head
+        self._choices.forget(shape.n_rows)
+        if self.replay and shape.n_rows == 1:
+            self.replay.advance()
         if self.misses:
-            self.misses.clock.leave()
+            self.misses.end_launch()
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""

@@ -72,6 +72,9 @@ class Manner:
     looks_ahead: bool = False
 
 
+_NEITHER, _LOOKING = Manner(), Manner(looks_ahead=True)
+
+
 class MissHandler:
     """Fetches missing experts and has them computed.
 
@@ -135,9 +138,14 @@ class MissHandler:
     def manner(self) -> Manner:
         """How passes of one row deal with what is missing, as things stand."""
         if self._is_bypassed:
-            return Manner()
-        looks_ahead = self._banks.n_ahead > 0 and self.look_ahead.acts and not self._fetching
-        return Manner(self._fetching, looks_ahead)
+            return _NEITHER
+        if self._fetching:
+            return self._by_themselves
+        return _LOOKING if self._banks.n_ahead and self.look_ahead.acts else _NEITHER
+
+    @cached_property
+    def _by_themselves(self) -> Manner:
+        return Manner(self._fetching)
 
     def build_fetch(self, b: Builder, il: int, ids: Tensor) -> Tensor:
         """Append the look-up of a row's ids I32 [n_expert_used, 1], which fetches what is missing.
@@ -159,8 +167,7 @@ class MissHandler:
         self._tables.write(il, lands=True)
 
     def lose(self, layers: Iterable[int]) -> None:
-        """Give up what graphs of a failed pass may have written over, once they have ended."""
-        self._device.synchronize()
+        """Give up what graphs of a failed pass may have written over; they have ended."""
         for il in layers:
             self.cache.lose_landing(il)
 
@@ -188,6 +195,11 @@ class MissHandler:
         self._tables.send()
         self.cache.begin_step()
         self._began = self.clock() if n_rows == 1 and not self._is_bypassed else None
+
+    def end_launch(self) -> None:
+        """Note that all of a pass is enqueued and its choices are known."""
+        self._tables.send()
+        self.clock.leave()
 
     def end_step(self) -> None:
         """Note that the results of the pass are there."""

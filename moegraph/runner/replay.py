@@ -53,10 +53,10 @@ class Replay:
         place(self._buffer, tensor, 4 * self._n_used * il)
         return tensor
 
-    def send(self) -> None:
-        """Enqueue the upload of the next step's ids; the last pass has finished."""
-        ids = self._recorded[self._step % len(self._recorded)]
+    def advance(self) -> None:
+        """Enqueue the upload of the next step's ids behind the pass that uses these."""
         self._step += 1
+        ids = self._recorded[self._step % len(self._recorded)]
         self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)
         self._device.send(self._all, self._host, 0, ids.nbytes)
 

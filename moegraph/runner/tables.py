@@ -34,8 +34,7 @@ class SlotTables:
     """Brings what the cache says to the device.
 
     A row holds a layer's table and, where graphs fetch by themselves, its landing. Rows are written
-    as soon as the host knows what changed, most of them while the device computes, and all go up at
-    the beginning of the next pass.
+    and sent as soon as the host knows what changed, most of them while the device computes.
     """
 
     def __init__(self, device: Device, banks: ExpertBanks, cache: ExpertCache) -> None:
@@ -59,7 +58,7 @@ class SlotTables:
         self._is_due = True
 
     def send(self) -> None:
-        """Enqueue the upload of all rows if one changed; the last pass has finished."""
+        """Enqueue the upload of all rows if one changed, behind the pass that uses what was."""
         if self._is_due:
             # all at once: a small copy takes the device some 2 us, whatever its size
             self._device.send(
