@@ -241,12 +241,16 @@ class Builder:
 
         Source: patch 0021, moegraph.h.
         """
+        n_ids, n_victims, (m, n_rows) = ids.ne[0], victims.ne[1], target.ne[0:2]
         ok = (
             (table.type, ids.type, victims.type) == (I32, I32, I32)
-            and (table.ne[0], victims.ne[0]) == (1, 2) and ids.ne[0] <= MAX_FETCH_IDS
-            and ids.ne[0] == C.ggml_nelements(ids) and C.ggml_is_contiguous(ids)
-            and source.ne[0] == target.ne[0] and source.ne[1] == table.ne[1]
-            and source.ne[0] % 4 == 0 and source.nb[1] % 16 == 0 and target.nb[1] % 16 == 0
+            and (source.type, target.type) == (F32, F32)
+            and shape(table) == (1, source.ne[1], 1, 1) and shape(victims) == (2, n_victims, 1, 1)
+            and shape(ids) == (n_ids, 1, 1, 1) and n_ids <= MAX_FETCH_IDS
+            and all(C.ggml_is_contiguous(t) for t in (table, ids, victims))
+            and shape(source) == (m, source.ne[1], 1, 1) and shape(target) == (m, n_rows, 1, 1)
+            and m % 4 == 0
+            and all(t.nb[0] == 4 and t.nb[1] % 16 == 0 for t in (source, target))
         )
         _require(ok, "fetch_rows", table, ids, victims, source, target)
         return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
