@@ -1,0 +1,67 @@
+"""Look-ups that fetch what is missing, on a GPU: captured and replayed, from memory of the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
+
+from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup  # noqa: E402
+
+from moegraph.ggml.device import Device, list_devices  # noqa: E402
+from moegraph.ggml.ops import MAX_FETCH_IDS  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"
+)
+
+MIB = 2**20 // 4  # numbers in one
+# One vector of 16 bytes, then around what a thread, a block and all blocks copy at a time.
+SIZES = (4, 60, 1024, 1028, 16 * 1024, 16 * 1024 + 4, 64 * 1024 - 4, 64 * 1024 + 4, 2 * MIB)
+
+
+def test_what_is_missing_is_fetched_in_order(device: Device) -> None:
+    victims = [(2, -1), (1, 7), (6, 5), (4, 9), (3, 11)]
+    with Bench(device, Shape(6, 5, 12, 8, 1024), pinned=True) as bench:
+        bench.fill(np.random.default_rng(0))
+        source = bench.source.copy()
+        assert bench.run(Lookup.of(12, HELD, [8, 3, 0, 8, 7, 1], victims)) == [2, 0, 6, 2, 1, 4]
+        for row, expert in ((2, 8), (6, 0), (4, 1)):
+            np.testing.assert_array_equal(bench.target[row], source[expert])
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_gives_its_rows_and_bytes(name: str, pinned: bool, device: Device) -> None:
+    for m in SIZES[:-1]:
+        for pads in ((0, 0), (28, 60)):
+            check_case(device, name, m, pads, pinned)
+    if pinned:
+        check_case(device, name, SIZES[-1], (28, 60), pinned)
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, MAX_FETCH_IDS])
+def test_any_lookup_is_the_models(n_ids: int, pinned: bool, device: Device) -> None:
+    """Replays of one graph see other ids, tables and rows to give up each time."""
+    rng = np.random.default_rng(n_ids)
+    for n, n_rows, n_victims in ((100, 40, n_ids), (8, 8, 3), (100, 70, 64), (300, 1, 1)):
+        shape = Shape(n_ids, n_victims, n, n_rows, 1036, 4, 8)
+        with Bench(device, shape, pinned) as bench:
+            bench.fill(rng)
+            for _ in range(30):
+                bench.run(random_lookup(rng, shape))
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])
+def test_what_follows_in_the_graph_reads_the_new_bytes(pinned: bool, device: Device) -> None:
+    """The product starts early where it may; it must not when rows are still being written."""
+    rng = np.random.default_rng(1)
+    for m in (96 * Bench.K, 2 * MIB):
+        shape = Shape(8, 6, 24, 10, m, 4, 16)
+        with Bench(device, shape, pinned, follows=True) as bench:
+            for turn in range(30):
+                if turn % 3 == 0:
+                    bench.fill(rng)
+                bench.run(random_lookup(rng, shape))

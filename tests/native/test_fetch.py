@@ -1,0 +1,120 @@
+"""Look-ups that fetch what is missing, on the CPU: which rows, which bytes, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup, strided
+
+from moegraph.errors import InternalError
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Context
+from moegraph.ggml.lib import C
+from moegraph.ggml.ops import F32, I32, MAX_FETCH_IDS, Builder, Tensor
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["default", "reference"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Yield the CPU device in its default and its reference mode."""
+    opened = Device("cpu", n_threads=3, reference=request.param)
+    yield opened
+    opened.close()
+
+
+def test_what_is_missing_is_fetched_in_order(device: Device) -> None:
+    """Written out: row by row, by the order of ids and of the rows that may be given up."""
+    with Bench(device, Shape(6, 5, 12, 8, 16)) as bench:
+        bench.fill(np.random.default_rng(0))
+        source, before = bench.source.copy(), bench.target.copy()
+        # 7 is needed, so its row stays; 8 is there twice and fetched once
+        victims = [(2, -1), (1, 7), (6, 5), (4, 9), (3, 11)]
+        rows = bench.run(Lookup.of(12, HELD, [8, 3, 0, 8, 7, 1], victims))
+        assert rows == [2, 0, 6, 2, 1, 4]
+        for row, expert in ((2, 8), (6, 0), (4, 1)):
+            np.testing.assert_array_equal(bench.target[row], source[expert])
+        for row in (0, 1, 3, 5, 7):
+            np.testing.assert_array_equal(bench.target[row], before[row])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_gives_its_rows_and_bytes(name: str, device: Device) -> None:
+    for m, pads in ((4, (0, 0)), (4, (4, 12)), (60, (8, 0)), (1024, (0, 4)), (65540, (28, 60))):
+        check_case(device, name, m, pads, pinned=False)
+
+
+@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, MAX_FETCH_IDS])
+def test_any_lookup_is_the_models(n_ids: int, device: Device) -> None:
+    """One graph, with other ids, tables and rows to give up each time."""
+    rng = np.random.default_rng(n_ids)
+    n_fetched = 0
+    for n, n_rows, n_victims in ((100, 40, n_ids), (8, 8, 3), (100, 70, 64), (300, 1, 1)):
+        shape = Shape(n_ids, n_victims, n, n_rows, 12, 4, 8)
+        with Bench(device, shape) as bench:
+            bench.fill(rng)
+            for _ in range(40):
+                lookup = random_lookup(rng, shape)
+                rows = bench.run(lookup)
+                n_fetched += sum(
+                    row >= 0 and lookup.table[one] < 0 for one, row in zip(lookup.ids, rows)
+                )
+    assert n_fetched > 20
+
+
+def test_what_follows_in_the_graph_reads_the_new_bytes(device: Device) -> None:
+    rng = np.random.default_rng(1)
+    shape = Shape(8, 6, 24, 10, 96 * Bench.K, 4, 16)
+    with Bench(device, shape, follows=True) as bench:
+        for _ in range(12):
+            bench.fill(rng)
+            bench.run(random_lookup(rng, shape))
+
+
+def operands(b: Builder, **other: Tensor) -> list[Tensor]:
+    """Return operands that fit, but for those given by name."""
+    made = {
+        "table": b.leaf(I32, (1, 12), "table"), "ids": b.leaf(I32, (8,), "ids"),
+        "victims": b.leaf(I32, (2, 8), "victims"), "source": b.leaf(F32, (64, 12), "source"),
+        "target": b.leaf(F32, (64, 9), "target"),
+    }  # fmt: skip
+    assert set(other) <= set(made)
+    return list({**made, **other}.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ne"),
+    [
+        ("table", F32, (1, 12)), ("table", I32, (2, 12)), ("table", I32, (1, 11)),
+        ("table", I32, (1, 12, 2)), ("ids", F32, (8,)), ("ids", I32, (MAX_FETCH_IDS + 1,)),
+        ("ids", I32, (4, 2)), ("victims", F32, (2, 8)), ("victims", I32, (1, 16)),
+        ("victims", I32, (2, 4, 2)), ("source", F32, (64, 13)), ("source", F32, (60, 12)),
+        ("source", C.GGML_TYPE_F16, (64, 12)), ("source", F32, (64, 12, 2)),
+        ("target", F32, (68, 9)), ("target", I32, (64, 9)), ("target", F32, (64, 3, 3)),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_refused(name: str, dtype: int, ne: tuple[int, ...]) -> None:
+    with Context(32, 8) as context:
+        b = Builder(context, 8)
+        b.fetch_rows(*operands(b))
+        with pytest.raises(InternalError, match="fetch_rows: operands do not fit"):
+            b.fetch_rows(*operands(b, **{name: b.leaf(dtype, ne, name)}))
+
+
+def test_rows_that_no_16_bytes_fit_are_refused() -> None:
+    with Context(64, 8) as context:
+        b = Builder(context, 8)
+        assert b.fetch_rows(*operands(b, source=strided(b, "source", 64, 12, 68))).ne[1] == 8
+        for name, n in (("source", 12), ("target", 9)):
+            for stride in (65, 66, 67):
+                other = {name: strided(b, name, 64, n, stride)}
+                with pytest.raises(InternalError, match="fetch_rows: operands do not fit"):
+                    b.fetch_rows(*operands(b, **other))
+        odd = {"source": b.leaf(F32, (62, 12), "s"), "target": b.leaf(F32, (62, 9), "t")}
+        with pytest.raises(InternalError, match="fetch_rows: operands do not fit"):
+            b.fetch_rows(*operands(b, **odd))
+        for name in ("table", "ids", "victims"):
+            thin = b.leaf(I32, {"table": (1, 12), "ids": (8,), "victims": (2, 8)}[name], name)
+            thin.nb[1 if name != "ids" else 0] = 16
+            with pytest.raises(InternalError, match="fetch_rows: operands do not fit"):
+                b.fetch_rows(*operands(b, **{name: thin}))
