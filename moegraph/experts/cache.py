@@ -249,6 +249,7 @@ class ExpertCache:
             self._evicted[il] += 1
         layer.owner[slot] = expert
         layer.loading[expert] = slot
+        self.dirty.add(il)  # a free slot may have been in the landing
         return slot
 
     def publish(self, il: int, expert: int) -> None:
