@@ -1,4 +1,8 @@
-"""The expert cache under any order of calls, beside a model that knows which bytes are where."""
+"""The expert cache under any order of calls, beside a model that knows which bytes are where.
+
+A device that fetches by itself is part of the model: it has the tables and landings that it was
+sent last, and writes over slots before the host knows of it.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,29 @@ from moegraph.experts.policy import POLICIES, Adaptive, parse_policy
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Steps, background uploads that end late or fail, refills, tables taken at any time."""
+    """Steps, background uploads that end late or fail, refills, tables taken at any time.
+
+    Rows whose experts a device fetches, and such that nobody hears the end of.
+    """
 
     @initialize(
         name=st.sampled_from(sorted(POLICIES)),
         n_slots=st.lists(st.integers(0, 12), min_size=2, max_size=3),
         static=st.sampled_from([0.0, 0.5, 1.0]),
+        is_wide=st.booleans(),
     )
-    def start(self, name: str, n_slots: list[int], static: float) -> None:
+    def start(self, name: str, n_slots: list[int], static: float, is_wide: bool) -> None:
         policy = Adaptive(static) if name == "adaptive" else parse_policy(name)
-        self.cache = ExpertCache(12, n_slots, policy, 3)
+        self.n_expert, self.n_used = (40, 20) if is_wide else (12, 3)
+        n_slots = [n * self.n_expert // 12 for n in n_slots]
+        self.cache = ExpertCache(self.n_expert, n_slots, policy, self.n_used)
         self.slots = n_slots
         # what each slot really holds, and what is on its way into it
-        self.bytes = [list(range(12)) if n == 12 else [-1] * n for n in n_slots]
+        self.bytes = [list(range(n)) if n == self.n_expert else [-1] * n for n in n_slots]
         self.coming: dict[tuple[int, int], int] = {}
         self.used: set[tuple[int, int]] = set()
         self.device = self.cache.tables.copy()
+        self.landings: list[list[tuple[int, int]]] = [[] for _ in n_slots]
         self.n_ids = self.n_admitted = 0
 
     def layer(self, at: int) -> int:
@@ -47,7 +58,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2), ids=st.lists(st.integers(0, 11), min_size=1, max_size=4),
           background=st.booleans())  # fmt: skip
     def route(self, at: int, ids: list[int], background: bool) -> None:
-        il = self.layer(at)
+        self.choose(self.layer(at), [7 * e % self.n_expert for e in ids], background)
+
+    def choose(self, il: int, ids: list[int], background: bool) -> None:
         table = self.cache.tables[il].copy()
         missing = self.cache.look(il, ids)
         self.n_ids += len(ids)
@@ -81,6 +94,59 @@ class CacheMachine(RuleBasedStateMachine):
                if e >= 0 and e not in ids and (il, e) not in self.used]  # fmt: skip
         return min((self.score(il, e) for e in may), default=0.0)
 
+    @rule(at=st.integers(0, 2), seed=st.integers(0, 99), n_rows=st.integers(1, 5))
+    def batch(self, at: int, seed: int, n_rows: int) -> None:
+        ids = np.stack([self.row(seed + i) for i in range(n_rows)]).astype(np.int32)
+        self.cache.look_batch(self.layer(at), ids)
+        self.n_ids += ids.size
+
+    def row(self, seed: int) -> list[int]:
+        """Return n_expert_used different experts; every other seed keeps to half of them."""
+        n = max(self.n_expert // 2, self.n_used) if seed % 2 else self.n_expert
+        return np.random.default_rng(seed).permutation(n)[: self.n_used].tolist()
+
+    @rule(seed=st.integers(0, 999), fails_at=st.integers(0, 9), n_late=st.integers(0, 2))
+    def row_that_fetches(self, seed: int, fails_at: int, n_late: int) -> None:
+        """One pass over all layers; from fails_at on nothing runs, and n_late before are unseen."""
+        while self.coming:
+            self.upload_ends(0, True)
+        self.take_tables()
+        self.begin_step()
+        layers = range(len(self.slots))
+        rows = {il: self.row(seed + 31 * il) for il in layers}
+        landing = [il for il in layers if self.cache.can_land(il)]
+        fetched = {il: self.fetch(il, rows[il]) for il in landing if il < fails_at}
+        for il in layers[: fails_at if fails_at >= len(layers) else max(0, fails_at - n_late)]:
+            if il in fetched:
+                self.note(il, rows[il], fetched.pop(il))
+            else:
+                self.choose(il, rows[il], False)
+        for il in fetched:
+            self.cache.lose_landing(il)
+            for slot, _ in self.landings[il]:
+                self.bytes[il][slot] = -1
+
+    def fetch(self, il: int, ids: list[int]) -> list[int]:
+        """Do what the device does, with what it was sent; return what it fetched."""
+        held, table = self.bytes[il], self.device[il].copy()
+        places = [slot for slot, holds in self.landings[il] if holds not in ids]
+        missing = [e for e in ids if table[e] < 0]
+        for expert in missing:
+            table[expert] = places.pop(0)
+            held[table[expert]] = expert
+        assert [held[table[e]] for e in ids] == ids, "the device computed with other experts"
+        return missing
+
+    def note(self, il: int, ids: list[int], fetched: list[int]) -> None:
+        """Tell the cache, which finds the same by itself."""
+        missing = self.cache.look(il, ids)
+        self.n_ids += len(ids)
+        assert missing == fetched
+        self.cache.land(il, missing, ids)
+        self.n_admitted += len(missing)
+        if il in self.cache.dirty:
+            self.write(il)  # at once, while the device goes on
+
     @precondition(lambda self: self.coming)
     @rule(at=st.integers(0, 50), arrives=st.booleans())
     def upload_ends(self, at: int, arrives: bool) -> None:
@@ -95,10 +161,33 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def take_tables(self) -> None:
-        for il in self.cache.dirty:
-            self.device[il] = self.cache.tables[il]
-        self.cache.dirty.clear()
+        for il in list(self.cache.dirty):
+            self.write(il)
         assert (self.device == self.cache.tables).all(), "a change was not marked dirty"
+        for held, landing in zip(self.bytes, self.landings):
+            assert [held[slot] for slot, _ in landing] == [e for _, e in landing]
+
+    def write(self, il: int) -> None:
+        self.device[il] = self.cache.tables[il]
+        if self.cache.can_land(il):
+            self.landings[il] = list(self.cache.landing(il))
+            self.check_landing(il)
+        self.cache.dirty.discard(il)
+
+    def check_landing(self, il: int) -> None:
+        """Free slots come first, then the lowest scores; there is room for a row."""
+        n_static, held = self.cache._layers[il].policy.n_static, self.bytes[il]
+        slots, landing = [slot for slot, _ in self.landings[il]], self.landings[il]
+        assert len(set(slots)) == len(slots) and min(slots, default=n_static) >= n_static
+        n_loading = sum(layer == il for layer, _ in self.coming)
+        assert len(slots) >= min(self.n_used, self.slots[il] - n_static - n_loading)
+        n_free = sum(expert == -1 for expert in held[n_static:])
+        assert [e < 0 for _, e in landing] == [at < n_free for at in range(len(landing))]
+        scores = [self.score(il, e) for _, e in landing if e >= 0]
+        rest = [self.score(il, e) for slot, e in enumerate(held[n_static:], n_static)
+                if e >= 0 and slot not in slots]  # fmt: skip
+        assert scores == sorted(scores)
+        assert not rest or not scores or scores[-1] <= min(rest), "a better victim was there"
 
     @invariant()
     def tables_name_the_bytes_that_are_there(self) -> None:

@@ -1,0 +1,180 @@
+"""Graphs that fetch by themselves: what they may give up, and what the cache notes afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegraph.errors import InternalError
+from moegraph.experts.cache import ExpertCache
+from moegraph.experts.policy import Adaptive, Lfu, Lru, Policy, Static
+
+N_EXPERT, N_USED = 16, 4
+
+
+def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
+    return ExpertCache(N_EXPERT, n_slots, policy or Lru(), N_USED)
+
+
+def run_step(cache: ExpertCache, ids: list[int]) -> None:
+    """Choose ids in a step of its own and admit what is missing."""
+    cache.begin_step()
+    for expert in cache.look(0, ids):
+        cache.admit(0, expert, ids)
+
+
+def test_a_landing_names_free_slots_first_and_then_the_lowest_scores() -> None:
+    cache = new_cache([8])
+    cache.preload(0, [7, 5, 3, 1, 9, 11])  # the last one is the worst
+    assert cache.landing(0) == [(6, -1), (7, -1), (5, 11), (4, 9)]
+    run_step(cache, [11, 5])
+    assert cache.landing(0) == [(6, -1), (7, -1), (4, 9), (3, 1)]
+    cache.begin_step()
+    cache.land(0, cache.look(0, [0, 9, 2, 4]), [0, 9, 2, 4])
+    assert cache.tables[0, [0, 2, 4]].tolist() == [6, 7, 3], "9 is needed: its slot is not taken"
+    assert cache.tables[0, 9] == 4 and cache.tables[0, 1] == -1
+    assert cache.landing(0) == [(2, 3), (0, 7), (1, 5), (5, 11)], "by when they were chosen"
+    cache.check()
+
+
+def test_a_landing_has_room_for_whatever_a_row_chooses() -> None:
+    rng = np.random.default_rng(8)
+    for n_slots in (N_USED, N_USED + 1, 9, N_EXPERT - 1):
+        for policy in (Lru(), Lfu(half_life=5), Adaptive(1.0)):
+            cache = new_cache([n_slots], policy)
+            cache.preload(0, [3, 9, 11, 2])
+            assert cache.can_land(0)
+            for step in range(200):
+                cache.begin_step()
+                if step % 9 == 0:  # a pass of several rows, after which the list is a new one
+                    row = rng.permutation(N_EXPERT)[:6]
+                    for expert in cache.look_batch(0, row.astype(np.int32)):
+                        cache.admit(0, expert, row.tolist())
+                    cache.begin_step()
+                cache.landing(0)
+                ids = rng.permutation(N_EXPERT)[:N_USED].tolist()
+                cache.land(0, cache.look(0, ids), ids)
+                assert (cache.tables[0, ids] >= 0).all()
+                cache.check()
+
+
+def test_landing_takes_whatever_is_missing_even_against_hysteresis() -> None:
+    cache = new_cache([5], Lfu(half_life=1000, hysteresis=100.0))
+    cache.preload(0, [0, 1, 2, 3, 4])
+    for _ in range(50):
+        run_step(cache, [0, 1, 2, 3])
+    cache.begin_step()
+    cache.landing(0)
+    before = cache.stats
+    cache.land(0, cache.look(0, [9, 8, 0, 1]), [9, 8, 0, 1])
+    assert set(cache.residents(0)) == {0, 1, 2, 8, 9}
+    since = cache.stats.since(before)
+    assert (since.admitted[0], since.evicted[0], since.missing[0]) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "n_slots", "can"),
+    [(Lru(), N_USED, True), (Lru(), N_USED - 1, False), (Lru(), 0, False), (Lru(), N_EXPERT, False),
+     (Lfu(), N_USED, True), (Lfu(), 1, False), (Static(), 12, False), (Adaptive(1.0), 12, True),
+     (Adaptive(1.0), N_USED, True), (Adaptive(0.5), N_USED - 1, False)],
+)  # fmt: skip
+def test_a_layer_lands_only_where_a_whole_row_has_room(policy, n_slots: int, can: bool) -> None:
+    cache = new_cache([n_slots], policy)
+    assert cache.can_land(0) == can
+    cache.preload(0, list(range(N_EXPERT)))
+    assert cache.can_land(0) == can, "what is static leaves a row its room"
+    if can:
+        assert len(cache.landing(0)) == N_USED
+        n_static = cache._layers[0].policy.n_static
+        assert all(slot >= n_static for slot, _ in cache.landing(0))
+
+
+def test_slots_that_never_change_are_not_landed_in() -> None:
+    cache = new_cache([10], Adaptive(static_share=0.5))
+    cache.preload(0, [0, 1, 2, 3, 4, 5, 6])
+    for expert in (1, 6):  # one static slot is free now, and one that is not
+        cache.abandon(0, expert)
+    assert sorted(cache.landing(0)) == [(6, -1), (7, -1), (8, -1), (9, -1)]
+    for base in (8, 12, 8, 12):
+        cache.begin_step()
+        cache.landing(0)
+        ids = [base, base + 1, base + 2, base + 3]
+        cache.land(0, cache.look(0, ids), ids)
+    assert cache.residents(0)[:4] == [0, 2, 3, 4] and cache.tables[0, 1] == -1
+
+
+def test_loading_slots_are_not_landed_in() -> None:
+    cache = new_cache([7])
+    cache.preload(0, [0, 1, 2, 3, 4, 5])
+    cache.begin_step()
+    cache.look(0, [8, 9])
+    assert [cache.reserve(0, expert, [8, 9]) for expert in (8, 9)] == [6, 5]
+    assert [slot for slot, _ in cache.landing(0)] == [4, 3, 2, 1]
+
+
+def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
+    cache = new_cache([12, 6])
+    cache.preload(0, list(range(12)))
+
+    def is_due(ids: list[int]) -> bool:
+        cache.landing(0)
+        cache.dirty.clear()
+        cache.begin_step()
+        cache.land(0, cache.look(0, ids), ids)
+        assert cache.dirty <= {0}
+        return 0 in cache.dirty
+
+    assert not is_due([0, 1, 2, 3]), "all hit, and none was at risk"
+    assert is_due([0, 1, 8, 3]), "one was at risk, and others are worse now"
+    assert not is_due([0, 1, 8, 3])
+    assert is_due([0, 1, 15, 3]), "one landed"
+    cache.dirty.clear()
+    cache.abandon(0, 15)
+    assert cache.dirty == {0}
+    cache.dirty.clear()
+    cache.look(0, [14])
+    (slot, _), *_ = cache.landing(0)
+    assert cache.reserve(0, 14, [14]) == slot
+    assert cache.dirty == {0}, "the free slot is taken and must not be landed in"
+
+
+def test_what_landed_against_the_rules_is_an_internal_error() -> None:
+    cache = new_cache([5])
+    cache.preload(0)
+    cache.begin_step()
+    cache.landing(0)
+    ids = [8, 9, 10, 11]
+    missing = cache.look(0, ids)
+    with pytest.raises(InternalError, match="5 experts for 4 slots"):
+        cache.land(0, [*missing, 12], ids)
+    assert cache.residents(0) == [0, 1, 2, 3, 4]
+    cache.landing(0)
+    cache.abandon(0, 4)
+    with pytest.raises(InternalError, match="slot 4 no longer holds expert 4"):
+        cache.land(0, missing, ids)
+    cache.check()
+
+
+def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
+    cache = new_cache([8])
+    cache.preload(0, [7, 5, 3, 1, 9, 11, 13])
+    assert cache.landing(0) == [(7, -1), (6, 13), (5, 11), (4, 9)]
+    cache.dirty.clear()
+    cache.lose_landing(0)
+    assert sorted(cache.residents(0)) == [1, 3, 5, 7] and cache.dirty == {0}
+    cache.check()
+    cache.dirty.clear()
+    cache.lose_landing(0)
+    assert sorted(cache.residents(0)) == [1, 3, 5, 7] and not cache.dirty, "once is enough"
+    assert sorted(cache.landing(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
+
+
+def test_what_took_a_slot_of_the_landing_since_then_is_not_lost() -> None:
+    cache = new_cache([4])
+    cache.preload(0, [7, 5, 3, 1])
+    cache.landing(0)
+    cache.begin_step()
+    cache.land(0, cache.look(0, [8, 9]), [8, 9])
+    cache.lose_landing(0)
+    assert sorted(cache.residents(0)) == [8, 9]
+    cache.check()
