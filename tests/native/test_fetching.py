@@ -1,0 +1,282 @@
+"""Engines whose graphs fetch by themselves: failures, what is copied, and when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest_helpers import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import Cancelled, NativeError
+from moegraph.ggml.lib import C, ffi
+from moegraph.runner import layered, misses
+
+PRESET, N_LAYER, N_USED = "legacy32", 8, 4
+# One slot more than a row chooses: most rows miss something, and nearly all is at risk.
+FETCHING = {
+    "pin_layers": 0, "cache_slots": N_LAYER * (N_USED + 1), "miss": "stream", "host_pin": "all",
+    "policy": "lru",
+}  # fmt: skip
+# Single rows, with passes of several rows between them.
+WIDTHS = [1, 1, 1, 8, 1, 1, 3, 1, 8, 8, 1, 1, 20, 1, 1, 1]
+ALL = frozenset(range(N_LAYER))
+
+
+@pytest.fixture
+def expected(open_engine) -> npt.NDArray[np.float32]:
+    """Return the logits of `run` where everything is on the device."""
+    return run(open_engine(PRESET))
+
+
+def run(
+    engine: Engine, widths: list[int] = WIDTHS, after: Callable[[], Any] = lambda: None
+) -> npt.NDArray[np.float32]:
+    """Return the logits of passes of these widths from an empty sequence on."""
+    engine.reset()
+    ids, parts, at = prompt(engine, sum(widths), seed=11), [], 0
+    for width in widths:
+        parts.append(engine.forward_logits(ids[at : at + width], at))
+        at += width
+        after()
+    return np.concatenate(parts)
+
+
+def open_fetching(open_engine: Callable[..., Engine], **settings: object) -> Engine:
+    """Return an engine whose graphs fetch in all layers, and whose guard does not interfere."""
+    engine = open_engine(PRESET, **{**FETCHING, **settings})
+    engine.runner.misses.guard = None
+    assert engine.runner.misses.manner.fetching == ALL
+    return engine
+
+
+def check_sound(engine: Engine) -> None:
+    """Check that cache, tables and landings agree, and that slots hold what they are said to."""
+    handler = engine.runner.misses
+    cache, store, tables = handler.cache, handler._store, handler._tables
+    cache.check()
+    sent = tables._rows.array.copy()
+    if not tables._is_due:
+        C.ggml_backend_tensor_get(
+            handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes
+        )
+    for il in set(range(N_LAYER)) - cache.dirty:
+        np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
+        if il in handler._fetching:
+            landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
+            owner = cache._layers[il].owner
+            assert [owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
+            assert len(set(landing[:, 0].tolist())) == N_USED
+    for il in store.layers:
+        memory, packing = handler._banks.layer(il).memory, store.packing(il)
+        held = np.empty(packing.n_bytes, np.uint8)
+        for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
+            at = int(cache.tables[il, expert]) * packing.stride
+            C.ggml_backend_tensor_get(memory, ffi.from_buffer(held), at, held.nbytes)
+            wanted = ffi.buffer(ffi.cast("char *", store.source(il, expert)), held.nbytes)
+            assert held.tobytes() == bytes(wanted), f"layer {il}, expert {expert}"
+
+
+class Failing:
+    """The native library, except that the k-th launch fails, before or after it ran."""
+
+    def __init__(self, at: int, runs: bool) -> None:
+        self._at, self._runs = at, runs
+        self.n_launches = 0
+
+    def mg_launch(self, *args: Any) -> int:
+        self.n_launches += 1
+        status = C.GGML_STATUS_FAILED
+        if self.n_launches != self._at or self._runs:
+            status = C.mg_launch(*args)
+        return C.GGML_STATUS_FAILED if self.n_launches == self._at else status
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(C, name)
+
+
+@contextmanager
+def failing(at: int, runs: bool) -> Iterator[None]:
+    """Have the k-th launch of a layered pass fail, and make sure that it comes to that."""
+    library = layered.C = Failing(at, runs)
+    try:
+        yield
+    finally:
+        layered.C = C
+    assert library.n_launches == at, "nothing failed"
+
+
+@pytest.mark.parametrize("merged", [1, 3, 4])
+@pytest.mark.parametrize("runs", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_failure_at_any_graph_leaves_the_cache_sound(
+    open_engine, expected, monkeypatch, merged: int, runs: bool, policy: str
+) -> None:
+    monkeypatch.setattr(layered, "MERGED", merged)
+    engine = open_fetching(open_engine, policy=policy)
+    n_graphs, lost = -(-N_LAYER // merged) + 1, 0
+    for at in range(1, n_graphs + 1):
+        run(engine, [1, 1, 8, 1])
+        before = (engine.runner.cache.tables >= 0).sum()
+        with failing(at, runs), pytest.raises(NativeError, match="failed on cpu"):
+            engine.forward_logits([at], 11)
+        check_sound(engine)
+        lost += before - (engine.runner.cache.tables >= 0).sum()
+        np.testing.assert_array_equal(
+            run(engine, after=lambda: check_sound(engine)), expected, err_msg=f"graph {at}"
+        )
+    assert lost > 0, "nothing was at risk"
+
+
+class Countdown:
+    """A cancel token that is set from the k-th look on."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def is_set(self) -> bool:
+        self.n -= 1
+        return self.n <= 0
+
+
+@pytest.mark.parametrize("merged", [1, 4])
+def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(
+    open_engine, expected, monkeypatch, merged: int
+) -> None:
+    monkeypatch.setattr(layered, "MERGED", merged)
+    engine = open_fetching(open_engine)
+    for at in range(1, N_LAYER // merged + 1):
+        run(engine, [1, 8, 1, 1])
+        with pytest.raises(Cancelled):
+            engine.forward(np.array([at], np.int32), cancel=Countdown(at))
+        check_sound(engine)
+        np.testing.assert_array_equal(run(engine), expected, err_msg=f"graph {at}")
+        check_sound(engine)
+
+
+@pytest.mark.parametrize("merged", [1, 4])
+def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
+    open_engine, expected, monkeypatch, merged: int
+) -> None:
+    """Layers that the host has noted are as they are; those behind are given up."""
+    monkeypatch.setattr(layered, "MERGED", merged)
+    engine = open_fetching(open_engine)
+
+    def observe(il: int, _: object) -> None:
+        if il == at:
+            raise RuntimeError("the observer failed")
+
+    for at in range(N_LAYER):
+        run(engine, [1, 1, 1])
+        engine.runner.observers.append(observe)
+        with pytest.raises(RuntimeError, match="the observer failed"):
+            engine.forward_logits([at], 3)
+        engine.runner.observers.clear()
+        check_sound(engine)
+        residents = (engine.runner.cache.tables >= 0).sum(axis=1).tolist()
+        assert residents[: at + 1] == [N_USED + 1] * (at + 1)
+        np.testing.assert_array_equal(run(engine), expected, err_msg=f"layer {at}")
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
+def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) -> None:
+    engine = open_fetching(open_engine, policy=policy)
+    handler, cache = engine.runner.misses, engine.runner.cache
+    sizes = np.array([handler._store.packing(il).n_bytes for il in range(N_LAYER)])
+    assert handler.n_bytes_fetched == (sizes * cache.n_slots).sum(), "filling the slots"
+    run(engine, [1] * 40)
+    stats = cache.stats
+    assert stats.missing.sum() > 100
+    assert handler.n_bytes_fetched == (sizes * (stats.missing + cache.n_slots)).sum()
+    np.testing.assert_array_equal(stats.admitted, stats.missing)
+    np.testing.assert_array_equal(stats.evicted, stats.missing)
+    assert stats.declined.sum() == handler.n_cpu_experts == handler.n_exchanged == 0
+    check_sound(engine)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
+@pytest.mark.parametrize("more", [0, 1, 7, 27])
+def test_passes_of_several_rows_between_change_nothing(
+    open_engine, expected, policy: str, more: int
+) -> None:
+    engine = open_fetching(open_engine, policy=policy, cache_slots=N_LAYER * (N_USED + more))
+    for _ in range(2):
+        got = run(engine, after=lambda: check_sound(engine))
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"host_pin": "none"}, set()),
+        ({"policy": "static"}, set()),
+        ({"miss": "cpu"}, set()),
+        ({"cache_slots": N_LAYER * (N_USED - 1)}, set()),
+        ({"cache_slots": 0}, set()),
+        ({"cache_slots": N_LAYER * N_USED}, ALL),
+        ({"n_ubatch": 1}, ALL),
+        ({"pin_layers": 2, "cache_slots": (N_LAYER - 2) * N_USED}, N_LAYER - 2),
+        ({"cache_slots": N_LAYER * N_USED - 3}, N_LAYER - 3),
+    ],
+    ids=str,
+)
+def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
+    open_engine, expected, settings, layers
+) -> None:
+    engine = open_engine(PRESET, **{**FETCHING, **settings})
+    engine.runner.misses.guard = None
+    fetching = engine.runner.misses.manner.fetching
+    assert (len(fetching) if isinstance(layers, int) else fetching) == layers
+    widths = [1] * sum(WIDTHS) if settings.get("n_ubatch") else WIDTHS
+    np.testing.assert_array_equal(run(engine, widths), expected)
+    check_sound(engine)
+    fetched = engine.runner.misses.n_bytes_fetched
+    assert fetched > 0 or settings == {"miss": "cpu"}
+
+
+@pytest.mark.parametrize("n_slots", [N_LAYER * (N_USED + 2), N_LAYER * N_USED - 3])
+def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
+    open_engine, expected, monkeypatch, every_guess_acts, n_slots: int
+) -> None:
+    """The CPU computes some of what several rows miss, and slots are reserved for later."""
+    monkeypatch.setattr(misses, "fetches_in_graph", lambda *_: True)
+    monkeypatch.setattr(misses, "streams_rare_misses", lambda *_: False)
+    engine = open_engine(PRESET, **{**FETCHING, "miss": "auto", "cache_slots": n_slots})
+    handler = engine.runner.misses
+    handler.guard, reserved = None, []
+    handler.split = misses.MissSplit.fixed(N_USED, on_cpu=True)
+    assert len(handler.manner.fetching) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
+
+    def after() -> None:
+        reserved.extend(handler._promoted)
+        check_sound(engine)
+
+    np.testing.assert_array_equal(run(engine, after=after), expected)
+    assert reserved and handler.n_cpu_experts > 0
+
+
+@pytest.mark.parametrize("merged", [1, 4])
+def test_the_guard_switches_it_off_and_on(open_engine, expected, monkeypatch, merged: int) -> None:
+    monkeypatch.setattr(layered, "MERGED", merged)
+    engine = open_engine(PRESET, **FETCHING)
+    handler, cache = engine.runner.misses, engine.runner.cache
+    turns = []
+
+    def after() -> None:
+        check_sound(engine)
+        turns.append((handler.guard.bypassed, cache.stats.admitted.sum()))
+        if len(turns) % 5 == 0:
+            handler.guard._settle(not handler.guard.bypassed, "it was told to")
+        assert handler.manner.fetching == (frozenset() if handler.guard.bypassed else ALL)
+
+    handler.guard._look = lambda: None  # only what is said here counts
+    for _ in range(2):
+        np.testing.assert_array_equal(run(engine, after=after), expected)
+    moved = {False: 0, True: 0}
+    for (_, before), (bypassed, now) in zip(turns, turns[1:]):
+        moved[bypassed] += now - before
+    assert moved[True] == 0 < moved[False]
