@@ -85,6 +85,8 @@ CONFIGS = [
     {"mode": "whole"},
     {"cache_slots": 30, "miss": "stream", "policy": "lru"},
     {"cache_slots": 30, "miss": "cpu", "policy": "lru"},
+    # graphs of one row fetch by themselves
+    {"cache_slots": 40, "pin_layers": 0, "miss": "stream", "host_pin": "all", "policy": "lru"},
 ]
 
 
@@ -93,7 +95,7 @@ def config(settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=16, **settings)
 
 
-@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
+@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu", "graphs"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
     path = model_path("legacy32")
@@ -160,7 +162,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
     assert late or name.startswith("mg_"), "none failed behind the threads"
 
 
-@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu"])
+@pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu", "graphs"])
 @pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_fetch_launch"])
 def test_a_failure_in_a_request_leaves_the_engine_usable(
     model_path, name, settings, every_guess_acts
