@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -156,6 +157,33 @@ def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(
         check_sound(engine)
         np.testing.assert_array_equal(run(engine), expected, err_msg=f"graph {at}")
         check_sound(engine)
+
+
+def test_a_pass_cancelled_inside_a_graph_leaves_the_cache_sound(open_engine, expected) -> None:
+    """Wherever the flag finds it: some of a graph's layers have fetched, others have not."""
+    engine, flag = open_fetching(open_engine), np.zeros(1, np.int32)
+    rng, n_cancelled, lost = np.random.default_rng(2), 0, set()
+    engine.device.bind_cancel(flag)
+    try:
+        for turn in range(40):
+            run(engine, [1, 1])
+            setter = threading.Timer(rng.uniform(0, 2e-3), flag.fill, (1,))
+            setter.start()
+            try:
+                for token in range(99):
+                    engine.forward(np.array([turn + token], np.int32))
+            except Cancelled:
+                n_cancelled += 1
+            setter.join()
+            flag[0] = 0
+            check_sound(engine)
+            lost.add(int((engine.runner.cache.tables < 0).sum()))
+            if turn % 8 == 0:
+                np.testing.assert_array_equal(run(engine), expected)
+    finally:
+        engine.device.bind_cancel(None)
+    assert n_cancelled > 30 and len(lost) > 1
+    np.testing.assert_array_equal(run(engine), expected)
 
 
 @pytest.mark.parametrize("merged", [1, 4])
