@@ -270,11 +270,11 @@ class Engine:
             return None
         cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
         if misses is None:
-            return ExpertStats(cache.stats, 0, 0, None, phases)
+            return ExpertStats(cache.stats, 0, 0, 0, None, phases)
         guard = misses.guard.report() if misses.guard else None
         return ExpertStats(
-            cache.stats, misses.n_bytes_fetched, misses.n_cpu_experts, misses.prefetch_report(),
-            phases, guard,
+            cache.stats, misses.n_bytes_fetched, misses.n_cpu_experts,
+            len(misses.manner.fetching), misses.prefetch_report(), phases, guard,
         )
 
     @property

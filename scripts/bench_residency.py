@@ -151,6 +151,7 @@ def sample(
             "misses_token": stats["misses"] / stats["n_steps"],
             "mib_token": stats["fetched_mib_per_step"],
             "on_cpu": split.one_row if split else [], "phases": stats["phases_ms_per_step"],
+            "fetching": stats["fetching_layers"],
         }  # fmt: skip
         if split and miss == "auto":  # what the cost law rests on, for moegraph simulate
             row["stream_us"] = [round(seconds * 1e6, 1) for seconds in split.streamed]
@@ -175,7 +176,7 @@ def show(row: dict[str, object]) -> str:
     if "hit_rate" in row:
         text += (
             f" {row.get('predicted', 0):.0f} | {row['hit_rate']:.3f} | {row['misses_token']:.1f} | "
-            f"{row['mib_token']:.1f} | {row['on_cpu']} | {row['phases']} |"
+            f"{row['mib_token']:.1f} | {row['fetching']} | {row['on_cpu']} | {row['phases']} |"
         )
     return text
 
@@ -207,9 +208,10 @@ def main() -> int:
         engine = engine_for(args, 0, args.miss[0], trace.ids.astype(np.int32))
         fixed = engine.memory()["device_peak_bytes"]
         engine.close()
-        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB CPU_of_n host_ms"
+        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB "
+        columns += "fetching CPU_of_n host_ms"
         print("| " + " | ".join(columns.split()) + " |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
         rows = []
         for ncmoe in args.ncmoe:
             for row in compare(args, ncmoe, fixed, expert_bytes, trace):

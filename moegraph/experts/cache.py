@@ -206,6 +206,7 @@ class ExpertCache:
             # the last of several writes to one place stays
             last[flat] = np.arange(ids.size) // self.n_expert_used
             layer.policy.touch_batch(chosen, last, n_rows)
+            self.dirty.add(il)  # a prompt makes others worth giving up
         return missing
 
     def admit(self, il: int, expert: int, working_set: Collection[int]) -> int | None:

@@ -60,7 +60,8 @@ class ExpertStats:
     """What the expert cache did, and what it cost.
 
     n_bytes_fetched: expert bytes sent to the device, the first filling of the slots included.
-    n_cpu_experts: experts computed on the CPU, one for each layer and pass. prefetch: experts
+    n_cpu_experts: experts computed on the CPU, one for each layer and pass. n_fetching: layers
+    whose graphs fetch by themselves in passes of one row, as things stand. prefetch: experts
     guessed, guessed right and fetched ahead, from the start on; None where nobody guesses.
     phases_s: seconds of the host by phase: launch, wait, look. guard: what the guard over the cache
     found, from the start on; None where no slot can change.
@@ -69,6 +70,7 @@ class ExpertStats:
     cache: CacheStats
     n_bytes_fetched: int
     n_cpu_experts: int
+    n_fetching: int
     prefetch: dict[str, int] | None
     phases_s: dict[str, float]
     guard: dict[str, Any] | None = None
@@ -79,6 +81,7 @@ class ExpertStats:
             self.cache.since(earlier.cache),
             self.n_bytes_fetched - earlier.n_bytes_fetched,
             self.n_cpu_experts - earlier.n_cpu_experts,
+            self.n_fetching,
             self.prefetch,
             {name: s - earlier.phases_s[name] for name, s in self.phases_s.items()},
             self.guard,
@@ -96,6 +99,7 @@ class ExpertStats:
             "fetched_bytes": self.n_bytes_fetched,
             "fetched_mib_per_step": round(self.n_bytes_fetched / steps / 2**20, 3),
             "cpu_experts": self.n_cpu_experts,
+            "fetching_layers": self.n_fetching,
             "prefetch": self.prefetch,
             "phases_ms_per_step": {
                 name: round(1000.0 * s / steps, 4) for name, s in self.phases_s.items()

@@ -76,7 +76,7 @@ class Choices:
         return ffi.cast("int32_t *", self._host.address(at))
 
     def forget(self, n_rows: int) -> None:
-        """Mark all ids of passes of so many rows as not yet there: before each pass, none to come."""
+        """Mark all ids of passes of so many rows as not yet there; before every pass they are."""
         self._ids[:, : n_rows * self._n_used] = C.MG_NO_ID
         self._guesses[:] = C.MG_NO_ID
 
