@@ -51,8 +51,9 @@ from .replay import Replay
 
 # Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
 _MAX_PLANS = 8
-# Layers at most in one graph: how soon the device begins, and how soon a prompt is cancelled.
-MERGED = 4
+# Layers at most in one graph: how soon the device begins, and how soon a prompt is cancelled. Few
+# rows take no time worth cancelling, and a graph boundary takes some 5 us on CUDA.
+MERGED, MERGED_LATER = 4, 64
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,7 @@ class LayeredRunner(Runner):
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
             end = il + 1
-            # few rows take no time worth cancelling; a graph boundary takes some 5 us on CUDA
-            n_merged = MERGED if il == 0 or shape.n_rows > ADMIT_ROWS else n_layer
+            n_merged = MERGED if il == 0 or shape.n_rows > ADMIT_ROWS else MERGED_LATER
             while end < min(il + n_merged, n_layer):
                 if self._pieces.may_lack(end - 1, shape.n_rows):
                     break

@@ -117,7 +117,8 @@ def failing(at: int, runs: bool) -> Iterator[None]:
 def test_a_failure_at_any_graph_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int, runs: bool, policy: str
 ) -> None:
-    monkeypatch.setattr(layered, "MERGED", merged)
+    for name in ("MERGED", "MERGED_LATER"):
+        monkeypatch.setattr(layered, name, merged)
     engine = open_fetching(open_engine, policy=policy)
     n_graphs, lost = -(-N_LAYER // merged) + 1, 0
     for at in range(1, n_graphs + 1):
@@ -148,7 +149,8 @@ class Countdown:
 def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int
 ) -> None:
-    monkeypatch.setattr(layered, "MERGED", merged)
+    for name in ("MERGED", "MERGED_LATER"):
+        monkeypatch.setattr(layered, name, merged)
     engine = open_fetching(open_engine)
     for at in range(1, N_LAYER // merged + 1):
         run(engine, [1, 8, 1, 1])
@@ -191,7 +193,8 @@ def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int
 ) -> None:
     """Layers that the host has noted are as they are; those behind are given up."""
-    monkeypatch.setattr(layered, "MERGED", merged)
+    for name in ("MERGED", "MERGED_LATER"):
+        monkeypatch.setattr(layered, name, merged)
     engine = open_fetching(open_engine)
 
     def observe(il: int, _: object) -> None:
@@ -289,7 +292,8 @@ def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
 
 @pytest.mark.parametrize("merged", [1, 4])
 def test_the_guard_switches_it_off_and_on(open_engine, expected, monkeypatch, merged: int) -> None:
-    monkeypatch.setattr(layered, "MERGED", merged)
+    for name in ("MERGED", "MERGED_LATER"):
+        monkeypatch.setattr(layered, name, merged)
     engine = open_engine(PRESET, **FETCHING)
     handler, cache = engine.runner.misses, engine.runner.cache
     turns = []
