@@ -153,7 +153,9 @@ class ExpertStore:
             self.rows[il] = self._packing[il].rows(self._context, n_expert)
             place(block, self.rows[il], 0)
             for expert in range(n_expert):
-                self._read(il, infos, expert, block.array[expert * stride :])
+                packed = block.array[expert * stride : (expert + 1) * stride]
+                self._read(il, infos, expert, packed)
+                packed[self._packing[il].n_bytes :] = 0  # some of it is copied along
 
     def _read(
         self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
