@@ -96,8 +96,8 @@ class ExpertCache:
 
     n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer,
     n_expert], expert -> slot or -1, what the tables on the device should hold; dirty: layers whose
-    row or landing changed since the owner of the device tables took it and cleared the set. counts
-    [n_layer][n_expert]: how often each expert was chosen.
+    row or landing is due for a change there; whoever makes it takes them off. counts [n_layer]
+    [n_expert]: how often each expert was chosen.
 
     Raises:
         ConfigError: a layer has fewer than 0 or more than n_expert slots.
@@ -168,6 +168,8 @@ class ExpertCache:
             counts[expert] += 1
         if not layer.pinned:
             layer.policy.touch(ids)
+            if not layer.at_risk.isdisjoint(ids):
+                self.dirty.add(il)  # others are worth giving up now
         return missing
 
     def _missing_of(self, il: int, layer: _Layer, ids: list[int]) -> list[int]:
@@ -311,8 +313,6 @@ class ExpertCache:
             InternalError: the list had too few places, or was made before something else changed.
         """
         layer = self._layers[il]
-        if not layer.at_risk.isdisjoint(ids):
-            self.dirty.add(il)  # the list is due for a change
         if not missing:
             return
         self.dirty.add(il)

@@ -138,6 +138,23 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     assert cache.dirty == {0}, "the free slot is taken and must not be landed in"
 
 
+def test_choices_of_passes_that_do_not_land_make_a_landing_due_too() -> None:
+    """Passes of a few rows, and single ones while the cache is bypassed, only look."""
+    cache = new_cache([8, 8])
+    cache.preload(0, list(range(8)))
+    assert cache.landing(0) == [(7, 7), (6, 6), (5, 5), (4, 4)]
+    cache.dirty.clear()
+    cache.look(0, [0, 1, 2, 3])
+    assert not cache.dirty, "none was at risk"
+    cache.look(0, [7, 6, 0, 1])
+    assert cache.dirty == {0}
+    assert cache.landing(0)[:2] == [(5, 5), (4, 4)]
+    cache.preload(1)
+    cache.dirty.clear()
+    cache.look(1, [7, 6, 5, 4])
+    assert not cache.dirty, "nobody lands in this layer"
+
+
 def test_what_landed_against_the_rules_is_an_internal_error() -> None:
     cache = new_cache([5])
     cache.preload(0)
