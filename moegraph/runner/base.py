@@ -164,7 +164,8 @@ class Runner(ABC):
         """Enqueue the pass and its read-backs."""
 
     def close(self) -> None:
-        """Free graphs and transfer memory."""
+        """Free graphs and transfer memory; a pass under way ends first."""
+        self.device.synchronize()
         self.graphs.close()
         self._inputs.close()
         self._results.close()

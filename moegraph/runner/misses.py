@@ -120,7 +120,7 @@ class MissHandler:
         self.guard = self._open_guard()
         n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
         self.look_ahead = LookAhead(n_foreseen)
-        self._began: float | None = None  # when a pass of one row did
+        self._began: float | None = None  # when a pass did that may guess
 
     @property
     def note(self) -> str:
@@ -194,7 +194,8 @@ class MissHandler:
             self._tables.write(il, lands=il in self._fetching)
         self._tables.send()
         self.cache.begin_step()
-        self._began = self.clock() if n_rows == 1 and not self._is_bypassed else None
+        may_guess = n_rows == 1 and not self._fetching and not self._is_bypassed
+        self._began = self.clock() if may_guess else None
 
     def end_launch(self) -> None:
         """Note that all of a pass is enqueued and its choices are known."""

@@ -1,4 +1,4 @@
-"""What the device knows of the slots: tables and landings of all layers, sent once a pass."""
+"""What the device knows of the slots: tables and landings of all layers, sent as one."""
 
 from __future__ import annotations
 

@@ -69,9 +69,14 @@ def check_sound(engine: Engine) -> None:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
         if il in handler._fetching:
             landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
-            owner = cache._layers[il].owner
-            assert [owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
+            layer = cache._layers[il]
+            assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
             assert len(set(landing[:, 0].tolist())) == N_USED
+            # of equal scores any may be listed
+            scores = [layer.policy.score[e] for e in landing[:, 1].tolist() if e >= 0]
+            others = layer.resident - set(landing[:, 1].tolist())
+            movable = others & set(layer.owner[layer.policy.n_static :])
+            assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
     for il in store.layers:
         memory, packing = handler._banks.layer(il).memory, store.packing(il)
         held = np.empty(packing.n_bytes, np.uint8)
@@ -312,3 +317,55 @@ def test_the_guard_switches_it_off_and_on(open_engine, expected, monkeypatch, me
     for (_, before), (bypassed, now) in zip(turns, turns[1:]):
         moved[bypassed] += now - before
     assert moved[True] == 0 < moved[False]
+
+
+def test_sequences_that_take_turns_share_the_slots_and_nothing_else(open_engine) -> None:
+    """Single rows of two sequences, both at once, and one that begins again."""
+    engines = [open_engine(PRESET, n_seq=2), open_fetching(open_engine, n_seq=2)]
+    rng = np.random.default_rng(4)
+    for turn in range(120):
+        if turn % 17 == 16:
+            for engine in engines:
+                engine.reset(turn % 2)
+        n_seqs = 2 if turn % 7 == 6 else 1
+        seq = 0 if n_seqs == 2 else int(rng.integers(0, 2))
+        ids = rng.integers(0, 1000, (n_seqs, 1)).astype(np.int32)
+        np.testing.assert_array_equal(*(e.forward(ids, seq).logits for e in engines))
+        check_sound(engines[1])
+    assert engines[1].runner.cache.stats.missing.sum() > 100
+
+
+def test_a_pass_that_nobody_collects_leaves_the_cache_sound(open_engine, expected) -> None:
+    engine = open_fetching(open_engine)
+    for _ in range(3):
+        events = engine.generate(prompt(engine, 5), max_tokens=20, text=False)
+        for _ in range(4):
+            next(events)
+        events.close()
+        check_sound(engine)
+        np.testing.assert_array_equal(run(engine), expected)
+
+
+def test_an_engine_waits_for_a_pass_under_way_before_it_frees_anything(
+    open_engine, monkeypatch, no_leak
+) -> None:
+    engine = open_fetching(open_engine)
+    engine.submit(np.zeros((1, 1), np.int32), 0, False, False, None)
+    real, n_graphs = engine.device.synchronize, []
+
+    def synchronize() -> None:
+        n_graphs.append(len(engine.runner.graphs))
+        real()
+
+    monkeypatch.setattr(engine.device, "synchronize", synchronize)
+    engine.close()
+    assert n_graphs[0] > 0
+
+
+def test_guessing_ahead_is_not_tried_out_where_graphs_fetch(open_engine) -> None:
+    engine, acted = open_fetching(open_engine), set()
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.look_ahead.acts))
+    assert acted == {False}
+    engine = open_engine(PRESET, **{**FETCHING, "host_pin": "none"})
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.look_ahead.acts))
+    assert acted == {False, True}, "which this would have shown"
