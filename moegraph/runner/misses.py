@@ -108,6 +108,7 @@ class MissHandler:
         self._turn = 0
         self._promoted: list[tuple[int, int]] = []
         self._after_prompt = False
+        self._lists = False  # whether landings were kept up to date by the last pass
         self.n_bytes_fetched = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
@@ -190,8 +191,12 @@ class MissHandler:
             while self._promoted:
                 self.cache.publish(*self._promoted[-1])
                 self._promoted.pop()
+        landing = frozenset() if self._is_bypassed else self._fetching
+        if not self._lists:
+            self.cache.dirty |= landing  # what was listed before may have been chosen since
+        self._lists = bool(landing)
         for il in list(self.cache.dirty):
-            self._tables.write(il, lands=il in self._fetching)
+            self._tables.write(il, lands=il in landing)
         self._tables.send()
         self.cache.begin_step()
         may_guess = n_rows == 1 and not self._fetching and not self._is_bypassed

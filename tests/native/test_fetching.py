@@ -67,7 +67,7 @@ def check_sound(engine: Engine) -> None:
         )
     for il in set(range(N_LAYER)) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
-        if il in handler._fetching:
+        if il in handler.manner.fetching:
             landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
             layer = cache._layers[il]
             assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
@@ -296,10 +296,13 @@ def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
 
 
 @pytest.mark.parametrize("merged", [1, 4])
-def test_the_guard_switches_it_off_and_on(open_engine, expected, monkeypatch, merged: int) -> None:
+@pytest.mark.parametrize("more", [1, 12])
+def test_the_guard_switches_it_off_and_on(
+    open_engine, expected, monkeypatch, merged: int, more: int
+) -> None:
     for name in ("MERGED", "MERGED_LATER"):
         monkeypatch.setattr(layered, name, merged)
-    engine = open_engine(PRESET, **FETCHING)
+    engine = open_engine(PRESET, **{**FETCHING, "cache_slots": N_LAYER * (N_USED + more)})
     handler, cache = engine.runner.misses, engine.runner.cache
     turns = []
 
@@ -317,6 +320,23 @@ def test_the_guard_switches_it_off_and_on(open_engine, expected, monkeypatch, me
     for (_, before), (bypassed, now) in zip(turns, turns[1:]):
         moved[bypassed] += now - before
     assert moved[True] == 0 < moved[False]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
+def test_what_was_chosen_while_the_cache_was_bypassed_counts_afterwards(
+    open_engine, policy: str
+) -> None:
+    settings = {**FETCHING, "policy": policy, "cache_slots": N_LAYER * (N_USED + 12)}
+    engine = open_engine(PRESET, **settings)
+    guard, at = engine.runner.misses.guard, 0
+    guard._look = lambda: None
+    for turn, token in enumerate(prompt(engine, 80, seed=3).tolist()):
+        if turn % 10 == 9:
+            guard._settle(not guard.bypassed, "it was told to")
+        width = 3 if turn % 20 == 19 else 1  # the first pass with the cache again
+        engine.forward_logits([token] * width, at)
+        check_sound(engine)
+        at += width
 
 
 def test_sequences_that_take_turns_share_the_slots_and_nothing_else(open_engine) -> None:
