@@ -334,11 +334,25 @@ class ExpertCache:
             self._admitted[il] += 1
 
     def lose_landing(self, il: int) -> None:
-        """Forget the experts in `landing`: a step that failed may have written over any of them."""
-        layer = self._layers[il]
-        for slot, expert in layer.landing:
-            if expert >= 0 and layer.owner[slot] == expert:
-                self.abandon(il, expert)
+        """Empty the slots in `landing`: a step that failed may have written over any of them.
+
+        `land` may have been interrupted anywhere: all else follows from who owns the other slots.
+        """
+        layer, table = self._layers[il], self.tables[il]
+        if not layer.landing:
+            return
+        self.dirty.add(il)
+        for slot, _ in layer.landing:
+            layer.owner[slot] = -1
+        table[:] = -1
+        for slot, expert in enumerate(layer.owner):
+            if expert >= 0 and expert not in layer.loading:
+                table[expert] = slot
+        layer.resident = set(np.flatnonzero(table >= 0).tolist())
+        layer.free = [slot for slot, owner in enumerate(layer.owner) if owner < 0][::-1]
+        layer.fresh &= layer.resident
+        layer.worst.clear()
+        layer.landing = []
 
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -186,12 +190,38 @@ def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
     assert sorted(cache.landing(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
 
 
-def test_what_took_a_slot_of_the_landing_since_then_is_not_lost() -> None:
-    cache = new_cache([4])
-    cache.preload(0, [7, 5, 3, 1])
-    cache.landing(0)
-    cache.begin_step()
-    cache.land(0, cache.look(0, [8, 9]), [8, 9])
-    cache.lose_landing(0)
-    assert sorted(cache.residents(0)) == [8, 9]
-    cache.check()
+def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
+    """Ctrl-C may come between any two lines."""
+    for line in range(200):
+        cache = new_cache([6, 6])
+        cache.preload(0, [7, 5, 3, 1, 11])
+        cache.reserve(0, 2, [])
+        cache.abandon(0, 2)
+        cache.landing(0)
+        cache.begin_step()
+        ids = [8, 11, 9, 10]
+        missing, n_lines = cache.look(0, ids), 0
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal n_lines
+            n_lines += event == "line"
+            if n_lines > line:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(lambda frame, *_: interrupt if "experts" in frame.f_code.co_filename else None)
+        try:
+            cache.land(0, missing, ids)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+        else:
+            assert line > 20
+            break
+        finally:
+            sys.settrace(None)
+        cache.lose_landing(0)
+        cache.check()
+        assert cache.residents(0) == [7, 5]
+        assert len(cache.landing(0)) == N_USED
+    else:
+        raise AssertionError("it did not come to an end")
