@@ -271,19 +271,41 @@ class ExpertCache:
         self.dirty.add(il)
         self._admitted[il] += 1
 
-    def abandon(self, il: int, expert: int) -> None:
-        """Free the slot of a loading or resident expert whose bytes did not arrive.
+    def abandon(self, il: int, *experts: int) -> None:
+        """Empty the slots of experts whose bytes did not arrive, of those that have one.
 
         Raises:
-            InternalError: expert has no slot, or the layer is pinned.
+            InternalError: the layer is pinned.
         """
         layer = self._layers[il]
-        slot = layer.loading.pop(expert, int(self.tables[il, expert]))
-        if slot < 0 or layer.pinned:
-            raise InternalError(f"layer {il}: expert {expert} has no slot to give up")
-        self._drop(il, layer, expert, slot)
-        layer.fresh.discard(expert)
-        layer.free.append(slot)
+        if layer.pinned:
+            raise InternalError(f"layer {il} is pinned: its experts keep their slots")
+        for slot, owner in enumerate(layer.owner):
+            if owner in experts:
+                layer.owner[slot] = -1
+        for expert in experts:
+            layer.loading.pop(expert, None)
+        self.mend(il)
+
+    def mend(self, il: int) -> None:
+        """Make a layer's books agree again: all follows from who owns the slots and who loads.
+
+        What kept them may have been interrupted anywhere.
+        """
+        layer, table = self._layers[il], self.tables[il]
+        self.dirty.add(il)
+        table[:] = -1
+        for slot, expert in enumerate(layer.owner):
+            if expert >= 0 and expert not in layer.loading:
+                table[expert] = slot
+        layer.resident = set(np.flatnonzero(table >= 0).tolist())
+        layer.free = [slot for slot, owner in enumerate(layer.owner) if owner < 0][::-1]
+        layer.fresh &= layer.resident
+        layer.worst.clear()
+
+    def is_loading(self, il: int, expert: int) -> bool:
+        """Return whether an expert has a slot that its bytes are on the way to."""
+        return expert in self._layers[il].loading
 
     def can_land(self, il: int) -> bool:
         """Return whether a layer has enough slots that change for all that a row may miss."""
@@ -334,25 +356,13 @@ class ExpertCache:
             self._admitted[il] += 1
 
     def lose_landing(self, il: int) -> None:
-        """Empty the slots in `landing`: a step that failed may have written over any of them.
-
-        `land` may have been interrupted anywhere: all else follows from who owns the other slots.
-        """
-        layer, table = self._layers[il], self.tables[il]
-        if not layer.landing:
-            return
-        self.dirty.add(il)
+        """Empty the slots in `landing`: a step that failed may have written over any of them."""
+        layer = self._layers[il]
         for slot, _ in layer.landing:
             layer.owner[slot] = -1
-        table[:] = -1
-        for slot, expert in enumerate(layer.owner):
-            if expert >= 0 and expert not in layer.loading:
-                table[expert] = slot
-        layer.resident = set(np.flatnonzero(table >= 0).tolist())
-        layer.free = [slot for slot, owner in enumerate(layer.owner) if owner < 0][::-1]
-        layer.fresh &= layer.resident
-        layer.worst.clear()
-        layer.landing = []
+        if layer.landing:
+            self.mend(il)
+            layer.landing = []
 
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None

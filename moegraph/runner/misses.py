@@ -171,6 +171,9 @@ class MissHandler:
         """Give up what graphs of a failed pass may have written over; they have ended."""
         for il in layers:
             self.cache.lose_landing(il)
+        for il in {il for il, _ in self._promoted}:
+            self.cache.mend(il)
+        self._promoted = [pair for pair in self._promoted if self.cache.is_loading(*pair)]
 
     def begin_step(self, n_rows: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
@@ -312,7 +315,7 @@ class MissHandler:
 
     def prefetch_report(self) -> dict[str, int] | None:
         """Return how many experts were guessed, guessed right, and fetched ahead."""
-        if not self._banks.n_ahead:
+        if not self._banks.n_ahead or self._fetching:
             return None
         seen = self.look_ahead
         return {"guessed": seen.n_guessed, "right": seen.n_right, "fetched": self.n_prefetched}
@@ -381,9 +384,8 @@ class MissHandler:
         try:
             yield
         except BaseException:
-            for expert in experts:
-                if self.cache.has_slot(il, expert):
-                    self.cache.abandon(il, expert)
+            if experts:
+                self.cache.abandon(il, *experts)
             raise
 
     def _on_cpu(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -190,6 +191,27 @@ def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
     assert sorted(cache.landing(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
 
 
+def interrupted(line: int, call: Callable[[], Any]) -> bool:
+    """Call something with an interrupt before the cache's n-th line; return whether it came."""
+    n_lines = 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal n_lines
+        n_lines += event == "line"
+        if n_lines > line:
+            raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(lambda frame, *_: interrupt if "experts" in frame.f_code.co_filename else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
 def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
     """Ctrl-C may come between any two lines."""
     for line in range(200):
@@ -200,28 +222,39 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
         cache.landing(0)
         cache.begin_step()
         ids = [8, 11, 9, 10]
-        missing, n_lines = cache.look(0, ids), 0
-
-        def interrupt(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal n_lines
-            n_lines += event == "line"
-            if n_lines > line:
-                raise KeyboardInterrupt
-            return interrupt
-
-        sys.settrace(lambda frame, *_: interrupt if "experts" in frame.f_code.co_filename else None)
-        try:
-            cache.land(0, missing, ids)
-        except KeyboardInterrupt:
-            sys.settrace(None)
-        else:
+        missing = cache.look(0, ids)
+        if not interrupted(line, lambda: cache.land(0, missing, ids)):
             assert line > 20
             break
-        finally:
-            sys.settrace(None)
         cache.lose_landing(0)
         cache.check()
         assert cache.residents(0) == [7, 5]
         assert len(cache.landing(0)) == N_USED
+    else:
+        raise AssertionError("it did not come to an end")
+
+
+@pytest.mark.parametrize("step", ["admit", "reserve", "publish"])
+def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
+    for line in range(200):
+        cache = new_cache([4])
+        cache.preload(0, [7, 5, 3, 1])
+        cache.begin_step()
+        cache.look(0, [8, 9])
+        cache.reserve(0, 9, [8, 9])
+        call = {
+            "admit": lambda: cache.admit(0, 8, [8, 9]), "reserve": lambda: cache.reserve(0, 8, []),
+            "publish": lambda: cache.publish(0, 9),
+        }[step]  # fmt: skip
+        if not interrupted(line, call):
+            assert line > 3
+            break
+        if step == "publish":  # its bytes are there: it has its slot, whoever asks
+            cache.mend(0)
+            assert cache.is_loading(0, 9) != (9 in cache.residents(0))
+        else:
+            cache.abandon(0, 8)
+            assert cache.is_loading(0, 9) and set(cache.residents(0)) <= {7, 5, 3}
+        cache.check()
     else:
         raise AssertionError("it did not come to an end")
