@@ -101,21 +101,21 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds with 16 threads of a Xeon; of
-# seven budgets where the host saw to what was missing, they follow from it within 6 %
-# (docs/benchmarks.md), of four where graphs fetched it within 2 %. desktop: reckoned for 24 GB at
-# 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at 60 GB/s.
+# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds with 16 threads of a Xeon; at six
+# budgets where graphs fetched what was missing they follow from it within 3 %, where the host saw to
+# it within 10 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s
+# and DDR5 at 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 40, 1_900_000, whole=2.42e-3, look=8.9e-6, fixed=55e-6, overlap=0.0,
+            "h200", 40, 1_900_000, whole=2.334e-3, look=10e-6, fixed=53e-6, overlap=0.0,
             stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
-            cpu=Curve(((1, 42e-6), (2, 69e-6), (4, 123e-6), (8, 230e-6))),
-            lookup=1.8e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
+            cpu=Curve(((1, 43e-6), (2, 63e-6), (4, 107e-6), (8, 189e-6))),
+            lookup=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
         ),
         Machine(
-            "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=8e-6, overlap=30e-6,
+            "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
             lookup=2e-6, fetch=_line(86e-6, 76e-6),
         ),
@@ -201,7 +201,8 @@ def fetches_in_graph(
     """Return whether graphs should fetch what is missing by themselves.
 
     on_cpu, streamed: seconds for 0, 1, ... n_expert_used experts on either path. n_slots: of the
-    layer that has fewest. Alone, the device can only copy, but nothing waits for the host.
+    layer that has fewest. Alone, the device can only copy, but nothing waits for the host: a graph
+    takes for each expert what many at a time take.
     """
     n_used, share = min(len(on_cpu), len(streamed)) - 1, n_slots / n_expert
     (x0, y0), (x1, y1) = next(
@@ -216,7 +217,7 @@ def fetches_in_graph(
         by_host += n_missing * stall[1]
     else:
         by_host += _seconds(stall, n_missing)
-    return _seconds(streamed, n_missing) < by_host
+    return n_missing * streamed[n_used] / n_used < by_host
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:

@@ -316,9 +316,9 @@ def test_the_mode_and_the_machine_decide_who_fetches() -> None:
 
 @pytest.mark.parametrize(
     ("is_pinned", "n_slots", "tokens_per_s"),
-    [(True, 10185, 405.1), (True, 8137, 379.6), (True, 6088, 368.9), (True, 4041, 328.3),
-     (True, 0, 92.0), (False, 10185, 360.6), (False, 6088, 321.8), (False, 2505, 207.2),
-     (False, 970, 130.5)],
+    [(True, 10185, 422.1), (True, 8137, 408.2), (True, 6088, 383.5), (True, 4041, 335.4),
+     (True, 2505, 260.9), (True, 970, 151.0), (True, 0, 108.1), (False, 10185, 360.6),
+     (False, 6088, 321.8), (False, 2505, 207.2), (False, 970, 130.5)],
 )  # fmt: skip
 def test_measured_speeds_follow_from_the_built_in_machine(
     is_pinned: bool, n_slots: int, tokens_per_s: float
