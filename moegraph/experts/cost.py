@@ -101,10 +101,10 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds with 16 threads of a Xeon; at six
-# budgets where graphs fetched what was missing they follow from it within 3 %, where the host saw to
-# it within 10 % (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s
-# and DDR5 at 60 GB/s.
+# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds with 16 threads of a Xeon, which
+# follow from it within 3 % where graphs fetched what was missing, within 10 % where the host saw to
+# it (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at
+# 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
