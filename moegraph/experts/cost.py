@@ -195,14 +195,20 @@ _MISS_RATE = ((0.0, 1.0), (0.09, 0.34), (0.24, 0.112), (0.39, 0.047), (0.59, 0.0
 _BOUNDARY, _REACTION = 10e-6, 50e-6
 
 
+def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> float:
+    """Return the mean slots of those layers that can hold a row's experts and not all; 0: none."""
+    able = [n for n in n_slots if n_expert_used <= n < n_expert]
+    return sum(able) / len(able) if able else 0.0
+
+
 def fetches_in_graph(
-    on_cpu: Sequence[float], streamed: Sequence[float], n_slots: int, n_expert: int
+    on_cpu: Sequence[float], streamed: Sequence[float], n_slots: float, n_expert: int
 ) -> bool:
     """Return whether graphs should fetch what is missing by themselves.
 
-    on_cpu, streamed: seconds for 0, 1, ... n_expert_used experts on either path. n_slots: of the
-    layer that has fewest. Alone, the device can only copy, but nothing waits for the host: a graph
-    takes for each expert what many at a time take.
+    on_cpu, streamed: seconds for 0, 1, ... n_expert_used experts on either path. n_slots: of a
+    layer, as `usual_slots` has them. Alone, the device can only copy, but nothing waits for the
+    host: a graph takes for each expert what many at a time take.
     """
     n_used, share = min(len(on_cpu), len(streamed)) - 1, n_slots / n_expert
     (x0, y0), (x1, y1) = next(
@@ -240,11 +246,11 @@ def split_for(machine: Machine, mode: str, n: int) -> list[int]:
 
 
 def machine_fetches(
-    machine: Machine, mode: str, n_expert_used: int, n_slots: int, n_expert: int
+    machine: Machine, mode: str, n_expert_used: int, n_slots: float, n_expert: int
 ) -> bool:
     """Return whether graphs fetch what is missing by themselves, where they can.
 
-    mode: as in `split_for`. n_slots: of the layer that has fewest.
+    mode: as in `split_for`; the rest as in `fetches_in_graph`.
     """
     if mode != "auto":
         return mode == "stream"

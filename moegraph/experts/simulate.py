@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..errors import RequestError
 from .cache import MAX_PROMOTED, ExpertCache
 from .cachestats import CacheStats
-from .cost import Machine, machine_fetches, split_for, streams_rare_misses
+from .cost import Machine, machine_fetches, split_for, streams_rare_misses, usual_slots
 from .policy import Policy
 from .profile import Profile
 from .trace import Trace
@@ -160,8 +160,9 @@ class _Replay:
 
 def _landing(cache: ExpertCache, machine: Machine, mode: str) -> frozenset[int]:
     """Return the layers whose graphs fetch by themselves."""
-    sizes = cache.n_expert_used, min(cache.n_slots), cache.n_expert
-    if not machine_fetches(machine, mode, *sizes):
+    n_used, n_expert = cache.n_expert_used, cache.n_expert
+    n_slots = usual_slots(cache.n_slots, n_used, n_expert)
+    if not machine_fetches(machine, mode, n_used, n_slots, n_expert):
         return frozenset()
     return frozenset(il for il in range(len(cache.n_slots)) if cache.can_land(il))
 

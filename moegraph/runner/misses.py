@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
-from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses
+from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses, usual_slots
 from ..experts.guard import CacheGuard, Counters, PassClock
 from ..experts.lookahead import MAX_GUESSES, LookAhead
 from ..experts.store import N_SPARE, ExpertStore
@@ -264,9 +264,10 @@ class MissHandler:
         for n in range(1, n_used + 1):
             at_once = min(n, N_SPARE)
             streamed.append(self._measure_stream(at_once) * n / at_once)
-        n_slots = min(self.cache.n_slots)
-        self._may_fetch = fetches_in_graph(on_cpu, streamed, n_slots, self.cache.n_expert)
-        if streams_rare_misses(on_cpu[1], streamed[1], n_slots, self.cache.n_expert):
+        n_slots, n_expert = self.cache.n_slots, self.cache.n_expert
+        usual = usual_slots(n_slots, n_used, n_expert)
+        self._may_fetch = fetches_in_graph(on_cpu, streamed, usual, n_expert)
+        if streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert):
             self.cold.close()
             self.cold = None
             return MissSplit.fixed(n_used, False)

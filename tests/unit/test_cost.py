@@ -14,6 +14,7 @@ from moegraph.experts.cost import (
     best_split,
     fetches_in_graph,
     machine_fetches,
+    usual_slots,
 )
 
 N_EXPERT = 256
@@ -46,6 +47,13 @@ def test_shares_of_the_experts_decide_and_not_their_number(share: float) -> None
             fetches_in_graph(SERVER_CPU, bus, round(share * n), n) for n in (100, 200, 1000)
         }
         assert len(answers) == 1
+
+
+def test_layers_that_cannot_fetch_have_no_say() -> None:
+    """Pinned ones, and those with fewer slots than a row chooses."""
+    assert usual_slots([256, 0, 7, 20, 40, 256], 8, 256) == 30.0
+    assert usual_slots([256, 0, 7], 8, 256) == 0.0
+    assert not fetches_in_graph(SERVER_CPU, SERVER_PCIE, 0.0, N_EXPERT)
 
 
 def curves() -> st.SearchStrategy[list[float]]:
