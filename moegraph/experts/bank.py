@@ -33,8 +33,8 @@ class Bank:
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
     first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as
-    bytes, one packed expert every packing.stride; rows: the same as F32 [bytes / 4, n_slots]; both
-    None for a bank that is filled once from the file.
+    bytes, one packed expert every packing.stride; None for a bank that is filled once from the
+    file. rows: the same as F32 [bytes / 4, n_slots], for a bank that graphs may fetch into.
     """
 
     n_slots: int
@@ -112,7 +112,7 @@ class ExpertBanks:
             for n in (N_SPARE, N_SPARE, *filter(None, [self.n_ahead])):
                 slots = _Slots(device, infos, n, "spare expert slots")
                 self._owned.append(slots)
-                self._spare[kind].append(Bank(n, slots.parts, slots.memory, slots.rows))
+                self._spare[kind].append(Bank(n, slots.parts, slots.memory))
         return self._spare[kind]
 
     def layer(self, il: int) -> Bank:

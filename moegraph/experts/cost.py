@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import RequestError
 
 _MAX_FILE = 64 * 1024
@@ -190,7 +192,7 @@ def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_exper
 
 
 # Choices that miss, of a layer with that share of its experts: `lfu`, over generated traces.
-_MISS_RATE = ((0.0, 1.0), (0.09, 0.34), (0.24, 0.112), (0.39, 0.047), (0.59, 0.02), (1.0, 0.0))
+_SHARES, _MISSING = (0.0, 0.09, 0.24, 0.39, 0.59, 1.0), (1.0, 0.34, 0.112, 0.047, 0.02, 0.0)
 # Where the host sees to what is missing: seconds for each layer, and for each that lacks something.
 _BOUNDARY, _REACTION = 10e-6, 50e-6
 
@@ -210,19 +212,12 @@ def fetches_in_graph(
     layer, as `usual_slots` has them. Alone, the device can only copy, but nothing waits for the
     host: a graph takes for each expert what many at a time take.
     """
-    n_used, share = min(len(on_cpu), len(streamed)) - 1, n_slots / n_expert
-    (x0, y0), (x1, y1) = next(
-        (a, b) for a, b in zip(_MISS_RATE, _MISS_RATE[1:]) if share <= b[0]
-    )
-    n_missing = n_used * (y0 + (y1 - y0) * (share - x0) / (x1 - x0))
-    stall = [
-        min(max(on_cpu[c], streamed[n - c]) for c in range(n + 1)) for n in range(n_used + 1)
+    n_used = min(len(on_cpu), len(streamed)) - 1
+    n_missing = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
+    stalls = [
+        max(on_cpu[c], streamed[n - c]) for n, c in enumerate(best_split(on_cpu, streamed))
     ]
-    by_host = _BOUNDARY + min(n_missing, 1.0) * _REACTION
-    if n_missing < 1.0:
-        by_host += n_missing * stall[1]
-    else:
-        by_host += _seconds(stall, n_missing)
+    by_host = _BOUNDARY + min(n_missing, 1.0) * _REACTION + _seconds(stalls, n_missing)
     return n_missing * streamed[n_used] / n_used < by_host
 
 

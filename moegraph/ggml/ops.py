@@ -23,6 +23,7 @@ I64: int = C.GGML_TYPE_I64
 
 # Most rows of one sequence that the operations with parents take.
 MAX_TREE_ROWS: int = C.MOEGRAPH_TREE_ROWS
+# Most ids that a look-up takes which fetches what is missing.
 MAX_FETCH_IDS: int = C.MOEGRAPH_FETCH_IDS
 
 

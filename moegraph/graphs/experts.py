@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..experts.bank import Bank
+from ..experts.bank import Bank, ExpertBanks
 from ..ggml.ops import Builder, Tensor
 from ..weights import LayerWeights
 
@@ -14,6 +14,21 @@ def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
         ids = b.cont(ids)  # the first of many in each row
     slots = b.get_rows(table, b.reshape(ids, k * n_rows))
     return b.reshape(slots, k, n_rows)
+
+
+def build_fetched_slots(
+    b: Builder, banks: ExpertBanks, il: int, ids: Tensor, source: Tensor
+) -> Tensor:
+    """Look up slots of a row's ids I32 [n_expert_used, 1], as `build_slots`; fetch what has none.
+
+    source: all experts of layer il, packed, F32 [bytes / 4, n_expert], in pinned host memory. What
+    is missing goes to the slots that the layer's landing names. I32 [n_expert_used, 1].
+    """
+    n = ids.ne[0]
+    slots = b.fetch_rows(
+        banks.tables[il], b.reshape(ids, n), banks.landings[il], source, banks.layer(il).rows
+    )
+    return b.reshape(slots, n, 1)
 
 
 def build_expert_rows(

@@ -158,7 +158,8 @@ class InputBlock:
 class _OneRow:
     """The inputs of a pass of one row in the host block, which change little from pass to pass.
 
-    The device has nothing to do while they are written.
+    embd: F32, numpy shape [1, n_embd], for the caller to write. The device has nothing to do while
+    all this is written, so it has to be quick.
     """
 
     def __init__(

@@ -13,10 +13,10 @@ the whole of B to look at them.
 
 Where experts are in pinned memory, the graph of a single row fetches what is missing by itself
 (misses.py), and such a layer counts as having all of them. Elsewhere an expert that is not on the
-device has slot -1, and B leaves it out; misses.py says how it is added
-by graphs C and E, before A(l+1) is enqueued. On CUDA, B ends with the layer's output and they add
-to it. On the CPU, where results have to be bit-equal whatever is resident, they only produce single
-experts' rows, and D sums them in routing order.
+device has slot -1, and B leaves it out; misses.py says how it is added by graphs C and E, before
+A(l+1) is enqueued. On CUDA, B ends with the layer's output and they add to it. On the CPU, where
+results have to be bit-equal whatever is resident, they only produce single experts' rows, and D
+sums them in routing order.
 
 Behind a layer that has all its experts there is nothing to wait for: several layers are one graph,
 of which the last may lack experts, and the host looks at those that lack none one graph late. Every

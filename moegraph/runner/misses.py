@@ -50,7 +50,7 @@ from ..experts.store import N_SPARE, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
-from ..ggml.ops import MAX_FETCH_IDS, Builder, Tensor
+from ..ggml.ops import MAX_FETCH_IDS, Tensor
 from ..graphs.cache import BuiltGraph
 from .cold import ColdMemory
 from .tables import HostRows, SlotTables
@@ -148,17 +148,9 @@ class MissHandler:
     def _by_themselves(self) -> Manner:
         return Manner(self._fetching)
 
-    def build_fetch(self, b: Builder, il: int, ids: Tensor) -> Tensor:
-        """Append the look-up of a row's ids I32 [n_expert_used, 1], which fetches what is missing.
-
-        Returns slots of the layer, I32 [n_expert_used, 1].
-        """
-        banks, n = self._banks, ids.ne[0]
-        slots = b.fetch_rows(
-            banks.tables[il], b.reshape(ids, n), banks.landings[il], self._store.rows[il],
-            banks.layer(il).rows,
-        )
-        return b.reshape(slots, n, 1)
+    def source(self, il: int) -> Tensor:
+        """Return the experts of a layer that fetches, packed: F32 [bytes / 4, n_expert], pinned."""
+        return self._store.rows[il]
 
     def land(self, il: int, missing: list[int], ids: list[int]) -> None:
         """Note what the graph of a layer fetched by itself, and pick slots for the next pass."""

@@ -18,7 +18,12 @@ from ..experts.bank import Bank
 from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.ops import F32, I32, Builder, Tensor
-from ..graphs.experts import build_expert_rows, build_expert_sum, build_slots
+from ..graphs.experts import (
+    build_expert_rows,
+    build_expert_sum,
+    build_fetched_slots,
+    build_slots,
+)
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
@@ -77,8 +82,8 @@ class Pieces:
     """Build functions of one model's layered pass.
 
     sums_last: B and C leave single experts' rows, and D sums them. choices: takes the ids to the
-    host; misses: takes what the CPU needs to compute experts, if it may, and builds what fetches
-    them. manner: of the graphs of one row that are built now.
+    host; misses: takes what the CPU needs to compute experts, if it may, and says where graphs
+    fetch them from. manner: of the graphs of one row that are built now.
     """
 
     def __init__(
@@ -133,8 +138,9 @@ class Pieces:
             if may_lack:
                 self._b_that_may_lack(b, r, ids, il)
                 return
-            # a layer with all its experts has each in the slot of its number
-            slots = self._misses.build_fetch(b, il, ids) if self.fetches(il, n_rows) else ids
+            slots = ids  # a layer with all its experts has each in the slot of its number
+            if self.fetches(il, n_rows):
+                slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
             x = build_b(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
         self._leave(x, norm)

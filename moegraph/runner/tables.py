@@ -13,7 +13,7 @@ from ..ggml.device import Device
 
 
 class HostRows:
-    """Pinned rows of I32 that travel to the device."""
+    """Pinned rows that travel to the device; array: I32, numpy shape [n_rows, n]."""
 
     def __init__(self, device: Device, n_rows: int, n: int) -> None:
         self.host = device.host_buffer(4 * n_rows * n)

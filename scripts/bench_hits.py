@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Hit rates of a model on real text, measured on the CPU, beside what the simulator counts.
+
+Feeds a text token by token, once for every share of slots and policy, records the routing, and
+replays the record in `simulate` with the same slots. The first tokens fill the cache and do not
+count.
+
+Example:
+    scripts/bench_hits.py tiny tests/data/heldout.py.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moegraph.config import EngineConfig  # noqa: E402
+from moegraph.engine import Engine  # noqa: E402
+from moegraph.errors import MoegraphError  # noqa: E402
+from moegraph.experts.cost import MACHINES  # noqa: E402
+from moegraph.experts.identity import router_shape  # noqa: E402
+from moegraph.experts.policy import parse_policy  # noqa: E402
+from moegraph.experts.simulate import simulate  # noqa: E402
+from moegraph.experts.trace import TraceRecorder  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", help="a GGUF file, or the name of a shipped model")
+    p.add_argument("text", type=Path)
+    p.add_argument("--tokens", type=int, default=500, help="that count")
+    p.add_argument("--warm", type=int, default=100, help="tokens before them")
+    p.add_argument("--policy", nargs="*", default=["lru", "lfu"])
+    p.add_argument("--host-pin", default="none", choices=("none", "all"))
+    p.add_argument(
+        "--share", type=float, nargs="*", default=[12.5, 25, 37.5, 50, 62.5, 75, 87.5],
+        help="slots, %% of the experts",
+    )
+    return p
+
+
+def hit_rates(
+    args: argparse.Namespace, ids: list[int], slots: int, policy: str
+) -> tuple[float, float]:
+    """Return the hit rate of a run and that of its replay."""
+    config = EngineConfig(
+        device="cpu", n_ctx=len(ids), n_ubatch=64, pin_layers=0, cache_slots=slots, policy=policy,
+        miss="stream", prefetch="off", host_pin=args.host_pin,
+    )  # fmt: skip
+    with Engine.load(args.model, config) as engine:
+        recorder = TraceRecorder(router_shape(engine.model))
+        engine.runner.observers.append(recorder)
+        for at, token in enumerate(ids):
+            if at == args.warm:
+                before = engine.runner.cache.stats
+            engine.forward(np.array([token], dtype=np.int32), greedy=True)
+        measured = engine.runner.cache.stats.since(before).hit_rate
+        n_slots = engine.runner.cache.n_slots
+    found = simulate(
+        recorder.trace(0, ""), n_slots, parse_policy(policy), MACHINES["h200"], mode="stream",
+        skip=args.warm, is_pinned=args.host_pin == "all",
+    )  # fmt: skip
+    return measured, found.hit_rate
+
+
+def main() -> int:
+    """Print a table with two rows for each policy."""
+    args = parser().parse_args()
+    print("| slots, % of experts | " + " | ".join(f"{share:g}" for share in args.share) + " |")
+    print("|---" * (len(args.share) + 1) + "|")
+    try:
+        with Engine.load(args.model, EngineConfig(device="cpu")) as engine:
+            n_experts = engine.hparams.n_layer * engine.hparams.n_expert
+            ids = engine.tokenizer.encode(args.text.read_text())[: args.warm + args.tokens]
+        for policy in args.policy:
+            pairs = [
+                hit_rates(args, ids, round(share / 100 * n_experts), policy) for share in args.share
+            ]
+            for name, rates in zip(("measured", "simulated"), zip(*pairs)):
+                print(f"| `{policy}`, {name} | " + " | ".join(f"{r:.3f}" for r in rates) + " |")
+    except (MoegraphError, OSError) as error:
+        print(f"bench_hits: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
