@@ -85,25 +85,42 @@ class EngineConfig:
     """How an engine runs a model. Immutable; `validate()` checks every field."""
 
     device: str = _setting(
-        "device", "auto", ("--device",), "Device that computes: auto takes the first CUDA device.",
+        "device",
+        "auto",
+        ("--device",),
+        "Device that computes: auto takes the first CUDA device.",
         metavar="auto|cpu|cuda[:N]",
     )
     mode: str = _setting(
-        "choice", "auto", ("--mode",),
+        "choice",
+        "auto",
+        ("--mode",),
         "Graphs per token: two per layer, or one for the whole token when all is resident.",
         choices=("auto", "layered", "whole"),
     )
     n_ctx: int = _setting(
-        "int", 4096, ("-c", "--ctx-size"), "Context length in tokens; 0 takes the model's own.",
-        minimum=0, maximum=1 << 22,
+        "int",
+        4096,
+        ("-c", "--ctx-size"),
+        "Context length in tokens; 0 takes the model's own.",
+        minimum=0,
+        maximum=1 << 22,
     )
     n_ubatch: int = _setting(
-        "int", 512, ("-ub", "--ubatch-size"), "Prompt tokens computed in one pass.",
-        minimum=1, maximum=1 << 16,
+        "int",
+        512,
+        ("-ub", "--ubatch-size"),
+        "Prompt tokens computed in one pass.",
+        minimum=1,
+        maximum=1 << 16,
     )
     n_threads: int = _setting(
-        "int", default_threads, ("-t", "--threads"), "CPU threads; default: physical cores.",
-        minimum=1, maximum=512,
+        "int",
+        default_threads,
+        ("-t", "--threads"),
+        "CPU threads; default: physical cores.",
+        minimum=1,
+        maximum=512,
     )
     type_k: str = _setting(
         "choice", "f16", ("-ctk", "--cache-type-k"), "Type of the K cache.", choices=KV_TYPES
@@ -112,28 +129,40 @@ class EngineConfig:
         "choice", "f16", ("-ctv", "--cache-type-v"), "Type of the V cache.", choices=KV_TYPES
     )
     pin_layers: int = _setting(
-        "int", -1, ("--pin-layers",),
+        "int",
+        -1,
+        ("--pin-layers",),
         "Layers whose experts all stay on the device; -1 lets the planner choose.",
-        minimum=-1, maximum=1 << 10,
+        minimum=-1,
+        maximum=1 << 10,
     )
     cache_slots: int = _setting(
-        "int", -1, ("--cache-slots",),
+        "int",
+        -1,
+        ("--cache-slots",),
         "Expert slots on the device for the other layers, in all; -1 lets the planner choose.",
-        minimum=-1, maximum=1 << 20,
+        minimum=-1,
+        maximum=1 << 20,
     )
     vram: str = _setting(
-        "size", "auto", ("--vram",),
+        "size",
+        "auto",
+        ("--vram",),
         "Device memory for everything, such as 8GiB; auto takes what is free, less a margin.",
         metavar="SIZE|auto",
     )
     profile: str = _setting(
-        "path", "", ("--profile",),
+        "path",
+        "",
+        ("--profile",),
         "Routing profile, new or not: fills the slots, and run and chat add what they saw. "
         "Default: MODEL.routing.json if there is one.",
         metavar="FILE|none",
     )
     profile_class: str = _setting(
-        "path", "", ("--profile-class",),
+        "path",
+        "",
+        ("--profile-class",),
         "Prompt class to fill from and to add to; without it, all fill and 'default' grows.",
         metavar="NAME",
     )
@@ -141,30 +170,42 @@ class EngineConfig:
         "choice", "lfu", ("--policy",), "Which experts keep their slots.", choices=EXPERT_POLICIES
     )
     miss: str = _setting(
-        "choice", "auto", ("--miss",),
+        "choice",
+        "auto",
+        ("--miss",),
         "Who computes an expert that is not on the device: the CPU where it is (up to 8 rows), the "
         "device after streaming it there, or both, by what this machine measured at start. For one "
         "row, the device fetches it without the host's help, if pinned; with auto, where quicker.",
         choices=("auto", "cpu", "stream"),
     )
     prefetch: str = _setting(
-        "choice", "auto", ("--prefetch",),
+        "choice",
+        "auto",
+        ("--prefetch",),
         "Where the host fetches experts: also what the next layer will probably choose, if trying "
         "it made tokens quicker.",
         choices=("auto", "off"),
     )
     host_pin: str = _setting(
-        "choice", "auto", ("--host-pin",),
+        "choice",
+        "auto",
+        ("--host-pin",),
         "Pin host copies of experts that may be needed: faster uploads, and the device can fetch "
         "them without the host's help; more locked memory.",
         choices=("auto", "all", "none"),
     )
     n_seq: int = _setting(
-        "int", 1, (), "Sequences the caches have room for (Python API only).",
-        minimum=1, maximum=256,
+        "int",
+        1,
+        (),
+        "Sequences the caches have room for (Python API only).",
+        minimum=1,
+        maximum=256,
     )
     cpu_reference: bool = _setting(
-        "flag", False, ("--cpu-reference",),
+        "flag",
+        False,
+        ("--cpu-reference",),
         "On the CPU, use kernels whose result does not depend on batch width or threads.",
     )
 

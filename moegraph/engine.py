@@ -121,9 +121,7 @@ class Engine:
         config = (config or EngineConfig()).validate()
         return cls(open_model(resolve_target(path)), config, progress, routing)
 
-    def _load(
-        self, progress: Progress | None, routing: npt.NDArray[np.int32] | None
-    ) -> None:
+    def _load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> None:
         config, hp = self.config, self.hparams
         self._files = self._own(WatchedFiles(self.model.mappings()))
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
@@ -179,9 +177,7 @@ class Engine:
             else:
                 cold = ColdExperts(*common)
         max_rows = config.n_ubatch * config.n_seq
-        misses = MissHandler(
-            self.device, self.banks, store, cache, cold, config.miss, max_rows
-        )
+        misses = MissHandler(self.device, self.banks, store, cache, cold, config.miss, max_rows)
         profile = self._profile
         starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
         for il in partial:
@@ -273,8 +269,13 @@ class Engine:
             return ExpertStats(cache.stats, 0, 0, 0, None, phases)
         guard = misses.guard.report() if misses.guard else None
         return ExpertStats(
-            cache.stats, misses.n_bytes_fetched, misses.n_cpu_experts,
-            len(misses.manner.fetching), misses.prefetch_report(), phases, guard,
+            cache.stats,
+            misses.n_bytes_fetched,
+            misses.n_cpu_experts,
+            len(misses.manner.fetching),
+            misses.prefetch_report(),
+            phases,
+            guard,
         )
 
     @property

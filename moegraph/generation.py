@@ -132,10 +132,20 @@ class Generation:
         self.decode_s = now - self.prefill_s
 
     def _event(
-        self, token: int | None, text: str, logits: npt.NDArray[np.float32] | None,
+        self,
+        token: int | None,
+        text: str,
+        logits: npt.NDArray[np.float32] | None,
         reason: str | None,
     ) -> GenerationEvent:
         return GenerationEvent(
-            token, text, self.sequence.n_prompt, self.sequence.n_generated,
-            self.prefill_s, self.decode_s, reason, logits, self.n_reused,
+            token,
+            text,
+            self.sequence.n_prompt,
+            self.sequence.n_generated,
+            self.prefill_s,
+            self.decode_s,
+            reason,
+            logits,
+            self.n_reused,
         )

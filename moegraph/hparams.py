@@ -214,19 +214,24 @@ def _attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
     head_v = meta.integer(KEY["n_embd_head_v"], 1, 65_536, default)
     if head_k != head_v:
         raise meta.error(
-            KEY["n_embd_head_v"], f"gives value heads of {head_v} but key heads have {head_k}; "
+            KEY["n_embd_head_v"],
+            f"gives value heads of {head_v} but key heads have {head_k}; "
             "this architecture needs them equal",
         )
     n_rot = meta.integer(KEY["n_rot"], 2, 65_536, head_k)
     if n_rot % 2 or n_rot > head_k:
         raise meta.error(
-            KEY["n_rot"], f"makes rope rotate {n_rot} of {head_k} dimensions of a head; "
+            KEY["n_rot"],
+            f"makes rope rotate {n_rot} of {head_k} dimensions of a head; "
             "it must be even and at most that many",
         )
     _check_sections(meta, n_rot, head_k)
     return {
-        "n_head": n_head, "n_head_kv": n_head_kv,
-        "n_embd_head_k": head_k, "n_embd_head_v": head_v, "n_rot": n_rot,
+        "n_head": n_head,
+        "n_head_kv": n_head_kv,
+        "n_embd_head_k": head_k,
+        "n_embd_head_v": head_v,
+        "n_rot": n_rot,
     }
 
 
@@ -242,7 +247,8 @@ def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
     total = sum(sections)
     if not any(sections[:3]) or total > n_embd_head:
         raise meta.error(
-            KEY["sections"], f"is {list(sections)}; the first three cannot all be 0 and the sum "
+            KEY["sections"],
+            f"is {list(sections)}; the first three cannot all be 0 and the sum "
             f"cannot exceed the head size {n_embd_head}",
         )
     for pair in range(n_rot // 2):
@@ -285,17 +291,22 @@ def _delta_net(meta: Metadata) -> dict[str, Any]:
     n_group = meta.integer(KEY["ssm_n_group"], 1, _MAX_DIM)
     if d_inner != dt_rank * d_state:
         raise meta.error(
-            KEY["ssm_d_inner"], f"is {d_inner}; it must be {dt_rank} value heads "
+            KEY["ssm_d_inner"],
+            f"is {d_inner}; it must be {dt_rank} value heads "
             f"({KEY['ssm_dt_rank']}) times the state size {d_state} ({KEY['ssm_d_state']})",
         )
     if dt_rank % n_group:
         raise meta.error(
-            KEY["ssm_n_group"], f"gives {n_group} key heads, "
+            KEY["ssm_n_group"],
+            f"gives {n_group} key heads, "
             f"which do not divide the {dt_rank} value heads ({KEY['ssm_dt_rank']})",
         )
     return {
-        "ssm_d_conv": d_conv, "ssm_d_inner": d_inner, "ssm_d_state": d_state,
-        "ssm_dt_rank": dt_rank, "ssm_n_group": n_group,
+        "ssm_d_conv": d_conv,
+        "ssm_d_inner": d_inner,
+        "ssm_d_state": d_state,
+        "ssm_dt_rank": dt_rank,
+        "ssm_n_group": n_group,
     }
 
 

@@ -78,7 +78,8 @@ class State:
             needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
             size = round_up(size + needed, device.alignment)
         self._buffer = device.buffer(
-            size, f"the KV cache and states ({self.n_ctx} positions)",
+            size,
+            f"the KV cache and states ({self.n_ctx} positions)",
             "lower -c or use -ctk q8_0 -ctv q8_0",
         )
         for tensor, offset in zip(recurrent + cache + constants, offsets):

@@ -64,9 +64,7 @@ class Tokenizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(
-        self, text: str, add_special: bool = True, parse_special: bool = True
-    ) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the token ids of text.
 
         add_special: put the model's BOS and EOS around it where the model asks for them.
@@ -100,9 +98,7 @@ class Tokenizer:
         size = 64
         while size <= MAX_PIECE_BYTES:
             buffer = ctypes.create_string_buffer(size)
-            n = self._lib.llama_token_to_piece(
-                self._open_vocab(), token, buffer, size, 0, special
-            )
+            n = self._lib.llama_token_to_piece(self._open_vocab(), token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

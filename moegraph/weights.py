@@ -314,4 +314,3 @@ def is_dense(name: str, n_layer: int) -> bool:
     if name.startswith("blk."):
         return int(name.split(".")[1]) < n_layer  # the blocks behind are MTP, which is not run
     return name in ("output_norm.weight", "output.weight")
-

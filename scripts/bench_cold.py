@@ -49,8 +49,14 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--threads", type=int, nargs="+", default=[default_threads()])
     p.add_argument("--experts", type=int, nargs="+", default=[1, 2, 4, 8], help="at a time")
-    p.add_argument("--rows", type=int, default=1, choices=range(1, 8), metavar="1..7",
-                   help="rows that all use those experts; from 8 on ggml rounds differently")
+    p.add_argument(
+        "--rows",
+        type=int,
+        default=1,
+        choices=range(1, 8),
+        metavar="1..7",
+        help="rows that all use those experts; from 8 on ggml rounds differently",
+    )
     p.add_argument("--gib", type=float, default=2.0, help="memory for experts")
     p.add_argument("--repeat", type=int, default=60, help="samples of each")
     p.add_argument("--pause-us", type=int, default=300, help="between samples, as in a decode")
@@ -122,6 +128,7 @@ def view(t: Tensor, dtype: type = np.float32) -> npt.NDArray:
 
 def graph_of(graphs: GraphCache, bank: Bank, io: Inputs, il: int) -> BuiltGraph:
     """Build ggml's graph over a layer."""
+
     def build(b: Builder) -> None:
         rows = build_expert_rows(b, bank, io.x, io.ids, io.weights, il)
         b.expand(C.ggml_cpy(b.ctx, build_expert_sum(b, rows, il), io.y))
@@ -187,8 +194,10 @@ def bench(args: argparse.Namespace, stack: ExitStack, experts: Stack, n_threads:
             n_layer = len(experts.banks) if kind == "cold" else 1
             t = measure(ways, io, order, n, args, n_layer)
             bandwidth = n * experts.expert_bytes / t["own"] / 1e9
-            print(f"{n_threads:7d} {kind:>5} {n:7d} {args.rows:4d} {t['ggml'] * 1e6:9.1f} "
-                  f"{t['own'] * 1e6:9.1f} {t['ggml'] / t['own']:6.2f} {bandwidth:7.1f}")
+            print(
+                f"{n_threads:7d} {kind:>5} {n:7d} {args.rows:4d} {t['ggml'] * 1e6:9.1f} "
+                f"{t['own'] * 1e6:9.1f} {t['ggml'] / t['own']:6.2f} {bandwidth:7.1f}"
+            )
 
 
 def main() -> None:
@@ -198,8 +207,10 @@ def main() -> None:
         cpu = Device("cpu")
         stack.callback(cpu.close)
         experts = Stack(args, cpu.buft, stack)
-        print(f"{len(experts.banks)} layers of {Stack.N_EXPERT} experts of "
-              f"{experts.expert_bytes / 1e6:.2f} MB, medians of {args.repeat}")
+        print(
+            f"{len(experts.banks)} layers of {Stack.N_EXPERT} experts of "
+            f"{experts.expert_bytes / 1e6:.2f} MB, medians of {args.repeat}"
+        )
         print("threads        experts rows   ggml us    own us  ratio    GB/s")
         for n_threads in args.threads:
             with ExitStack() as inner:

@@ -41,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policy", nargs="*", default=["lru", "lfu"])
     p.add_argument("--host-pin", default="none", choices=("none", "all"))
     p.add_argument(
-        "--share", type=float, nargs="*", default=[12.5, 25, 37.5, 50, 62.5, 75, 87.5],
+        "--share",
+        type=float,
+        nargs="*",
+        default=[12.5, 25, 37.5, 50, 62.5, 75, 87.5],
         help="slots, %% of the experts",
     )
     return p

@@ -139,11 +139,20 @@ def report(args: argparse.Namespace, samples: dict[tuple[int, str, str], list[fl
             f"| {min(values):.1f} .. {max(values):.1f} "
             f"| {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
         )
-        lines.append({
-            "ubatch": ubatch, "test": test, "system": system, "tps": values, "ratio": ratios,
-            "model": args.model.name, "device": args.device, "patchset": patchset(),
-            "machine": platform.machine(), "when": time.strftime("%Y-%m-%d"),
-        })
+        lines.append(
+            {
+                "ubatch": ubatch,
+                "test": test,
+                "system": system,
+                "tps": values,
+                "ratio": ratios,
+                "model": args.model.name,
+                "device": args.device,
+                "patchset": patchset(),
+                "machine": platform.machine(),
+                "when": time.strftime("%Y-%m-%d"),
+            }
+        )
     if args.out:
         with args.out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Write a generated routing trace: expert ids with the statistics of a real model's router.
 
-    scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
-    scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
-    scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
+scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
+scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
+scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
 """
 
 from __future__ import annotations

@@ -122,7 +122,11 @@ class FakeEngine:
         return self._events(sequence, answer, cancel or CancelToken(), keep_logits, progress)
 
     def _events(
-        self, sequence: Sequence, answer: bytes, cancel: CancelToken, keep_logits: bool,
+        self,
+        sequence: Sequence,
+        answer: bytes,
+        cancel: CancelToken,
+        keep_logits: bool,
         progress: Callable[[str, int, int], None] | None,
     ) -> Iterator[GenerationEvent]:
         def event(token: int | None, text: str, rows: int) -> GenerationEvent:

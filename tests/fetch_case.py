@@ -97,13 +97,19 @@ class Bench:
         self.source = np.zeros((shape.n, s_stride), np.float32)
         self.target = np.zeros((shape.n_rows, t_stride), np.float32)
         self._host: Buffer = (
-            device.host_buffer(self.source.nbytes, must_pin=True) if pinned
+            device.host_buffer(self.source.nbytes, must_pin=True)
+            if pinned
             else device.buffer(self.source.nbytes, "the source", "free memory")
         )
         n_seen = shape.n_ids * (shape.m // self.K if follows else 1)
         words = {
-            "table": shape.n, "ids": shape.n_ids, "victims": 2 * shape.n_victims,
-            "slots": shape.n_ids, "x": self.K, "seen": n_seen, "target": self.target.size,
+            "table": shape.n,
+            "ids": shape.n_ids,
+            "victims": 2 * shape.n_victims,
+            "slots": shape.n_ids,
+            "x": self.K,
+            "seen": n_seen,
+            "target": self.target.size,
         }
         self._at, size = {}, 0
         for name, n in words.items():

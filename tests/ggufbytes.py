@@ -19,8 +19,17 @@ T = GGUFValueType
 Q = GGMLQuantizationType
 
 _CODES = {
-    T.UINT8: "B", T.INT8: "b", T.UINT16: "H", T.INT16: "h", T.UINT32: "I", T.INT32: "i",
-    T.UINT64: "Q", T.INT64: "q", T.FLOAT32: "f", T.FLOAT64: "d", T.BOOL: "B",
+    T.UINT8: "B",
+    T.INT8: "b",
+    T.UINT16: "H",
+    T.INT16: "h",
+    T.UINT32: "I",
+    T.INT32: "i",
+    T.UINT64: "Q",
+    T.INT64: "q",
+    T.FLOAT32: "f",
+    T.FLOAT64: "d",
+    T.BOOL: "B",
 }
 
 
@@ -183,15 +192,23 @@ def key(suffix: str) -> str:
 def model_pairs(s: Shape) -> dict[str, bytes]:
     """Return the key-value pairs of a model by key, so that a test can replace or drop some."""
     ints = {
-        "block_count": s.n_layer + s.n_nextn, "context_length": 4096, "embedding_length": s.n_embd,
-        "expert_count": s.n_expert, "expert_used_count": s.n_used,
+        "block_count": s.n_layer + s.n_nextn,
+        "context_length": 4096,
+        "embedding_length": s.n_embd,
+        "expert_count": s.n_expert,
+        "expert_used_count": s.n_used,
         "expert_feed_forward_length": s.n_ff_exp,
         "expert_shared_feed_forward_length": s.n_ff_shexp,
-        "attention.head_count": s.n_head, "attention.head_count_kv": s.n_head_kv,
-        "attention.key_length": s.head_dim, "attention.value_length": s.head_dim,
-        "rope.dimension_count": s.n_rot, "ssm.conv_kernel": s.d_conv,
-        "ssm.inner_size": s.d_state * s.n_v_heads, "ssm.state_size": s.d_state,
-        "ssm.time_step_rank": s.n_v_heads, "ssm.group_count": s.n_k_heads,
+        "attention.head_count": s.n_head,
+        "attention.head_count_kv": s.n_head_kv,
+        "attention.key_length": s.head_dim,
+        "attention.value_length": s.head_dim,
+        "rope.dimension_count": s.n_rot,
+        "ssm.conv_kernel": s.d_conv,
+        "ssm.inner_size": s.d_state * s.n_v_heads,
+        "ssm.state_size": s.d_state,
+        "ssm.time_step_rank": s.n_v_heads,
+        "ssm.group_count": s.n_k_heads,
         "full_attention_interval": s.interval,
     }
     if s.n_nextn:

@@ -96,7 +96,10 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
 
 
 def _timed(
-    engine: Engine, run: Callable[[Engine, npt.NDArray[np.int32]], None], n: int, depth: int,
+    engine: Engine,
+    run: Callable[[Engine, npt.NDArray[np.int32]], None],
+    n: int,
+    depth: int,
     rng: np.random.Generator,
 ) -> float:
     tokens = rng.integers(0, engine.hparams.n_vocab, depth + n, dtype=np.int32)

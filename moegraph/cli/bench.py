@@ -71,20 +71,65 @@ def _range(text: str) -> list[int]:
 @click.command(short_help="Measure speed as llama-bench does.")
 @click.argument("target", required=False, metavar="TARGET")
 @click.option("-m", "--model", metavar="TARGET", help="The model, in place of the argument.")
-@click.option("-p", "--n-prompt", callback=_lengths, default="512", show_default=True,
-              metavar="LIST", help="Prompt lengths (pp); 0 for none.")
-@click.option("-n", "--n-gen", callback=_lengths, default="128", show_default=True,
-              metavar="LIST", help="Generation lengths (tg); 0 for none.")
-@click.option("-d", "--n-depth", callback=_lengths, default="0", show_default=True,
-              metavar="LIST", help="Positions that are filled before each test.")
-@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True,
-              metavar="N", help="Timed runs of each test.")
-@click.option("-o", "--output", "style", type=click.Choice(["md", "json", "csv"]), default="md",
-              show_default=True, help="Format of the rows.")
-@click.option("--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
-              help="In tg tests, replay a routing trace in place of the router's choice.")
-@click.option("--phases", "phases_path", type=click.Path(path_type=Path), metavar="FILE.svg",
-              help="Write what the host does in a pass, in ms by phase; for --mode layered.")
+@click.option(
+    "-p",
+    "--n-prompt",
+    callback=_lengths,
+    default="512",
+    show_default=True,
+    metavar="LIST",
+    help="Prompt lengths (pp); 0 for none.",
+)
+@click.option(
+    "-n",
+    "--n-gen",
+    callback=_lengths,
+    default="128",
+    show_default=True,
+    metavar="LIST",
+    help="Generation lengths (tg); 0 for none.",
+)
+@click.option(
+    "-d",
+    "--n-depth",
+    callback=_lengths,
+    default="0",
+    show_default=True,
+    metavar="LIST",
+    help="Positions that are filled before each test.",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Timed runs of each test.",
+)
+@click.option(
+    "-o",
+    "--output",
+    "style",
+    type=click.Choice(["md", "json", "csv"]),
+    default="md",
+    show_default=True,
+    help="Format of the rows.",
+)
+@click.option(
+    "--routing",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="In tg tests, replay a routing trace in place of the router's choice.",
+)
+@click.option(
+    "--phases",
+    "phases_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="Write what the host does in a pass, in ms by phase; for --mode layered.",
+)
 @options.engine_options
 def bench(
     target: str | None, model: str | None, n_prompt: tuple[int, ...],

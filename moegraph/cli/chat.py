@@ -143,9 +143,7 @@ class Conversation:
         self.history.answer(opened + text)
         return event
 
-    def _generate(
-        self, prompt: str, splitter: ReasoningSplitter
-    ) -> tuple[str, GenerationEvent]:
+    def _generate(self, prompt: str, splitter: ReasoningSplitter) -> tuple[str, GenerationEvent]:
         # A template that prints the BOS itself must not get a second one.
         ids = self.engine.tokenizer.encode(prompt, add_special=not self._begins_text(prompt))
         pieces: list[str] = []

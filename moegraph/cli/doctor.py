@@ -118,7 +118,8 @@ def _cuda(devices: list[dict[str, Any]]) -> Check:
         return Check("CUDA", False, "no NVIDIA driver; models run on the CPU", required=False)
     built = any(Path(__file__).parent.parent.joinpath("lib").glob("libggml-cuda*"))
     reason = (
-        "the driver shows no device" if built
+        "the driver shows no device"
+        if built
         else "this build has no CUDA; build it with scripts/build --cuda-arch"
     )
     return Check("CUDA", False, reason, required=False)

@@ -34,14 +34,40 @@ _MAX_LISTED = 8
     "--vram", multiple=True, metavar="SIZE",
     help="Show what fits into this much device memory, in GiB or as 8GiB, 512MiB; repeatable.",
 )  # fmt: skip
-@click.option("-c", "--ctx-size", "n_ctx", type=click.INT, default=4096, show_default=True,
-              metavar="N", help="Context that must fit as well; 0 takes the model's own.")
-@click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(KV_TYPES), default="f16",
-              show_default=True, help="Type of the K cache.")
-@click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(KV_TYPES), default="f16",
-              show_default=True, help="Type of the V cache.")
-@click.option("--check", "with_check", is_flag=True,
-              help="Read all weights and look for NaN and infinity, as in a damaged file.")
+@click.option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=click.INT,
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Context that must fit as well; 0 takes the model's own.",
+)
+@click.option(
+    "-ctk",
+    "--cache-type-k",
+    "type_k",
+    type=click.Choice(KV_TYPES),
+    default="f16",
+    show_default=True,
+    help="Type of the K cache.",
+)
+@click.option(
+    "-ctv",
+    "--cache-type-v",
+    "type_v",
+    type=click.Choice(KV_TYPES),
+    default="f16",
+    show_default=True,
+    help="Type of the V cache.",
+)
+@click.option(
+    "--check",
+    "with_check",
+    is_flag=True,
+    help="Read all weights and look for NaN and infinity, as in a damaged file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str,

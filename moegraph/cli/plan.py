@@ -57,18 +57,45 @@ class _Row:
 
 @click.command("plan", short_help="Show what fits into a card, and the predicted speed.")
 @click.argument("target")
-@click.option("--vram", multiple=True, default=("6", "8", "12", "16", "24"), show_default=True,
-              metavar="SIZE", help="Device memory for everything, in GiB or as 8GiB; repeatable.")
-@click.option("--context", "context", default="512MiB", show_default=True, metavar="SIZE",
-              help="What the driver takes of it for itself.")
+@click.option(
+    "--vram",
+    multiple=True,
+    default=("6", "8", "12", "16", "24"),
+    show_default=True,
+    metavar="SIZE",
+    help="Device memory for everything, in GiB or as 8GiB; repeatable.",
+)
+@click.option(
+    "--context",
+    "context",
+    default="512MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="What the driver takes of it for itself.",
+)
 @_plan_options
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Routing profile: spreads the slots by layer and fills them.")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Routing profile: spreads the slots by layer and fills them.",
+)
 @click.option("--profile-class", metavar="NAME", help="Prompt class of the profile; default: all.")
-@click.option("--routing", "trace_path", type=click.Path(path_type=Path), metavar="TRACE",
-              help="Routing trace to predict with; default: a generated one.")
-@click.option("--machine", default="desktop", show_default=True, metavar="NAME|FILE",
-              help="Times to predict with: h200, desktop, or a JSON file of measured ones.")
+@click.option(
+    "--routing",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Routing trace to predict with; default: a generated one.",
+)
+@click.option(
+    "--machine",
+    default="desktop",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Times to predict with: h200, desktop, or a JSON file of measured ones.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     target: str, vram: tuple[str, ...], context: str, profile_path: Path | None,

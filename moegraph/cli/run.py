@@ -191,8 +191,13 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
 
 
 def _stream(
-    engine: Engine, job: _Job, prompt: list[int], sampling: SamplingParams, cancel: CancelToken,
-    tokens: list[int], pieces: list[str],
+    engine: Engine,
+    job: _Job,
+    prompt: list[int],
+    sampling: SamplingParams,
+    cancel: CancelToken,
+    tokens: list[int],
+    pieces: list[str],
 ) -> GenerationEvent:
     """Print text as it comes; return the last event."""
     shows_text = not job.as_json and job.out_ids is None
@@ -222,8 +227,14 @@ def _stream(
 
 
 def _finish(
-    engine: Engine, job: _Job, sampling: SamplingParams, prompt: list[int], tokens: list[int],
-    text: str, event: GenerationEvent, load_s: float,
+    engine: Engine,
+    job: _Job,
+    sampling: SamplingParams,
+    prompt: list[int],
+    tokens: list[int],
+    text: str,
+    event: GenerationEvent,
+    load_s: float,
 ) -> None:
     n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
     if n_held > n_trained:

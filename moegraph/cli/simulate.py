@@ -41,24 +41,61 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 
 @click.command("simulate", short_help="Replay a routing trace under policies and budgets.")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
-@click.option("--resident", callback=_percentages, default="10,25,40,60,80,100",
-              show_default=True, metavar="LIST",
-              help="Shares of the experts that have a slot, in percent.")
-@click.option("--policy", "policies", multiple=True, default=("lfu", "lru"), show_default=True,
-              metavar="NAME[:PARAMETER=N]",
-              help="Policy, such as lfu:half_life=64,hysteresis=1.5; repeatable.")
+@click.option(
+    "--resident",
+    callback=_percentages,
+    default="10,25,40,60,80,100",
+    show_default=True,
+    metavar="LIST",
+    help="Shares of the experts that have a slot, in percent.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("lfu", "lru"),
+    show_default=True,
+    metavar="NAME[:PARAMETER=N]",
+    help="Policy, such as lfu:half_life=64,hysteresis=1.5; repeatable.",
+)
 @options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
-@click.option("--machine", default="desktop", show_default=True, metavar="NAME|FILE",
-              help="Times to predict with: h200, desktop, or a JSON file of measured ones.")
-@click.option("--skip", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-              help="Tokens behind the prompt that only warm the cache.")
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Fill the slots from a routing profile; without one, with the lowest ids.")
+@click.option(
+    "--machine",
+    default="desktop",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Times to predict with: h200, desktop, or a JSON file of measured ones.",
+)
+@click.option(
+    "--skip",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Tokens behind the prompt that only warm the cache.",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Fill the slots from a routing profile; without one, with the lowest ids.",
+)
 @click.option("--profile-class", metavar="NAME", help="Prompt class of the profile; default: all.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), metavar="FILE.svg",
-              help="Write hit rate against budget.")
-@click.option("--heat-map", "heat_path", type=click.Path(path_type=Path), metavar="FILE.svg",
-              help="Write how often each layer's experts were chosen, most chosen first.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="Write hit rate against budget.",
+)
+@click.option(
+    "--heat-map",
+    "heat_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="Write how often each layer's experts were chosen, most chosen first.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
     trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...], miss: str,

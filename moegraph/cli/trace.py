@@ -25,18 +25,48 @@ if TYPE_CHECKING:
 
 @click.command("trace", short_help="Record which experts a run chooses.")
 @click.argument("target")
-@click.option("-o", "--output", "output", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the trace to FILE.")
+@click.option(
+    "-o",
+    "--output",
+    "output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the trace to FILE.",
+)
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE, - for stdin.")
-@click.option("-n", "--predict", "--n-predict", "n_predict", type=click.IntRange(0), default=256,
-              metavar="N", show_default=True, help="Tokens to generate at most.")
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Add the choices to a routing profile, new or not.")
-@click.option("--profile-class", default="default", show_default=True, metavar="NAME",
-              help="Prompt class of the profile to add to.")
-@click.option("--heat-map", "heat_path", type=click.Path(path_type=Path), metavar="FILE.svg",
-              help="Write how often each layer's experts were chosen, most chosen first.")
+@click.option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    "n_predict",
+    type=click.IntRange(0),
+    default=256,
+    metavar="N",
+    show_default=True,
+    help="Tokens to generate at most.",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Add the choices to a routing profile, new or not.",
+)
+@click.option(
+    "--profile-class",
+    default="default",
+    show_default=True,
+    metavar="NAME",
+    help="Prompt class of the profile to add to.",
+)
+@click.option(
+    "--heat-map",
+    "heat_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="Write how often each layer's experts were chosen, most chosen first.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.engine_options_but("profile", "profile_class")
 @options.sampling_options

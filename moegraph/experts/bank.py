@@ -167,9 +167,7 @@ class _Slots:
 
 def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int) -> Tensor:
     """Make a stack [ne0, ne1, n_slots] of matrices like info's, `stride` bytes apart."""
-    tensor = C.ggml_new_tensor_3d(
-        context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots
-    )
+    tensor = C.ggml_new_tensor_3d(context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots)
     tensor.nb[2] = stride
     tensor.nb[3] = stride * n_slots
     return tensor

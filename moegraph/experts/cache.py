@@ -482,7 +482,8 @@ class ExpertCache:
         victim = worst[-1][1]
         if victim in working_set or victim in layer.fresh:
             candidates = [
-                e for e in layer.owner[layer.policy.n_static :]
+                e
+                for e in layer.owner[layer.policy.n_static :]
                 if e in layer.resident and e not in working_set and e not in layer.fresh
             ]
             if not candidates:

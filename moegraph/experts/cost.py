@@ -214,9 +214,7 @@ def fetches_in_graph(
     """
     n_used = min(len(on_cpu), len(streamed)) - 1
     n_missing = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
-    stalls = [
-        max(on_cpu[c], streamed[n - c]) for n, c in enumerate(best_split(on_cpu, streamed))
-    ]
+    stalls = [max(on_cpu[c], streamed[n - c]) for n, c in enumerate(best_split(on_cpu, streamed))]
     by_host = _BOUNDARY + min(n_missing, 1.0) * _REACTION + _seconds(stalls, n_missing)
     return n_missing * streamed[n_used] / n_used < by_host
 

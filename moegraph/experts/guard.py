@@ -100,7 +100,9 @@ class CacheGuard:
     """
 
     def __init__(
-        self, read: Callable[[], Counters], move_s: float,
+        self,
+        read: Callable[[], Counters],
+        move_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._read, self._move_s, self._clock = read, move_s, clock

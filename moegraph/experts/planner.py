@@ -250,8 +250,12 @@ def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
 
 def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
     parts = {
-        "weights": need.weights, "KV cache": need.kv, "states": need.state,
-        "compute": need.compute, "driver and tables": need.other, "staging": need.staging,
+        "weights": need.weights,
+        "KV cache": need.kv,
+        "states": need.state,
+        "compute": need.compute,
+        "driver and tables": need.other,
+        "staging": need.staging,
     }
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
@@ -259,5 +263,6 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
         f"the model without its experts needs {format_bytes(needed)} on the device ({listed}), but "
         f"{source} allows {format_bytes(budget)}; lower -c or -ub, use -ctk q8_0 -ctv q8_0, or "
         f"allow more memory",
-        requested=needed, free=budget,
+        requested=needed,
+        free=budget,
     )

@@ -44,9 +44,7 @@ class LayerPolicy(Protocol):
     def accepts(self, expert: int, victim: int) -> bool:
         """Return whether expert should take the slot of victim."""
 
-    def start(
-        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
-    ) -> None:
+    def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
         """Score experts that are resident from the start, in slots 0, 1, ...
 
         ranked: they come best first, and not for want of knowledge. shares [n_expert]: how often a
@@ -95,9 +93,7 @@ class Recency:
         """Take every newcomer: it was chosen later than any victim."""
         return True
 
-    def start(
-        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
-    ) -> None:
+    def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
         """Rank experts below everything chosen since, the best first."""
         if ranked:
             self.n_static = max(self.n_static, min(self._n_ranked, len(experts)))
@@ -153,9 +149,7 @@ class Frequency:
         """Take a newcomer that is clearly above the victim, so that two do not alternate."""
         return self.score[expert] > self._hysteresis * self.score[victim]
 
-    def start(
-        self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None
-    ) -> None:
+    def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
         """Score as if the profile had been seen for prior_steps; without it, below one choice."""
         if shares is None:
             for rank, expert in enumerate(experts):

@@ -82,9 +82,7 @@ class Profile:
             raise RequestError(f"the profile has no class {name!r}; it has: {known}")
         chosen = self.classes.values() if name is None else [self.classes[name]]
         k, size = self.shape.n_expert_used, self.shape.sizes[:2]
-        parts = [
-            k * c.counts / np.maximum(c.counts.sum(axis=1, keepdims=True), 1) for c in chosen
-        ]
+        parts = [k * c.counts / np.maximum(c.counts.sum(axis=1, keepdims=True), 1) for c in chosen]
         return np.mean(parts, axis=0) if parts else np.zeros(size)
 
     def ranking(self, name: str | None = None) -> npt.NDArray[np.intp]:

@@ -64,9 +64,7 @@ class ProfileFile:
         RequestError: the file is damaged or of another model, or the class name is unusable.
     """
 
-    def __init__(
-        self, path: Path, class_name: str, is_named: bool, shape: RouterShape
-    ) -> None:
+    def __init__(self, path: Path, class_name: str, is_named: bool, shape: RouterShape) -> None:
         self.path = path
         self.class_name = class_name or DEFAULT_CLASS
         require_class_name(self.class_name)

@@ -80,17 +80,13 @@ class _Replay:
         self.cache = cache
         self.landing = _landing(cache, machine, mode) if is_pinned else frozenset()
         n_waiting = sum(n < cache.n_expert for n in cache.n_slots) - len(self.landing)
-        self.base = (
-            machine.whole + machine.look * n_waiting + machine.lookup * len(self.landing)
-        )
+        self.base = machine.whole + machine.look * n_waiting + machine.lookup * len(self.landing)
         n_used, one = cache.n_expert_used, (machine.cpu(1), machine.stream(1))
         if mode == "auto" and streams_rare_misses(*one, min(cache.n_slots), cache.n_expert):
             mode = "stream"
         self.split = split_for(machine, mode, n_used)
         # stalls of few missing experts are asked for again and again
-        self.stalls = [
-            [machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)
-        ]
+        self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
         self.promoted: list[tuple[int, int]] = []
         self.n_streamed = self.n_cpu = self.n_promoted = 0

@@ -126,8 +126,7 @@ class ExpertStore:
     def is_aligned(self) -> bool:
         """Whether the CPU can use every expert where it is (its kernels want 32 bytes)."""
         return all(
-            address % 32 == 0
-            for il in self._infos for _, address, _, _ in self.stacks(il).values()
+            address % 32 == 0 for il in self._infos for _, address, _, _ in self.stacks(il).values()
         )
 
     @property

@@ -16,7 +16,12 @@ HERE = Path(__file__).resolve().parent
 
 # In this order: a declaration may use the types of the files before it.
 DECLARATIONS = (
-    "ggml.h", "moegraph.h", "ggml-backend.h", "shim.h", "sigbus.h", "cold_ffn.h",
+    "ggml.h",
+    "moegraph.h",
+    "ggml-backend.h",
+    "shim.h",
+    "sigbus.h",
+    "cold_ffn.h",
 )
 
 SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cold_ffn.h"\n'

@@ -64,16 +64,18 @@ def list_devices() -> list[dict[str, Any]]:
             n_gpu += 1
         else:
             spelling = name.lower()
-        found.append({
-            "device": spelling,
-            "kind": kind,
-            "name": name,
-            "description": ffi.string(props.description).decode(),
-            "address": ffi.string(props.device_id).decode() if props.device_id else "",
-            "memory_free": free,
-            "memory_total": props.memory_total,
-            "handle": dev,
-        })
+        found.append(
+            {
+                "device": spelling,
+                "kind": kind,
+                "name": name,
+                "description": ffi.string(props.description).decode(),
+                "address": ffi.string(props.device_id).decode() if props.device_id else "",
+                "memory_free": free,
+                "memory_total": props.memory_total,
+                "handle": dev,
+            }
+        )
     return found
 
 
@@ -86,8 +88,10 @@ def _select(name: str) -> dict[str, Any]:
         if device["device"] == wanted:
             return device
     usable = ", ".join(d["device"] for d in devices if d["kind"] in ("cpu", "cuda"))
-    hint = "" if any(d["kind"] == "cuda" for d in devices) else (
-        "; this build or this machine has no CUDA device (see moegraph doctor)"
+    hint = (
+        ""
+        if any(d["kind"] == "cuda" for d in devices)
+        else ("; this build or this machine has no CUDA device (see moegraph doctor)")
     )
     raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
 
@@ -217,9 +221,7 @@ class Device:
 
     def send(self, tensor: Any, host: HostBuffer, offset: int, size: int) -> None:
         """Enqueue a copy of host bytes into a tensor on the compute stream."""
-        C.ggml_backend_tensor_set_async(
-            self.compute.ptr, tensor, host.address(offset), 0, size
-        )
+        C.ggml_backend_tensor_set_async(self.compute.ptr, tensor, host.address(offset), 0, size)
 
     def synchronize(self) -> None:
         """Wait until all streams are idle, as those of a closed device are."""

@@ -176,8 +176,13 @@ class Builder:
         F32 [m, n_used, n_tokens].
         """
         ok = (
-            ids.type == I32 and experts.ne[3] == 1 and x.ne[3] == 1 and ids.ne[2] == 1
-            and ids.ne[1] == x.ne[2] and experts.ne[0] == x.ne[0] and ids.ne[0] % x.ne[1] == 0
+            ids.type == I32
+            and experts.ne[3] == 1
+            and x.ne[3] == 1
+            and ids.ne[2] == 1
+            and ids.ne[1] == x.ne[2]
+            and experts.ne[0] == x.ne[0]
+            and ids.ne[0] % x.ne[1] == 0
         )
         _require(ok, "mul_mat_id", experts, x, ids)
         return C.ggml_mul_mat_id(self.ctx, experts, x, ids)
@@ -246,10 +251,13 @@ class Builder:
         ok = (
             (table.type, ids.type, victims.type) == (I32, I32, I32)
             and (source.type, target.type) == (F32, F32)
-            and shape(table) == (1, source.ne[1], 1, 1) and shape(victims) == (2, n_victims, 1, 1)
-            and shape(ids) == (n_ids, 1, 1, 1) and n_ids <= MAX_FETCH_IDS
+            and shape(table) == (1, source.ne[1], 1, 1)
+            and shape(victims) == (2, n_victims, 1, 1)
+            and shape(ids) == (n_ids, 1, 1, 1)
+            and n_ids <= MAX_FETCH_IDS
             and all(C.ggml_is_contiguous(t) for t in (table, ids, victims))
-            and shape(source) == (m, source.ne[1], 1, 1) and shape(target) == (m, n_rows, 1, 1)
+            and shape(source) == (m, source.ne[1], 1, 1)
+            and shape(target) == (m, n_rows, 1, 1)
             and m % 4 == 0
             and all(t.nb[0] == 4 and t.nb[1] % 16 == 0 for t in (source, target))
         )
@@ -270,9 +278,19 @@ class Builder:
         """
         _require(pos.type == I32 and a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0], "rope", a, pos)
         return C.ggml_rope_ext(
-            self.ctx, a, pos, ffi.NULL, hp.n_rot, C.GGML_ROPE_TYPE_NEOX, hp.n_ctx_orig,
-            hp.rope_freq_base, hp.rope_freq_scale, hp.rope_ext_factor, hp.rope_attn_factor,
-            hp.rope_beta_fast, hp.rope_beta_slow,
+            self.ctx,
+            a,
+            pos,
+            ffi.NULL,
+            hp.n_rot,
+            C.GGML_ROPE_TYPE_NEOX,
+            hp.n_ctx_orig,
+            hp.rope_freq_base,
+            hp.rope_freq_scale,
+            hp.rope_ext_factor,
+            hp.rope_attn_factor,
+            hp.rope_beta_fast,
+            hp.rope_beta_slow,
         )
 
     def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -282,9 +300,12 @@ class Builder:
         1, s]: F32 [d, n_head, n_tokens, s].
         """
         ok = (
-            q.ne[0] == k.ne[0] == v.ne[0] and k.ne[1] == v.ne[1] == mask.ne[0]
-            and q.ne[2] % k.ne[2] == 0 and q.ne[3] == k.ne[3] == mask.ne[3]
-            and mask.type == F16 and mask.ne[1] >= q.ne[1]
+            q.ne[0] == k.ne[0] == v.ne[0]
+            and k.ne[1] == v.ne[1] == mask.ne[0]
+            and q.ne[2] % k.ne[2] == 0
+            and q.ne[3] == k.ne[3] == mask.ne[3]
+            and mask.type == F16
+            and mask.ne[1] >= q.ne[1]
         )
         _require(ok, "flash_attn", q, k, v, mask)
         y = C.ggml_flash_attn_ext(self.ctx, q, k, v, mask, scale, 0.0, 0.0)
@@ -318,9 +339,12 @@ class Builder:
         """
         s, h, t, b = shape(v)
         ok = (
-            shape(q) == shape(k) and q.ne[0] == s and h % q.ne[1] == 0
+            shape(q) == shape(k)
+            and q.ne[0] == s
+            and h % q.ne[1] == 0
             and (q.ne[2], q.ne[3]) == (t, b)
-            and shape(g) == (1, h, t, b) and shape(beta) == (1, h, t, b)
+            and shape(g) == (1, h, t, b)
+            and shape(beta) == (1, h, t, b)
             and shape(state) == (s, s, h, b)
         )
         _require(ok, "gated_delta_net", q, k, v, g, beta, state)

@@ -14,8 +14,14 @@ from .project import project
 
 
 def build_attention(
-    b: Builder, hp: HParams, w: LayerWeights, state: State, inp: PassInputs,
-    shape: PassShape, cur: Tensor, il: int,
+    b: Builder,
+    hp: HParams,
+    w: LayerWeights,
+    state: State,
+    inp: PassInputs,
+    shape: PassShape,
+    cur: Tensor,
+    il: int,
 ) -> Tensor:
     """Append one full-attention mixer: F32 [n_embd, n_rows] in and out.
 
@@ -47,8 +53,13 @@ def build_attention(
 
 
 def _attend(
-    b: Builder, hp: HParams, state: State, inp: PassInputs, shape: PassShape,
-    qkv: tuple[Tensor, Tensor, Tensor], il: int,
+    b: Builder,
+    hp: HParams,
+    state: State,
+    inp: PassInputs,
+    shape: PassShape,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    il: int,
 ) -> Tensor:
     """Store K and V, attend, and return F32 [head_dim * n_head, n_rows]."""
     q, k, v = qkv
@@ -86,6 +97,8 @@ def _cached(b: Builder, hp: HParams, state: State, shape: PassShape, cache: Tens
     d, row = hp.n_embd_head_k, cache.nb[1]
     head = C.ggml_row_size(cache.type, d)
     return b.view(
-        cache, (d, hp.n_head_kv, shape.n_kv, shape.n_seqs),
-        (head, row, row * state.n_ctx), row * state.n_ctx * shape.seq0,
+        cache,
+        (d, hp.n_head_kv, shape.n_kv, shape.n_seqs),
+        (head, row, row * state.n_ctx),
+        row * state.n_ctx * shape.seq0,
     )

@@ -114,7 +114,8 @@ def _check_supported(device: Device, graph: Any) -> None:
             op = ffi.string(C.ggml_op_desc(node)).decode()
             operands = ", ".join(
                 f"{ffi.string(C.ggml_type_name(s.type)).decode()}{list(shape(s))}"
-                for s in (node.src[j] for j in range(3)) if s != ffi.NULL
+                for s in (node.src[j] for j in range(3))
+                if s != ffi.NULL
             )
             raise UnsupportedModel(
                 f"{device.name} cannot compute {name_of(node)}: no {op} for {operands}; "

@@ -116,8 +116,11 @@ def _split_qkv(
     """View q, k [head_k_dim, n_k_heads, T, S] and v [head_v_dim, n_v_heads, T, S]."""
     row = 4 * hp.conv_dim
     parts, offset = [], 0
-    for d, n in ((hp.head_k_dim, hp.n_k_heads), (hp.head_k_dim, hp.n_k_heads),
-                 (hp.head_v_dim, hp.n_v_heads)):
+    for d, n in (
+        (hp.head_k_dim, hp.n_k_heads),
+        (hp.head_k_dim, hp.n_k_heads),
+        (hp.head_v_dim, hp.n_v_heads),
+    ):
         ne = (d, n, shape.n_tokens, shape.n_seqs)
         parts.append(b.view(conv, ne, (4 * d, row, row * shape.n_tokens), offset))
         offset += 4 * d * n

@@ -50,7 +50,13 @@ def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
 
 
 def build_a(
-    b: Builder, m: Model, inp: PassInputs, shape: PassShape, x: Tensor, cur: Tensor, il: int,
+    b: Builder,
+    m: Model,
+    inp: PassInputs,
+    shape: PassShape,
+    x: Tensor,
+    cur: Tensor,
+    il: int,
     foresee: Callable[[Tensor], None] | None = None,
 ) -> Routed:
     """Append mixer, residual, norm and router for the layer input x and its attn_norm, cur.
@@ -71,7 +77,12 @@ def build_a(
 
 
 def build_b(
-    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, slots: Tensor, weights: Tensor,
+    b: Builder,
+    m: Model,
+    residual: Tensor,
+    post_norm: Tensor,
+    slots: Tensor,
+    weights: Tensor,
     il: int,
 ) -> Tensor:
     """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_rows]."""

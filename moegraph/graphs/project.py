@@ -25,6 +25,4 @@ def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> l
                     m = w[name].ne[1]
                     parts[name] = b.view(product, (m, 1), (4 * m,), offset)
                     offset += 4 * m
-    return [
-        parts[name] if name in parts else b.expand(b.mul_mat(w[name], cur)) for name in names
-    ]
+    return [parts[name] if name in parts else b.expand(b.mul_mat(w[name], cur)) for name in names]

@@ -80,6 +80,7 @@ def build_commit(
     from its root on. The plain operations run over the path alone, so the states are those of a
     pass that never saw the rest of the tree.
     """
+
     def along(a: Tensor, n: int) -> Tensor:
         return b.get_rows(b.reshape(a, n, shape.n_tokens, shape.n_seqs), path)
 

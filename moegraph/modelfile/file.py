@@ -71,7 +71,9 @@ class ModelFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         self.close()
@@ -302,7 +304,8 @@ def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         raise meta.error(
-            _SPLIT_COUNT, f"says that this is one of {n_parts} parts, but the file name does not "
+            _SPLIT_COUNT,
+            f"says that this is one of {n_parts} parts, but the file name does not "
             f"end in -00001-of-{n_parts:05}.gguf; give the parts their own names back",
         )
     prefix, number, count = match.group(1), int(match.group(2)), int(match.group(3))
@@ -314,7 +317,8 @@ def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
         )
     if (number, count) != (1, n_parts):
         raise meta.error(
-            _SPLIT_COUNT, f"says that this is part 1 of {n_parts}, but the file name says part "
+            _SPLIT_COUNT,
+            f"says that this is part 1 of {n_parts}, but the file name says part "
             f"{number} of {count}; give the parts their own names back",
         )
     return [path.with_name(f"{prefix}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
@@ -342,8 +346,10 @@ def _cannot_open(path: Path, no: int, error: OSError) -> str:
 def _node_kind(mode: int) -> str:
     """Return what a path that is no regular file is."""
     kinds = (
-        (stat.S_ISDIR, "is a directory"), (stat.S_ISFIFO, "is a pipe"),
-        (stat.S_ISCHR, "is a device"), (stat.S_ISBLK, "is a device"),
+        (stat.S_ISDIR, "is a directory"),
+        (stat.S_ISFIFO, "is a pipe"),
+        (stat.S_ISCHR, "is a device"),
+        (stat.S_ISBLK, "is a device"),
     )
     return next((words for test, words in kinds if test(mode)), "is a special file")
 
@@ -358,5 +364,6 @@ def _trailing(parts: list[Part]) -> list[str]:
     """Describe bytes after the last tensor; llama.cpp ignores them, and so does moegraph."""
     return [
         f"{part.path}: {part.trailing_bytes} bytes follow the last tensor, ignored"
-        for part in parts if part.trailing_bytes
+        for part in parts
+        if part.trailing_bytes
     ]

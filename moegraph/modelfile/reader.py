@@ -170,7 +170,8 @@ class Reader:
             self.fail(f"the header is larger than {HEADER_LIMIT >> 20} MiB, in {what}", at)
         self.fail(
             f"{what} needs {n} bytes but the file ends after {self.size}; "
-            "it is truncated or damaged, download or convert it again", at,
+            "it is truncated or damaged, download or convert it again",
+            at,
         )
 
     def _fill_or_fail(self, pos: int, n: int, what: str) -> int:

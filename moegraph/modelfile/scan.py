@@ -33,8 +33,17 @@ _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 _T = GGUFValueType
 _SCALARS = {
-    _T.UINT8: "B", _T.INT8: "b", _T.UINT16: "H", _T.INT16: "h", _T.UINT32: "I", _T.INT32: "i",
-    _T.UINT64: "Q", _T.INT64: "q", _T.FLOAT32: "f", _T.FLOAT64: "d", _T.BOOL: "B",
+    _T.UINT8: "B",
+    _T.INT8: "b",
+    _T.UINT16: "H",
+    _T.INT16: "h",
+    _T.UINT32: "I",
+    _T.INT32: "i",
+    _T.UINT64: "Q",
+    _T.INT64: "q",
+    _T.FLOAT32: "f",
+    _T.FLOAT64: "d",
+    _T.BOOL: "B",
 }
 
 
@@ -221,7 +230,8 @@ def _nbytes(
     if dims[0] % block:
         reader.fail(
             f"{what} of type {kind.name} has rows of {dims[0]} elements, "
-            f"not a multiple of the block size {block}", at,
+            f"not a multiple of the block size {block}",
+            at,
         )
     nbytes = n // block * block_bytes
     if max(n, nbytes) > _MAX_BYTES:
@@ -247,13 +257,15 @@ def _place(
         if r.rel_offset % alignment:
             reader.fail(
                 f"tensor {r.name} has the offset {r.rel_offset}, "
-                f"not a multiple of the alignment {alignment}", r.at,
+                f"not a multiple of the alignment {alignment}",
+                r.at,
             )
         if r.rel_offset != expected:
             word = "overlaps" if r.rel_offset < expected else "leaves a gap after"
             reader.fail(
                 f"tensor {r.name} at data offset {r.rel_offset} {word} {before}; "
-                f"expected {expected}", r.at,
+                f"expected {expected}",
+                r.at,
             )
         end = data_start + r.rel_offset + r.nbytes
         if end > reader.size:
@@ -263,7 +275,12 @@ def _place(
             )
         ne0, ne1, ne2, ne3 = r.dims + (1,) * (MAX_DIMS - len(r.dims))
         tensors[r.name] = TensorInfo(
-            r.name, r.type, (ne0, ne1, ne2, ne3), len(r.dims), r.nbytes, part,
+            r.name,
+            r.type,
+            (ne0, ne1, ne2, ne3),
+            len(r.dims),
+            r.nbytes,
+            part,
             data_start + r.rel_offset,
         )
         expected = -(-(r.rel_offset + r.nbytes) // alignment) * alignment

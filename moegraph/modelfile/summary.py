@@ -148,8 +148,15 @@ def state_bytes(hp: HParams, n_seq: int = 1) -> int:
 
 
 def fit(
-    summary: ModelSummary, hp: HParams, budget_bytes: int, *, n_ctx: int, scratch_bytes: int,
-    type_k: str = "f16", type_v: str = "f16", n_seq: int = 1,
+    summary: ModelSummary,
+    hp: HParams,
+    budget_bytes: int,
+    *,
+    n_ctx: int,
+    scratch_bytes: int,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    n_seq: int = 1,
 ) -> Fit:
     """Return how many layers or expert slots fit into budget_bytes of device memory.
 

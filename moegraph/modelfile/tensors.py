@@ -17,10 +17,26 @@ from ..hparams import HParams
 from .scan import TensorInfo
 
 _Q = GGMLQuantizationType
-MATRIX_TYPES = frozenset({
-    _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1,
-    _Q.Q2_K, _Q.Q3_K, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K, _Q.IQ4_NL, _Q.IQ4_XS, _Q.MXFP4,
-})
+MATRIX_TYPES = frozenset(
+    {
+        _Q.F32,
+        _Q.F16,
+        _Q.BF16,
+        _Q.Q8_0,
+        _Q.Q4_0,
+        _Q.Q4_1,
+        _Q.Q5_0,
+        _Q.Q5_1,
+        _Q.Q2_K,
+        _Q.Q3_K,
+        _Q.Q4_K,
+        _Q.Q5_K,
+        _Q.Q6_K,
+        _Q.IQ4_NL,
+        _Q.IQ4_XS,
+        _Q.MXFP4,
+    }
+)
 # Norms, biases and the convolution enter element-wise ops and kernels that read float only.
 VECTOR_TYPES = frozenset({_Q.F32})
 
@@ -77,14 +93,18 @@ def expected_tensors(hp: HParams, merged: frozenset[int]) -> dict[str, Expected]
 
 def nextn_tensors(hp: HParams, merged: bool) -> dict[str, Expected]:
     """Return the tensors of one prediction (MTP) block, without the 'blk.N.' in front."""
-    return _attention(hp) | _ffn(hp, merged) | {
-        "nextn.eh_proj.weight": _matrix(2 * hp.n_embd, hp.n_embd),
-        "nextn.enorm.weight": _vector(hp.n_embd),
-        "nextn.hnorm.weight": _vector(hp.n_embd),
-        "nextn.embed_tokens.weight": _matrix(hp.n_embd, hp.n_vocab, required=False),
-        "nextn.shared_head_head.weight": _matrix(hp.n_embd, hp.n_vocab, required=False),
-        "nextn.shared_head_norm.weight": Expected((hp.n_embd,), VECTOR_TYPES, required=False),
-    }
+    return (
+        _attention(hp)
+        | _ffn(hp, merged)
+        | {
+            "nextn.eh_proj.weight": _matrix(2 * hp.n_embd, hp.n_embd),
+            "nextn.enorm.weight": _vector(hp.n_embd),
+            "nextn.hnorm.weight": _vector(hp.n_embd),
+            "nextn.embed_tokens.weight": _matrix(hp.n_embd, hp.n_vocab, required=False),
+            "nextn.shared_head_head.weight": _matrix(hp.n_embd, hp.n_vocab, required=False),
+            "nextn.shared_head_norm.weight": Expected((hp.n_embd,), VECTOR_TYPES, required=False),
+        }
+    )
 
 
 def _attention(hp: HParams) -> dict[str, Expected]:
@@ -173,9 +193,7 @@ def check_tensors(
     return _nextn_warnings(hp, tensors, merged) + _unknown_warnings(hp, tensors, expected)
 
 
-def _check_variants(
-    path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]
-) -> None:
+def _check_variants(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse well-formed variants by name, before complaining about what they lack."""
     for name in tensors:
         for pattern, what in _REFUSED:
@@ -199,7 +217,7 @@ def _check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> N
     """Check the shape and type of one tensor that runs."""
     if info.ne != spec.ne4:
         raise ModelFileError(
-            f"{path}: tensor {info.name} has shape {list(info.ne[:info.n_dims])}; "
+            f"{path}: tensor {info.name} has shape {list(info.ne[: info.n_dims])}; "
             f"the keys of the file ask for {list(spec.ne)}"
         )
     if info.type not in spec.types:
@@ -222,7 +240,7 @@ def _nextn_warnings(
                 break
             if info is not None and info.ne != spec.ne4:
                 warnings.append(
-                    f"prediction block {il}: {name} has shape {list(info.ne[:info.n_dims])}, "
+                    f"prediction block {il}: {name} has shape {list(info.ne[: info.n_dims])}, "
                     f"expected {list(spec.ne)}; it is not run"
                 )
                 break

@@ -146,10 +146,13 @@ class Runner(ABC):
         body = round_up(4 * n_out, _ALIGN)
         main = head.argmax if greedy else head.logits
         size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
-        return ffi.new("struct mg_readback[2]", [
-            {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
-            {"src": main, "dst": self._results.address(body), "size": size},
-        ])
+        return ffi.new(
+            "struct mg_readback[2]",
+            [
+                {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
+                {"src": main, "dst": self._results.address(body), "size": size},
+            ],
+        )
 
     @abstractmethod
     def reserve(self) -> None:

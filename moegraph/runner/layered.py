@@ -98,15 +98,21 @@ class LayeredRunner(Runner):
     mode = "layered"
 
     def __init__(
-        self, device: Device, model: Model, n_ubatch: int, misses: MissHandler | None = None,
+        self,
+        device: Device,
+        model: Model,
+        n_ubatch: int,
+        misses: MissHandler | None = None,
         replay: Replay | None = None,
     ) -> None:
         super().__init__(device, model, n_ubatch)
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
         self.misses = misses
         self.replay = replay
-        self.cache = misses.cache if misses else ExpertCache(
-            hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used
+        self.cache = (
+            misses.cache
+            if misses
+            else ExpertCache(hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used)
         )
         self.phases = dict.fromkeys(("launch", "wait", "look"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
@@ -115,7 +121,14 @@ class LayeredRunner(Runner):
         self._sums_last = device.is_cpu and misses is not None
         self._choices = Choices(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._pieces = Pieces(
-            device, model, self._inputs, replay, max_rows, self._sums_last, self._choices, misses,
+            device,
+            model,
+            self._inputs,
+            replay,
+            max_rows,
+            self._sums_last,
+            self._choices,
+            misses,
         )
         self._plans: OrderedDict[tuple[PassShape, bool, Manner], _Plan] = OrderedDict()
         self._fetched: set[int] = set()  # layers under way whose landings the cache does not know
@@ -167,7 +180,8 @@ class LayeredRunner(Runner):
         foresees = any(pieces.is_foreseen(il + 1, n_rows) for il in layers)
         fetching = frozenset(il for il in layers if pieces.fetches(il, n_rows))
         graph = get(
-            ("layers", layers, seen, foresees, fetching), len(layers) * (self._n_nodes_a + size),
+            ("layers", layers, seen, foresees, fetching),
+            len(layers) * (self._n_nodes_a + size),
             lambda b: pieces.layers(b, seen, layers),
         )
         ids = [(il, self._choices.of(il, n_rows)) for il in layers]
@@ -188,7 +202,8 @@ class LayeredRunner(Runner):
 
     def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
-            ("head", shape.n_rows, shape.n_out, greedy), 64,
+            ("head", shape.n_rows, shape.n_out, greedy),
+            64,
             lambda b: self._pieces.head(b, shape, greedy),
         )
 
@@ -218,9 +233,7 @@ class LayeredRunner(Runner):
             self._choices.forget(self.n_ubatch * self.model.state.n_seq)
             raise
 
-    def _launch_all(
-        self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]
-    ) -> None:
+    def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         start = time.perf_counter()
         if self.misses:
             self.misses.begin_step(shape.n_rows)

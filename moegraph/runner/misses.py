@@ -314,7 +314,11 @@ class MissHandler:
         return {"guessed": seen.n_guessed, "right": seen.n_right, "fetched": self.n_prefetched}
 
     def resolve(
-        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int,
+        self,
+        il: int,
+        missing: list[int],
+        ids: npt.NDArray[np.int32],
+        n_rows: int,
         graphs: Mapping[str, BuiltGraph],
     ) -> None:
         """Fetch and compute the missing experts of a layer.
@@ -382,7 +386,11 @@ class MissHandler:
             raise
 
     def _on_cpu(
-        self, il: int, experts: list[int], ids: npt.NDArray[np.int32], n_rows: int,
+        self,
+        il: int,
+        experts: list[int],
+        ids: npt.NDArray[np.int32],
+        n_rows: int,
         graph: BuiltGraph,
     ) -> None:
         """Compute experts on the CPU now and have the device add the result."""
@@ -422,8 +430,14 @@ class MissHandler:
             self._here.wait()
 
     def _run(
-        self, il: int, wave: int, bank: Bank, pairs: list[tuple[int, int]],
-        ids: npt.NDArray[np.int32], graph: BuiltGraph, free: Event | None,
+        self,
+        il: int,
+        wave: int,
+        bank: Bank,
+        pairs: list[tuple[int, int]],
+        ids: npt.NDArray[np.int32],
+        graph: BuiltGraph,
+        free: Event | None,
     ) -> None:
         """Upload experts as (expert, slot) of a bank and launch C over them."""
         if free:
@@ -449,8 +463,12 @@ class MissHandler:
             at = slot * packing.stride
             if expert in ahead:
                 C.mg_copy_bytes(
-                    upload, self._banks.ahead(il).memory, ahead[expert] * packing.stride,
-                    bank.memory, at, packing.n_bytes,
+                    upload,
+                    self._banks.ahead(il).memory,
+                    ahead[expert] * packing.stride,
+                    bank.memory,
+                    at,
+                    packing.n_bytes,
                 )
                 continue
             if n_fetched % N_SPARE == 0:

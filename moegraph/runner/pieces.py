@@ -54,8 +54,12 @@ class Carried:
     ) -> None:
         hp = model.hp
         rows = {
-            "l_out": hp.n_embd, "input_norm": hp.n_embd, "residual": hp.n_embd,
-            "post_norm": hp.n_embd, "weights": hp.n_expert_used, "slots": hp.n_expert_used,
+            "l_out": hp.n_embd,
+            "input_norm": hp.n_embd,
+            "residual": hp.n_embd,
+            "post_norm": hp.n_embd,
+            "weights": hp.n_expert_used,
+            "slots": hp.n_expert_used,
         }
         if with_rows:
             rows["expert_rows"] = hp.n_embd * hp.n_expert_used
@@ -87,8 +91,15 @@ class Pieces:
     """
 
     def __init__(
-        self, device: Device, model: Model, inputs: InputBlock, replay: Replay | None,
-        max_rows: int, sums_last: bool, choices: Choices, misses: MissHandler | None,
+        self,
+        device: Device,
+        model: Model,
+        inputs: InputBlock,
+        replay: Replay | None,
+        max_rows: int,
+        sums_last: bool,
+        choices: Choices,
+        misses: MissHandler | None,
     ) -> None:
         self._model = model
         self._inputs = inputs

@@ -61,9 +61,7 @@ class SlotTables:
         """Enqueue the upload of all rows if one changed, behind the pass that uses what was."""
         if self._is_due:
             # all at once: a small copy takes the device some 2 us, whatever its size
-            self._device.send(
-                self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes
-            )
+            self._device.send(self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes)
             self._is_due = False
 
     def close(self) -> None:

@@ -75,8 +75,10 @@ class Shape:
         rules = [
             (self.n_layer_nextn in (0, 1), "n_layer_nextn must be 0 or 1"),
             (self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"),
-            (self.n_rot % 2 == 0 and self.n_rot <= self.head_dim,
-             "n_rot must be even, head_dim at most"),
+            (
+                self.n_rot % 2 == 0 and self.n_rot <= self.head_dim,
+                "n_rot must be even, head_dim at most",
+            ),
             (0 < self.n_expert_used <= self.n_expert, "n_expert_used must be 1 to n_expert"),
             (self.n_expert <= 512, "n_expert must be at most 512"),
             (self.n_v_heads % self.n_k_heads == 0, "n_v_heads must be a multiple of n_k_heads"),
@@ -84,8 +86,12 @@ class Shape:
             (self.conv_dim % 128 == 0, "2 * key_dim + value_dim must be a multiple of 128"),
             (self.ssm_d_conv in (3, 4, 5, 9, 15), "ssm_d_conv must be 3, 4, 5, 9 or 15"),
             (self.rope_scaling in ("none", "linear", "yarn"), "rope_scaling: none, linear or yarn"),
-            (not self.layers or len(self.layers) == self.n_layer and set(self.layers) <= set("da"),
-             "layers must be n_layer letters, each d or a"),
+            (
+                not self.layers
+                or len(self.layers) == self.n_layer
+                and set(self.layers) <= set("da"),
+                "layers must be n_layer letters, each d or a",
+            ),
         ]
         return [text for good, text in rules if not good]
 

@@ -22,10 +22,12 @@ TRAIN_BYTES = 48_000_000
 def train_tokenizer(texts: list[str]) -> Tokenizer:
     """Return a byte-level BPE of VOCAB_SIZE tokens, the special ones last."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PRE_TOKENIZER_REGEX), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_TOKENIZER_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
@@ -53,8 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     args = parser.parse_args()
-    texts = {name: (args.corpus / f"{name}.txt").read_text(encoding="utf-8").split("\0")
-             for name in ("train", "heldout")}
+    texts = {
+        name: (args.corpus / f"{name}.txt").read_text(encoding="utf-8").split("\0")
+        for name in ("train", "heldout")
+    }
     sample, n_bytes = [], 0
     for text in random.Random(2).sample(texts["train"], len(texts["train"])):
         if n_bytes > TRAIN_BYTES:

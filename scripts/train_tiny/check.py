@@ -56,8 +56,9 @@ def main() -> None:
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--max-tokens", type=int, default=160)
     args = parser.parse_args()
-    llama = llama_cpp.Llama(str(args.model), n_ctx=N_CTX_TRAIN, logits_all=True,
-                            n_gpu_layers=0, verbose=False)
+    llama = llama_cpp.Llama(
+        str(args.model), n_ctx=N_CTX_TRAIN, logits_all=True, n_gpu_layers=0, verbose=False
+    )
     text = args.text.read_text(encoding="utf-8")
     ids = llama.tokenize(text.encode(), add_bos=False, special=False)
     expected = Tokenizer.from_file(str(args.tokenizer)).encode(text).ids

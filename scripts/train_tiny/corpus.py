@@ -129,18 +129,33 @@ def main() -> None:
     sources = []
     for i, root in enumerate(args.stdlib):
         # Held-out text comes from the newest version alone: the others nearly repeat it.
-        sources.append({"source": "CPython standard library", "version": stdlib_version(root),
-                        "licence": "PSF-2.0", **gatherer.add(root, keep_held_out=i == 0)})
+        sources.append(
+            {
+                "source": "CPython standard library",
+                "version": stdlib_version(root),
+                "licence": "PSF-2.0",
+                **gatherer.add(root, keep_held_out=i == 0),
+            }
+        )
     for dist, root, licence in find_packages(args.packages) if args.packages else []:
-        sources.append({"source": dist.metadata["Name"], "version": dist.version,
-                        "licence": licence, **gatherer.add(root, keep_held_out=False)})
+        sources.append(
+            {
+                "source": dist.metadata["Name"],
+                "version": dist.version,
+                "licence": licence,
+                **gatherer.add(root, keep_held_out=False),
+            }
+        )
     random.Random(args.seed).shuffle(gatherer.train)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "train.txt").write_text("\0".join(gatherer.train), encoding="utf-8")
     (args.out / "heldout.txt").write_text("\0".join(gatherer.held_out), encoding="utf-8")
-    report = {"sources": sources, "held_out_modules": HELD_OUT,
-              "held_out_files": len(gatherer.held_out),
-              "held_out_bytes": sum(len(t.encode()) for t in gatherer.held_out)}
+    report = {
+        "sources": sources,
+        "held_out_modules": HELD_OUT,
+        "held_out_files": len(gatherer.held_out),
+        "held_out_bytes": sum(len(t.encode()) for t in gatherer.held_out),
+    }
     (args.out / "provenance.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 

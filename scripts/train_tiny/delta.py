@@ -32,12 +32,15 @@ class UnitLowerInverse(torch.autograd.Function):
         size = 1
         while size < n:
             blocks = (a.shape[0], n // (2 * size), 2, size, n // (2 * size), 2, size)
+
             # The diagonal over pairs lands in the last axis: [m, size, size, pairs].
             def corner(x: Tensor, row: int, col: int) -> Tensor:
                 return x.view(blocks)[:, :, row, :, :, col].diagonal(dim1=1, dim2=3)
 
-            low, high, off = (corner(t, i, j).permute(0, 3, 1, 2)
-                              for t, i, j in ((inverse, 0, 0), (inverse, 1, 1), (a, 1, 0)))
+            low, high, off = (
+                corner(t, i, j).permute(0, 3, 1, 2)
+                for t, i, j in ((inverse, 0, 0), (inverse, 1, 1), (a, 1, 0))
+            )
             product = small_product(small_product(high, off), low)
             corner(inverse, 1, 0).copy_(-product.permute(0, 2, 3, 1))
             size *= 2
@@ -101,8 +104,11 @@ def chunk_gated_delta_rule(
 
 
 def causal_conv1d(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | None = None, **kwargs: object,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: object,
 ) -> Tensor:
     """Depthwise causal convolution [batch, channels, time] with weight [channels, width], SiLU."""
     if bias is not None or activation != "silu":
@@ -142,7 +148,8 @@ def main() -> None:
         assert error < 1e-4
     x, w = torch.randn(2, 128, 64), torch.randn(128, 4)
     difference = causal_conv1d(x, w, activation="silu") - modeling.causal_conv1d_fn(
-        x, w, None, activation="silu")
+        x, w, None, activation="silu"
+    )
     print(f"convolution: largest difference {difference.abs().max().item():.1e}")
     assert difference.abs().max() < 1e-5
 

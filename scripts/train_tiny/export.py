@@ -136,10 +136,13 @@ def add_general(writer: gguf.GGUFWriter) -> None:
     writer.add_name("moegraph tiny")
     writer.add_description(
         "A small Mixture-of-Experts model of Python source, trained from scratch for tests and"
-        " demonstrations; see scripts/train_tiny of moegraph.")
+        " demonstrations; see scripts/train_tiny of moegraph."
+    )
     writer.add_license("MIT")
-    writer.add_string("general.dataset.description",
-                      "CPython standard library (PSF-2.0) and packages under BSD-3-Clause and MIT")
+    writer.add_string(
+        "general.dataset.description",
+        "CPython standard library (PSF-2.0) and packages under BSD-3-Clause and MIT",
+    )
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 

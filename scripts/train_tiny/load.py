@@ -1,7 +1,7 @@
 """Turn the shipped GGUF back into the transformers model, to train a drafter on its features.
 
-    model = load_gguf("moegraph/models/tiny.gguf")
-    hidden = hidden_states(model, ids)
+model = load_gguf("moegraph/models/tiny.gguf")
+hidden = hidden_states(model, ids)
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module
     """Return the transformers model whose weights are the file's, dequantized."""
     from transformers import Qwen3_5MoeForCausalLM
 
-    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type)
-               for t in gguf.GGUFReader(str(path)).tensors}
+    tensors = {
+        t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(str(path)).tensors
+    }
     parts: dict[str, list[np.ndarray]] = {}
     for entry in entries():
         parts.setdefault(entry.param, []).append(from_gguf(entry, tensors.pop(entry.gguf)))
     if tensors:
         raise SystemExit(f"{path}: tensors that no parameter takes: {sorted(tensors)}")
     # The two halves of a fused projection follow each other in entries(), gate first.
-    state = {name: torch.from_numpy(np.concatenate(x, axis=1) if len(x) > 1 else x[0])
-             for name, x in parts.items()}
+    state = {
+        name: torch.from_numpy(np.concatenate(x, axis=1) if len(x) > 1 else x[0])
+        for name, x in parts.items()
+    }
     config = model_config()
     config._attn_implementation = "sdpa"
     model = Qwen3_5MoeForCausalLM(config)
@@ -45,8 +48,10 @@ def hidden_states(model: nn.Module, ids: Tensor) -> list[Tensor]:
     of layer il + 1 and what a DFlash drafter reads.
     """
     outputs: list[Tensor] = []
-    hooks = [layer.register_forward_hook(lambda module, args, out: outputs.append(out))
-             for layer in model.model.layers]
+    hooks = [
+        layer.register_forward_hook(lambda module, args, out: outputs.append(out))
+        for layer in model.model.layers
+    ]
     try:
         model.model(input_ids=ids, use_cache=False)
     finally:

@@ -82,11 +82,16 @@ def from_gguf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
 def attention_entries(il: int) -> list[Entry]:
     """Return the entries of a full-attention mixer."""
     blk, par = f"blk.{il}.", f"model.layers.{il}.self_attn."
-    names = (("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj"),
-             ("attn_output", "o_proj"))
+    names = (
+        ("attn_q", "q_proj"),
+        ("attn_k", "k_proj"),
+        ("attn_v", "v_proj"),
+        ("attn_output", "o_proj"),
+    )
     entries = [Entry(f"{blk}{g}.weight", f"{par}{p}.weight") for g, p in names]
-    return entries + [Entry(f"{blk}attn_{x}_norm.weight", f"{par}{x}_norm.weight", NORM)
-                      for x in "qk"]
+    return entries + [
+        Entry(f"{blk}attn_{x}_norm.weight", f"{par}{x}_norm.weight", NORM) for x in "qk"
+    ]
 
 
 def deltanet_entries(il: int) -> list[Entry]:
@@ -124,14 +129,19 @@ def moe_entries(il: int) -> list[Entry]:
 
 def entries() -> list[Entry]:
     """Return every tensor of the model, in file order."""
-    result = [Entry("token_embd.weight", "model.embed_tokens.weight"),
-              Entry("output_norm.weight", "model.norm.weight", NORM),
-              Entry("output.weight", "lm_head.weight")]
+    result = [
+        Entry("token_embd.weight", "model.embed_tokens.weight"),
+        Entry("output_norm.weight", "model.norm.weight", NORM),
+        Entry("output.weight", "lm_head.weight"),
+    ]
     for il in range(N_LAYER):
         blk, par = f"blk.{il}.", f"model.layers.{il}."
-        result += [Entry(f"{blk}attn_norm.weight", f"{par}input_layernorm.weight", NORM),
-                   Entry(f"{blk}post_attention_norm.weight",
-                         f"{par}post_attention_layernorm.weight", NORM)]
+        result += [
+            Entry(f"{blk}attn_norm.weight", f"{par}input_layernorm.weight", NORM),
+            Entry(
+                f"{blk}post_attention_norm.weight", f"{par}post_attention_layernorm.weight", NORM
+            ),
+        ]
         result += deltanet_entries(il) if is_recurrent(il) else attention_entries(il)
         result += moe_entries(il)
     return result

@@ -110,12 +110,14 @@ def balance_loss(routing: list[tuple[Tensor, Tensor]]) -> Tensor:
 class Step:
     """Forward and backward pass over a fixed shape, captured in a CUDA graph where asked."""
 
-    def __init__(self, model: nn.Module, router: Router, shape: tuple[int, int],
-                 weight: float, graph: bool) -> None:
+    def __init__(
+        self, model: nn.Module, router: Router, shape: tuple[int, int], weight: float, graph: bool
+    ) -> None:
         self.model, self.router, self.weight = model, router, weight
         self.params = list(model.parameters())
-        self.ids = torch.zeros(shape[0], shape[1] + 1, dtype=torch.long,
-                               device=self.params[0].device)
+        self.ids = torch.zeros(
+            shape[0], shape[1] + 1, dtype=torch.long, device=self.params[0].device
+        )
         self.graph = None
         if graph:
             self.capture()
@@ -171,12 +173,15 @@ class Optimizer:
         for m in self.masters:
             m.grad = torch.zeros_like(m)
         groups = [
-            {"params": [m for m in self.masters if m.ndim > 1],
-             "weight_decay": recipe.weight_decay},
+            {
+                "params": [m for m in self.masters if m.ndim > 1],
+                "weight_decay": recipe.weight_decay,
+            },
             {"params": [m for m in self.masters if m.ndim == 1], "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), eps=1e-8,
-                                      fused=self.masters[0].is_cuda)
+        self.adam = torch.optim.AdamW(
+            groups, betas=(recipe.beta1, recipe.beta2), eps=1e-8, fused=self.masters[0].is_cuda
+        )
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], rate: float) -> None:
@@ -209,9 +214,13 @@ def evaluate(model: nn.Module, router: Router, tokens: Tensor) -> dict[str, obje
     share = torch.stack(shares).sum(0) / n
     quarter = share.sort(-1, descending=True).values[:, : N_EXPERT // 4].sum(-1)
     loss = (torch.stack(losses).sum() / n).item()
-    return {"loss": loss, "perplexity": math.exp(loss), "windows": n,
-            "busiest_quarter": [round(x, 4) for x in quarter.tolist()],
-            "share": [[round(x, 5) for x in row] for row in share.tolist()]}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "windows": n,
+        "busiest_quarter": [round(x, 4) for x in quarter.tolist()],
+        "share": [[round(x, 5) for x in row] for row in share.tolist()],
+    }
 
 
 def save(model: nn.Module, out: Path) -> None:
@@ -230,8 +239,10 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
     device = args.device
     begin = time.time()
     torch.backends.cuda.matmul.allow_tf32 = True
-    tokens, held_out = (torch.from_numpy(np.fromfile(args.corpus / f"{n}.u16", "<u2").astype("<i4"))
-                        .to(device) for n in ("train", "heldout"))
+    tokens, held_out = (
+        torch.from_numpy(np.fromfile(args.corpus / f"{n}.u16", "<u2").astype("<i4")).to(device)
+        for n in ("train", "heldout")
+    )
     model = build_model(device)
     router = Router(model)
     if args.init:
@@ -244,8 +255,11 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
     n_params = sum(p.numel() for p in model.parameters())
     start = time.time()
     budget = args.seconds - (start - begin)
-    print(f"{n_params} parameters, {tokens.numel()} tokens, ready after {start - begin:.1f} s, "
-          f"{budget:.0f} s to train", flush=True)
+    print(
+        f"{n_params} parameters, {tokens.numel()} tokens, ready after {start - begin:.1f} s, "
+        f"{budget:.0f} s to train",
+        flush=True,
+    )
     log: list[dict[str, float]] = []
     n_step = n_tokens = phase = 0
     end_of_phase = phases[0][2]
@@ -262,19 +276,32 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
         if n_step % 8 == 0 and device == "cuda":
             torch.cuda.synchronize()  # the schedule follows the clock: do not run ahead of it
         if n_step % args.log_every == 0:
-            entry = {"step": n_step, "tokens": n_tokens, "seconds": round(time.time() - start, 1),
-                     "loss": round(steps[phase].loss.item(), 4),
-                     "balance": round(steps[phase].balance.item() / N_LAYER, 3)}
+            entry = {
+                "step": n_step,
+                "tokens": n_tokens,
+                "seconds": round(time.time() - start, 1),
+                "loss": round(steps[phase].loss.item(), 4),
+                "balance": round(steps[phase].balance.item() / N_LAYER, 3),
+            }
             if not math.isfinite(entry["loss"]):
                 raise SystemExit(f"loss is not finite at step {n_step}")
             log.append(entry)
             print(json.dumps(entry), flush=True)
     save(model, args.out)
     seconds = time.time() - start
-    report = {"parameters": n_params, "steps": n_step, "tokens": n_tokens,
-              "seconds": round(seconds, 1), "tokens_per_second": round(n_tokens / seconds),
-              "recipe": asdict(recipe), "phases": phases, "device": device_name(device),
-              "torch": torch.__version__, "held_out": evaluate(model, router, held_out), "log": log}
+    report = {
+        "parameters": n_params,
+        "steps": n_step,
+        "tokens": n_tokens,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(n_tokens / seconds),
+        "recipe": asdict(recipe),
+        "phases": phases,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "held_out": evaluate(model, router, held_out),
+        "log": log,
+    }
     (args.out / "metrics.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "log"}), flush=True)
 

@@ -86,9 +86,7 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
 
 @pytest.mark.parametrize("slots", [0, 20])  # too few to fetch in the graph
 @pytest.mark.parametrize("preset", ["mini35b", "mxfp256"])
-def test_results_do_not_depend_on_what_is_fetched_ahead(
-    open_cuda, preset, slots, every_guess_acts
-):
+def test_results_do_not_depend_on_what_is_fetched_ahead(open_cuda, preset, slots, every_guess_acts):
     rows = []
     for prefetch in ("off", "auto"):
         engine = open_cuda(preset, cache_slots=slots, miss="stream", prefetch=prefetch)
@@ -163,9 +161,7 @@ def test_several_sequences_in_one_pass(open_cuda):
 def test_too_large_a_context_is_refused_with_numbers(model_file):
     before = live_handles()
     with pytest.raises(OutOfDeviceMemory, match=r"the model without its experts needs .* lower -c"):
-        Engine.load(
-            model_file("mini35b"), EngineConfig(device="cuda", n_ctx=1 << 22, n_seq=256)
-        )
+        Engine.load(model_file("mini35b"), EngineConfig(device="cuda", n_ctx=1 << 22, n_seq=256))
     assert live_handles() == before
 
 

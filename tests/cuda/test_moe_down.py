@@ -42,8 +42,11 @@ class Experts:
         self.n_rows, self.k = self.ids.shape
         rng = np.random.default_rng(3)
         self.stacks = {
-            part: self._fill(rng, kind, *((self.N_FF, self.N_EMBD) if part == "down" else
-                                          (self.N_EMBD, self.N_FF)))
+            part: self._fill(
+                rng,
+                kind,
+                *((self.N_FF, self.N_EMBD) if part == "down" else (self.N_EMBD, self.N_FF)),
+            )
             for part in ("gate", "up", "down")
         }
         self.x = random(1, self.n_rows, self.N_EMBD)
@@ -59,9 +62,7 @@ class Experts:
         """Append them; apart: not as one kernel. Return the sum, and the products in front."""
         b, parts = graph.b, {}
         for part, data in self.stacks.items():
-            n_in, n_out = (
-                (self.N_FF, self.N_EMBD) if part == "down" else (self.N_EMBD, self.N_FF)
-            )
+            n_in, n_out = (self.N_FF, self.N_EMBD) if part == "down" else (self.N_EMBD, self.N_FF)
             whole = graph.blocks(self.kind, data, n_in, n_out + self.PAD, self.N_SLOTS)
             parts[part] = b.view(whole, (n_in, n_out, self.N_SLOTS), (whole.nb[1], whole.nb[2]))
         slots, routing = graph.leaf(self.ids, I32), graph.leaf(self.routing)
@@ -94,14 +95,17 @@ class Experts:
 
 
 @pytest.mark.parametrize("kind", Experts.KINDS)
-@pytest.mark.parametrize("ids", [
-    [[5, 0, 7, 2, 11, 1, 9, 3]],
-    [[5, 0, 5, 5, 11, 0, 9, 3]],
-    [[5, -1, 7, -1, 11, 1, -2, 3]],
-    [[5, 12, 7, 2, 100_000, 1, 9, 2**31 - 1]],
-    [[4, 4]],
-    [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, -1], [0] * 12, [-1] * 11 + [3], list(range(12))],
-])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[5, 0, 7, 2, 11, 1, 9, 3]],
+        [[5, 0, 5, 5, 11, 0, 9, 3]],
+        [[5, -1, 7, -1, 11, 1, -2, 3]],
+        [[5, 12, 7, 2, 100_000, 1, 9, 2**31 - 1]],
+        [[4, 4]],
+        [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, -1], [0] * 12, [-1] * 11 + [3], list(range(12))],
+    ],
+)
 def test_the_end_of_the_experts_of_a_few_tokens(
     device: Device, kind: str, ids: list[list[int]]
 ) -> None:

@@ -51,9 +51,7 @@ class Step:
         row = 4 * 3 * n
         beta = graph.leaf(self.beta.reshape(s, t, self.n_v, 1))
         alpha = b.add(graph.leaf(self.alpha), graph.weight(self.dt))
-        gates = [
-            b.sigmoid(beta), b.mul(b.softplus(alpha), graph.weight(self.a))
-        ]
+        gates = [b.sigmoid(beta), b.mul(b.softplus(alpha), graph.weight(self.a))]
         for gate in gates if in_order else reversed(gates):
             b.expand(gate)
         past = b.view(state, (3, n, s), (12, row), 0)
@@ -95,9 +93,7 @@ class Step:
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("n_tokens", "n_seqs"), [(1, 1), (1, 3), (2, 2), (7, 1), (32, 2), (33, 1)])
-def test_gates_convolution_and_norms(
-    device: Device, d: int, n_tokens: int, n_seqs: int
-) -> None:
+def test_gates_convolution_and_norms(device: Device, d: int, n_tokens: int, n_seqs: int) -> None:
     step = Step(d, 4, 8, n_tokens, n_seqs)
     graph = Graph()
     found, _ = graph.run(device, step.build(graph))

@@ -22,8 +22,11 @@ def open_in_child() -> Iterator[Open]:
     """Yield a function that opens a file in a limited child and returns how that ended."""
     path = os.pathsep.join(p for p in sys.path if p)
     with subprocess.Popen(
-        [sys.executable, str(_HERE / "opener.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, str(_HERE / "opener.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     ) as server:
         ask, answers = server.stdin, server.stdout
         assert ask is not None and answers is not None

@@ -155,10 +155,21 @@ def _tensors() -> Iterator[Case]:
 def _hparams() -> Iterator[Case]:
     big = 2**32 - 1
     for suffix in (
-        "block_count", "context_length", "embedding_length", "expert_count", "expert_used_count",
-        "expert_feed_forward_length", "attention.head_count", "attention.head_count_kv",
-        "attention.key_length", "attention.value_length", "rope.dimension_count",
-        "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "rope.dimension_count",
+        "ssm.conv_kernel",
+        "ssm.inner_size",
+        "ssm.state_size",
+        "ssm.time_step_rank",
         "ssm.group_count",
     ):
         yield f"{suffix} = 0", with_key(suffix, T.UINT32, 0), suffix
@@ -222,6 +233,8 @@ def _large() -> Iterator[Case]:
     arch = kv("general.architecture", T.STRING, "qwen35moe")
     yield "20,000 tensors", File([arch], names).build(), "token_embd.weight missing"
     wide = Shape(n_layer=64)
-    yield "64 layers, one tensor short", File(
-        model_file(wide).pairs, model_tensors(wide)[:-1]
-    ).build(), "missing"
+    yield (
+        "64 layers, one tensor short",
+        File(model_file(wide).pairs, model_tensors(wide)[:-1]).build(),
+        "missing",
+    )

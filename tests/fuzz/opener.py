@@ -34,8 +34,12 @@ def report(path: str) -> dict[str, Any]:
                 str(value)
             return {"opened": True}
     except MoegraphError as error:
-        return {"opened": False, "kind": type(error).__name__, "code": error.exit_code,
-                "message": str(error)}
+        return {
+            "opened": False,
+            "kind": type(error).__name__,
+            "code": error.exit_code,
+            "message": str(error),
+        }
 
 
 def child(path: str, pipe: int) -> None:

@@ -47,4 +47,3 @@ def no_leak() -> Iterator[None]:
     before = live_handles()
     yield
     assert live_handles() == before
-

@@ -32,9 +32,7 @@ ENV = {
 PATIENCE_S = 120
 
 
-def moegraph(
-    *args: object, stdin: bytes = b"", **env: str
-) -> subprocess.CompletedProcess[bytes]:
+def moegraph(*args: object, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
     done = subprocess.run(
         [*COMMAND, *map(str, args)], input=stdin, capture_output=True, check=False,
         env={**ENV, **env}, timeout=PATIENCE_S, cwd=ROOT,

@@ -96,9 +96,7 @@ def test_a_profile_grows_from_run_to_run(recorded: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("policy", "miss"), [("lfu", "stream"), ("lru", "stream"), ("lru", "cpu"), ("lfu", "cpu")]
 )
-def test_the_simulator_counts_what_the_engine_counts(
-    policy: str, miss: str, host_pin: str
-) -> None:
+def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, host_pin: str) -> None:
     """Same slots, same policy: hits and misses of every layer are equal, not alike."""
     # what the CPU computes gets its slot later than what was fetched ahead
     prefetch = "off" if miss == "cpu" else "auto"
@@ -227,9 +225,7 @@ def test_a_profile_fills_the_slots_of_a_run(recorded: Path, tmp_path: Path) -> N
     path.write_bytes((recorded / "p.json").read_bytes())
 
     def rate(*extra: object) -> float:
-        result = invoke(
-            "run", "tiny", "-p", PROMPT, "-n", 12, "--json", *FEW_SLOTS, *CPU, *extra
-        )
+        result = invoke("run", "tiny", "-p", PROMPT, "-n", 12, "--json", *FEW_SLOTS, *CPU, *extra)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["experts"]["hit_rate"]
 

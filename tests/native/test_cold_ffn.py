@@ -82,6 +82,7 @@ class Layer:
 
     def graph(self, n_rows: int) -> npt.NDArray[np.float32]:
         """Return what ggml's graph computes: [n_rows, n_embd]."""
+
         def build(b):
             x = b.view(self.x, (self.n_embd, n_rows), (self.x.nb[1],))
             weights = b.view(self.weights, (1, N_USED, n_rows), tuple(self.weights.nb)[1:3])
@@ -108,7 +109,11 @@ class Layer:
         """Return what our kernel computes."""
         y = np.full((n_rows, self.n_embd), np.nan, np.float32)
         ffn.compute(
-            ffn.layer(self.bank.parts), self.x.data, self.ids.data, self.weights.data, n_rows,
+            ffn.layer(self.bank.parts),
+            self.x.data,
+            self.ids.data,
+            self.weights.data,
+            n_rows,
             ffi.cast("float *", y.ctypes.data),
         )
         return y
@@ -211,6 +216,7 @@ def test_thousands_of_calls_from_many_threads_in_turn_stay_equal(make_layer) -> 
     layer.put(rng, choose(rng, 2, 0.2))
     expected, wrong = layer.graph(2), []
     with ColdFfn(4, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+
         def calls() -> None:
             wrong.extend(i for i in range(600) if not np.array_equal(layer.own(ffn, 2), expected))
 

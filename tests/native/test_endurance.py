@@ -58,9 +58,7 @@ def test_ten_engines_with_changed_budgets_keep_them_and_leave_nothing(model_path
         with Engine.load(path, config(**settings)) as engine:
             assert greedy_tokens(engine, ids, 12) == expected, settings
             parts = engine.memory()
-            taken = sum(
-                parts[f"{part}_bytes"] for part in ("weights", "kv", "state", "compute")
-            )
+            taken = sum(parts[f"{part}_bytes"] for part in ("weights", "kv", "state", "compute"))
             assert budget is None or taken <= engine.plan.total <= budget, settings
             slots.append(sum(engine.banks.n_slots))
         gc.collect()

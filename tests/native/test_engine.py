@@ -69,7 +69,8 @@ def states_of(engine: Engine) -> dict[str, np.ndarray]:
     groups = {"conv": state.conv, "ssm": state.ssm, "k": state.k, "v": state.v}
     return {
         f"{kind}-{il}": read_tensor(t)
-        for kind, tensors in groups.items() for il, t in tensors.items()
+        for kind, tensors in groups.items()
+        for il, t in tensors.items()
     }
 
 
@@ -154,7 +155,9 @@ def test_two_requests_back_to_back_equal_two_fresh_processes(open_engine, model_
     for ids, tokens in ((first, together[0]), (second, together[1])):
         run = subprocess.run(
             [sys.executable, "-c", script, str(model_path("legacy32")), str(ids.tolist())],
-            capture_output=True, text=True, check=True,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert run.stdout.strip() == str(tokens)
     assert together[2] == together[0]

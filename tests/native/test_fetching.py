@@ -62,9 +62,7 @@ def check_sound(engine: Engine) -> None:
     cache.check()
     sent = tables._rows.array.copy()
     if not tables._is_due:
-        C.ggml_backend_tensor_get(
-            handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes
-        )
+        C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
     for il in set(range(N_LAYER)) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
         if il in handler.manner.fetching:

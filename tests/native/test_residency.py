@@ -225,7 +225,12 @@ def test_nan_in_one_request_does_not_reach_the_next(tmp_path, model_path):
     path.write_bytes(raw)
     for miss in ("stream", "cpu"):
         config = EngineConfig(
-            device="cpu", n_threads=1, n_ctx=512, n_ubatch=64, pin_layers=0, cache_slots=0,
+            device="cpu",
+            n_threads=1,
+            n_ctx=512,
+            n_ubatch=64,
+            pin_layers=0,
+            cache_slots=0,
             miss=miss,
         )
         with Engine.load(path, config) as engine:
@@ -238,9 +243,7 @@ def test_nan_in_one_request_does_not_reach_the_next(tmp_path, model_path):
 
 def test_a_whole_pass_needs_all_experts(model_path):
     with pytest.raises(ConfigError, match="mode 'whole' needs every expert on the device"):
-        Engine.load(
-            model_path("legacy32"), EngineConfig(device="cpu", mode="whole", cache_slots=8)
-        )
+        Engine.load(model_path("legacy32"), EngineConfig(device="cpu", mode="whole", cache_slots=8))
 
 
 def test_a_cache_that_never_hits_is_bypassed_and_changes_no_result(model_path):

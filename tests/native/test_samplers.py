@@ -84,9 +84,7 @@ def upstream_distribution(
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(s) or "defaults")
-def test_the_same_candidates_with_the_same_probabilities(
-    llama: ModuleType, settings: dict
-) -> None:
+def test_the_same_candidates_with_the_same_probabilities(llama: ModuleType, settings: dict) -> None:
     params = SamplingParams(**settings)
     for seed in range(6):
         rng = np.random.default_rng(seed)

@@ -123,7 +123,8 @@ def test_the_log_callback_of_ggml_stays_ours() -> None:
 def test_one_ggml_in_the_process() -> None:
     tokenizer_module._load_llama()
     mapped = {
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
         if "libggml" in line or "libllama" in line
     }
     assert {Path(name).parent for name in mapped} == {lib.library_dir()}

@@ -46,9 +46,7 @@ def test_every_named_node_equals_upstreams(
         chunks = [ids[:7], ids[7:8], ids[8:72], ids[72:]]
         kept = [("*",), ("*",), ("*",), MAIN_NODES]
         steps = [Step(c, "all", k) for c, k in zip(chunks, kept, strict=True)]
-        theirs = upstream.oracle.run(
-            path, steps, n_ctx=1024, threads=THREADS, type_k=kv, type_v=kv
-        )
+        theirs = upstream.oracle.run(path, steps, n_ctx=1024, threads=THREADS, type_k=kv, type_v=kv)
         pos0 = 0
         for chunk, result in zip(chunks, theirs, strict=True):
             ours = engine.forward_nodes(chunk, pos0=pos0)

@@ -214,9 +214,7 @@ class TestTyped:
         assert prompts(cli)[0] == "[user]one\n\ntwo[assistant]"
         assert prompts(cli)[1].endswith("[user]three[assistant]")
 
-    def test_ctrl_c_stops_the_answer_and_not_the_program(
-        self, cli: Cli, type_lines: Type
-    ) -> None:
+    def test_ctrl_c_stops_the_answer_and_not_the_program(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine(
             "abcdef", kv=KV,
             before_token=lambda at: at == 3 and len(cli.engine.calls) == 1 and press(),

@@ -38,9 +38,7 @@ def test_every_command_has_a_section(generator: dict[str, object]) -> None:
         assert f"\n## moegraph {name}\n" in page
 
 
-def test_every_key_of_the_json_object_is_explained(
-    cli: Cli, generator: dict[str, object]
-) -> None:
+def test_every_key_of_the_json_object_is_explained(cli: Cli, generator: dict[str, object]) -> None:
     cli.engine = FakeEngine("x")
     report = json.loads(cli("run", "m", "-p", "x", "--json").stdout)
     assert list(report) == list(generator["RUN_JSON"])

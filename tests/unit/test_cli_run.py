@@ -159,9 +159,7 @@ class TestSettings:
             (["--mode", "fast"], "'fast' is not one of"),
         ],
     )
-    def test_a_command_line_that_makes_no_sense(
-        self, cli: Cli, args: list[str], line: str
-    ) -> None:
+    def test_a_command_line_that_makes_no_sense(self, cli: Cli, args: list[str], line: str) -> None:
         message = cli.refused("run", "m", "-p", "x", *args)
         assert line in message
         assert message.endswith("-h)")

@@ -180,9 +180,7 @@ class TestBench:
             ("0-512+256", (0, 256, 512)), ("1-16*4", (1, 4, 16)), ("2,4-5", (2, 4, 5)),
         ],
     )  # fmt: skip
-    def test_lists_and_ranges_as_in_llama_bench(
-        self, text: str, lengths: tuple[int, ...]
-    ) -> None:
+    def test_lists_and_ranges_as_in_llama_bench(self, text: str, lengths: tuple[int, ...]) -> None:
         assert bench._lengths(None, None, text) == lengths
 
     @pytest.mark.parametrize(

@@ -22,10 +22,25 @@ def test_the_defaults_are_valid_and_llama_cpps() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("device", "gpu"), ("device", "cuda:"), ("device", "cuda:x"), ("device", "CPU "),
-        ("device", 0), ("mode", "fast"), ("n_ctx", -1), ("n_ctx", 1 << 40), ("n_ctx", 4096.0),
-        ("n_ctx", True), ("n_ctx", "4096"), ("n_ubatch", 0), ("n_threads", 0), ("n_threads", 513),
-        ("type_k", "q3_K"), ("type_v", None), ("n_seq", 0), ("n_seq", 257), ("cpu_reference", 1),
+        ("device", "gpu"),
+        ("device", "cuda:"),
+        ("device", "cuda:x"),
+        ("device", "CPU "),
+        ("device", 0),
+        ("mode", "fast"),
+        ("n_ctx", -1),
+        ("n_ctx", 1 << 40),
+        ("n_ctx", 4096.0),
+        ("n_ctx", True),
+        ("n_ctx", "4096"),
+        ("n_ubatch", 0),
+        ("n_threads", 0),
+        ("n_threads", 513),
+        ("type_k", "q3_K"),
+        ("type_v", None),
+        ("n_seq", 0),
+        ("n_seq", 257),
+        ("cpu_reference", 1),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
@@ -44,9 +59,16 @@ def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "cpu"}, {"device": "cuda"}, {"device": "cuda:7"}, {"n_ctx": 0},
-        {"n_ctx": 1 << 22}, {"n_ubatch": 1}, {"n_threads": 512}, {"type_k": "q4_0"},
-        {"mode": "whole"}, {"cpu_reference": True, "device": "cpu"},
+        {"device": "cpu"},
+        {"device": "cuda"},
+        {"device": "cuda:7"},
+        {"n_ctx": 0},
+        {"n_ctx": 1 << 22},
+        {"n_ubatch": 1},
+        {"n_threads": 512},
+        {"type_k": "q4_0"},
+        {"mode": "whole"},
+        {"cpu_reference": True, "device": "cpu"},
     ],
 )
 def test_values_at_the_limits_are_allowed(changes: dict[str, object]) -> None:
@@ -89,13 +111,21 @@ def test_option_spellings_are_unique_and_long_ones_come_last() -> None:
 
 def test_exit_codes_are_the_documented_ones() -> None:
     codes = {
-        name: cls.exit_code for name, cls in vars(errors).items()
+        name: cls.exit_code
+        for name, cls in vars(errors).items()
         if isinstance(cls, type) and issubclass(cls, MoegraphError)
     }
     assert codes == {
-        "MoegraphError": 1, "ConfigError": 2, "RequestError": 2, "ContextOverflow": 2,
-        "ModelFileError": 3, "UnsupportedModel": 3, "NativeError": 4, "OutOfDeviceMemory": 4,
-        "Cancelled": 130, "InternalError": 1,
+        "MoegraphError": 1,
+        "ConfigError": 2,
+        "RequestError": 2,
+        "ContextOverflow": 2,
+        "ModelFileError": 3,
+        "UnsupportedModel": 3,
+        "NativeError": 4,
+        "OutOfDeviceMemory": 4,
+        "Cancelled": 130,
+        "InternalError": 1,
     }
 
 

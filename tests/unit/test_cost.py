@@ -43,9 +43,7 @@ def test_a_server_fetches_unless_nearly_everything_is_missing() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
 def test_shares_of_the_experts_decide_and_not_their_number(share: float) -> None:
     for bus in (line(60, 60), line(90, 80), line(140, 140)):
-        answers = {
-            fetches_in_graph(SERVER_CPU, bus, round(share * n), n) for n in (100, 200, 1000)
-        }
+        answers = {fetches_in_graph(SERVER_CPU, bus, round(share * n), n) for n in (100, 200, 1000)}
         assert len(answers) == 1
 
 

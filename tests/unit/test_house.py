@@ -128,8 +128,11 @@ def test_lower_rooms_never_import_higher_ones() -> None:
 
 def test_only_the_ggml_room_imports_the_native_module() -> None:
     wrong = [
-        f"{short(path)}:{line}" for path in MODULES if room(path) != "ggml"
-        for line, name in imported(path) if "_native" in name.split(".")
+        f"{short(path)}:{line}"
+        for path in MODULES
+        if room(path) != "ggml"
+        for line, name in imported(path)
+        if "_native" in name.split(".")
     ]
     assert wrong == []
 
@@ -162,7 +165,8 @@ def test_files_stay_small() -> None:
 def test_functions_stay_small() -> None:
     sizes = {
         f"{short(path)}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1
-        for path in EVERYTHING for f in functions(path)
+        for path in EVERYTHING
+        for f in functions(path)
     }
     assert {name: n for name, n in sizes.items() if n > FUNCTION_CAP} == {}
     package = sorted(n for name, n in sizes.items() if name.startswith("moegraph/"))
@@ -171,7 +175,8 @@ def test_functions_stay_small() -> None:
 
 def test_lines_fit_into_100_columns() -> None:
     wrong = [
-        f"{short(path)}:{i} has {len(line)}" for path in EVERYTHING
+        f"{short(path)}:{i} has {len(line)}"
+        for path in EVERYTHING
         for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if len(line) > WIDTH
     ]
@@ -193,7 +198,8 @@ def test_comments_are_ascii_and_no_banners() -> None:
 def test_every_module_postpones_annotations() -> None:
     line = "from __future__ import annotations"
     wrong = [
-        short(path) for path in EVERYTHING
+        short(path)
+        for path in EVERYTHING
         if line not in path.read_text(encoding="utf-8") and len(tree(path).body) > 1
     ]
     assert wrong == []
@@ -277,8 +283,12 @@ def test_the_import_rule_notices_a_higher_room(rank: int, tmp_path: Path) -> Non
     package = tmp_path / "moegraph" / "x"
     package.mkdir(parents=True)
     module = package / "m.py"
-    for text in (f"from ..{higher} import a", f"import moegraph.{higher}.b",
-                 f"def f():\n    from moegraph.{higher} import a", f"from .. import {higher}"):
+    for text in (
+        f"from ..{higher} import a",
+        f"import moegraph.{higher}.b",
+        f"def f():\n    from moegraph.{higher} import a",
+        f"from .. import {higher}",
+    ):
         module.write_text(text)
         found = [name.split(".")[0] for _, name in imported(module, tmp_path)]
         assert found == [higher], text

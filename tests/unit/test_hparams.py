@@ -54,11 +54,25 @@ def text(suffix: str, v: str) -> bytes:
 
 
 def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
-    hp = read(Shape(
-        n_embd=2048, n_layer=40, n_nextn=1, n_head=16, n_head_kv=2, head_dim=256, n_rot=64,
-        sections=(11, 11, 10, 0), n_expert=256, n_used=8, n_ff_exp=512, n_ff_shexp=512,
-        d_state=128, n_v_heads=32, n_k_heads=16,
-    ))
+    hp = read(
+        Shape(
+            n_embd=2048,
+            n_layer=40,
+            n_nextn=1,
+            n_head=16,
+            n_head_kv=2,
+            head_dim=256,
+            n_rot=64,
+            sections=(11, 11, 10, 0),
+            n_expert=256,
+            n_used=8,
+            n_ff_exp=512,
+            n_ff_shexp=512,
+            d_state=128,
+            n_v_heads=32,
+            n_k_heads=16,
+        )
+    )
     assert (hp.n_layer, hp.n_layer_nextn, hp.n_layer_recurrent) == (40, 1, 30)
     assert [il for il in range(40) if not hp.is_recurrent(il)] == list(range(3, 40, 4))
     assert (hp.head_k_dim, hp.head_v_dim, hp.n_k_heads, hp.n_v_heads) == (128, 128, 16, 32)
@@ -69,8 +83,12 @@ def test_the_35b_shape_gives_the_sizes_of_the_real_model(read: Read) -> None:
 
 def test_optional_keys_fall_back_as_in_llama_cpp(read: Read) -> None:
     hp = read(
-        attention__head_count_kv=None, attention__key_length=None, attention__value_length=None,
-        rope__dimension_count=None, rope__freq_base=None, full_attention_interval=None,
+        attention__head_count_kv=None,
+        attention__key_length=None,
+        attention__value_length=None,
+        rope__dimension_count=None,
+        rope__freq_base=None,
+        full_attention_interval=None,
         rope__dimension_sections=kv_array(key("rope.dimension_sections"), T.INT32, (2, 1, 1, 0)),
     )
     assert (hp.n_head_kv, hp.n_embd_head_k, hp.n_embd_head_v, hp.n_rot) == (4, 8, 8, 8)
@@ -80,7 +98,8 @@ def test_optional_keys_fall_back_as_in_llama_cpp(read: Read) -> None:
 
 def test_expert_sizes_fall_back_to_the_feed_forward_length(read: Read) -> None:
     hp = read(
-        expert_feed_forward_length=None, expert_shared_feed_forward_length=None,
+        expert_feed_forward_length=None,
+        expert_shared_feed_forward_length=None,
         feed_forward_length=uint("feed_forward_length", 128),
     )
     assert (hp.n_ff_exp, hp.n_ff_shexp) == (64, 128)
@@ -111,10 +130,21 @@ def test_keys_that_llama_cpp_ignores_for_this_architecture_are_ignored(read: Rea
 
 
 REQUIRED = [
-    "block_count", "context_length", "embedding_length", "expert_count", "expert_used_count",
-    "expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.head_count",
-    "attention.layer_norm_rms_epsilon", "rope.dimension_sections", "ssm.conv_kernel",
-    "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_sections",
+    "ssm.conv_kernel",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+    "ssm.group_count",
 ]
 
 
@@ -130,7 +160,8 @@ def test_a_missing_required_key_is_named(read: Read, suffix: str) -> None:
 def test_a_key_of_the_wrong_type_is_named(read: Read, suffix: str, kind: str) -> None:
     is_real = suffix.endswith("epsilon")
     wrong = {
-        "string": text(suffix, "4"), "bool": kv(key(suffix), T.BOOL, True),
+        "string": text(suffix, "4"),
+        "bool": kv(key(suffix), T.BOOL, True),
         "strings": kv_array(key(suffix), T.STRING, ["4"]),
         "number": uint(suffix, 1) if is_real else real(suffix, 1.0),
     }[kind]
@@ -142,21 +173,34 @@ def test_a_key_of_the_wrong_type_is_named(read: Read, suffix: str, kind: str) ->
 @pytest.mark.parametrize(
     ("suffix", "v", "words"),
     [
-        ("block_count", 0, "allowed are 1 to 512"), ("block_count", 513, "allowed are 1 to 512"),
-        ("context_length", 0, "allowed"), ("embedding_length", 0, "allowed"),
-        ("embedding_length", 2**32 - 1, "allowed"), ("expert_count", 0, "1 to 1024"),
-        ("expert_count", 1025, "1 to 1024"), ("expert_used_count", 0, "1 to 8"),
-        ("expert_used_count", 9, "1 to 8"), ("expert_feed_forward_length", 0, "cannot replace"),
-        ("attention.head_count", 0, "allowed"), ("attention.head_count_kv", 0, "allowed"),
+        ("block_count", 0, "allowed are 1 to 512"),
+        ("block_count", 513, "allowed are 1 to 512"),
+        ("context_length", 0, "allowed"),
+        ("embedding_length", 0, "allowed"),
+        ("embedding_length", 2**32 - 1, "allowed"),
+        ("expert_count", 0, "1 to 1024"),
+        ("expert_count", 1025, "1 to 1024"),
+        ("expert_used_count", 0, "1 to 8"),
+        ("expert_used_count", 9, "1 to 8"),
+        ("expert_feed_forward_length", 0, "cannot replace"),
+        ("attention.head_count", 0, "allowed"),
+        ("attention.head_count_kv", 0, "allowed"),
         ("attention.head_count_kv", 3, "does not divide n_head 4"),
         ("attention.head_count_kv", 8, "does not divide"),
-        ("attention.key_length", 0, "allowed"), ("attention.value_length", 32, "needs them equal"),
-        ("rope.dimension_count", 0, "allowed"), ("rope.dimension_count", 7, "must be even"),
-        ("rope.dimension_count", 18, "rotate 18 of 16"), ("ssm.conv_kernel", 1, "2 to 64"),
-        ("ssm.conv_kernel", 65, "2 to 64"), ("ssm.inner_size", 33, "4 value heads"),
-        ("ssm.inner_size", 0, "allowed"), ("ssm.state_size", 16, "4 value heads"),
-        ("ssm.time_step_rank", 3, "3 value heads"), ("ssm.group_count", 3, "do not divide"),
-        ("ssm.group_count", 0, "allowed"), ("full_attention_interval", 0, "allowed"),
+        ("attention.key_length", 0, "allowed"),
+        ("attention.value_length", 32, "needs them equal"),
+        ("rope.dimension_count", 0, "allowed"),
+        ("rope.dimension_count", 7, "must be even"),
+        ("rope.dimension_count", 18, "rotate 18 of 16"),
+        ("ssm.conv_kernel", 1, "2 to 64"),
+        ("ssm.conv_kernel", 65, "2 to 64"),
+        ("ssm.inner_size", 33, "4 value heads"),
+        ("ssm.inner_size", 0, "allowed"),
+        ("ssm.state_size", 16, "4 value heads"),
+        ("ssm.time_step_rank", 3, "3 value heads"),
+        ("ssm.group_count", 3, "do not divide"),
+        ("ssm.group_count", 0, "allowed"),
+        ("full_attention_interval", 0, "allowed"),
         ("nextn_predict_layers", 4, "there are 4 blocks"),
     ],
 )
@@ -204,8 +248,10 @@ def sections(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ((0, 0, 0, 4), "cannot all be 0"), ((2, 1, 1), "has 3 elements"),
-        ((9, 9, 9, 0), "exceed the head size 16"), ((-1, 2, 2, 0), "contains -1"),
+        ((0, 0, 0, 4), "cannot all be 0"),
+        ((2, 1, 1), "has 3 elements"),
+        ((9, 9, 9, 0), "exceed the head size 16"),
+        ((-1, 2, 2, 0), "contains -1"),
     ],
 )
 def test_malformed_rope_sections_are_refused(
@@ -268,8 +314,10 @@ def test_rope_scaling_none_and_linear(read: Read) -> None:
 @pytest.mark.parametrize("factor", [1.0, 2.0, 4.0, 64.0, 0.5])
 def test_yarn_gives_what_llama_cpp_hands_to_ggml(read: Read, factor: float) -> None:
     name = "rope.scaling.original_context_length"
-    hp = read(**scaling("yarn", factor=factor, attn_factor=1.25),
-              rope__scaling__original_context_length=uint(name, 1024))
+    hp = read(
+        **scaling("yarn", factor=factor, attn_factor=1.25),
+        rope__scaling__original_context_length=uint(name, 1024),
+    )
     logf = ctypes.CDLL(ctypes.util.find_library("m")).logf
     logf.restype, logf.argtypes = ctypes.c_float, [ctypes.c_float]
     f, log = np.float32, np.float32(logf(factor))

@@ -15,7 +15,10 @@ TRIAL, KEPT = lookahead._N_TURN * lookahead._N_TURNS, lookahead._N_KEPT
 
 
 def run(
-    ahead: LookAhead, n_tokens: int, gain: float = 0.1, right: float = 0.6,
+    ahead: LookAhead,
+    n_tokens: int,
+    gain: float = 0.1,
+    right: float = 0.6,
     base: Callable[[int], float] = lambda token: 3e-3,
 ) -> int:
     """Decode tokens, guesses right with a probability and worth a gain; count what is fetched."""

@@ -64,8 +64,12 @@ def refused(path: Path, kind: type[ModelFileError] = ModelFileError) -> str:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(), Shape(merged=True, tied=True), Shape(n_nextn=1), Shape(interval=1),
-        Shape(n_layer=3), Shape(expert_type=Q.MXFP4, matrix_type=Q.Q8_0),
+        Shape(),
+        Shape(merged=True, tied=True),
+        Shape(n_nextn=1),
+        Shape(interval=1),
+        Shape(n_layer=3),
+        Shape(expert_type=Q.MXFP4, matrix_type=Q.Q8_0),
     ],
 )
 def test_bytes_come_back_by_map_and_by_read(write: Write, shape: Shape) -> None:
@@ -104,16 +108,30 @@ def test_key_values_are_plain_python_and_numpy(write: Write) -> None:
 
 @pytest.mark.parametrize("kind", sorted(MATRIX_TYPES))
 def test_every_supported_type_serves_as_weight(write: Write, kind: Q) -> None:
-    shape = Shape(n_embd=256, n_ff_exp=256, n_ff_shexp=256, n_head=4, head_dim=64, n_expert=4,
-                  d_state=64, n_v_heads=4, matrix_type=kind, expert_type=kind)
+    shape = Shape(
+        n_embd=256,
+        n_ff_exp=256,
+        n_ff_shexp=256,
+        n_head=4,
+        head_dim=64,
+        n_expert=4,
+        d_state=64,
+        n_v_heads=4,
+        matrix_type=kind,
+        expert_type=kind,
+    )
     with open_model(write(model_file(shape))) as model:
         assert model.tensors["blk.0.ffn_up_exps.weight"].type == kind
 
 
 def test_types_may_differ_between_layers_and_the_router_may_be_quantized(write: Write) -> None:
     def mix(tensors: list[Tensor]) -> list[Tensor]:
-        for name, kind in (("blk.1.ffn_down_exps", Q.Q8_0), ("blk.2.ffn_up_exps", Q.Q4_1),
-                           ("blk.0.ffn_gate_inp", Q.BF16), ("blk.3.ffn_gate_inp", Q.Q8_0)):
+        for name, kind in (
+            ("blk.1.ffn_down_exps", Q.Q8_0),
+            ("blk.2.ffn_up_exps", Q.Q4_1),
+            ("blk.0.ffn_gate_inp", Q.BF16),
+            ("blk.3.ffn_gate_inp", Q.Q8_0),
+        ):
             tensors = edit(f"{name}.weight", kind=kind)(tensors)
         return tensors
 
@@ -122,9 +140,17 @@ def test_types_may_differ_between_layers_and_the_router_may_be_quantized(write: 
 
 @pytest.mark.parametrize(
     "name",
-    ["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ssm_a", "blk.0.ssm_dt.bias",
-     "blk.0.ssm_conv1d.weight", "blk.0.ssm_norm.weight", "blk.3.attn_q_norm.weight",
-     "blk.3.attn_k_norm.weight", "blk.2.post_attention_norm.weight"],
+    [
+        "output_norm.weight",
+        "blk.0.attn_norm.weight",
+        "blk.0.ssm_a",
+        "blk.0.ssm_dt.bias",
+        "blk.0.ssm_conv1d.weight",
+        "blk.0.ssm_norm.weight",
+        "blk.3.attn_q_norm.weight",
+        "blk.3.attn_k_norm.weight",
+        "blk.2.post_attention_norm.weight",
+    ],
 )
 def test_norms_and_recurrent_vectors_must_be_f32(write: Write, name: str) -> None:
     message = refused(write(model_file(tensors=edit(name, kind=Q.F16))), UnsupportedModel)
@@ -177,9 +203,7 @@ def test_a_swapped_shape_is_refused(write: Write) -> None:
         (Tensor("rope_freqs.weight", (4,)), "rope frequency factors"),
     ],
 )
-def test_known_variants_are_unsupported_and_named(
-    write: Write, extra: Tensor, words: str
-) -> None:
+def test_known_variants_are_unsupported_and_named(write: Write, extra: Tensor, words: str) -> None:
     message = refused(write(model_file(tensors=add(extra))), UnsupportedModel)
     assert words in message and f"tensor {extra.name}" in message
 
@@ -229,7 +253,8 @@ def tokens(values: list[str | bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("name", "pair", "words"),
     [
-        ("tokens", None, "tokens is missing"), ("merges", None, "merges is missing"),
+        ("tokens", None, "tokens is missing"),
+        ("merges", None, "merges is missing"),
         ("tokens", kv(TOKENIZER + "tokens", T.STRING, "a"), "expected an array of strings"),
         ("tokens", kv_array(TOKENIZER + "tokens", T.INT32, [1] * 40), "an array of int32"),
         ("tokens", tokens(["x"]), "has 40 elements for 1 tokens"),
@@ -382,9 +407,11 @@ def split(write: Write, n: int = 3, **changes: int) -> list[Path]:
     for no in range(n):
         wrong = changes if no == 1 else {}
         pairs = list(model_pairs(Shape()).values()) if no == 0 else []
-        pairs += [kv("split.no", T.UINT16, wrong.get("no", no)),
-                  kv("split.count", T.UINT16, wrong.get("count", n)),
-                  kv("split.tensors.count", T.INT32, total)]
+        pairs += [
+            kv("split.no", T.UINT16, wrong.get("no", no)),
+            kv("split.count", T.UINT16, wrong.get("count", n)),
+            kv("split.tensors.count", T.INT32, total),
+        ]
         mine = tensors[no * len(tensors) // n : (no + 1) * len(tensors) // n]
         mine = mine + [tensors[0]] * wrong.get("repeat", 0)
         paths.append(write(File(pairs, mine), f"m-{no + 1:05}-of-{n:05}.gguf"))
@@ -421,16 +448,16 @@ def test_what_is_wrong_with_parts_is_said(write: Write, tmp_path: Path) -> None:
         ({"repeat": 1}, "tensor token_embd.weight is also in"),
     ],
 )
-def test_parts_that_disagree_are_refused(
-    write: Write, changes: dict[str, int], words: str
-) -> None:
+def test_parts_that_disagree_are_refused(write: Write, changes: dict[str, int], words: str) -> None:
     total = {"total": len(model_tensors(Shape())) + 1} if "repeat" in changes else {}
     assert words in _message(split(write, **(changes | total))[0])
 
 
 def test_a_huge_part_count_is_refused_before_any_name_is_tried(write: Write) -> None:
-    pairs = {"split.count": kv("split.count", T.UINT16, 65_535),
-             "split.no": kv("split.no", T.UINT16, 0)}
+    pairs = {
+        "split.count": kv("split.count", T.UINT16, 65_535),
+        "split.no": kv("split.no", T.UINT16, 0),
+    }
     path = write(model_file(pairs=pairs), "m-00001-of-65535.gguf")
     assert "allowed are 1 to 1024" in refused(path)
 
@@ -441,9 +468,7 @@ def _message(path: Path) -> str:
     return str(caught.value)
 
 
-def test_shipped_names_and_paths_resolve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_names_and_paths_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_MODELS", tmp_path)
     with pytest.raises(ModelFileError, match="shipped model 'tiny' is missing"):
         resolve_target("tiny")
@@ -461,9 +486,23 @@ def test_shipped_names_and_paths_resolve(
 def full_size() -> File:
     """Return the header of the real 35B-A3B shape: 22 GB, 248,320 tokens, 247,587 merges."""
     shape = Shape(
-        n_vocab=248_320, n_embd=2048, n_layer=40, n_nextn=1, n_head=16, head_dim=256, n_rot=64,
-        sections=(11, 11, 10, 0), n_expert=256, n_used=8, n_ff_exp=512, n_ff_shexp=512,
-        d_state=128, n_v_heads=32, n_k_heads=16, matrix_type=Q.Q8_0, expert_type=Q.Q4_K,
+        n_vocab=248_320,
+        n_embd=2048,
+        n_layer=40,
+        n_nextn=1,
+        n_head=16,
+        head_dim=256,
+        n_rot=64,
+        sections=(11, 11, 10, 0),
+        n_expert=256,
+        n_used=8,
+        n_ff_exp=512,
+        n_ff_shexp=512,
+        d_state=128,
+        n_v_heads=32,
+        n_k_heads=16,
+        matrix_type=Q.Q8_0,
+        expert_type=Q.Q4_K,
     )
     merges = [f"t{i} x{i}" for i in range(247_587)]
     name = TOKENIZER + "merges"

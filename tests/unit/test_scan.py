@@ -48,9 +48,19 @@ def refused(tmp_path: Path, raw: bytes) -> str:
 @pytest.mark.parametrize(
     ("kind", "v"),
     [
-        (T.UINT8, 255), (T.INT8, -128), (T.UINT16, 65_535), (T.INT16, -32_768),
-        (T.UINT32, 2**32 - 1), (T.INT32, -(2**31)), (T.UINT64, 2**64 - 1), (T.INT64, -(2**63)),
-        (T.FLOAT64, 0.1), (T.FLOAT32, 0.5), (T.BOOL, True), (T.BOOL, False), (T.STRING, "a\u00fc"),
+        (T.UINT8, 255),
+        (T.INT8, -128),
+        (T.UINT16, 65_535),
+        (T.INT16, -32_768),
+        (T.UINT32, 2**32 - 1),
+        (T.INT32, -(2**31)),
+        (T.UINT64, 2**64 - 1),
+        (T.INT64, -(2**63)),
+        (T.FLOAT64, 0.1),
+        (T.FLOAT32, 0.5),
+        (T.BOOL, True),
+        (T.BOOL, False),
+        (T.STRING, "a\u00fc"),
     ],
 )
 def test_every_scalar_kind_is_read_with_its_python_type(tmp_path: Path, kind: T, v: object) -> None:
@@ -61,9 +71,13 @@ def test_every_scalar_kind_is_read_with_its_python_type(tmp_path: Path, kind: T,
 @pytest.mark.parametrize(
     ("kind", "values", "dtype"),
     [
-        (T.INT8, [-1, 2], "int8"), (T.UINT16, [1, 65_535], "uint16"), (T.INT32, [-5, 6], "int32"),
-        (T.UINT64, [2**63], "uint64"), (T.FLOAT32, [0.5, -1.5], "float32"),
-        (T.FLOAT64, [0.1], "float64"), (T.BOOL, [True, False, True], "bool"),
+        (T.INT8, [-1, 2], "int8"),
+        (T.UINT16, [1, 65_535], "uint16"),
+        (T.INT32, [-5, 6], "int32"),
+        (T.UINT64, [2**63], "uint64"),
+        (T.FLOAT32, [0.5, -1.5], "float32"),
+        (T.FLOAT64, [0.1], "float64"),
+        (T.BOOL, [True, False, True], "bool"),
         (T.UINT8, [], "uint8"),
     ],
 )
@@ -124,8 +138,11 @@ def test_headers_longer_than_one_read_are_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "_FIRST_READ", 7)
-    pairs = [kv_array("s", T.STRING, [str(i) * (i % 40) for i in range(500)]),
-             kv_array("n", T.INT32, range(1000)), kv("k", T.STRING, "x" * 3000)]
+    pairs = [
+        kv_array("s", T.STRING, [str(i) * (i % 40) for i in range(500)]),
+        kv_array("n", T.INT32, range(1000)),
+        kv("k", T.STRING, "x" * 3000),
+    ]
     part = scan(tmp_path, File(pairs, [Tensor("a", (4,))]).build())
     assert part.metadata.values["s"][499] == "499" * 19
     assert part.metadata.values["n"].tolist() == list(range(1000))
@@ -182,21 +199,31 @@ def header(pairs: bytes, n_kv: int = 1, n_tensors: int = 0) -> bytes:
         (header(string("k") + u32(13) + bytes(40)), "unknown value type 13"),
         (header(string("k") + u32(2**32 - 1) + bytes(40)), "unknown value type"),
         (header(string("k") + u32(T.BOOL) + b"\x02"), "boolean with the value 2"),
-        (header(kv_array("k", T.BOOL, []) [:-8] + u64(2) + b"\x00\x09"), "above 1"),
+        (header(kv_array("k", T.BOOL, [])[:-8] + u64(2) + b"\x00\x09"), "above 1"),
         (header(string("k") + u32(T.STRING) + u64(2**64 - 1) + bytes(20)), "value of key k needs"),
         (header(string("k") + u32(T.UINT64) + b"1234"), "value of key k needs 8 bytes"),
         (header(string("k") + u32(T.ARRAY) + u32(T.UINT8) + u64(2**63)), "array of 9223372036"),
-        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2**61)),
-         "an array of 2305843009213693952 e"),
+        (
+            header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2**61)),
+            "an array of 2305843009213693952 e",
+        ),
         (header(string("k") + u32(T.ARRAY) + u32(T.ARRAY) + u64(1)), "array of arrays"),
         (header(string("k") + u32(T.ARRAY) + u32(77) + u64(1)), "elements of key k has"),
         (header(string("k") + u32(T.ARRAY) + u32(T.FLOAT64) + u64(2) + bytes(15)), "array of 2"),
-        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2) + string("ab") + bytes(6)),
-         "length of string 1"),
-        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(1) + u64(9) + b"12345678"),
-         "string 0 of key k"),
-        (header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(1) + u64(2**64 - 8) + b"12345678"),
-         "string 0 of key k needs"),
+        (
+            header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(2) + string("ab") + bytes(6)),
+            "length of string 1",
+        ),
+        (
+            header(string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(1) + u64(9) + b"12345678"),
+            "string 0 of key k",
+        ),
+        (
+            header(
+                string("k") + u32(T.ARRAY) + u32(T.STRING) + u64(1) + u64(2**64 - 8) + b"12345678"
+            ),
+            "string 0 of key k needs",
+        ),
     ],
 )
 def test_malformed_key_value_pairs_are_refused(tmp_path: Path, raw: bytes, words: str) -> None:
@@ -259,8 +286,12 @@ def test_malformed_tensor_records_are_refused(
 
 
 def test_every_truncation_of_a_file_is_an_error(tmp_path: Path) -> None:
-    pairs = [kv("k", T.STRING, "v"), kv_array("s", T.STRING, ["a", "b"]),
-             kv_array("n", T.INT16, [1, 2, 3]), kv("f", T.FLOAT32, math.pi)]
+    pairs = [
+        kv("k", T.STRING, "v"),
+        kv_array("s", T.STRING, ["a", "b"]),
+        kv_array("n", T.INT16, [1, 2, 3]),
+        kv("f", T.FLOAT32, math.pi),
+    ]
     file = File(pairs, [A, B])
     raw = file.build()
     scan(tmp_path, raw)

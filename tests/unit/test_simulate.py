@@ -144,9 +144,7 @@ def test_files_need_not_say_how_graphs_fetch(tmp_path: Path) -> None:
      ({"cpu_us": [[1, float("nan")]]}, "cpu_us is"), ({"cpu_us": [1, 2]}, "cpu_us is"),
      ({"speed": 1}, "unknown field 'speed'; known: cpu_us")],
 )  # fmt: skip
-def test_wrong_machine_files_are_refused(
-    tmp_path: Path, change: dict[str, Any], say: str
-) -> None:
+def test_wrong_machine_files_are_refused(tmp_path: Path, change: dict[str, Any], say: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(json.dumps({**machine_fields(SIMPLE), **change}))
     with pytest.raises(RequestError) as caught:

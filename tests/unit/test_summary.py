@@ -44,8 +44,11 @@ def test_totals_are_the_sums_over_the_tensors(tmp_path: Path, shape: Shape) -> N
     written = model_tensors(shape)
     sizes = {str(t.name): len(t.payload()) for t in written}
     nextn = {n: size for n, size in sizes.items() if n.startswith("blk.4.")}
-    experts = {n: size for n, size in sizes.items()
-               if n not in nextn and any(f".{e}." in n for e in EXPERTS)}
+    experts = {
+        n: size
+        for n, size in sizes.items()
+        if n not in nextn and any(f".{e}." in n for e in EXPERTS)
+    }
     assert s.n_bytes == sum(sizes.values())
     assert s.unused_bytes == sum(nextn.values())
     assert s.expert_bytes == sum(experts.values())
@@ -64,7 +67,9 @@ def test_layers_tell_their_kind_types_and_bytes_per_expert(tmp_path: Path) -> No
     sizes = [layer.bytes_per_expert for layer in s.layers]
     assert sizes == [3 * one, 3 * one, 2 * one + 1088, 3 * one]
     assert dict(s.layers[2].expert_types) == {
-        "ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"
+        "ffn_gate_exps": "Q4_0",
+        "ffn_up_exps": "Q4_0",
+        "ffn_down_exps": "Q8_0",
     }
     assert s.bytes_per_expert == 2 * one + 1088
     assert [t.type for t in s.by_type] == ["F32", "Q4_0", "Q8_0"]
@@ -91,12 +96,35 @@ def test_unknown_tensors_are_unused(tmp_path: Path) -> None:
 def big() -> tuple[HParams, dict[str, TensorInfo]]:
     """Return the 35B-A3B shape with Q4_K experts, without writing 20 GB."""
     hp = HParams(
-        n_vocab=248_320, n_embd=2048, n_layer=40, n_layer_nextn=0, n_ctx_train=262_144, n_head=16,
-        n_head_kv=2, n_embd_head_k=256, n_embd_head_v=256, n_rot=64, n_ff_exp=512, n_ff_shexp=512,
-        n_expert=256, n_expert_used=8, expert_weights_scale=0.0, f_norm_rms_eps=1e-6,
-        f_attention_scale=0.0, rope_freq_base=1e7, rope_freq_scale=1.0, rope_ext_factor=0.0,
-        rope_attn_factor=1.0, rope_beta_fast=32.0, rope_beta_slow=1.0, n_ctx_orig=262_144,
-        ssm_d_conv=4, ssm_d_inner=4096, ssm_d_state=128, ssm_dt_rank=32, ssm_n_group=16,
+        n_vocab=248_320,
+        n_embd=2048,
+        n_layer=40,
+        n_layer_nextn=0,
+        n_ctx_train=262_144,
+        n_head=16,
+        n_head_kv=2,
+        n_embd_head_k=256,
+        n_embd_head_v=256,
+        n_rot=64,
+        n_ff_exp=512,
+        n_ff_shexp=512,
+        n_expert=256,
+        n_expert_used=8,
+        expert_weights_scale=0.0,
+        f_norm_rms_eps=1e-6,
+        f_attention_scale=0.0,
+        rope_freq_base=1e7,
+        rope_freq_scale=1.0,
+        rope_ext_factor=0.0,
+        rope_attn_factor=1.0,
+        rope_beta_fast=32.0,
+        rope_beta_slow=1.0,
+        n_ctx_orig=262_144,
+        ssm_d_conv=4,
+        ssm_d_inner=4096,
+        ssm_d_state=128,
+        ssm_dt_rank=32,
+        ssm_n_group=16,
         recurrent=tuple((il + 1) % 4 != 0 for il in range(40)),
     )
     tensors = {}
