@@ -27,11 +27,11 @@ from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
 from .experts.identity import router_shape
-from .experts.lookahead import MAX_GUESSES
+from .experts.prefetch import MAX_PREFETCH
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
 from .experts.profile import profile_path
-from .experts.profilefile import Kept, ProfileFile, open_profile
+from .experts.profilefile import ProfileUpdate, ProfileFile, open_profile
 from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Generation
@@ -42,8 +42,8 @@ from .graphs.layer import Model
 from .modelfile import ModelFile, open_model, resolve_target
 from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
 from .runner.base import NotFinite
-from .runner.cold import ColdExperts, ColdMemory
-from .runner.cold_graph import ColdGraph
+from .runner.cpu_experts import KernelCpuExperts, CpuExperts
+from .runner.cpu_experts_graph import GraphCpuExperts
 from .runner.inspect import first_bad_layer, node_values
 from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay
@@ -83,13 +83,13 @@ class Engine:
         routing: npt.NDArray[np.int32] | None,
     ) -> None:
         """Take ownership of an open model file and load it; see `Engine.load`."""
-        self.model = model
+        self.file = model
         self.config = config
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
         self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
-        self._n_kept: npt.NDArray[np.int64] | int = 0  # choices the profile has already
+        self._n_saved: npt.NDArray[np.int64] | int = 0  # choices the profile has already
         # sequences of the pass under way: the first, how many, results of each
         self._batch = (0, 1, 1)
         with closed_on_failure():
@@ -123,7 +123,7 @@ class Engine:
 
     def _load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> None:
         config, hp = self.config, self.hparams
-        self._files = self._own(WatchedFiles(self.model.mappings()))
+        self._files = self._own(WatchedFiles(self.file.mappings()))
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
@@ -133,11 +133,13 @@ class Engine:
                 "mode 'whole' needs every expert on the device, and not all of them get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
-        loader = Loader(self.device, self.model, progress)
+        loader = Loader(self.device, self.file, progress)
         try:
-            self.weights = self._own(Weights(loader, self.model))
-            n_ahead = MAX_GUESSES if config.prefetch == "auto" and routing is None else 0
-            self.banks = self._own(ExpertBanks(self.device, loader, self.model, n_slots, n_ahead))
+            self.weights = self._own(Weights(loader, self.file))
+            n_prefetch_slots = MAX_PREFETCH if config.prefetch == "auto" and routing is None else 0
+            self.banks = self._own(
+                ExpertBanks(self.device, loader, self.file, n_slots, n_prefetch_slots)
+            )
         finally:
             loader.close()
         self.state = self._own(
@@ -152,16 +154,16 @@ class Engine:
             misses = None if n_slots is None else self._open_misses(n_slots)
             replay = None if routing is None else Replay(self.device, hp, routing)
             self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
-        self.runner.reserve()
+        self.runner.reserve_graphs()
         self.device.note_peak()
         self._files.check()
-        self.model.check_unchanged()
+        self.file.check_unchanged()
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and cache, and fill the slots."""
         config, hp = self.config, self.hparams
         partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.model, partial, config.host_pin))
+        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
         if config.miss == "cpu" and not store.is_aligned:
@@ -169,15 +171,17 @@ class Engine:
                 "miss 'cpu' needs tensors aligned to 32 bytes, which this file's are not; "
                 "use --miss stream"
             )
-        cold: ColdMemory | None = None
+        cpu_experts: CpuExperts | None = None
         if config.miss != "stream" and store.is_aligned:
             common = (self.device, hp, store, config.n_threads, ADMIT_ROWS)
             if self.device.is_cpu:
-                cold = ColdGraph(*common, reference=config.cpu_reference)
+                cpu_experts = GraphCpuExperts(*common, reference=config.cpu_reference)
             else:
-                cold = ColdExperts(*common)
+                cpu_experts = KernelCpuExperts(*common)
         max_rows = config.n_ubatch * config.n_seq
-        misses = MissHandler(self.device, self.banks, store, cache, cold, config.miss, max_rows)
+        misses = MissHandler(
+            self.device, self.banks, store, cache, cpu_experts, config.miss, max_rows
+        )
         profile = self._profile
         starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
         for il in partial:
@@ -186,23 +190,23 @@ class Engine:
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the routing profile that was named, or the one beside the model, if any."""
-        config, beside = self.config, profile_path(self.model.path)
+        config, beside = self.config, profile_path(self.file.path)
         return open_profile(
-            config.profile, config.profile_class, beside, lambda: router_shape(self.model)
+            config.profile, config.profile_class, beside, lambda: router_shape(self.file)
         )
 
-    def keep_profile(self) -> Kept | None:
-        """Add the experts chosen since the last call to the routing profile; see `Kept`.
+    def save_profile(self) -> ProfileUpdate | None:
+        """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
 
         None: there is no profile, or no expert can be missing and none is needed.
         """
         if self._profile is None or not self._misses:
             return None
         counts = np.array(self.runner.cache.counts, dtype=np.int64)
-        kept = self._profile.keep(counts - self._n_kept)
-        if not kept.why:
-            self._n_kept = counts
-        return kept
+        update = self._profile.update(counts - self._n_saved)
+        if not update.why:
+            self._n_saved = counts
+        return update
 
     def _own(self, part: Part) -> Part:
         """Close a part with the engine, the last one first; return it."""
@@ -218,7 +222,7 @@ class Engine:
         elif not self.device.is_cpu:
             budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
         self.plan = make_plan(
-            needed_bytes(self.model, config, self.n_ctx),
+            needed_bytes(self.file, config, self.n_ctx),
             budget,
             config.pin_layers if config.pin_layers >= 0 else None,
             config.cache_slots if config.cache_slots >= 0 else None,
@@ -246,7 +250,7 @@ class Engine:
         """The model's tokenizer, opened at first use."""
         from .tokenizer import Tokenizer
 
-        return self._own(Tokenizer(self.model.path))
+        return self._own(Tokenizer(self.file.path))
 
     def memory(self) -> dict[str, int]:
         """Return bytes: device and host peaks, and what the parts take on the device."""
@@ -268,32 +272,26 @@ class Engine:
         if misses is None:
             return ExpertStats(cache.stats, 0, 0, 0, None, phases)
         guard = misses.guard.report() if misses.guard else None
-        return ExpertStats(
-            cache.stats,
-            misses.n_bytes_fetched,
-            misses.n_cpu_experts,
-            len(misses.manner.fetching),
-            misses.prefetch_report(),
-            phases,
-            guard,
-        )
+        moved, n_fetch = misses.n_bytes_to_device, len(misses.miss_mode.fetch_layers)
+        predicted, n_on_cpu = misses.prefetch_report(), misses.n_cpu_experts
+        return ExpertStats(cache.stats, moved, n_on_cpu, n_fetch, predicted, phases, guard)
 
     @property
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What a user should know about this placement, one line each; usually nothing."""
         misses = self._misses
         if not misses:
             return []
-        profile = self._profile.note if self._profile else ""
-        found = [misses.note, misses.cache.hint(), profile]
+        profile = self._profile.warning if self._profile else ""
+        found = [misses.warning, misses.cache.warning(), profile]
         return [line for line in found if line]
 
-    def take_news(self) -> list[str]:
+    def drain_messages(self) -> list[str]:
         """Return what changed since the last call that a user should know, one line each."""
         misses = self._misses
         if not misses or not misses.guard:
             return []
-        found, misses.guard.news = misses.guard.news, []
+        found, misses.guard.messages = misses.guard.messages, []
         return found
 
     def reset(self, seq: int = 0) -> None:
@@ -316,7 +314,8 @@ class Engine:
     ) -> Output:
         """Run token rows as one pass and wait for it.
 
-        tokens: numpy shape [n_tokens], or [n_seqs, n_tokens] for neighbouring sequences from seq.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for neighbouring sequences
+        from seq.
 
         Raises:
             RequestError, ContextOverflow: ids out of range, too many rows, no room left.
@@ -356,15 +355,17 @@ class Engine:
 
     def _check_batch(self, tokens: npt.NDArray[np.int32], seq: int) -> None:
         self._files.check()
-        n_seqs, n_tokens = tokens.shape
+        n_seqs, n_seq_tokens = tokens.shape
         if not 0 <= seq <= seq + n_seqs <= self.config.n_seq:
             raise RequestError(
                 f"sequences {seq} to {seq + n_seqs - 1}; there are 0 to {self.config.n_seq - 1}"
             )
-        if not 1 <= n_tokens <= self.runner.n_ubatch:
-            raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {self.runner.n_ubatch}")
+        if not 1 <= n_seq_tokens <= self.runner.n_ubatch:
+            raise RequestError(
+                f"{n_seq_tokens} rows in a pass; allowed: 1 to {self.runner.n_ubatch}"
+            )
         self._check_ids(tokens)
-        last = max(self.state.n_past[seq : seq + n_seqs]) + n_tokens
+        last = max(self.state.n_past[seq : seq + n_seqs]) + n_seq_tokens
         if last > self.n_ctx:
             raise ContextOverflow(f"{last} positions, the context holds {self.n_ctx}; raise -c")
 
@@ -385,7 +386,7 @@ class Engine:
         greedy: bool,
         cancel: CancelToken | None,
     ) -> None:
-        """Start a pass of rows [n_seqs, n_tokens] (numpy order) without waiting; see `forward`.
+        """Start a pass of rows [n_seqs, n_seq_tokens] (numpy order) without waiting; see `forward`.
 
         When it fails or is cancelled, its sequences are empty afterwards.
         """
@@ -414,8 +415,8 @@ class Engine:
             return output
         except NotFinite as error:
             self._require_files()
-            first, _, n_rows = self._batch
-            bad = first + error.row // n_rows
+            first, _, n_tokens = self._batch
+            bad = first + error.row // n_tokens
             n_held = len(self._held[bad])
             try:
                 where = self._trace_fault(bad)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .config import EngineConfig
-from .experts.lookahead import MAX_GUESSES
+from .experts.prefetch import MAX_PREFETCH
 from .experts.planner import Footprint
-from .experts.store import N_SPARE, Packing, expert_tensors, stack_kind
+from .experts.store import N_STAGING, Packing, expert_tensors, stack_kind
 from .hparams import HParams
 from .modelfile import ModelFile
 from .modelfile.summary import kv_bytes_per_token, state_bytes
@@ -44,13 +44,13 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         state=state_bytes(hp, config.n_seq),
         compute=compute,
         other=_OTHER_BYTES,
-        staging=(2 * N_SPARE + MAX_GUESSES) * sum(kinds.values()),
+        staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),
     )
 
 
-def _compute_bytes(hp: HParams, n_rows: int, n_ctx: int, n_seq: int) -> int:
+def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:
     """Bound inputs, intermediates of the widest layer, and the head of a row for each sequence."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
     row = 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
-    return n_rows * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq
+    return n_tokens * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq

@@ -51,7 +51,7 @@ class Generation:
     def run(self, reuse: bool) -> Iterator[GenerationEvent]:
         """Yield the events; reuse: continue what the sequence holds if the prompt begins so."""
         engine = self.engine
-        engine.model.check_unchanged()
+        engine.file.check_unchanged()
         held = engine.held(0)
         n_reused = len(held)
         if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):

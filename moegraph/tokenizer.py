@@ -208,5 +208,6 @@ def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
 
 @cache
 def _silent(llama: ModuleType) -> Any:
-    # Kept for the life of the process: llama.cpp holds the pointer. Null would mean stderr.
+    # ProfileUpdate for the life of the process: llama.cpp holds the pointer. Null would mean
+    # stderr.
     return llama.llama_log_callback(lambda level, text, user_data: None)

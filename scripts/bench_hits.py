@@ -59,7 +59,7 @@ def hit_rates(
         miss="stream", prefetch="off", host_pin=args.host_pin,
     )  # fmt: skip
     with Engine.load(args.model, config) as engine:
-        recorder = TraceRecorder(router_shape(engine.model))
+        recorder = TraceRecorder(router_shape(engine.file))
         engine.runner.observers.append(recorder)
         for at, token in enumerate(ids):
             if at == args.warm:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from moegraph.experts.lookahead import LookAhead
+from moegraph.experts.prefetch import PrefetchController
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -18,7 +18,7 @@ settings.load_profile("patient")
 
 
 @pytest.fixture
-def every_guess_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+def prefetch_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have experts fetched ahead from the first guess on, right or wrong."""
     always = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(LookAhead, "acts", always, raising=False)
+    monkeypatch.setattr(PrefetchController, "enabled", always, raising=False)

@@ -56,7 +56,7 @@ class FakeEngine:
         pairs = {"general.name": "fake", "general.architecture": "qwen35moe", **(kv or {})}
         if vocabulary:
             pairs["tokenizer.ggml.model"] = "gpt2"
-        self.model = SimpleNamespace(
+        self.file = SimpleNamespace(
             path=Path("fake.gguf"), kv=pairs, n_bytes=1000, warnings=(), hparams=self.hparams
         )
         self.tokenizer = ByteTokenizer()
@@ -80,11 +80,11 @@ class FakeEngine:
     def expert_stats(self) -> None:
         """Everything is resident."""
 
-    def take_news(self) -> list[str]:
+    def drain_messages(self) -> list[str]:
         """Return nothing new."""
         return []
 
-    def keep_profile(self) -> None:
+    def save_profile(self) -> None:
         """There is no profile."""
 
     def memory(self) -> dict[str, int]:

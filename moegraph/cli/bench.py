@@ -177,7 +177,7 @@ def bench(
         if plot:
             title = f"Host time of a pass, {facts['model_type']}, {facts['device_info']}"
             plot.write(svg.stacked_bars(title, "ms", bars).encode())
-        options.show_news(engine)
+        options.show_messages(engine)
 
 
 def _noted(record: dict[str, Any], bars: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -202,14 +202,14 @@ def _facts(engine: Engine) -> dict[str, Any]:
     from ..ggml.lib import llama_commit, patchset
     from ..modelfile.summary import summarize
 
-    summary = summarize(engine.hparams, engine.model.tensors)
-    kv = engine.model.kv
+    summary = summarize(engine.hparams, engine.file.tensors)
+    kv = engine.file.kv
     label = kv.get("general.size_label") or format_count(summary.n_params).replace(" ", "")
     return {
         "moegraph": __version__,
         "llama_commit": llama_commit(),
         "patchset": patchset(),
-        "model_filename": str(engine.model.path),
+        "model_filename": str(engine.file.path),
         "model_type": f"{kv['general.architecture']} {label} {summary.by_type[0].type}",
         "model_size": summary.n_bytes,
         "model_n_params": summary.n_params,

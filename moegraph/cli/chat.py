@@ -93,7 +93,7 @@ def chat(target: str | None, **given: Any) -> None:
             engine, template, History(system), sampling, length, stop,
             {} if thinks is None else {"enable_thinking": thinks},
         )  # fmt: skip
-        stack.enter_context(options.keeping_profile(engine))
+        stack.enter_context(options.saving_profile(engine))
         if question is not None:
             talk.answer(question)
         else:
@@ -107,7 +107,7 @@ def _template_of(engine: Engine) -> ChatTemplate:
         for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos))
         if token is not None
     }
-    return ChatTemplate.from_metadata(engine.model.kv, engine.model.path, tokens)
+    return ChatTemplate.from_metadata(engine.file.kv, engine.file.path, tokens)
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Conversation:
             raise Cancelled
         if not shown.endswith("\n"):
             ui.write_text("\n")
-        options.show_news(self.engine)
+        options.show_messages(self.engine)
         return "".join(pieces), event
 
     def _begins_text(self, prompt: str) -> bool:
@@ -185,7 +185,7 @@ def _converse(talk: Conversation, interactive: bool) -> None:
     """Read messages until the input or the user ends it."""
     if interactive:
         ui.enable_line_editing()
-        ui.note(f"{talk.engine.model.path.name} on {talk.engine.device_name}; /help for help")
+        ui.note(f"{talk.engine.file.path.name} on {talk.engine.device_name}; /help for help")
     while (message := _next_message(interactive)) not in (None, *_QUIT):
         try:
             _take_turn(talk, message or "", interactive)

@@ -239,23 +239,23 @@ def load_engine(
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
         engine = Engine(model, config, bars, ids)
-    for warning in (*engine.model.warnings, *engine.notes):
+    for warning in (*engine.file.warnings, *engine.warnings):
         ui.note(f"warning: {warning}")
     return engine
 
 
-def show_news(engine: Engine) -> None:
+def show_messages(engine: Engine) -> None:
     """Print what changed while the engine ran, such as a cache that was bypassed."""
-    for line in engine.take_news():
+    for line in engine.drain_messages():
         ui.note(f"note: {line}")
 
 
-def keep_profile(engine: Engine) -> dict[str, Any] | None:
+def save_profile(engine: Engine) -> dict[str, Any] | None:
     """Add what the run saw to its routing profile, if it has one; a failure is only a warning.
 
     Return what --json says about it.
     """
-    kept = engine.keep_profile()
+    kept = engine.save_profile()
     if kept is None:
         return None
     if kept.warning:
@@ -264,14 +264,14 @@ def keep_profile(engine: Engine) -> dict[str, Any] | None:
 
 
 @contextmanager
-def keeping_profile(engine: Engine) -> Iterator[None]:
+def saving_profile(engine: Engine) -> Iterator[None]:
     """Add to the routing profile at the end, also when the user or a bad request ends it."""
     try:
         yield
     except (Cancelled, KeyboardInterrupt, RequestError):
-        keep_profile(engine)
+        save_profile(engine)
         raise
-    keep_profile(engine)
+    save_profile(engine)
 
 
 def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
@@ -311,6 +311,6 @@ def require_vocabulary(model: ModelFile) -> None:
 
 def end_token_bans(engine: Engine) -> dict[int, float]:
     """Return the logit biases that --ignore-eos stands for."""
-    if not has_vocabulary(engine.model):
+    if not has_vocabulary(engine.file):
         return {}
     return dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))

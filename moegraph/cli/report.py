@@ -32,12 +32,12 @@ def stats_line(event: GenerationEvent, memory: dict[str, int]) -> str:
 
 def model_report(engine: Engine) -> dict[str, Any]:
     """Return what identifies a model."""
-    hp, kv = engine.hparams, engine.model.kv
+    hp, kv = engine.hparams, engine.file.kv
     return {
-        "path": str(engine.model.path),
+        "path": str(engine.file.path),
         "name": kv.get("general.name"),
         "architecture": kv.get("general.architecture"),
-        "n_bytes": engine.model.n_bytes,
+        "n_bytes": engine.file.n_bytes,
         "n_vocab": hp.n_vocab,
         "n_embd": hp.n_embd,
         "n_layer": hp.n_layer,

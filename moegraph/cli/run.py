@@ -208,7 +208,7 @@ def _stream(
         for event in engine.generate(
             prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
-            text=options.has_vocabulary(engine.model),
+            text=options.has_vocabulary(engine.file),
         ):  # fmt: skip
             bars.clear()
             if event.token is not None:
@@ -241,8 +241,8 @@ def _finish(
         ui.note(f"warning: {n_held} positions, the model was trained on {n_trained}")
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
-    options.show_news(engine)
-    kept = options.keep_profile(engine)
+    options.show_messages(engine)
+    kept = options.save_profile(engine)
     if job.as_json:
         report = run_report(engine, sampling, prompt, tokens, text, event, load_s)
         report["profile"] = kept

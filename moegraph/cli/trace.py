@@ -147,7 +147,7 @@ def _record(
             ids, sampling, max_tokens=n_predict, cancel=cancel, progress=bars
         ):
             bars("trace", event.n_generated, max(n_predict, 1))
-    name = engine.model.kv.get("general.name") or engine.model.path.name
+    name = engine.file.kv.get("general.name") or engine.file.path.name
     return recorder.trace(len(ids), f"{name}, {len(ids)} tokens of prompt"), cancel.is_set()
 
 

@@ -5,7 +5,7 @@ maps expert to slot, or to -1 for an expert that is not there, and graphs look t
 themselves.
 
 Kinds of bank: a layer's own, with a slot for some or all of its experts; and banks for all layers
-whose stacks have the same types and shapes: a pair of spare ones, for experts that get no slot of
+whose stacks have the same types and shapes: a pair of staging ones, for experts that get no slot of
 their own, and one for experts that are fetched ahead.
 """
 
@@ -22,7 +22,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import F32, I32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..weights import Loader, TensorSet, place, round_up
-from .store import N_SPARE, Packing, expert_tensors, stack_kind
+from .store import N_STAGING, Packing, expert_tensors, stack_kind
 
 _REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
 
@@ -47,10 +47,10 @@ class ExpertBanks:
     """The banks of all layers and their tables.
 
     n_slots: slots of each layer; None makes all experts resident, straight from the model file.
-    n_ahead: slots for experts that are fetched ahead.
-    tables: I32 [1, n_expert] of each layer; landings: I32 [2, n_expert_used] of each layer, behind
-    its table: slots that may be given up and the expert in each, or -1; all_tables: the memory of
-    all of them as one tensor I32, layers `table_stride` numbers apart.
+    n_prefetch_slots: slots for experts that are fetched ahead.
+    tables: I32 [1, n_expert] of each layer; victim_lists: I32 [2, n_expert_used] of each layer,
+    behind its table: slots that may be given up and the expert in each, or -1; all_tables: the
+    memory of all of them as one tensor I32, layers `table_stride` numbers apart.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class ExpertBanks:
         loader: Loader,
         model: ModelFile,
         n_slots: Sequence[int] | None = None,
-        n_ahead: int = 0,
+        n_prefetch_slots: int = 0,
     ) -> None:
         hp = model.hparams
-        self.n_ahead = n_ahead
+        self.n_prefetch_slots = n_prefetch_slots
         self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
         self._sets: list[TensorSet] = []
         self._owned: list[_Slots] = []
-        self._spare: dict[tuple, list[Bank]] = {}
+        self._staging: dict[tuple, list[Bank]] = {}
         self._banks = [self._bank(device, loader, model, il) for il in range(hp.n_layer)]
-        self._spare_of = [
-            self._spares(device, model, il) if n < hp.n_expert else []
+        self._staging_of = [
+            self._staging_banks(device, model, il) if n < hp.n_expert else []
             for il, n in enumerate(self.n_slots)
         ]
         self._context = Context(2 * hp.n_layer + 1)
-        self.tables, self.landings = (
+        self.tables, self.victim_lists = (
             [C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for _ in self._banks]
             for ne in ((1, hp.n_expert), (2, hp.n_expert_used))
         )
@@ -85,9 +85,9 @@ class ExpertBanks:
         self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
         place(self._tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
-        for at, (row, landing) in enumerate(zip(self.tables, self.landings)):
+        for at, (row, victims) in enumerate(zip(self.tables, self.victim_lists)):
             place(self._tables, row, at * stride)
-            place(self._tables, landing, at * stride + identity.nbytes)
+            place(self._tables, victims, at * stride + identity.nbytes)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
         parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
         self.n_bytes = sum(parts) + self._tables.size
@@ -104,28 +104,28 @@ class ExpertBanks:
         self._owned.append(slots)
         return Bank(n_slots, slots.parts, slots.memory, slots.rows)
 
-    def _spares(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
+    def _staging_banks(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
         infos = expert_tensors(model, il)
         kind = stack_kind(infos)
-        if kind not in self._spare:
-            self._spare[kind] = []
-            for n in (N_SPARE, N_SPARE, *filter(None, [self.n_ahead])):
-                slots = _Slots(device, infos, n, "spare expert slots")
+        if kind not in self._staging:
+            self._staging[kind] = []
+            for n in (N_STAGING, N_STAGING, *filter(None, [self.n_prefetch_slots])):
+                slots = _Slots(device, infos, n, "staging slots")
                 self._owned.append(slots)
-                self._spare[kind].append(Bank(n, slots.parts, slots.memory))
-        return self._spare[kind]
+                self._staging[kind].append(Bank(n, slots.parts, slots.memory))
+        return self._staging[kind]
 
     def layer(self, il: int) -> Bank:
         """Return the bank of layer il."""
         return self._banks[il]
 
-    def spare(self, il: int, turn: int) -> Bank:
-        """Return one of the two spare banks that fit layer il."""
-        return self._spare_of[il][turn]
+    def staging(self, il: int, turn: int) -> Bank:
+        """Return one of the two staging banks that fit layer il."""
+        return self._staging_of[il][turn]
 
-    def ahead(self, il: int) -> Bank:
+    def prefetch(self, il: int) -> Bank:
         """Return the bank for experts of layer il that are fetched ahead, if there is one."""
-        return self._spare_of[il][2]
+        return self._staging_of[il][2]
 
     def close(self) -> None:
         """Free the banks."""

@@ -2,16 +2,16 @@
 
 An expert of a layer is in one of three states:
 
-    cold       no slot: table -1
-    loading    a slot is reserved and its bytes are on the way: table -1, nobody may take the slot
+    absent     no slot: table -1
+    loading    a slot is reserved and its bytes are on the way: table -1; the slot cannot be taken
     resident   table = slot
 
-`admit` goes from cold to resident at once, for bytes that this very step streams and uses; the slot
-is safe until the next `begin_step`. `reserve` and `publish` part the two halves, for uploads in
-the background that end in a later step. A layer that is pinned holds expert e in slot e for good.
+`admit` makes an absent expert resident at once, for bytes that this pass uploads and uses; the slot
+is safe until the next `begin_pass`. `reserve_slot` and `mark_resident` are its two halves, for
+uploads in the background that end in a later pass. A full layer holds expert e in slot e for good.
 
-Where a graph fetches what it misses by itself, the choice of victims comes first: `landing` lists
-them before the step, and `land` repeats afterwards what the graph did with the list.
+Where the graph fetches missing experts, victims are chosen first: `plan_victims` lists them before
+the pass, and `commit_fetched` records afterwards what the graph did with the list.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Layer:
     """One layer: owner [n_slots] slot -> expert or -1, resident experts, free slots, loading."""
 
     def __init__(self, n_expert: int, n_slots: int, policy: LayerPolicy) -> None:
-        self.pinned = n_slots == n_expert
+        self.full = n_slots == n_expert
         self.policy = policy
-        self.owner = list(range(n_expert)) if self.pinned else [-1] * n_slots
-        self.resident = set(self.owner) if self.pinned else set()
+        self.owner = list(range(n_expert)) if self.full else [-1] * n_slots
+        self.resident = set(self.owner) if self.full else set()
         # taken from the end: low slots first
-        self.free = [] if self.pinned else list(range(n_slots - 1, -1, -1))
+        self.free = [] if self.full else list(range(n_slots - 1, -1, -1))
         # expert -> slot: reserved, not published
         self.loading: dict[int, int] = {}
         # admitted in this step: their bytes may still be on the way
@@ -52,8 +52,8 @@ class _Layer:
         self.worst: list[tuple[float, int]] = []
         self._listed = policy.score  # what `worst` was listed by
         # (slot, expert in it or -1) that the next step may give up, in this order
-        self.landing: list[tuple[int, int]] = []
-        self.at_risk: set[int] = set()  # the experts in it
+        self.victims: list[tuple[int, int]] = []
+        self.victim_experts: set[int] = set()  # the experts in it
 
     def score(self) -> list[float]:
         """Return the policy's scores; a new list, all of them scaled back, empties `worst`."""
@@ -94,10 +94,9 @@ class _Layer:
 class ExpertCache:
     """Slots of all layers.
 
-    n_slots [n_layer]: 0 leaves a layer cold, n_expert pins it. tables: I32 numpy [n_layer,
-    n_expert], expert -> slot or -1, what the tables on the device should hold; dirty: layers whose
-    row or landing is due for a change there; whoever makes it takes them off. counts [n_layer]
-    [n_expert]: how often each expert was chosen.
+    n_slots [n_layer]: 0 for no slots, n_expert for a full layer. tables: I32 numpy [n_layer,
+    n_expert], expert -> slot or -1, for the device. dirty: layers whose row or victims changed
+    since they were sent. counts [n_layer][n_expert]: how often each expert was chosen.
 
     Raises:
         ConfigError: a layer has fewer than 0 or more than n_expert slots.
@@ -124,7 +123,7 @@ class ExpertCache:
             [0] * len(n_slots) for _ in range(6)
         )
         for layer, row in zip(self._layers, self.tables):
-            if layer.pinned:
+            if layer.full:
                 row[:] = np.arange(n_expert)
 
     @property
@@ -143,14 +142,14 @@ class ExpertCache:
         layer = self._layers[il]
         return expert in layer.resident or expert in layer.loading
 
-    def begin_step(self) -> None:
+    def begin_pass(self) -> None:
         """Start a forward pass, of one token or one prompt chunk; the last one has finished."""
         self.step += 1
         for layer in self._touched:
             layer.fresh.clear()
         self._touched.clear()
 
-    def look(self, il: int, ids: list[int]) -> list[int]:
+    def access(self, il: int, ids: list[int]) -> list[int]:
         """Count and stamp the chosen ids; return those not resident, each once, in routing order.
 
         Raises:
@@ -166,9 +165,9 @@ class ExpertCache:
         counts = self.counts[il]
         for expert in ids:
             counts[expert] += 1
-        if not layer.pinned:
+        if not layer.full:
             layer.policy.touch(ids)
-            if not layer.at_risk.isdisjoint(ids):
+            if not layer.victim_experts.isdisjoint(ids):
                 self.dirty.add(il)  # others are worth giving up now
         return missing
 
@@ -176,15 +175,15 @@ class ExpertCache:
         if min(ids) < 0 or max(ids) >= self.n_expert:
             raise InternalError(f"layer {il}: router chose ids {ids} of {self.n_expert} experts")
         resident = layer.resident
-        cold = [expert for expert in ids if expert not in resident]
-        self._misses[il] += len(cold)
-        self._hits[il] += len(ids) - len(cold)
-        missing = list(dict.fromkeys(cold)) if len(cold) > 1 else cold
+        absent = [expert for expert in ids if expert not in resident]
+        self._misses[il] += len(absent)
+        self._hits[il] += len(ids) - len(absent)
+        missing = list(dict.fromkeys(absent)) if len(absent) > 1 else absent
         self._missing[il] += len(missing)
         return missing
 
-    def look_batch(self, il: int, ids: npt.NDArray[np.int32]) -> list[int]:
-        """As `look`, for many rows, I32 [n_rows * n_expert_used]; the most chosen come first.
+    def access_batch(self, il: int, ids: npt.NDArray[np.int32]) -> list[int]:
+        """As `access`, for many rows, I32 [n_tokens * n_expert_used]; the most chosen come first.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
@@ -196,18 +195,18 @@ class ExpertCache:
         flat, layer = ids.reshape(-1), self._layers[il]
         chosen = np.bincount(flat, minlength=self.n_expert)
         self.counts[il] = (chosen + self.counts[il]).tolist()
-        cold = np.flatnonzero((self.tables[il] < 0) & (chosen > 0))
-        missing = cold[np.argsort(-chosen[cold], kind="stable")].tolist()
-        n_cold = int(chosen[cold].sum())
-        self._hits[il] += ids.size - n_cold
-        self._misses[il] += n_cold
+        absent = np.flatnonzero((self.tables[il] < 0) & (chosen > 0))
+        missing = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
+        n_absent = int(chosen[absent].sum())
+        self._hits[il] += ids.size - n_absent
+        self._misses[il] += n_absent
         self._missing[il] += len(missing)
-        if not layer.pinned:
-            n_rows = -(-ids.size // self.n_expert_used)
+        if not layer.full:
+            n_tokens = -(-ids.size // self.n_expert_used)
             last = np.full(self.n_expert, -1, dtype=np.int64)
             # the last of several writes to one place stays
             last[flat] = np.arange(ids.size) // self.n_expert_used
-            layer.policy.touch_batch(chosen, last, n_rows)
+            layer.policy.touch_batch(chosen, last, n_tokens)
             self.dirty.add(il)  # a prompt makes others worth giving up
         return missing
 
@@ -220,16 +219,16 @@ class ExpertCache:
         Raises:
             InternalError: expert is resident already.
         """
-        slot = self.reserve(il, expert, working_set)
+        slot = self.reserve_slot(il, expert, working_set)
         if slot is not None:
-            self.publish(il, expert)
+            self.mark_resident(il, expert)
             layer = self._layers[il]
             layer.fresh.add(expert)
             self._touched.append(layer)
         return slot
 
-    def reserve(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
-        """Free a slot for expert and return it; expert is resident only after `publish`.
+    def reserve_slot(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
+        """Free a slot for expert and return it; expert is resident only after `mark_resident`.
 
         The victim leaves the table at once. None: as `admit`, or expert is loading already.
 
@@ -252,10 +251,10 @@ class ExpertCache:
             self._evicted[il] += 1
         layer.owner[slot] = expert
         layer.loading[expert] = slot
-        self.dirty.add(il)  # a free slot may have been in the landing
+        self.dirty.add(il)  # a free slot may have been on the list of victims
         return slot
 
-    def publish(self, il: int, expert: int) -> None:
+    def mark_resident(self, il: int, expert: int) -> None:
         """Make a loading expert resident: its bytes are in its slot.
 
         Raises:
@@ -278,16 +277,16 @@ class ExpertCache:
             InternalError: the layer is pinned.
         """
         layer = self._layers[il]
-        if layer.pinned:
+        if layer.full:
             raise InternalError(f"layer {il} is pinned: its experts keep their slots")
         for slot, owner in enumerate(layer.owner):
             if owner in experts:
                 layer.owner[slot] = -1
         for expert in experts:
             layer.loading.pop(expert, None)
-        self.mend(il)
+        self.rebuild(il)
 
-    def mend(self, il: int) -> None:
+    def rebuild(self, il: int) -> None:
         """Make a layer's books agree again: all follows from who owns the slots and who loads.
 
         What kept them may have been interrupted anywhere.
@@ -307,13 +306,13 @@ class ExpertCache:
         """Return whether an expert has a slot that its bytes are on the way to."""
         return expert in self._layers[il].loading
 
-    def can_land(self, il: int) -> bool:
+    def can_fetch(self, il: int) -> bool:
         """Return whether a layer has enough slots that change for all that a row may miss."""
         layer = self._layers[il]
-        return not layer.pinned and self.n_slots[il] - layer.policy.n_static >= self.n_expert_used
+        return not layer.full and self.n_slots[il] - layer.policy.n_static >= self.n_expert_used
 
-    def landing(self, il: int) -> list[tuple[int, int]]:
-        """Choose what the next step may give up in a layer that `can_land`: (slot, expert or -1).
+    def plan_victims(self, il: int) -> list[tuple[int, int]]:
+        """Choose what the next step may give up in a layer that `can_fetch`: (slot, expert or -1).
 
         n_expert_used places, free ones first, then the experts of lowest score. However many a row
         misses of n_expert_used, no more than the rest of its experts are among them.
@@ -322,14 +321,14 @@ class ExpertCache:
         free = [(slot, -1) for slot in reversed(layer.free) if slot >= layer.policy.n_static]
         table = self.tables[il]
         found = [(int(table[expert]), expert) for expert in layer.lowest(n)]
-        layer.landing = (free + found)[:n]
-        layer.at_risk = {expert for _, expert in layer.landing}
-        return layer.landing
+        layer.victims = (free + found)[:n]
+        layer.victim_experts = {expert for _, expert in layer.victims}
+        return layer.victims
 
-    def land(self, il: int, missing: Sequence[int], ids: Sequence[int]) -> None:
-        """Note what a graph fetched by itself: missing, in this order, as `landing` told it.
+    def commit_fetched(self, il: int, missing: Sequence[int], ids: Sequence[int]) -> None:
+        """Note what a graph fetched by itself: missing, in this order, as `plan_victims` told it.
 
-        ids: what the row chose; missing: what `look` returned for it.
+        ids: what the row chose; missing: what `access` returned for it.
 
         Raises:
             InternalError: the list had too few places, or was made before something else changed.
@@ -338,7 +337,7 @@ class ExpertCache:
         if not missing:
             return
         self.dirty.add(il)
-        places = [place for place in layer.landing if place[1] not in ids]
+        places = [place for place in layer.victims if place[1] not in ids]
         if len(places) < len(missing):
             raise InternalError(f"layer {il}: {len(missing)} experts for {len(places)} slots")
         for expert, (slot, victim) in zip(missing, places):
@@ -355,14 +354,16 @@ class ExpertCache:
             self.tables[il, expert] = slot
             self._admitted[il] += 1
 
-    def lose_landing(self, il: int) -> None:
-        """Empty the slots in `landing`: a step that failed may have written over any of them."""
+    def drop_victims(self, il: int) -> None:
+        """Empty the slots in `plan_victims`: a step that failed may have written over any of
+        them.
+        """
         layer = self._layers[il]
-        for slot, _ in layer.landing:
+        for slot, _ in layer.victims:
             layer.owner[slot] = -1
-        if layer.landing:
-            self.mend(il)
-            layer.landing = []
+        if layer.victims:
+            self.rebuild(il)
+            layer.victims = []
 
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
@@ -393,23 +394,24 @@ class ExpertCache:
     def wanted(self, il: int, limit: int) -> list[int]:
         """Return up to limit cold experts that the policy prefers to what is resident, best first.
 
-        For times when many may be exchanged at once, as after a prompt; `reserve` or `admit` each.
+        For times when many may be exchanged at once, as after a prompt; `reserve_slot` or `admit`
+        each.
         """
         layer = self._layers[il]
         score, accepts = layer.policy.score, layer.policy.accepts
-        cold = [e for e in range(self.n_expert) if self.tables[il, e] < 0 and score[e] > 0]
-        cold = sorted((e for e in cold if e not in layer.loading), key=score.__getitem__)
+        absent = [e for e in range(self.n_expert) if self.tables[il, e] < 0 and score[e] > 0]
+        absent = sorted((e for e in absent if e not in layer.loading), key=score.__getitem__)
         n_free = sum(slot >= layer.policy.n_static for slot in layer.free)
         dynamic = [e for e in layer.owner[layer.policy.n_static :] if e in layer.resident]
         worst = sorted(dynamic, key=score.__getitem__)
         found: list[int] = []
-        while cold and len(found) < limit:
+        while absent and len(found) < limit:
             at = len(found) - n_free
-            if at >= 0 and (at >= len(worst) or not accepts(cold[-1], worst[at])):
+            if at >= 0 and (at >= len(worst) or not accepts(absent[-1], worst[at])):
                 break
-            if at >= 0 and score[worst[at]] >= score[cold[-1]]:
+            if at >= 0 and score[worst[at]] >= score[absent[-1]]:
                 break
-            found.append(cold.pop())
+            found.append(absent.pop())
         return found
 
     def residents(self, il: int) -> list[int]:
@@ -419,7 +421,7 @@ class ExpertCache:
         rest = [e for e in layer.owner[layer.policy.n_static :] if e in layer.resident]
         return static + sorted(rest, key=layer.policy.score.__getitem__, reverse=True)
 
-    def hint(self) -> str | None:
+    def warning(self) -> str | None:
         """Return one line when layers have fewer slots than one token chooses experts, or None."""
         short = [il for il, n in enumerate(self.n_slots) if 0 < n < self.n_expert_used]
         if not short:
@@ -453,7 +455,7 @@ class ExpertCache:
                 "free slots are owned": sorted(layer.free)
                 == [slot for slot, e in enumerate(layer.owner) if e < 0],
                 "an expert admitted in this step is gone": layer.fresh <= resident,
-                "a pinned layer changed": not layer.pinned
+                "a pinned layer changed": not layer.full
                 or layer.owner == list(range(self.n_expert)),
             }
             wrong = [what for what, holds in rules.items() if not holds]

@@ -59,7 +59,7 @@ class CacheStats:
 class ExpertStats:
     """What the expert cache did, and what it cost.
 
-    n_bytes_fetched: expert bytes sent to the device, the first filling of the slots included.
+    n_bytes_to_device: expert bytes sent to the device, the first filling of the slots included.
     n_cpu_experts: experts computed on the CPU, one for each layer and pass. n_fetching: layers
     whose graphs fetch by themselves in passes of one row, as things stand. prefetch: experts
     guessed, guessed right and fetched ahead, from the start on; None where nobody guesses.
@@ -68,7 +68,7 @@ class ExpertStats:
     """
 
     cache: CacheStats
-    n_bytes_fetched: int
+    n_bytes_to_device: int
     n_cpu_experts: int
     n_fetching: int
     prefetch: dict[str, int] | None
@@ -79,7 +79,7 @@ class ExpertStats:
         """Return what happened after earlier."""
         return ExpertStats(
             self.cache.since(earlier.cache),
-            self.n_bytes_fetched - earlier.n_bytes_fetched,
+            self.n_bytes_to_device - earlier.n_bytes_to_device,
             self.n_cpu_experts - earlier.n_cpu_experts,
             self.n_fetching,
             self.prefetch,
@@ -96,8 +96,8 @@ class ExpertStats:
             "misses": int(cache.misses.sum()),
             "hit_rate": round(cache.hit_rate, 5),
             "hit_rate_by_layer": [round(rate, 4) for rate in cache.hit_rates],
-            "fetched_bytes": self.n_bytes_fetched,
-            "fetched_mib_per_step": round(self.n_bytes_fetched / steps / 2**20, 3),
+            "fetched_bytes": self.n_bytes_to_device,
+            "fetched_mib_per_step": round(self.n_bytes_to_device / steps / 2**20, 3),
             "cpu_experts": self.n_cpu_experts,
             "fetching_layers": self.n_fetching,
             "prefetch": self.prefetch,

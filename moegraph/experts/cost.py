@@ -142,7 +142,7 @@ class MissSplit:
 
     on_cpu, streamed: seconds for 0, 1, ... experts that one row chose, as measured. per_row: what a
     further row adds to an expert on the CPU, as a share of the first; the device does not mind, a
-    copy is a copy. one_row, alone: the answers for 0, 1, ... experts of one row.
+    copy is a copy. decode, bypassed: the answers for 0, 1, ... experts of one row.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class MissSplit:
     ) -> None:
         self.on_cpu, self.streamed, self._per_row = list(on_cpu), list(streamed), per_row
         counts = range(min(len(on_cpu), len(streamed)))
-        self.one_row = best_split(on_cpu, streamed)
-        self.alone = [n if on_cpu[n] <= streamed[n] else self.one_row[n] for n in counts]
+        self.decode = best_split(on_cpu, streamed)
+        self.bypassed = [n if on_cpu[n] <= streamed[n] else self.decode[n] for n in counts]
 
     @classmethod
     def fixed(cls, n_expert_used: int, on_cpu: bool) -> MissSplit:
@@ -159,14 +159,14 @@ class MissSplit:
         free, never = [0.0] * (n_expert_used + 1), [0.0] + [math.inf] * n_expert_used
         return cls(free, never) if on_cpu else cls(never, free)
 
-    def share(self, rows: Sequence[int], alone: bool = False) -> int:
+    def n_cpu(self, rows: Sequence[int], bypassed: bool = False) -> int:
         """Return how many experts the CPU takes, the last ones.
 
-        rows: how many rows chose each missing expert, falling. alone: nothing is gained by what
+        rows: how many rows chose each missing expert, falling. bypassed: nothing is gained by what
         was streamed, so the CPU takes all where it is quicker by itself.
         """
         n, load = len(rows), 0.0
-        if alone:
+        if bypassed:
             total = sum(1.0 + self._per_row * (r - 1) for r in rows)
             if _seconds(self.on_cpu, total) <= _seconds(self.streamed, n):
                 return n

@@ -96,7 +96,7 @@ class CacheGuard:
 
     read: returns the counters as they stand; called only when something is decided. move_s: seconds
     that one expert takes to its slot. bypassed: whether the next token leaves the slots alone.
-    news: lines about what changed, for whoever shows them to clear.
+    messages: lines about what changed, for whoever shows them to clear.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CacheGuard:
     ) -> None:
         self._read, self._move_s, self._clock = read, move_s, clock
         self.bypassed = False
-        self.news: list[str] = []
+        self.messages: list[str] = []
         self.n_probes = self.n_bypassed_tokens = 0
         self._settled = False  # what `bypassed` is when no probe is under way
         self._interval = FIRST_LOOK
@@ -121,13 +121,13 @@ class CacheGuard:
         self._left_s = 0.0  # a token with the cache at work, when that was last tried
         self._hits_nothing = False
 
-    def begin_step(self, n_rows: int) -> bool:
+    def begin_pass(self, n_tokens: int) -> bool:
         """Note that a pass begins; return whether the cache was put to work again before it.
 
         Only passes of a single row say how long a token takes.
         """
         self._began = None
-        if n_rows != 1:  # a prompt hits and moves as well, and tells nothing about tokens
+        if n_tokens != 1:  # a prompt hits and moves as well, and tells nothing about tokens
             self._outside = self._outside or self._read()
             return False
         if self._outside:
@@ -137,7 +137,7 @@ class CacheGuard:
         self._began = self._clock()
         return is_back
 
-    def end_step(self) -> None:
+    def end_pass(self) -> None:
         """Note that the results of the pass are there; what passes until the next is nobody's.
 
         Nor is what its clock leaves out.
@@ -154,16 +154,16 @@ class CacheGuard:
     def _decide(self) -> None:
         if self.bypassed != self._settled:
             if self._n == _SETTLE + _PROBE:
-                self._judge()
+                self._judge_probe()
         elif self._n >= self._interval or (self.bypassed and self._is_slow()):
-            self._look()
+            self._consider_probe()
 
     def _is_slow(self) -> bool:
         """Return whether tokens take clearly longer than the cache needed when last tried."""
         limit = _WORSE * (_WORSE if self._hits_nothing else 1.0)
         return self._n % _WINDOW == 0 and self._mean() > limit * self._left_s
 
-    def _look(self) -> None:
+    def _consider_probe(self) -> None:
         """Probe the other way if there is reason to."""
         counted, steady = self._read().since(self._start), self._mean()
         if not self.bypassed:
@@ -180,7 +180,7 @@ class CacheGuard:
         self._steady_s = steady
         self._begin(not self.bypassed)
 
-    def _judge(self) -> None:
+    def _judge_probe(self) -> None:
         """End a probe: stay with the faster way."""
         trial, steady = self._mean(), self._steady_s
         self._interval = min(2 * self._interval, _LONGEST)
@@ -200,9 +200,9 @@ class CacheGuard:
     def _settle(self, bypassed: bool, why: str) -> None:
         if not bypassed:
             self._interval = min(2 * self._interval, _LONGEST)
-            self.news.append(f"the expert cache is at work again: {why}")
+            self.messages.append(f"the expert cache is at work again: {why}")
         else:
-            self.news.append(f"the expert cache {why}; it is bypassed for now")
+            self.messages.append(f"the expert cache {why}; it is bypassed for now")
         self._settled = bypassed
         self._begin(bypassed)
 

@@ -35,8 +35,8 @@ class LayerPolicy(Protocol):
     def touch(self, ids: Sequence[int]) -> None:
         """Note that the router chose ids; called once a layer and step, so quick."""
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
-        """Note the choices of a batch of n_rows rows.
+    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
+        """Note the choices of a batch of n_tokens rows.
 
         chosen [n_expert]: by how many rows. last [n_expert]: the last such row, -1 for none.
         """
@@ -83,11 +83,11 @@ class Recency:
         for expert in ids:
             score[expert] = now
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
+    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
         """Stamp the chosen as if their rows had come one by one."""
         for expert in np.flatnonzero(chosen).tolist():
             self.score[expert] = self._now + 1 + int(last[expert])
-        self._now += n_rows
+        self._now += n_tokens
 
     def accepts(self, expert: int, victim: int) -> bool:
         """Take every newcomer: it was chosen later than any victim."""
@@ -128,14 +128,14 @@ class Frequency:
         if weight > _RESCALE:
             self._rescale()
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_rows: int) -> None:
-        """Add choices spread evenly over n_rows rows, each decayed as if alone."""
+    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
+        """Add choices spread evenly over n_tokens rows, each decayed as if alone."""
         growth = self._growth
         # many half-lives at once count as ten: what came before is forgotten either way
-        n_seen = min(n_rows, 10.0 * self._half_life)
+        n_seen = min(n_tokens, 10.0 * self._half_life)
         self._weight *= growth**n_seen
         # mean over the rows of growth ** -age
-        kept = (1.0 - growth**-n_seen) / (n_rows * (1.0 - 1.0 / growth))
+        kept = (1.0 - growth**-n_seen) / (n_tokens * (1.0 - 1.0 / growth))
         for expert in np.flatnonzero(chosen).tolist():
             self.score[expert] += self._weight * kept * int(chosen[expert])
         if self._weight > _RESCALE:

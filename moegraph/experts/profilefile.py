@@ -25,7 +25,7 @@ DEFAULT_CLASS = "default"
 
 
 @dataclass(frozen=True)
-class Kept:
+class ProfileUpdate:
     """What became of a profile at the end of a run.
 
     n_tokens: tokens whose choices the run had to add. why: why they were not added; empty if they
@@ -72,7 +72,7 @@ class ProfileFile:
         self._shape = shape
         self.profile = self._read()
         self._reads = class_name if class_name in self.profile.classes else None
-        self.note = self._note(class_name)
+        self.warning = self._note(class_name)
 
     def _read(self) -> Profile:
         try:
@@ -107,7 +107,7 @@ class ProfileFile:
         ranking, shares = self.profile.ranking(self._reads), self.profile.shares(self._reads)
         return list(zip(ranking.tolist(), shares.tolist()))
 
-    def keep(self, counts: npt.NDArray[np.int64]) -> Kept:
+    def update(self, counts: npt.NDArray[np.int64]) -> ProfileUpdate:
         """Add choices [n_layer, n_expert] to the class in the file as it is now; never raise.
 
         The file is read again first: other runs may have added to it meanwhile.
@@ -115,26 +115,26 @@ class ProfileFile:
         n_tokens = int(counts[0].sum()) // self._shape.n_expert_used
         where = (str(self.path), self.class_name, n_tokens)
         if not n_tokens:
-            return Kept(*where, "the run computed no token", is_expected=True)
+            return ProfileUpdate(*where, "the run computed no token", is_expected=True)
         try:
             return self._add(counts, where)
         except (MoegraphError, OSError, RuntimeError) as error:  # resolve: links in a circle
-            return Kept(*where, str(error))
+            return ProfileUpdate(*where, str(error))
 
-    def _add(self, counts: npt.NDArray[np.int64], where: tuple[str, str, int]) -> Kept:
+    def _add(self, counts: npt.NDArray[np.int64], where: tuple[str, str, int]) -> ProfileUpdate:
         path = self.path.resolve()  # a symbolic link stays one
         if not path.exists() and not self._is_named:
-            return Kept(*where, f"{path} was removed meanwhile", is_expected=True)
+            return ProfileUpdate(*where, f"{path} was removed meanwhile", is_expected=True)
         if path.exists() and not os.access(path, os.W_OK):
-            return Kept(*where, f"{path} is read-only", is_expected=True)
+            return ProfileUpdate(*where, f"{path} is read-only", is_expected=True)
         if not os.access(path.parent, os.W_OK):
             why = f"the folder {path.parent} is read-only"
-            return Kept(*where, why, is_expected=not self._is_named)
+            return ProfileUpdate(*where, why, is_expected=not self._is_named)
         with _locked(path.parent):
             profile = self._read()
             profile.add(self.class_name, counts, where[2])
             profile.save(path)
-        return Kept(*where)
+        return ProfileUpdate(*where)
 
 
 @contextmanager

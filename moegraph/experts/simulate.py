@@ -73,14 +73,16 @@ class Simulation:
 class _Replay:
     """Drives a cache as the layered runner's miss handling does, and counts.
 
-    landing: layers whose graphs fetch by themselves. base: seconds of a token that misses nothing.
+    fetch_layers: layers whose graphs fetch. base: seconds of a token that misses nothing.
     """
 
     def __init__(self, cache: ExpertCache, machine: Machine, mode: str, is_pinned: bool) -> None:
         self.cache = cache
-        self.landing = _landing(cache, machine, mode) if is_pinned else frozenset()
-        n_waiting = sum(n < cache.n_expert for n in cache.n_slots) - len(self.landing)
-        self.base = machine.whole + machine.look * n_waiting + machine.lookup * len(self.landing)
+        self.fetch_layers = _fetch_layers(cache, machine, mode) if is_pinned else frozenset()
+        n_waiting = sum(n < cache.n_expert for n in cache.n_slots) - len(self.fetch_layers)
+        self.base = (
+            machine.whole + machine.look * n_waiting + machine.lookup * len(self.fetch_layers)
+        )
         n_used, one = cache.n_expert_used, (machine.cpu(1), machine.stream(1))
         if mode == "auto" and streams_rare_misses(*one, min(cache.n_slots), cache.n_expert):
             mode = "stream"
@@ -94,49 +96,49 @@ class _Replay:
 
     def _begin_step(self) -> None:
         for il, expert in self.promoted:
-            self.cache.publish(il, expert)
+            self.cache.mark_resident(il, expert)
         self.promoted.clear()
-        for il in self.landing & self.cache.dirty:
-            self.cache.landing(il)
+        for il in self.fetch_layers & self.cache.dirty:
+            self.cache.plan_victims(il)
         self.cache.dirty.clear()
-        self.cache.begin_step()
+        self.cache.begin_pass()
 
     def token(self, row: list[list[int]], missing: npt.NDArray[np.int64]) -> float:
         """Replay one token; return its seconds and note what each layer missed."""
         self._begin_step()
         seconds = self.base
         for il, ids in enumerate(row):
-            cold = self.cache.look(il, ids)
-            if cold:
-                missing[il] = len(cold)
-            if il in self.landing:
-                seconds += self._land(il, cold, ids)
-            elif cold:
-                seconds += self._resolve(il, cold, ids)
+            absent = self.cache.access(il, ids)
+            if absent:
+                missing[il] = len(absent)
+            if il in self.fetch_layers:
+                seconds += self._commit_fetched(il, absent, ids)
+            elif absent:
+                seconds += self._resolve(il, absent, ids)
         return seconds
 
-    def _land(self, il: int, cold: list[int], ids: list[int]) -> float:
+    def _commit_fetched(self, il: int, absent: list[int], ids: list[int]) -> float:
         """Note what a graph fetched; as in a run, a list is made anew only when it may change."""
-        self.cache.land(il, cold, ids)
+        self.cache.commit_fetched(il, absent, ids)
         if il in self.cache.dirty:
             self.cache.dirty.discard(il)
-            self.cache.landing(il)
-        self.n_streamed += len(cold)
-        self.fetched[il] += len(cold)
-        return self.fetches[len(cold)]
+            self.cache.plan_victims(il)
+        self.n_streamed += len(absent)
+        self.fetched[il] += len(absent)
+        return self.fetches[len(absent)]
 
-    def _resolve(self, il: int, cold: list[int], ids: list[int]) -> float:
-        n = len(cold)
+    def _resolve(self, il: int, absent: list[int], ids: list[int]) -> float:
+        n = len(absent)
         n_cpu = self.split[n]
         self.n_streamed += n - n_cpu
         self.n_cpu += n_cpu
         self.fetched[il] += n - n_cpu
         if self.cache.n_slots[il]:
-            for expert in cold[: n - n_cpu]:
+            for expert in absent[: n - n_cpu]:
                 self.cache.admit(il, expert, ids)
             room = max(0, MAX_PROMOTED - len(self.promoted))
-            for expert in cold[n - n_cpu :][:room]:
-                if self.cache.reserve(il, expert, ids) is not None:
+            for expert in absent[n - n_cpu :][:room]:
+                if self.cache.reserve_slot(il, expert, ids) is not None:
                     self.promoted.append((il, expert))
                     self.n_promoted += 1
                     self.fetched[il] += 1
@@ -147,20 +149,20 @@ class _Replay:
         for start in range(0, len(ids), PROMPT_ROWS):
             self._begin_step()
             for il in range(ids.shape[1]):
-                self.cache.look_batch(il, ids[start : start + PROMPT_ROWS, il])
+                self.cache.access_batch(il, ids[start : start + PROMPT_ROWS, il])
         if exchange and len(ids):
             for il, n in enumerate(self.cache.n_slots):
                 for expert in self.cache.wanted(il, n):
                     self.cache.admit(il, expert, ())
 
 
-def _landing(cache: ExpertCache, machine: Machine, mode: str) -> frozenset[int]:
+def _fetch_layers(cache: ExpertCache, machine: Machine, mode: str) -> frozenset[int]:
     """Return the layers whose graphs fetch by themselves."""
     n_used, n_expert = cache.n_expert_used, cache.n_expert
     n_slots = usual_slots(cache.n_slots, n_used, n_expert)
     if not machine_fetches(machine, mode, n_used, n_slots, n_expert):
         return frozenset()
-    return frozenset(il for il in range(len(cache.n_slots)) if cache.can_land(il))
+    return frozenset(il for il in range(len(cache.n_slots)) if cache.can_fetch(il))
 
 
 def simulate(

@@ -25,8 +25,8 @@ from ..modelfile import ModelFile, TensorInfo
 from ..weights import place, round_up
 
 PARTS = ("gate", "up", "gate_up", "down")
-# Experts fetched at a time: slots of a spare bank, and blocks of the ring.
-N_SPARE = 16
+# Experts fetched at a time: slots of a staging bank, and blocks of the ring.
+N_STAGING = 16
 # CUDA kernels read matrices in pieces of up to 16 bytes; buffers are aligned to 128.
 _PART_ALIGNMENT = 128
 
@@ -38,7 +38,7 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
 
 
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
-    """Return what layers have in common that can share spare slots: parts, types and shapes."""
+    """Return what layers have in common that can share staging slots: parts, types and shapes."""
     return tuple((part, info.type, info.ne[:2]) for part, info in infos.items())
 
 
@@ -79,8 +79,8 @@ class ExpertStore:
     """Serves one expert's parts as host addresses that the upload stream may read.
 
     pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never; with
-    'auto', layers that cannot be pinned are read from the file instead and `note` says so. The CPU
-    device reads the file where it is mapped, but for 'all'.
+    'auto', layers that cannot be pinned are read from the file instead and `warning` says so. The
+    CPU device reads the file where it is mapped, but for 'all'.
     rows: of each layer that was copied, its experts as F32 [bytes / 4, n_expert], which a device
     can read.
     """
@@ -94,14 +94,14 @@ class ExpertStore:
         self._base: dict[int, Any] = {}
         self._ring: list[HostBuffer] = []
         self._turn = 0
-        self.note = ""
+        self.warning = ""
         self.rows: dict[int, Tensor] = {}
         self._context = Context(len(self._infos) + 1)
         if pin == "all" or (pin == "auto" and not device.is_cpu):
             self._pin_all(pin)
         if any(il not in self._pinned for il in layers):
             size = max(packing.n_bytes for packing in self._packing.values())
-            self._ring = [device.host_buffer(size) for _ in range(N_SPARE)]
+            self._ring = [device.host_buffer(size) for _ in range(N_STAGING)]
 
     @property
     def layers(self) -> list[int]:
@@ -146,7 +146,7 @@ class ExpertStore:
             except NativeError as error:
                 if pin == "all":
                     raise
-                self.note = f"{error}; layers from {il} on are read from the file"
+                self.warning = f"{error}; layers from {il} on are read from the file"
                 return
             self._pinned[il], self._base[il] = block, block.address()
             self.rows[il] = self._packing[il].rows(self._context, n_expert)
@@ -168,14 +168,14 @@ class ExpertStore:
     def source(self, il: int, expert: int) -> Any:
         """Return the address of a packed expert.
 
-        An address in the ring is overwritten after N_SPARE more experts: with `uses_ring`, wait for
-        the copies of one batch before asking for the next.
+        An address in the ring is overwritten after N_STAGING more experts: with `uses_ring`, wait
+        for the copies of one batch before asking for the next.
         """
         base = self._base.get(il)
         if base is not None:
             return base + expert * self._packing[il].stride
         block = self._ring[self._turn]
-        self._turn = (self._turn + 1) % N_SPARE
+        self._turn = (self._turn + 1) % N_STAGING
         self._read(il, self._infos[il], expert, block.array)
         return block.address()
 

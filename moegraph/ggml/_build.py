@@ -21,10 +21,10 @@ DECLARATIONS = (
     "ggml-backend.h",
     "shim.h",
     "sigbus.h",
-    "cold_ffn.h",
+    "cpu_ffn.h",
 )
 
-SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cold_ffn.h"\n'
+SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n'
 
 
 def declarations(folder: Path = HERE / "decl") -> str:

@@ -219,7 +219,7 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
     ggml_backend_tensor_copy_async(backend, backend, &tensors[0], &tensors[1]);
 }
 
-enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
     ggml_backend_tensor_set_async(compute, slots, numbers, 0, size);

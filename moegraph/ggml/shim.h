@@ -59,7 +59,7 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
 // Run `graph` on the compute stream once everything enqueued on the upload stream so far has arrived. Its slot numbers
 // go to the device on the compute stream first; they stay as they are until that has run. ev_free, if given, is recorded
 // behind the graph.
-enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
 

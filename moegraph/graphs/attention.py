@@ -23,24 +23,24 @@ def build_attention(
     cur: Tensor,
     il: int,
 ) -> Tensor:
-    """Append one full-attention mixer: F32 [n_embd, n_rows] in and out.
+    """Append one full-attention mixer: F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn.
     """
-    d, n_head, n_head_kv, n_rows = hp.n_embd_head_k, hp.n_head, hp.n_head_kv, shape.n_rows
+    d, n_head, n_head_kv, n_tokens = hp.n_embd_head_k, hp.n_head, hp.n_head_kv, shape.n_tokens
 
     q_full, k, v = project(b, w, ("attn_q.weight", "attn_k.weight", "attn_v.weight"), cur)
     q_full = b.name(q_full, "Qcur_full", il)
 
     # each head's row holds d query elements and then d gate elements
     strides = (8 * d, 8 * d * n_head)
-    q = b.view(q_full, (d, n_head, n_rows), strides)
+    q = b.view(q_full, (d, n_head, n_tokens), strides)
     q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
-    k = b.reshape(k, d, n_head_kv, n_rows)
+    k = b.reshape(k, d, n_head_kv, n_tokens)
     k = b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
-    gate = b.view(q_full, (d, n_head, n_rows), strides, 4 * d)
-    gate = b.name(b.cont(gate, d * n_head, n_rows), "gate_reshaped", il)
-    v = b.name(b.reshape(v, d, n_head_kv, n_rows), "Vcur", il)
+    gate = b.view(q_full, (d, n_head, n_tokens), strides, 4 * d)
+    gate = b.name(b.cont(gate, d * n_head, n_tokens), "gate_reshaped", il)
+    v = b.name(b.reshape(v, d, n_head_kv, n_tokens), "Vcur", il)
 
     q = b.name(b.rope(q, inp.pos, hp), "Qcur", il)
     k = b.name(b.rope(k, inp.pos, hp), "Kcur", il)
@@ -61,7 +61,7 @@ def _attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     il: int,
 ) -> Tensor:
-    """Store K and V, attend, and return F32 [head_dim * n_head, n_rows]."""
+    """Store K and V, attend, and return F32 [head_dim * n_head, n_tokens]."""
     q, k, v = qkv
     if state.rot_k is not None:
         q = b.mul_mat_hadamard(state.rot_k, q)
@@ -74,8 +74,8 @@ def _attend(
     b.expand(b.set_rows(state.k[il], _merge_heads(b, k), inp.kv_idx))
     b.expand(b.set_rows(state.v[il], _merge_heads(b, v), inp.kv_idx))
 
-    d, n_head, n_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_tokens, shape.n_seqs
-    q = b.view(q, (d, n_head, n_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_tokens))
+    d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
+    q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
     out = b.flash_attn(
         b.permute(q, 0, 2, 1, 3),
         b.permute(_cached(b, hp, state, shape, state.k[il]), 0, 2, 1, 3),
@@ -83,12 +83,14 @@ def _attend(
         inp.kq_mask,
         1.0 / math.sqrt(d),
     )
-    out = b.expand(b.reshape(out, d * n_head, n_tokens * n_seqs))
+    out = b.expand(b.reshape(out, d * n_head, n_seq_tokens * n_seqs))
     return out if state.rot_v is None else b.mul_mat_hadamard(state.rot_v, out)
 
 
 def _merge_heads(b: Builder, t: Tensor) -> Tensor:
-    """View [d, n_head_kv, n_rows] as [d * n_head_kv, n_rows]; a view, because only that fuses."""
+    """View [d, n_head_kv, n_tokens] as [d * n_head_kv, n_tokens]; a view, because only that
+    fuses.
+    """
     return b.view(t, (t.ne[0] * t.ne[1], t.ne[2]), (t.nb[2],))
 
 

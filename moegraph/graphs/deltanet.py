@@ -31,7 +31,7 @@ class DeltaRows:
 def build_deltanet(
     b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, cur: Tensor, il: int
 ) -> Tensor:
-    """Append one DeltaNet mixer: F32 [n_embd, n_rows] in and out.
+    """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear. The state is read in
     place; upstream gathers it first, which copies it once more.
@@ -47,8 +47,10 @@ def build_deltanet(
 def project_rows(
     b: Builder, hp: HParams, w: LayerWeights, shape: PassShape, cur: Tensor, il: int
 ) -> tuple[DeltaRows, Tensor]:
-    """Project rows F32 [n_embd, n_rows]: what the recurrences read, and z [value_dim, n_rows]."""
-    t, s, n_v = shape.n_tokens, shape.n_seqs, hp.n_v_heads
+    """Project rows F32 [n_embd, n_tokens]: what the recurrences read, and z [value_dim,
+    n_tokens].
+    """
+    t, s, n_v = shape.n_seq_tokens, shape.n_seqs, hp.n_v_heads
 
     qkv, z, beta, alpha = project(b, w, _PROJECTIONS, cur)
     qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
@@ -65,8 +67,8 @@ def project_rows(
 def build_output(
     b: Builder, hp: HParams, w: LayerWeights, shape: PassShape, out: Tensor, z: Tensor, il: int
 ) -> Tensor:
-    """Norm, output gate and projection of F32 [head_v_dim, n_v_heads, T, S]: [n_embd, n_rows]."""
-    d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_tokens, shape.n_seqs
+    """Norm, output gate and projection of F32 [head_v_dim, n_v_heads, T, S]: [n_embd, n_tokens]."""
+    d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     out = b.norm(out, w["ssm_norm.weight"], hp.f_norm_rms_eps)
     out = b.mul(out, b.silu(b.reshape(z, d_v, n_v, t, s)))
     out = b.name(b.reshape(out, d_v * n_v, t, s), "final_output", il)
@@ -77,7 +79,7 @@ def build_output(
 def conv_columns(
     b: Builder, hp: HParams, state: State, shape: PassShape, qkv: Tensor, il: int
 ) -> Tensor:
-    """Put the kept columns in front of qkv's: F32 [d_conv - 1 + n_tokens, conv_dim, n_seqs]."""
+    """Put the kept columns in front of qkv's: F32 [d_conv - 1 + n_seq_tokens, conv_dim, n_seqs]."""
     kept, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
     past = b.view(
         state.conv[il], (kept, hp.conv_dim, shape.n_seqs), (4 * kept, row), shape.seq0 * row
@@ -92,7 +94,7 @@ def advance_conv_state(
     kept, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
     both = conv_columns(b, hp, state, shape, qkv, il)
     last = b.view(
-        both, (kept, hp.conv_dim, shape.n_seqs), (both.nb[1], both.nb[2]), 4 * shape.n_tokens
+        both, (kept, hp.conv_dim, shape.n_seqs), (both.nb[1], both.nb[2]), 4 * shape.n_seq_tokens
     )
     slot = b.view(state.conv[il], (kept * hp.conv_dim, shape.n_seqs), (row,), shape.seq0 * row)
     b.expand(b.cpy(last, slot))
@@ -121,8 +123,8 @@ def _split_qkv(
         (hp.head_k_dim, hp.n_k_heads),
         (hp.head_v_dim, hp.n_v_heads),
     ):
-        ne = (d, n, shape.n_tokens, shape.n_seqs)
-        parts.append(b.view(conv, ne, (4 * d, row, row * shape.n_tokens), offset))
+        ne = (d, n, shape.n_seq_tokens, shape.n_seqs)
+        parts.append(b.view(conv, ne, (4 * d, row, row * shape.n_seq_tokens), offset))
         offset += 4 * d * n
     return parts[0], parts[1], parts[2]
 
@@ -147,7 +149,7 @@ def advance_delta_state(
 
     The copy right behind the op, into a plain view, is what CUDA fuses into an in-place update.
     """
-    d, h, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_tokens, shape.n_seqs
+    d, h, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     row = state.ssm[il].nb[1]
     both = b.gated_delta_net(*operands, delta_state(b, hp, state, shape, il))
     out = b.view(both, (d, h, t, s), (4 * d, 4 * d * h, 4 * d * h * t))

@@ -8,12 +8,14 @@ from ..weights import LayerWeights
 
 
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
-    """Look up slot numbers of expert ids in a table [1, n_expert]: I32 [n_expert_used, n_rows]."""
-    k, n_rows = ids.ne[0], ids.ne[1]
-    if n_rows > 1:
+    """Look up slot numbers of expert ids in a table [1, n_expert]: I32 [n_expert_used,
+    n_tokens].
+    """
+    k, n_tokens = ids.ne[0], ids.ne[1]
+    if n_tokens > 1:
         ids = b.cont(ids)  # the first of many in each row
-    slots = b.get_rows(table, b.reshape(ids, k * n_rows))
-    return b.reshape(slots, k, n_rows)
+    slots = b.get_rows(table, b.reshape(ids, k * n_tokens))
+    return b.reshape(slots, k, n_tokens)
 
 
 def build_fetched_slots(
@@ -22,11 +24,11 @@ def build_fetched_slots(
     """Look up slots of a row's ids I32 [n_expert_used, 1], as `build_slots`; fetch what has none.
 
     source: all experts of layer il, packed, F32 [bytes / 4, n_expert], in pinned host memory. What
-    is missing goes to the slots that the layer's landing names. I32 [n_expert_used, 1].
+    is missing goes to the slots that the layer's victim list names. I32 [n_expert_used, 1].
     """
     n = ids.ne[0]
     slots = b.fetch_rows(
-        banks.tables[il], b.reshape(ids, n), banks.landings[il], source, banks.layer(il).rows
+        banks.tables[il], b.reshape(ids, n), banks.victim_lists[il], source, banks.layer(il).rows
     )
     return b.reshape(slots, n, 1)
 
@@ -34,19 +36,19 @@ def build_fetched_slots(
 def build_expert_rows(
     b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, il: int
 ) -> Tensor:
-    """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_rows].
+    """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
 
-    cur F32 [n_embd, n_rows], slots I32 [n_expert_used, n_rows] (a slot < 0 gives a row of zeros),
-    weights F32 [1, n_expert_used, n_rows]. Node order matters: gate, up, activation are one CUDA
-    kernel for few rows.
+    cur F32 [n_embd, n_tokens], slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of
+    zeros), weights F32 [1, n_expert_used, n_tokens]. Node order matters: gate, up, activation are
+    one CUDA kernel for few rows.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
-    n_embd, n_rows, k = cur.ne[0], cur.ne[1], slots.ne[0]
-    cur = b.reshape(cur, n_embd, 1, n_rows)
+    n_embd, n_tokens, k = cur.ne[0], cur.ne[1], slots.ne[0]
+    cur = b.reshape(cur, n_embd, 1, n_tokens)
     if "gate_up" in bank.parts:
         both = b.name(b.mul_mat_id(bank.parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
-        half, strides = (both.ne[0] // 2, k, n_rows), (both.nb[1], both.nb[2])
+        half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])
         gate = b.name(b.view(both, half, strides), "ffn_moe_gate", il)
         up = b.name(b.view(both, half, strides, 2 * both.ne[0]), "ffn_moe_up", il)
     else:
@@ -58,13 +60,13 @@ def build_expert_rows(
 
 
 def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
-    """Append the sum over a token's experts, in routing order: F32 [n_embd, n_rows].
+    """Append the sum over a token's experts, in routing order: F32 [n_embd, n_tokens].
 
     All views first, then the sums: CUDA runs the product with the weights and this as one kernel.
     """
-    n_embd, k, n_rows = rows.ne[0], rows.ne[1], rows.ne[2]
+    n_embd, k, n_tokens = rows.ne[0], rows.ne[1], rows.ne[2]
     parts = [
-        b.expand(b.view(rows, (n_embd, n_rows), (rows.nb[2],), i * rows.nb[1])) for i in range(k)
+        b.expand(b.view(rows, (n_embd, n_tokens), (rows.nb[2],), i * rows.nb[1])) for i in range(k)
     ]
     out = parts[0]
     for part in parts[1:]:
@@ -75,7 +77,7 @@ def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
 
 
 def build_shared_expert(b: Builder, w: LayerWeights, cur: Tensor, il: int) -> Tensor:
-    """Append the shared expert, scaled by its own gate: F32 [n_embd, n_rows] in and out.
+    """Append the shared expert, scaled by its own gate: F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
     """

@@ -25,7 +25,7 @@ class HeadOutputs:
 def build_head(
     b: Builder, weights: Weights, cur: Tensor, out_ids: Tensor, greedy: bool
 ) -> HeadOutputs:
-    """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_rows].
+    """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (everything behind the last layer).
     """

@@ -23,28 +23,29 @@ _ALIGN = 256
 class PassShape:
     """What a graph depends on, apart from the layer.
 
-    n_tokens rows for each of n_seqs neighbouring sequences from seq0, attending to n_kv positions;
-    n_out rows reach the head: 0 for none, n_seqs for the last of each sequence, or all rows.
+    n_seq_tokens rows for each of n_seqs neighbouring sequences from seq0, attending to n_kv
+    positions; n_out rows reach the head: 0 for none, n_seqs for the last of each sequence, or all
+    rows.
     """
 
-    n_tokens: int
+    n_seq_tokens: int
     n_seqs: int
     seq0: int
     n_kv: int
     n_out: int
 
     @property
-    def n_rows(self) -> int:
+    def n_tokens(self) -> int:
         """Rows of the pass."""
-        return self.n_tokens * self.n_seqs
+        return self.n_seq_tokens * self.n_seqs
 
 
 @dataclass(frozen=True)
 class PassInputs:
     """The input tensors of one pass.
 
-    embd F32 [n_embd, n_rows], pos I32 [n_rows], kv_idx I64 [n_rows] (rows of the caches),
-    out_ids I32 [n_out] or None, kq_mask F16 [n_kv, n_tokens, 1, n_seqs].
+    embd F32 [n_embd, n_tokens], pos I32 [n_tokens], kv_idx I64 [n_tokens] (rows of the caches),
+    out_ids I32 [n_out] or None, kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
     """
 
     embd: Tensor
@@ -72,9 +73,9 @@ class InputBlock:
         self.n_bytes = self._size
         self._one: _OneRow | None = None  # while the host block has nothing else
 
-    def _offsets(self, n_rows: int) -> tuple[int, int, int, int, int]:
+    def _offsets(self, n_tokens: int) -> tuple[int, int, int, int, int]:
         # room for all rows in out_ids: graphs that differ in n_out agree on where the mask is
-        sizes = (4 * self._n_embd * n_rows, 4 * n_rows, 8 * n_rows, 4 * n_rows)
+        sizes = (4 * self._n_embd * n_tokens, 4 * n_tokens, 8 * n_tokens, 4 * n_tokens)
         offsets = [0]
         for size in sizes:
             offsets.append(round_up(offsets[-1] + size, _ALIGN))
@@ -82,18 +83,18 @@ class InputBlock:
 
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
         """Make the input tensors of a pass and place them in the block."""
-        at = self._offsets(shape.n_rows)
+        at = self._offsets(shape.n_tokens)
 
         def leaf(dtype: int, ne: tuple[int, ...], name: str, offset: int) -> Tensor:
             tensor = b.leaf(dtype, ne, name)
             place(self._buffer, tensor, offset)
             return tensor
 
-        mask_ne = (shape.n_kv, shape.n_tokens, 1, shape.n_seqs)
+        mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
         return PassInputs(
-            embd=leaf(F32, (self._n_embd, shape.n_rows), "inp_embd", at[0]),
-            pos=leaf(I32, (shape.n_rows,), "inp_pos", at[1]),
-            kv_idx=leaf(I64, (shape.n_rows,), "inp_kv_idx", at[2]),
+            embd=leaf(F32, (self._n_embd, shape.n_tokens), "inp_embd", at[0]),
+            pos=leaf(I32, (shape.n_tokens,), "inp_pos", at[1]),
+            kv_idx=leaf(I64, (shape.n_tokens,), "inp_kv_idx", at[2]),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at[3]) if shape.n_out else None,
             kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at[4]),
         )
@@ -108,12 +109,12 @@ class InputBlock:
     ) -> None:
         """Write the inputs of a pass and enqueue their upload.
 
-        tokens: [n_seqs, n_tokens] (numpy order); pos0: first position of each sequence.
+        tokens: [n_seqs, n_seq_tokens] (numpy order); pos0: first position of each sequence.
         """
         if self._uploaded:
             self._uploaded.wait()  # the last upload may still be reading the host block
-        at = self._offsets(shape.n_rows)
-        if shape.n_rows > 1:
+        at = self._offsets(shape.n_tokens)
+        if shape.n_tokens > 1:
             self._one = None
             self._fill_rows(at, shape, tokens, pos0, embedding, state)
         else:
@@ -121,7 +122,7 @@ class InputBlock:
                 self._one = _OneRow(self._region, at, shape, self._n_embd)
             embedding.rows(tokens.reshape(-1), self._one.embd)
             self._one.move_to(pos0[0], state.n_ctx)
-        self._device.send(self._all, self._host, 0, at[4] + 2 * shape.n_kv * shape.n_rows)
+        self._device.send(self._all, self._host, 0, at[4] + 2 * shape.n_kv * shape.n_tokens)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
@@ -133,19 +134,23 @@ class InputBlock:
         self, at: Sequence[int], shape: PassShape, tokens: npt.NDArray[np.int32],
         pos0: list[int], embedding: TokenEmbedding, state: State,
     ) -> None:  # fmt: skip
-        region, n_rows, n_tokens = self._region, shape.n_rows, shape.n_tokens
-        rows = region(at[0], n_rows * self._n_embd, np.float32).reshape(n_rows, self._n_embd)
+        region, n_tokens, n_seq_tokens = self._region, shape.n_tokens, shape.n_seq_tokens
+        rows = region(at[0], n_tokens * self._n_embd, np.float32).reshape(n_tokens, self._n_embd)
         embedding.rows(tokens.reshape(-1), rows)
-        steps = np.arange(n_tokens)
+        steps = np.arange(n_seq_tokens)
         pos = np.asarray(pos0)[:, None] + steps[None, :]
         seqs = np.arange(shape.seq0, shape.seq0 + shape.n_seqs)[:, None]
-        region(at[1], n_rows, np.int32)[:] = pos.reshape(-1)
-        region(at[2], n_rows, np.int64)[:] = (seqs * state.n_ctx + pos).reshape(-1)
-        if shape.n_out == n_rows:
-            region(at[3], n_rows, np.int32)[:] = np.arange(n_rows)
+        region(at[1], n_tokens, np.int32)[:] = pos.reshape(-1)
+        region(at[2], n_tokens, np.int64)[:] = (seqs * state.n_ctx + pos).reshape(-1)
+        if shape.n_out == n_tokens:
+            region(at[3], n_tokens, np.int32)[:] = np.arange(n_tokens)
         elif shape.n_out:
-            region(at[3], shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n_tokens - 1
-        mask = region(at[4], shape.n_kv * n_rows, np.float16).reshape(-1, n_tokens, shape.n_kv)
+            region(at[3], shape.n_out, np.int32)[:] = (
+                np.arange(1, shape.n_seqs + 1) * n_seq_tokens - 1
+            )
+        mask = region(at[4], shape.n_kv * n_tokens, np.float16).reshape(
+            -1, n_seq_tokens, shape.n_kv
+        )
         _fill_mask(mask, pos0)
 
     def close(self) -> None:
@@ -184,13 +189,15 @@ class _OneRow:
 
 
 def _fill_mask(mask: npt.NDArray[np.float16], pos0: list[int]) -> None:
-    """Let each row see its own position and everything before; mask [n_seqs, n_tokens, n_kv]."""
-    n_tokens = mask.shape[1]
+    """Let each row see its own position and everything before; mask [n_seqs, n_seq_tokens,
+    n_kv].
+    """
+    n_seq_tokens = mask.shape[1]
     for seq, first in enumerate(pos0):
         mask[seq, :, :first] = 0.0
         mask[seq, :, first:] = -np.inf
-        if n_tokens == 1:
+        if n_seq_tokens == 1:
             mask[seq, 0, first] = 0.0
         else:
-            square = mask[seq, :, first : first + n_tokens]
-            square[np.tril_indices(n_tokens)] = 0.0
+            square = mask[seq, :, first : first + n_seq_tokens]
+            square[np.tril_indices(n_seq_tokens)] = 0.0

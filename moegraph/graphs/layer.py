@@ -32,7 +32,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Routed:
-    """What B needs from A: attn_residual, attn_post_norm F32 [n_embd, n_rows], and the routing."""
+    """What B needs from A: attn_residual, attn_post_norm F32 [n_embd, n_tokens], and the
+    routing.
+    """
 
     residual: Tensor
     post_norm: Tensor
@@ -40,7 +42,7 @@ class Routed:
 
 
 def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_rows]; il == n_layer: of the head's."""
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; il == n_layer: of the head's."""
     if il == m.hp.n_layer:
         norm = b.name(b.norm(x, m.weights.output_norm, m.hp.f_norm_rms_eps), "h_nextn")
     else:
@@ -49,7 +51,7 @@ def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
     return b.expand(norm)
 
 
-def build_a(
+def build_mixer_router(
     b: Builder,
     m: Model,
     inp: PassInputs,
@@ -57,11 +59,12 @@ def build_a(
     x: Tensor,
     cur: Tensor,
     il: int,
-    foresee: Callable[[Tensor], None] | None = None,
+    predict: Callable[[Tensor], None] | None = None,
 ) -> Routed:
     """Append mixer, residual, norm and router for the layer input x and its attn_norm, cur.
 
-    Both F32 [n_embd, n_rows]. foresee: called with post_norm to append what runs beside the router.
+    Both F32 [n_embd, n_tokens]. predict: called with post_norm to append what runs beside the
+    router.
     """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
     if m.hp.is_recurrent(il):
@@ -71,12 +74,12 @@ def build_a(
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)
-    if foresee:
-        foresee(post_norm)
+    if predict:
+        predict(post_norm)
     return Routed(residual, post_norm, build_router(b, m.hp, w, post_norm, il))
 
 
-def build_b(
+def build_moe(
     b: Builder,
     m: Model,
     residual: Tensor,
@@ -85,7 +88,7 @@ def build_b(
     weights: Tensor,
     il: int,
 ) -> Tensor:
-    """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_rows]."""
+    """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_tokens]."""
     bank, moe = m.banks.layer(il), None
     if bank.n_slots:
         rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
@@ -96,7 +99,7 @@ def build_b(
 def build_layer_end(
     b: Builder, m: Model, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
 ) -> Tensor:
-    """Append shared expert and residual to the routed experts' sum [n_embd, n_rows], if any."""
+    """Append shared expert and residual to the routed experts' sum [n_embd, n_tokens], if any."""
     out = build_shared_expert(b, m.weights.layer(il), post_norm, il)
     if moe is not None:
         out = b.name(b.add(moe, out), "ffn_out", il)

@@ -9,7 +9,8 @@ from ..weights import LayerWeights
 
 
 def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> list[Tensor]:
-    """Multiply rows F32 [n_embd, n_rows] by each named matrix; F32 [rows of the matrix, n_rows].
+    """Multiply rows F32 [n_embd, n_tokens] by each named matrix; F32 [rows of the matrix,
+    n_tokens].
 
     For a single row, matrices that lie behind one another in memory are one product and its results
     are views of it; each element is the same dot product either way. For more rows such views would

@@ -16,8 +16,8 @@ _MIN_SUM = 6.103515625e-5
 class Routing:
     """A router's choice.
 
-    argsort I32 [n_expert, n_rows]: all experts, best first; topk I32 [n_expert_used, n_rows]: a
-    view of its first rows; weights F32 [1, n_expert_used, n_rows]: normalised to sum 1.
+    argsort I32 [n_expert, n_tokens]: all experts, best first; topk I32 [n_expert_used, n_tokens]: a
+    view of its first rows; weights F32 [1, n_expert_used, n_tokens]: normalised to sum 1.
     weights_data: the node whose memory holds the weights.
     """
 
@@ -27,33 +27,33 @@ class Routing:
     weights_data: Tensor
 
 
-def build_guess(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
-    """Append what a layer would choose for rows of another layer [n_embd, n_rows], best first.
+def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
+    """Append what a layer would choose for rows of another layer [n_embd, n_tokens], best first.
 
-    I32 [n_expert_used, n_rows], not normalised to anything: only the order counts.
+    I32 [n_expert_used, n_tokens], not normalised to anything: only the order counts.
     """
     return b.argsort_top_k(b.mul_mat(w["ffn_gate_inp.weight"], cur), hp.n_expert_used)
 
 
 def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int) -> Routing:
-    """Append softmax, top-k and normalisation for rows F32 [n_embd, n_rows].
+    """Append softmax, top-k and normalisation for rows F32 [n_embd, n_tokens].
 
     The order of nodes is the one that CUDA runs as one kernel (soft_max to the last reshape).
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
-    n_expert, k, n_rows = hp.n_expert, hp.n_expert_used, cur.ne[1]
+    n_expert, k, n_tokens = hp.n_expert, hp.n_expert_used, cur.ne[1]
     logits = b.name(b.mul_mat(w["ffn_gate_inp.weight"], cur), "ffn_moe_logits", il)
     probs = b.name(b.soft_max(logits), "ffn_moe_probs", il)
     topk = b.argsort_top_k(probs, k)
     argsort = b.name(topk.src[0], "ffn_moe_argsort", il)
     topk = b.name(topk, "ffn_moe_topk", il)
 
-    weights = b.get_rows(b.reshape(probs, 1, n_expert, n_rows), topk)
-    weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_rows)
+    weights = b.get_rows(b.reshape(probs, 1, n_expert, n_tokens), topk)
+    weights = b.reshape(b.name(weights, "ffn_moe_weights", il), k, n_tokens)
     total = b.name(b.sum_rows(weights), "ffn_moe_weights_sum", il)
     total = b.name(b.clamp(total, _MIN_SUM, float("inf")), "ffn_moe_weights_sum_clamped", il)
     data = weights = b.name(b.div(weights, total), "ffn_moe_weights_norm", il)
-    weights = b.reshape(weights, 1, k, n_rows)
+    weights = b.reshape(weights, 1, k, n_tokens)
     b.expand(weights)
     return Routing(argsort, topk, weights, data)

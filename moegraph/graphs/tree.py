@@ -30,7 +30,7 @@ from .inputs import PassShape
 
 
 def check_parents(parents: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Return parents of rows [n_seqs, n_tokens] (numpy order) as int32: -1, or an earlier row.
+    """Return parents of rows [n_seqs, n_seq_tokens] (numpy order) as int32: -1, or an earlier row.
 
     Raises:
         InternalError: too many rows, or a parent that is neither.
@@ -54,9 +54,9 @@ def build_tree_deltanet(
     b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, parents: Tensor,
     cur: Tensor, il: int,
 ) -> tuple[Tensor, DeltaRows]:  # fmt: skip
-    """Append one DeltaNet mixer over trees of rows: F32 [n_embd, n_rows] in and out.
+    """Append one DeltaNet mixer over trees of rows: F32 [n_embd, n_tokens] in and out.
 
-    parents: I32 [n_tokens, n_seqs], see check_parents. Each row continues its parent, or the
+    parents: I32 [n_seq_tokens, n_seqs], see check_parents. Each row continues its parent, or the
     states, which stay as they are. The second result is what build_commit needs; the caller gives
     these nodes memory that no other node of this graph uses.
     """
@@ -66,7 +66,7 @@ def build_tree_deltanet(
     q, k, v = delta_operands(b, hp, shape, conv, il)
     before = delta_state(b, hp, state, shape, il)
     out = b.gated_delta_net(q, k, v, rows.gate, rows.beta, before, parents)
-    out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, shape.n_tokens, shape.n_seqs)
+    out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs)
     return build_output(b, hp, w, shape, b.name(out, "attn_output", il), z, il), rows
 
 
@@ -82,10 +82,10 @@ def build_commit(
     """
 
     def along(a: Tensor, n: int) -> Tensor:
-        return b.get_rows(b.reshape(a, n, shape.n_tokens, shape.n_seqs), path)
+        return b.get_rows(b.reshape(a, n, shape.n_seq_tokens, shape.n_seqs), path)
 
     n_v, n = hp.n_v_heads, path.ne[0]
-    accepted = replace(shape, n_tokens=n)
+    accepted = replace(shape, n_seq_tokens=n)
     columns = advance_conv_state(b, hp, state, accepted, along(rows.qkv, hp.conv_dim), il)
     conv = b.ssm_conv(columns, w["ssm_conv1d.weight"])
     _, k, v = delta_operands(b, hp, accepted, conv, il)

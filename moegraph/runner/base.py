@@ -26,7 +26,7 @@ _ALIGN = 64
 class Batch:
     """One pass.
 
-    tokens: I32, numpy shape [n_seqs, n_tokens]; rows of neighbouring sequences from seq0, each
+    tokens: I32, numpy shape [n_seqs, n_seq_tokens]; rows of neighbouring sequences from seq0, each
         starting where its sequence ends.
     all_rows: logits of every row, else of the last row of each sequence.
     greedy: the device's argmax instead of logits.
@@ -86,25 +86,25 @@ class Runner(ABC):
         Raises:
             Cancelled: asked for between two graphs; the sequences must then be reset.
         """
-        state, (n_seqs, n_tokens) = self.model.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
         seqs = range(batch.seq0, batch.seq0 + n_seqs)
         pos0 = [state.n_past[seq] for seq in seqs]
         shape = PassShape(
-            n_tokens=n_tokens,
+            n_seq_tokens=n_seq_tokens,
             n_seqs=n_seqs,
             seq0=batch.seq0,
-            n_kv=state.n_kv(max(pos0) + n_tokens),
-            n_out=n_seqs * n_tokens if batch.all_rows else n_seqs,
+            n_kv=state.n_kv(max(pos0) + n_seq_tokens),
+            n_out=n_seqs * n_seq_tokens if batch.all_rows else n_seqs,
         )
         self._grow_results(shape, batch.greedy)
         # graphs first: building one may need the device, and the upload must not be lost to it
         self._prepare(shape, batch.greedy)
         self._inputs.fill(shape, batch.tokens, pos0, self.model.weights.embedding, state)
         for seq in seqs:
-            state.n_written[seq] = max(state.n_written[seq], state.n_past[seq] + n_tokens)
+            state.n_written[seq] = max(state.n_written[seq], state.n_past[seq] + n_seq_tokens)
         self._launch(shape, batch.greedy, cancelled)
         for seq in seqs:
-            state.n_past[seq] += n_tokens
+            state.n_past[seq] += n_seq_tokens
         self._pending = (shape, batch.greedy)
 
     def collect(self) -> Output:
@@ -155,7 +155,7 @@ class Runner(ABC):
         )
 
     @abstractmethod
-    def reserve(self) -> None:
+    def reserve_graphs(self) -> None:
         """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
 
     @abstractmethod

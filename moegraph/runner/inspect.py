@@ -32,10 +32,10 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
         raise ConfigError(
             "looking inside a pass needs every expert on the device; drop --cache-slots and --vram"
         )
-    state, (n_seqs, n_tokens) = model.state, batch.tokens.shape
+    state, (n_seqs, n_seq_tokens) = model.state, batch.tokens.shape
     pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
-    n_kv = state.n_kv(max(pos0) + n_tokens)
-    at = PassShape(n_tokens, n_seqs, batch.seq0, n_kv, batch.tokens.size)
+    n_kv = state.n_kv(max(pos0) + n_seq_tokens)
+    at = PassShape(n_seq_tokens, n_seqs, batch.seq0, n_kv, batch.tokens.size)
     n_nodes = n_nodes_whole(model)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
@@ -50,7 +50,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
             for seq in range(batch.seq0, batch.seq0 + n_seqs):
-                state.n_past[seq] += n_tokens
+                state.n_past[seq] += n_seq_tokens
                 state.n_written[seq] = max(state.n_written[seq], state.n_past[seq])
             return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
 

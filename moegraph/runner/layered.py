@@ -44,9 +44,9 @@ from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..state import KV_PAD
 from .base import Output, Runner
-from .choices import Awaited, Choices
-from .misses import ADMIT_ROWS, Manner, MissHandler
-from .pieces import Pieces
+from .readback import HostIds, RoutingReadback
+from .misses import ADMIT_ROWS, MissMode, MissHandler
+from .layer_graphs import LayerGraphs
 from .replay import Replay
 
 # Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
@@ -57,29 +57,29 @@ MERGED, MERGED_LATER = 4, 64
 
 
 @dataclass(frozen=True)
-class _Segment:
+class _LaunchStep:
     """Consecutive layers in one graph.
 
-    ids: where the host finds the choice of each: (il, I32 [n_rows * n_expert_used]). fetching: the
-    layers that fetch by themselves; lacking: the last layer, if it may lack experts; guess: where a
-    guess about it arrives, I32 [n_expert_used]; c: the graphs that add what it lacks, each C and E
-    by the name that `MissHandler.resolve` knows; d: D.
+    ids: where the host finds the choice of each: (il, I32 [n_tokens * n_expert_used]).
+    fetch_layers: the layers that fetch by themselves; lacking: the last layer, if it may lack
+    experts; guess: where a guess about it arrives, I32 [n_expert_used]; c: the graphs that add what
+    it lacks, each C and E by the name that `MissHandler.resolve` knows; d: D.
     """
 
     graph: BuiltGraph
-    ids: list[tuple[int, Awaited]]
-    fetching: frozenset[int] = frozenset()
+    ids: list[tuple[int, HostIds]]
+    fetch_layers: frozenset[int] = frozenset()
     lacking: int | None = None
-    guess: Awaited | None = None
-    c: dict[str, BuiltGraph] = field(default_factory=dict)
-    d: BuiltGraph | None = None
+    prediction: HostIds | None = None
+    add: dict[str, BuiltGraph] = field(default_factory=dict)
+    sum_rows: BuiltGraph | None = None
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LaunchPlan:
     """All launches of one pass: the layers', then the head's."""
 
-    segments: list[_Segment]
+    steps: list[_LaunchStep]
     head: BuiltGraph
     generation: int
 
@@ -92,7 +92,7 @@ class LayeredRunner(Runner):
     replay: recorded routing for single-row passes, or None.
     phases: host seconds so far: launching graphs, waiting for the router's ids, and looking at them
         (fetching and computing what is missing included).
-    observers: called with (il, ids I32 [n_rows * n_expert_used]) for every layer of every pass.
+    observers: called with (il, ids I32 [n_tokens * n_expert_used]) for every layer of every pass.
     """
 
     mode = "layered"
@@ -114,107 +114,122 @@ class LayeredRunner(Runner):
             if misses
             else ExpertCache(hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used)
         )
-        self.phases = dict.fromkeys(("launch", "wait", "look"), 0.0)
+        self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         # nodes of an A and of a B, C or D, at most
         self._n_nodes_a, self._n_nodes_b = 160, 48 + 3 * hp.n_expert_used
         self._sums_last = device.is_cpu and misses is not None
-        self._choices = Choices(device, hp.n_layer, hp.n_expert_used, max_rows)
-        self._pieces = Pieces(
+        self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
+        self._layer_graphs = LayerGraphs(
             device,
             model,
             self._inputs,
             replay,
             max_rows,
             self._sums_last,
-            self._choices,
+            self._readback,
             misses,
         )
-        self._plans: OrderedDict[tuple[PassShape, bool, Manner], _Plan] = OrderedDict()
-        self._fetched: set[int] = set()  # layers under way whose landings the cache does not know
+        self._plans: OrderedDict[tuple[PassShape, bool, MissMode], _LaunchPlan] = OrderedDict()
+        self._uncommitted: set[int] = (
+            set()
+        )  # layers under way whose landings the cache does not know
 
     @property
     def compute_bytes(self) -> int:
         """Device bytes for inputs, intermediates and what passes between graphs."""
-        return super().compute_bytes + self._pieces.carried.buffer.size
+        return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
-    def _plan(self, shape: PassShape, greedy: bool) -> _Plan:
+    def _plan(self, shape: PassShape, greedy: bool) -> _LaunchPlan:
         """Return the launches of a pass; no graph moved while the others were built."""
-        manner = self.misses.manner if self.misses and shape.n_rows == 1 else Manner()
-        self._pieces.manner = manner
-        key = (shape, greedy, manner)
+        miss_mode = self.misses.miss_mode if self.misses and shape.n_tokens == 1 else MissMode()
+        self._layer_graphs.miss_mode = miss_mode
+        key = (shape, greedy, miss_mode)
         plan = self._plans.get(key)
         if plan and plan.generation != self.graphs.generation:
             self._plans.clear()  # the others are as old
         while plan is None or plan.generation != self.graphs.generation:
             generation = self.graphs.generation
-            plan = self._plans[key] = _Plan(
-                self._segments(shape), self._head(shape, greedy), generation
+            plan = self._plans[key] = _LaunchPlan(
+                self._steps(shape), self._head(shape, greedy), generation
             )
         self._plans.move_to_end(key)
         while len(self._plans) > _MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 
-    def _segments(self, shape: PassShape) -> list[_Segment]:
+    def _steps(self, shape: PassShape) -> list[_LaunchStep]:
         """Return the graphs of a pass's layers in order, each built at first use."""
-        segments: list[_Segment] = []
+        steps: list[_LaunchStep] = []
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
             end = il + 1
-            n_merged = MERGED if il == 0 or shape.n_rows > ADMIT_ROWS else MERGED_LATER
+            n_merged = MERGED if il == 0 or shape.n_tokens > ADMIT_ROWS else MERGED_LATER
             while end < min(il + n_merged, n_layer):
-                if self._pieces.may_lack(end - 1, shape.n_rows):
+                if self._layer_graphs.may_lack(end - 1, shape.n_tokens):
                     break
                 end += 1
-            segments.append(self._segment(shape, range(il, end)))
+            steps.append(self._step(shape, range(il, end)))
             il = end
-        return segments
+        return steps
 
-    def _segment(self, shape: PassShape, layers: range) -> _Segment:
+    def _step(self, shape: PassShape, layers: range) -> _LaunchStep:
         """Return the graph of these layers, with what completes the last one if that lacks any."""
-        get, pieces, size, n_rows = self.graphs.get, self._pieces, self._n_nodes_b, shape.n_rows
+        get, graphs, size, n_tokens = (
+            self.graphs.get,
+            self._layer_graphs,
+            self._n_nodes_b,
+            shape.n_tokens,
+        )
         # DeltaNet layers do not see the KV length, so one graph serves for ever
         blind = all(self.model.hp.is_recurrent(il) for il in layers)
         seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
-        foresees = any(pieces.is_foreseen(il + 1, n_rows) for il in layers)
-        fetching = frozenset(il for il in layers if pieces.fetches(il, n_rows))
+        predicts = any(graphs.is_predicted(il + 1, n_tokens) for il in layers)
+        fetch_layers = frozenset(il for il in layers if graphs.fetches(il, n_tokens))
         graph = get(
-            ("layers", layers, seen, foresees, fetching),
+            ("layers", layers, seen, predicts, fetch_layers),
             len(layers) * (self._n_nodes_a + size),
-            lambda b: pieces.layers(b, seen, layers),
+            lambda b: graphs.layers(b, seen, layers),
         )
-        ids = [(il, self._choices.of(il, n_rows)) for il in layers]
+        ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
         il = layers[-1]
-        if not pieces.may_lack(il, n_rows):
-            return _Segment(graph, ids, fetching)
-        c = {
-            name: get(("C", il, name, n_rows), size, lambda b, k=bank: pieces.c(b, n_rows, il, k))
-            for name, bank in self._banks_for_misses(il, n_rows).items()
+        if not graphs.may_lack(il, n_tokens):
+            return _LaunchStep(graph, ids, fetch_layers)
+        add = {
+            name: get(
+                ("add_uploaded", il, name, n_tokens),
+                size,
+                lambda b, k=bank: graphs.add_uploaded(b, n_tokens, il, k),
+            )
+            for name, bank in self._banks_for_misses(il, n_tokens).items()
         }
-        if self.misses and self.misses.cold and n_rows <= ADMIT_ROWS:
-            c["cpu"] = get(("E", il, n_rows), 16, lambda b: pieces.e(b, n_rows, il))
-        d = None
+        if self.misses and self.misses.cpu_experts and n_tokens <= ADMIT_ROWS:
+            add["cpu"] = get(
+                ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
+            )
+        sum_rows = None
         if self._sums_last:
-            d = get(("D", il, n_rows), size, lambda b: pieces.d(b, n_rows, il))
-        guess = self._choices.guess_of(il) if pieces.is_foreseen(il, n_rows) else None
-        return _Segment(graph, ids, fetching, il, guess, c, d)
+            sum_rows = get(
+                ("sum_rows", il, n_tokens), size, lambda b: graphs.sum_rows(b, n_tokens, il)
+            )
+        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il, n_tokens) else None
+        return _LaunchStep(graph, ids, fetch_layers, il, prediction, add, sum_rows)
 
     def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
-            ("head", shape.n_rows, shape.n_out, greedy),
+            ("head", shape.n_tokens, shape.n_out, greedy),
             64,
-            lambda b: self._pieces.head(b, shape, greedy),
+            lambda b: self._layer_graphs.head(b, shape, greedy),
         )
 
-    def _banks_for_misses(self, il: int, n_rows: int) -> dict[str, Bank]:
+    def _banks_for_misses(self, il: int, n_tokens: int) -> dict[str, Bank]:
         banks = self.model.banks
-        found = {f"spare{turn}": banks.spare(il, turn) for turn in range(2)}
-        if n_rows <= ADMIT_ROWS and banks.n_slots[il]:
+        found = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
+        if n_tokens <= ADMIT_ROWS and banks.n_slots[il]:
             found["own"] = banks.layer(il)
         return found
 
-    def reserve(self) -> None:
+    def reserve_graphs(self) -> None:
         """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
         state = self.model.state
         self._plan(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
@@ -228,43 +243,43 @@ class LayeredRunner(Runner):
         except BaseException:
             self.device.synchronize()
             if self.misses:
-                self.misses.lose(self._fetched)
-            self._fetched.clear()
-            self._choices.forget(self.n_ubatch * self.model.state.n_seq)
+                self.misses.rollback(self._uncommitted)
+            self._uncommitted.clear()
+            self._readback.reset(self.n_ubatch * self.model.state.n_seq)
             raise
 
     def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         start = time.perf_counter()
         if self.misses:
-            self.misses.begin_step(shape.n_rows)
+            self.misses.begin_pass(shape.n_tokens)
         else:
-            self.cache.begin_step()
+            self.cache.begin_pass()
         unseen = None
-        for segment in self._current.segments:
+        for step in self._current.steps:
             if cancelled():
                 raise Cancelled("cancelled")
-            self._fetched |= segment.fetching
-            status = C.mg_launch(self.device.compute.ptr, segment.graph.graph, ffi.NULL, 0)
+            self._uncommitted |= step.fetch_layers
+            status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
             if status:
-                names = ", ".join(str(il) for il, _ in segment.ids)
+                names = ", ".join(str(il) for il, _ in step.ids)
                 self.device.check(status, f"layer {names}")
-            start = self._note("launch", start)
+            start = self._add_phase("launch", start)
             if unseen:
-                start = self._look(unseen, shape.n_rows, start)
-            unseen = segment
-            if segment.lacking is not None:
-                start = self._look(segment, shape.n_rows, start)
+                start = self._read_routing(unseen, shape.n_tokens, start)
+            unseen = step
+            if step.lacking is not None:
+                start = self._read_routing(step, shape.n_tokens, start)
                 unseen = None
         head = self._current.head
         reads = self._result_reads(shape, head.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
-        start = self._note("launch", start)
+        start = self._add_phase("launch", start)
         if unseen:
-            self._look(unseen, shape.n_rows, start)
+            self._read_routing(unseen, shape.n_tokens, start)
         # what the next pass needs, while the device computes the head
-        self._choices.forget(shape.n_rows)
-        if self.replay and shape.n_rows == 1:
+        self._readback.reset(shape.n_tokens)
+        if self.replay and shape.n_tokens == 1:
             self.replay.advance()
         if self.misses:
             self.misses.end_launch()
@@ -275,50 +290,50 @@ class LayeredRunner(Runner):
             self.misses.clock.back()
         output = super().collect()
         if self.misses:
-            self.misses.end_step()
+            self.misses.end_pass()
         return output
 
-    def _note(self, phase: str, start: float) -> float:
+    def _add_phase(self, phase: str, start: float) -> float:
         """Add the time since start to a phase; return now."""
         now = time.perf_counter()
         self.phases[phase] += now - start
         return now
 
-    def _look(self, segment: _Segment, n_rows: int, start: float) -> float:
+    def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
         """Read what a segment's layers chose, and have what the last one lacks computed."""
-        for il, awaited in segment.ids:
-            if il == segment.lacking and segment.guess is not None:
-                self._choices.wait(segment.guess)
-                start = self._note("wait", start)
-                self.misses.foresee(il, segment.guess.ids.tolist())
-                start = self._note("look", start)
-            self._choices.wait(awaited)
-            start = self._note("wait", start)
-            ids = awaited.ids
-            if n_rows <= ADMIT_ROWS:
+        for il, host_ids in step.ids:
+            if il == step.lacking and step.prediction is not None:
+                self._readback.wait(step.prediction)
+                start = self._add_phase("wait", start)
+                self.misses.prefetch(il, step.prediction.ids.tolist())
+                start = self._add_phase("resolve", start)
+            self._readback.wait(host_ids)
+            start = self._add_phase("wait", start)
+            ids = host_ids.ids
+            if n_tokens <= ADMIT_ROWS:
                 chosen = ids.tolist()
-                missing = self.cache.look(il, chosen)
+                missing = self.cache.access(il, chosen)
             else:
-                missing = self.cache.look_batch(il, ids)
-            if il in segment.fetching:
-                self.misses.land(il, missing, chosen)
-                self._fetched.discard(il)
-            if il == segment.lacking:
-                self._complete(segment, missing, ids, n_rows)
+                missing = self.cache.access_batch(il, ids)
+            if il in step.fetch_layers:
+                self.misses.commit_fetched(il, missing, chosen)
+                self._uncommitted.discard(il)
+            if il == step.lacking:
+                self._complete(step, missing, ids, n_tokens)
             for observer in self.observers:
                 observer(il, ids)
-            start = self._note("look", start)
+            start = self._add_phase("resolve", start)
         return start
 
     def _complete(
-        self, segment: _Segment, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int
+        self, step: _LaunchStep, missing: list[int], ids: npt.NDArray[np.int32], n_tokens: int
     ) -> None:
         """Add the missing experts to what B left."""
-        il = segment.lacking
+        il = step.lacking
         if missing and self.misses:
-            self.misses.resolve(il, missing, ids, n_rows, segment.c)
-        if segment.d:
-            status = C.mg_launch(self.device.compute.ptr, segment.d.graph, ffi.NULL, 0)
+            self.misses.resolve(il, missing, ids, n_tokens, step.add)
+        if step.sum_rows:
+            status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
             if status:
                 self.device.check(status, f"layer {il}")
 
@@ -330,5 +345,5 @@ class LayeredRunner(Runner):
         for part in (self.misses, self.replay):
             if part:
                 part.close()
-        self._pieces.close()
-        self._choices.close()
+        self._layer_graphs.close()
+        self._readback.close()

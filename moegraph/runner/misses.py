@@ -2,8 +2,8 @@
 
 For a row of its own, the graph of a layer can fetch them by itself: where experts are in pinned
 memory, the look-up of slots copies what is missing into slots that the host picked before the pass
-(`landing`), and B computes everything. The host learns of it with the ids, has nothing to do in a
-hurry, and picks the next ones (`land`).
+(`plan_victims`), and B computes everything. The host learns of it with the ids, has nothing to do
+in a hurry, and picks the next ones (`commit_fetched`).
 
 Otherwise B of the layer is running meanwhile and left those experts out. They are fetched from host
 memory on the upload stream and computed by a small graph C, which adds them:
@@ -14,19 +14,19 @@ memory on the upload stream and computed by a small graph C, which adds them:
 
 An expert goes into a slot of its layer when the cache gives it one; its victim is no expert of this
 pass, and every earlier pass that read the slot has finished, because the host has seen this layer's
-ids. Otherwise it goes, with up to N_SPARE others at a time, into one of two spare banks, which take
-turns: an upload waits for the event behind the last C that read its bank. C is told the slots
+ids. Otherwise it goes, with up to N_STAGING others at a time, into one of two staging banks, which
+take turns: an upload waits for the event behind the last C that read its bank. C is told the slots
 directly: their host copy is rewritten only when the ids of a later layer have been seen, by when it
 was read. The tables on the device follow when the next pass begins.
 
 Experts that the next layer will probably choose may be on their way already, to a bank of their own
-(experts/lookahead.py). If it does choose them, they are copied on the device instead of fetched.
+(experts/prefetch.py). If it does choose them, they are copied on the device instead of fetched.
 
-What the CPU computes instead (cold.py) may be worth a slot too: it goes up on the same stream
-behind everything else, and its table entry changes when the next pass begins.
+What the CPU computes instead (cpu_experts.py) may be worth a slot too: it goes up on the same
+stream behind everything else, and its table entry changes when the next pass begins.
 
 All of that has to pay. While the guard (experts/guard.py) has it bypassed, slots stay as they are,
-and missing experts are computed on the CPU or pass through the spare banks.
+and missing experts are computed on the CPU or pass through the staging banks.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses, usual_slots
 from ..experts.guard import CacheGuard, Counters, PassClock
-from ..experts.lookahead import MAX_GUESSES, LookAhead
-from ..experts.store import N_SPARE, ExpertStore
+from ..experts.prefetch import MAX_PREFETCH, PrefetchController
+from ..experts.store import N_STAGING, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import MAX_FETCH_IDS, Tensor
 from ..graphs.cache import BuiltGraph
-from .cold import ColdMemory
+from .cpu_experts import CpuExperts
 from .tables import HostRows, SlotTables
 
-# From more rows on, experts pass through the spare banks: a prompt would flush the cache of a
+# From more rows on, experts pass through the staging banks: a prompt would flush the cache of a
 # layer.
 ADMIT_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Manner:
+class MissMode:
     """How the graphs of passes of one row deal with experts that are not there.
 
-    fetching: layers that fetch them by themselves. looks_ahead: whether graphs guess what others
+    fetch_layers: layers that fetch them by themselves. prefetch: whether graphs guess what others
     will choose, for the host to fetch.
     """
 
-    fetching: frozenset[int] = frozenset()
-    looks_ahead: bool = False
+    fetch_layers: frozenset[int] = frozenset()
+    prefetch: bool = False
 
 
-_NEITHER, _LOOKING = Manner(), Manner(looks_ahead=True)
+_PLAIN, _PREFETCH = MissMode(), MissMode(prefetch=True)
 
 
 class MissHandler:
     """Fetches missing experts and has them computed.
 
-    cold: computes experts on the CPU; None when the device computes all. split: who takes how many.
-    guard: notices that moving experts does not pay; None where no slot can change. n_*: sums so
-    far, over all layers and passes.
+    cpu_experts: computes experts on the CPU; None when the device computes all. split: who takes
+    how many. guard: notices that moving experts does not pay; None where no slot can change. n_*:
+    sums so far, over all layers and passes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MissHandler:
         banks: ExpertBanks,
         store: ExpertStore,
         cache: ExpertCache,
-        cold: ColdMemory | None,
+        cpu_experts: CpuExperts | None,
         mode: str,
         max_rows: int,
     ) -> None:
@@ -97,122 +97,124 @@ class MissHandler:
         self._banks = banks
         self._store = store
         self.cache = cache
-        self.cold = cold
+        self.cpu_experts = cpu_experts
         n_expert = cache.n_expert
-        # own bank, then waves through the spare ones
-        n_waves = 1 + -(-n_expert // N_SPARE)
+        # own bank, then waves through the staging ones
+        n_waves = 1 + -(-n_expert // N_STAGING)
         self._tables = SlotTables(device, banks, cache)
         self._slots = HostRows(device, n_waves, max_rows * cache.n_expert_used)
-        self._here = device.event()
-        self._free = [device.event(), device.event()]
-        self._turn = 0
+        self._uploaded = device.event()
+        self._staging_free = [device.event(), device.event()]
+        self._staging_turn = 0
         self._promoted: list[tuple[int, int]] = []
         self._after_prompt = False
-        self._lists = False  # whether landings were kept up to date by the last pass
-        self.n_bytes_fetched = 0
+        self._victims_current = False  # whether landings were kept up to date by the last pass
+        self.n_bytes_to_device = 0
         self.n_cpu_experts = 0
         self.n_exchanged = 0
         self.n_prefetched = 0
-        self._ahead: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
+        self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of its bank
         self._measured: dict[int, float] = {}
         self.clock = PassClock()
-        self._may_fetch = mode != "cpu"  # in graphs
+        self._fetch_allowed = mode != "cpu"  # in graphs
         self.split = self._split(mode)
         self.guard = self._open_guard()
-        n_foreseen = sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_ahead else 0
-        self.look_ahead = LookAhead(n_foreseen)
+        n_predictable = (
+            sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_prefetch_slots else 0
+        )
+        self.prefetcher = PrefetchController(n_predictable)
         self._began: float | None = None  # when a pass did that may guess
 
     @property
-    def note(self) -> str:
+    def warning(self) -> str:
         """One line about host memory that could not be pinned; empty when all went well."""
-        return self._store.note
+        return self._store.warning
 
     @cached_property
-    def _fetching(self) -> frozenset[int]:
+    def _fetch_layers(self) -> frozenset[int]:
         """Layers whose graphs fetch by themselves; known once the slots are filled."""
-        if not self._may_fetch or self.cache.n_expert_used > MAX_FETCH_IDS:
+        if not self._fetch_allowed or self.cache.n_expert_used > MAX_FETCH_IDS:
             return frozenset()
-        return frozenset(il for il in self._store.rows if self.cache.can_land(il))
+        return frozenset(il for il in self._store.rows if self.cache.can_fetch(il))
 
     @property
-    def manner(self) -> Manner:
+    def miss_mode(self) -> MissMode:
         """How passes of one row deal with what is missing, as things stand."""
         if self._is_bypassed:
-            return _NEITHER
-        if self._fetching:
-            return self._by_themselves
-        return _LOOKING if self._banks.n_ahead and self.look_ahead.acts else _NEITHER
+            return _PLAIN
+        if self._fetch_layers:
+            return self._fetch_mode
+        return _PREFETCH if self._banks.n_prefetch_slots and self.prefetcher.enabled else _PLAIN
 
     @cached_property
-    def _by_themselves(self) -> Manner:
-        return Manner(self._fetching)
+    def _fetch_mode(self) -> MissMode:
+        return MissMode(self._fetch_layers)
 
     def source(self, il: int) -> Tensor:
         """Return the experts of a layer that fetches, packed: F32 [bytes / 4, n_expert], pinned."""
         return self._store.rows[il]
 
-    def land(self, il: int, missing: list[int], ids: list[int]) -> None:
+    def commit_fetched(self, il: int, missing: list[int], ids: list[int]) -> None:
         """Note what the graph of a layer fetched by itself, and pick slots for the next pass."""
-        self.cache.land(il, missing, ids)
+        self.cache.commit_fetched(il, missing, ids)
         if missing:
-            self.n_bytes_fetched += self._store.packing(il).n_bytes * len(missing)
-        self._tables.write(il, lands=True)
+            self.n_bytes_to_device += self._store.packing(il).n_bytes * len(missing)
+        self._tables.write(il, with_victims=True)
 
-    def lose(self, layers: Iterable[int]) -> None:
+    def rollback(self, layers: Iterable[int]) -> None:
         """Give up what graphs of a failed pass may have written over; they have ended."""
         for il in layers:
-            self.cache.lose_landing(il)
+            self.cache.drop_victims(il)
         for il in {il for il, _ in self._promoted}:
-            self.cache.mend(il)
+            self.cache.rebuild(il)
         self._promoted = [pair for pair in self._promoted if self.cache.is_loading(*pair)]
 
-    def begin_step(self, n_rows: int) -> None:
+    def begin_pass(self, n_tokens: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
 
         The last pass has finished, so no host row and no slot is in use.
         """
-        self._ahead = -1, {}
-        self.look_ahead.settle()
-        is_prompt = n_rows > ADMIT_ROWS
-        if self.guard and self.guard.begin_step(n_rows):
+        self._prefetched = -1, {}
+        self.prefetcher.discard()
+        is_prompt = n_tokens > ADMIT_ROWS
+        if self.guard and self.guard.begin_pass(n_tokens):
             self._after_prompt = True  # the slots are as old as after a prompt
         if self._after_prompt and not is_prompt and not self._is_bypassed:
             self._exchange()
         self._after_prompt = is_prompt
         if self._promoted:
-            if self._here:
-                self._here.wait()
+            if self._uploaded:
+                self._uploaded.wait()
             while self._promoted:
-                self.cache.publish(*self._promoted[-1])
+                self.cache.mark_resident(*self._promoted[-1])
                 self._promoted.pop()
-        landing = frozenset() if self._is_bypassed else self._fetching
-        if not self._lists:
-            self.cache.dirty |= landing  # what was listed before may have been chosen since
-        self._lists = bool(landing)
+        victim_layers = frozenset() if self._is_bypassed else self._fetch_layers
+        if not self._victims_current:
+            self.cache.dirty |= victim_layers  # what was listed before may have been chosen since
+        self._victims_current = bool(victim_layers)
         for il in list(self.cache.dirty):
-            self._tables.write(il, lands=il in landing)
+            self._tables.write(il, with_victims=il in victim_layers)
         self._tables.send()
-        self.cache.begin_step()
-        may_guess = n_rows == 1 and not self._fetching and not self._is_bypassed
-        self._began = self.clock() if may_guess else None
+        self.cache.begin_pass()
+        may_prefetch = n_tokens == 1 and not self._fetch_layers and not self._is_bypassed
+        self._began = self.clock() if may_prefetch else None
 
     def end_launch(self) -> None:
         """Note that all of a pass is enqueued and its choices are known."""
         self._tables.send()
         self.clock.leave()
 
-    def end_step(self) -> None:
+    def end_pass(self) -> None:
         """Note that the results of the pass are there."""
         if self._began is not None:
-            self.look_ahead.end_token(self.clock() - self._began)
+            self.prefetcher.end_token(self.clock() - self._began)
         if self.guard:
-            self.guard.end_step()
+            self.guard.end_pass()
 
     def _exchange(self) -> None:
         """After a prompt, give slots to the experts that it made worth having.
 
-        Its chunks went through the spare banks and only told the policy what they chose. The
+        Its chunks went through the staging banks and only told the policy what they chose. The
         compute stream waits for these copies; the host does not.
         """
         for il, n in enumerate(self.cache.n_slots):
@@ -223,9 +225,9 @@ class MissHandler:
                 if pairs:
                     self._send(il, self._banks.layer(il), pairs)
                     self.n_exchanged += len(pairs)
-        if self._here:
-            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
-            C.ggml_backend_event_wait(self._device.compute.ptr, self._here.ptr)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+            C.ggml_backend_event_wait(self._device.compute.ptr, self._uploaded.ptr)
 
     @property
     def _is_bypassed(self) -> bool:
@@ -249,112 +251,114 @@ class MissHandler:
         Where measurements say that the CPU should take none, its memory and threads are freed.
         """
         n_used = self.cache.n_expert_used
-        if self.cold is None or mode != "auto":
-            return MissSplit.fixed(n_used, self.cold is not None and mode == "cpu")
-        on_cpu = [0.0] + [self.cold.measure(n) for n in range(1, n_used + 1)]
+        if self.cpu_experts is None or mode != "auto":
+            return MissSplit.fixed(n_used, self.cpu_experts is not None and mode == "cpu")
+        on_cpu = [0.0] + [self.cpu_experts.measure(n) for n in range(1, n_used + 1)]
         streamed = [0.0]
         for n in range(1, n_used + 1):
-            at_once = min(n, N_SPARE)
+            at_once = min(n, N_STAGING)
             streamed.append(self._measure_stream(at_once) * n / at_once)
         n_slots, n_expert = self.cache.n_slots, self.cache.n_expert
         usual = usual_slots(n_slots, n_used, n_expert)
-        self._may_fetch = fetches_in_graph(on_cpu, streamed, usual, n_expert)
+        self._fetch_allowed = fetches_in_graph(on_cpu, streamed, usual, n_expert)
         if streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert):
-            self.cold.close()
-            self.cold = None
+            self.cpu_experts.close()
+            self.cpu_experts = None
             return MissSplit.fixed(n_used, False)
         rows = ADMIT_ROWS // 2
-        per_row = (self.cold.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
+        per_row = (self.cpu_experts.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
         return MissSplit(on_cpu, streamed, max(per_row, 0.0))
 
     def _measure_stream(self, n_experts: int) -> float:
-        """Return the seconds that fetching n experts into a spare bank takes; median of five.
+        """Return the seconds that fetching n experts into a staging bank takes; median of five.
 
         Measured once.
         """
         if n_experts in self._measured:
             return self._measured[n_experts]
         il, samples = self._store.layers[0], []
-        bank = self._banks.spare(il, 0)
+        bank = self._banks.staging(il, 0)
         for at in range(6):
             first = at * n_experts % (self.cache.n_expert - n_experts + 1)
             start = time.perf_counter()
             self._send(il, bank, [(first + i, i) for i in range(n_experts)])
             C.ggml_backend_synchronize(self._device.upload.ptr)
             samples.append(time.perf_counter() - start)
-        self.n_bytes_fetched = 0
+        self.n_bytes_to_device = 0
         self._measured[n_experts] = float(np.median(samples[1:]))
         return self._measured[n_experts]
 
     def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
         """Copy experts into slots of a layer, as (expert, slot), and wait for it."""
-        for start in range(0, len(placed), N_SPARE):
-            self._send(il, self._banks.layer(il), placed[start : start + N_SPARE])
+        for start in range(0, len(placed), N_STAGING):
+            self._send(il, self._banks.layer(il), placed[start : start + N_STAGING])
             self._device.synchronize()
 
-    def foresee(self, il: int, guessed: list[int]) -> None:
+    def prefetch(self, il: int, predicted: list[int]) -> None:
         """Take a guess, best first, of what layer il of this pass will choose; fetch some of it."""
-        cold = [expert for expert in guessed if not self.cache.has_slot(il, expert)]
-        pairs = list(zip(self.look_ahead.guess(il, cold), range(MAX_GUESSES)))
-        self._ahead = -1, {}  # its bank is written to now
-        self._send(il, self._banks.ahead(il), pairs)
-        self._ahead = il, dict(pairs)
+        candidates = [expert for expert in predicted if not self.cache.has_slot(il, expert)]
+        pairs = list(zip(self.prefetcher.predicted(il, candidates), range(MAX_PREFETCH)))
+        self._prefetched = -1, {}  # its bank is written to now
+        self._send(il, self._banks.prefetch(il), pairs)
+        self._prefetched = il, dict(pairs)
         self.n_prefetched += len(pairs)
 
-    def _ahead_of(self, il: int) -> dict[int, int]:
+    def _prefetched_of(self, il: int) -> dict[int, int]:
         """Return the experts of a layer that are on the device ahead, and their slots there."""
-        at, slots = self._ahead
+        at, slots = self._prefetched
         return slots if at == il else {}
 
     def prefetch_report(self) -> dict[str, int] | None:
-        """Return how many experts were guessed, guessed right, and fetched ahead."""
-        if not self._banks.n_ahead or self._fetching:
+        """Return how many experts were predicted, guessed right, and fetched ahead."""
+        if not self._banks.n_prefetch_slots or self._fetch_layers:
             return None
-        seen = self.look_ahead
-        return {"guessed": seen.n_guessed, "right": seen.n_right, "fetched": self.n_prefetched}
+        seen = self.prefetcher
+        return {"guessed": seen.n_predicted, "right": seen.n_right, "fetched": self.n_prefetched}
 
     def resolve(
         self,
         il: int,
         missing: list[int],
         ids: npt.NDArray[np.int32],
-        n_rows: int,
+        n_tokens: int,
         graphs: Mapping[str, BuiltGraph],
     ) -> None:
         """Fetch and compute the missing experts of a layer.
 
         ids: all that the pass chose there; graphs: the layer's C for each bank: 'own' (only for few
-        rows and a layer that has slots), 'spare0', 'spare1'; and E, 'cpu', for few rows where the
-        CPU may compute.
+        rows and a layer that has slots), 'staging0', 'staging1'; and E, 'cpu', for few rows where
+        the CPU may compute.
         """
-        self.look_ahead.judge(il, missing)
-        on_cpu = self._for_cpu(il, missing, ids, n_rows) if "cpu" in graphs else []
+        self.prefetcher.score(il, missing)
+        on_cpu = self._for_cpu(il, missing, ids, n_tokens) if "cpu" in graphs else []
         streamed = [expert for expert in missing if expert not in on_cpu]
         if "own" in graphs and not self._is_bypassed:
             streamed = self._into_slots(il, streamed, ids, graphs["own"])
-        for wave, start in enumerate(range(0, len(streamed), N_SPARE), 1):
-            pairs = list(zip(streamed[start : start + N_SPARE], range(N_SPARE)))
-            turn, self._turn = self._turn, 1 - self._turn
-            bank = self._banks.spare(il, turn)
-            self._run(il, wave, bank, pairs, ids, graphs[f"spare{turn}"], self._free[turn])
+        for wave, start in enumerate(range(0, len(streamed), N_STAGING), 1):
+            pairs = list(zip(streamed[start : start + N_STAGING], range(N_STAGING)))
+            turn, self._staging_turn = self._staging_turn, 1 - self._staging_turn
+            bank = self._banks.staging(il, turn)
+            self._run(
+                il, wave, bank, pairs, ids, graphs[f"staging{turn}"], self._staging_free[turn]
+            )
         if on_cpu:
-            self._on_cpu(il, on_cpu, ids, n_rows, graphs["cpu"])
+            self._on_cpu(il, on_cpu, ids, n_tokens, graphs["cpu"])
 
     def _for_cpu(
-        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_rows: int
+        self, il: int, missing: list[int], ids: npt.NDArray[np.int32], n_tokens: int
     ) -> list[int]:
         """Return the missing experts that the CPU computes; those on their way are not for it."""
-        is_bypassed, ahead = self._is_bypassed, self._ahead_of(il)
-        cold = [expert for expert in missing if expert not in ahead]
-        if n_rows == 1:
+        is_bypassed, ahead = self._is_bypassed, self._prefetched_of(il)
+        candidates = [expert for expert in missing if expert not in ahead]
+        if n_tokens == 1:
             # what the cache is least likely to want: the last chosen
-            n_cpu = (self.split.alone if is_bypassed else self.split.one_row)[len(cold)]
+            n_cpu = (self.split.bypassed if is_bypassed else self.split.decode)[len(candidates)]
         else:
             # and what the fewest rows chose: the CPU computes each row, the device copies once
             chosen = Counter(ids.tolist())
-            cold = sorted(cold, key=chosen.__getitem__, reverse=True)
-            n_cpu = self.split.share([chosen[e] for e in cold], is_bypassed)
-        return cold[len(cold) - n_cpu :]
+            candidates = sorted(candidates, key=chosen.__getitem__, reverse=True)
+            n_cpu = self.split.n_cpu([chosen[e] for e in candidates], is_bypassed)
+        return candidates[len(candidates) - n_cpu :]
 
     def _into_slots(
         self, il: int, missing: list[int], ids: npt.NDArray[np.int32], graph: BuiltGraph
@@ -390,19 +394,19 @@ class MissHandler:
         il: int,
         experts: list[int],
         ids: npt.NDArray[np.int32],
-        n_rows: int,
+        n_tokens: int,
         graph: BuiltGraph,
     ) -> None:
         """Compute experts on the CPU now and have the device add the result."""
-        self.cold.compute(il, ids, experts, n_rows)
+        self.cpu_experts.compute(il, ids, experts, n_tokens)
         self.n_cpu_experts += len(experts)
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, y, self.cold.address("y"), 0, C.ggml_nbytes(y)
+            self._device.compute.ptr, y, self.cpu_experts.address("y"), 0, C.ggml_nbytes(y)
         )
         status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
         if status:
-            self._device.check(status, f"the cold experts of layer {il}")
+            self._device.check(status, f"the experts of layer {il} on the CPU")
         self._promote(il, experts, ids.tolist())
 
     def _promote(self, il: int, experts: list[int], working_set: list[int]) -> None:
@@ -413,21 +417,21 @@ class MissHandler:
         candidates = experts[: max(0, MAX_PROMOTED - len(self._promoted))]
         with self._undone_on_failure(il, candidates):
             for expert in candidates:
-                slot = self.cache.reserve(il, expert, working_set)
+                slot = self.cache.reserve_slot(il, expert, working_set)
                 if slot is not None:
                     pairs.append((expert, slot))
             if not pairs:
                 return
             self._send(il, layer, pairs)
-            if self._here:
-                C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
+            if self._uploaded:
+                C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
             self._promoted += [(il, expert) for expert, _ in pairs]
 
     def _wait_for_ring(self) -> None:
         """Wait for all copies so far: the blocks they read are filled again next."""
-        if self._store.uses_ring and self._here:
-            C.ggml_backend_event_record(self._here.ptr, self._device.upload.ptr)
-            self._here.wait()
+        if self._store.uses_ring and self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+            self._uploaded.wait()
 
     def _run(
         self,
@@ -447,10 +451,11 @@ class MissHandler:
         slots.fill(-1)
         for expert, slot in pairs:
             slots[ids == expert] = slot
-        status = C.mg_fetch_launch(
+        uploaded = self._uploaded.ptr if self._uploaded else ffi.NULL
+        status = C.mg_upload_launch(
             self._device.compute.ptr, self._device.upload.ptr, graph.outputs,
             self._slots.address(wave), 4 * ids.size,
-            free.ptr if free else ffi.NULL, self._here.ptr if self._here else ffi.NULL, graph.graph,
+            free.ptr if free else ffi.NULL, uploaded, graph.graph,
         )  # fmt: skip
         if status:
             self._device.check(status, f"the missing experts of layer {il}")
@@ -458,32 +463,32 @@ class MissHandler:
     def _send(self, il: int, bank: Bank, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
         upload, source = self._device.upload.ptr, self._store.source
-        packing, ahead, n_fetched = self._store.packing(il), self._ahead_of(il), 0
+        packing, ahead, n_fetched = self._store.packing(il), self._prefetched_of(il), 0
         for expert, slot in pairs:
             at = slot * packing.stride
             if expert in ahead:
                 C.mg_copy_bytes(
                     upload,
-                    self._banks.ahead(il).memory,
+                    self._banks.prefetch(il).memory,
                     ahead[expert] * packing.stride,
                     bank.memory,
                     at,
                     packing.n_bytes,
                 )
                 continue
-            if n_fetched % N_SPARE == 0:
+            if n_fetched % N_STAGING == 0:
                 self._wait_for_ring()
             C.ggml_backend_tensor_set_async(
                 upload, bank.memory, source(il, expert), at, packing.n_bytes
             )
             n_fetched += 1
-        self.n_bytes_fetched += packing.n_bytes * n_fetched
+        self.n_bytes_to_device += packing.n_bytes * n_fetched
 
     def close(self) -> None:
         """Free events and tables."""
         self._device.synchronize()
-        if self.cold:
-            self.cold.close()
-        for handle in (self._tables, self._slots, self._here, *self._free):
+        if self.cpu_experts:
+            self.cpu_experts.close()
+        for handle in (self._tables, self._slots, self._uploaded, *self._staging_free):
             if handle:
                 handle.close()

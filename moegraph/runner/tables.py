@@ -33,8 +33,8 @@ class HostRows:
 class SlotTables:
     """Brings what the cache says to the device.
 
-    A row holds a layer's table and, where graphs fetch by themselves, its landing. Rows are written
-    and sent as soon as the host knows what changed, most of them while the device computes.
+    A row holds a layer's table and, where graphs fetch by themselves, its list of victims. Rows are
+    written and sent as soon as the host knows what changed, most of them while the device computes.
     """
 
     def __init__(self, device: Device, banks: ExpertBanks, cache: ExpertCache) -> None:
@@ -42,18 +42,18 @@ class SlotTables:
         self._banks = banks
         self._cache = cache
         self._rows = HostRows(device, len(cache.n_slots), banks.table_stride)
-        self._n_landing = 2 * cache.n_expert_used
+        self._n_victims = 2 * cache.n_expert_used
         self._is_due = False
 
-    def write(self, il: int, lands: bool) -> None:
-        """Write a layer's row if it changed; lands: with a new landing."""
+    def write(self, il: int, with_victims: bool) -> None:
+        """Write a layer's row if it changed; with_victims: with a new list of victims."""
         cache = self._cache
         if il not in cache.dirty:
             return
         row, n = self._rows.array[il], cache.n_expert
         row[:n] = cache.tables[il]
-        if lands:
-            row[n : n + self._n_landing].reshape(-1, 2)[:] = cache.landing(il)
+        if with_victims:
+            row[n : n + self._n_victims].reshape(-1, 2)[:] = cache.plan_victims(il)
         cache.dirty.discard(il)
         self._is_due = True
 

@@ -10,7 +10,7 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import Model, build_a, build_b, build_input_norm
+from ..graphs.layer import Model, build_mixer_router, build_moe, build_input_norm
 from .base import Runner
 
 
@@ -21,8 +21,8 @@ def build_whole(
     inp = inputs.leaves(b, shape)
     x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
     for il in range(m.hp.n_layer):
-        r = build_a(b, m, inp, shape, x, norm, il)
-        x = build_b(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+        r = build_mixer_router(b, m, inp, shape, x, norm, il)
+        x = build_moe(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
         norm = build_input_norm(b, m, x, il + 1)
     return build_head(b, m.weights, norm, inp.out_ids, greedy)
 
@@ -44,7 +44,7 @@ class WholeRunner(Runner):
             lambda b: build_whole(b, self.model, self._inputs, shape, greedy),
         )
 
-    def reserve(self) -> None:
+    def reserve_graphs(self) -> None:
         """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
         state = self.model.state
         self._get(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
@@ -57,7 +57,7 @@ class WholeRunner(Runner):
             raise Cancelled("cancelled")
         reads = self._result_reads(shape, self._built.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, self._built.graph, reads, 2)
-        self.device.check(status, f"a pass of {shape.n_rows} rows")
+        self.device.check(status, f"a pass of {shape.n_tokens} rows")
 
     def close(self) -> None:
         """Free graphs and transfer memory."""

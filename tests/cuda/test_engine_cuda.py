@@ -86,14 +86,14 @@ def test_residency_changes_results_no_more_than_where_the_experts_run(open_cuda,
 
 @pytest.mark.parametrize("slots", [0, 20])  # too few to fetch in the graph
 @pytest.mark.parametrize("preset", ["mini35b", "mxfp256"])
-def test_results_do_not_depend_on_what_is_fetched_ahead(open_cuda, preset, slots, every_guess_acts):
+def test_results_do_not_depend_on_what_is_fetched_ahead(open_cuda, preset, slots, prefetch_always):
     rows = []
     for prefetch in ("off", "auto"):
         engine = open_cuda(preset, cache_slots=slots, miss="stream", prefetch=prefetch)
         ids = prompt(engine, 40, seed=5)
         rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
     misses = engine.runner.misses
-    assert misses.n_prefetched > 0 and misses.look_ahead.n_right > 0
+    assert misses.n_prefetched > 0 and misses.prefetcher.n_right > 0
     engine.runner.cache.check()
     np.testing.assert_array_equal(*rows)
 
@@ -107,7 +107,7 @@ def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     slots = hp.n_layer * (hp.n_expert_used + 1)
     engine = open_cuda(preset, cache_slots=slots, policy=policy, miss="stream")
     engine.runner.misses.guard = None  # it would try what else there is
-    assert engine.runner.misses.manner.fetching == set(range(hp.n_layer))
+    assert engine.runner.misses.miss_mode.fetch_layers == set(range(hp.n_layer))
     ids = prompt(whole, 300, seed=5)
     for at, token in enumerate(ids):
         rows = [e.forward_logits([token], at) for e in (engine, whole)]

@@ -104,7 +104,7 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
     settings |= {"prefetch": prefetch, "host_pin": host_pin}
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, **settings)
     with Engine.load(resolve_target("tiny"), config) as engine:
-        recorder = TraceRecorder(router_shape(engine.model))
+        recorder = TraceRecorder(router_shape(engine.file))
         engine.runner.observers.append(recorder)
         ids = engine.tokenizer.encode(PROMPT + "    if n < 2:\n        return n\n")
         engine.forward(np.array(ids, dtype=np.int32), greedy=True)
@@ -113,7 +113,7 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
             engine.forward(np.array([token]), greedy=True)
         counted = engine.runner.cache.stats.since(before)
         n_slots, n_exchanged = engine.runner.cache.n_slots, engine.runner.misses.n_exchanged
-        fetching = engine.runner.misses.manner.fetching
+        fetching = engine.runner.misses.miss_mode.fetch_layers
     assert len(fetching) == (7 if (miss, host_pin) == ("stream", "all") else 0)
     trace = recorder.trace(len(ids), "")
     assert trace.n_tokens == len(ids) + 60

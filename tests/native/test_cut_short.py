@@ -90,7 +90,7 @@ def check_cut(engine: Engine, path: Path, tensor: str, expected: list[int]) -> N
 def test_the_byte_named_is_one_of_a_cold_expert(copy):
     with Engine.load(copy, config(**COLD)) as engine:
         engine.forward_logits(prompt(engine, 3))
-        infos = [i for n, i in engine.model.tensors.items() if "blk.7" in n and "_exps" in n]
+        infos = [i for n, i in engine.file.tensors.items() if "blk.7" in n and "_exps" in n]
         cut(copy, "blk.7.ffn_gate_exps.weight")
         with pytest.raises(ModelFileError) as caught:
             engine.forward_logits(prompt(engine, 3), 3)
@@ -273,7 +273,7 @@ import mmap, os, sys
 from pathlib import Path
 import numpy as np
 from moegraph.errors import ModelFileError
-from moegraph.ggml.cold_ffn import ColdFfn
+from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.lib import ffi
 from moegraph.ggml.mapped import WatchedFiles
 from moegraph.ggml.ops import F32
@@ -285,11 +285,11 @@ path.write_bytes(bytes(3 * n_expert * expert))
 with open(path, "rb") as file:
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 data = np.frombuffer(mapped, np.uint8)
-watched, kernel = WatchedFiles([(path, data)]), ColdFfn(4, n_embd, n_ff, n_used, 1)
+watched, kernel = WatchedFiles([(path, data)]), CpuFfn(4, n_embd, n_ff, n_used, 1)
 parts = {"gate": 0, "up": n_expert * expert, "down": 2 * n_expert * expert}
 layer = {name: ffi.cast("void *", data.ctypes.data + at) for name, at in parts.items()}
 layer |= {f"{name}_stride": expert for name in parts} | {f"{name}_type": F32 for name in parts}
-layer = ffi.new("struct mg_cold_layer *", {**layer, "n_expert": n_expert})
+layer = ffi.new("struct mg_cpu_ffn_layer *", {**layer, "n_expert": n_expert})
 x, y = np.ones(n_embd, np.float32), np.zeros(n_embd, np.float32)
 ids, weights = np.array([1, 5, 9, 15], np.int32), np.full(n_used, 0.25, np.float32)
 pointer = lambda array, kind: ffi.cast(kind, array.ctypes.data)

@@ -23,12 +23,12 @@ from moegraph.errors import (
     NativeError,
     OutOfDeviceMemory,
 )
-from moegraph.ggml.cold_ffn import ColdFfn
+from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import ModelFile
-from moegraph.runner import cold
-from moegraph.runner.cold import ColdExperts
+from moegraph.runner import cpu_experts
+from moegraph.runner.cpu_experts import KernelCpuExperts
 
 FAILED = C.GGML_STATUS_FAILED
 
@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
     "mg_graph_alloc": (False, OutOfDeviceMemory),
     "mg_launch": (FAILED, NativeError),
     "mg_wait_ids": (False, NativeError),
-    "mg_fetch_launch": (FAILED, NativeError),
+    "mg_upload_launch": (FAILED, NativeError),
     "ggml_backend_tensor_alloc": (FAILED, NativeError),
 }
 
@@ -119,7 +119,9 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
         assert live_handles() == before, f"call {at} of {name}"
         if library.n_calls < at:
             break
-    assert failures or name.startswith(("mg_launch", "mg_wait", "mg_fetch")), "nothing was injected"
+    assert failures or name.startswith(("mg_launch", "mg_wait", "mg_upload")), (
+        "nothing was injected"
+    )
 
 
 def n_threads() -> int:
@@ -127,17 +129,19 @@ def n_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "mg_cold_new"])
+@pytest.mark.parametrize("name", [*FAULTS, "mg_cpu_ffn_new"])
 def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, monkeypatch, name):
     """The kernel of CUDA devices: loading needs none of what it computes."""
-    started: list[ColdFfn] = []
+    started: list[CpuFfn] = []
 
-    def start(*sizes: int) -> ColdFfn:
-        started.append(ColdFfn(*sizes))
+    def start(*sizes: int) -> CpuFfn:
+        started.append(CpuFfn(*sizes))
         return started[-1]
 
-    monkeypatch.setattr(cold, "ColdFfn", start)
-    monkeypatch.setattr(engine_module, "ColdGraph", lambda *common, reference: ColdExperts(*common))
+    monkeypatch.setattr(cpu_experts, "CpuFfn", start)
+    monkeypatch.setattr(
+        engine_module, "GraphCpuExperts", lambda *common, reference: KernelCpuExperts(*common)
+    )
     settings = EngineConfig(
         device="cpu", n_threads=3, n_ctx=256, n_ubatch=16, cache_slots=30, miss="cpu"
     )
@@ -163,9 +167,9 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=["whole", "stream", "cpu", "graphs"])
-@pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_fetch_launch"])
+@pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_upload_launch"])
 def test_a_failure_in_a_request_leaves_the_engine_usable(
-    model_path, name, settings, every_guess_acts
+    model_path, name, settings, prefetch_always
 ):
     result, kind = FAULTS[name]
     with Engine.load(model_path("legacy32"), config(settings)) as engine:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 KERNEL = """
 import gc, os, sys
-from moegraph.ggml.cold_ffn import ColdFfn
-kernel = ColdFfn(4, 256, 256, 4, 1)
+from moegraph.ggml.cpu_ffn import CpuFfn
+kernel = CpuFfn(4, 256, 256, 4, 1)
 if os.fork() == 0:
     if sys.argv[1] == "close":
         kernel.close()

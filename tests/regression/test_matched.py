@@ -27,7 +27,7 @@ from regression.harness import (
     random_ids,
 )
 
-# Kept of a long prompt, where every node would be hundreds of megabytes.
+# ProfileUpdate of a long prompt, where every node would be hundreds of megabytes.
 MAIN_NODES = (
     "attn_norm", "linear_attn_out", "new_state", "attn_pregate", "attn_output", "ffn_moe_topk",
     "ffn_moe_weights_norm", "ffn_moe_out", "ffn_shexp_gated", "l_out", "result_norm",

@@ -35,7 +35,7 @@ class Cli:
 
     def _open(self, target: str | Path) -> Any:
         class Header:
-            path, hparams, kv = Path(target), self.engine.hparams, self.engine.model.kv
+            path, hparams, kv = Path(target), self.engine.hparams, self.engine.file.kv
 
             def __enter__(self) -> Header:
                 return self

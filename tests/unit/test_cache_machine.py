@@ -1,6 +1,6 @@
 """The expert cache under any order of calls, beside a model that knows which bytes are where.
 
-A device that fetches by itself is part of the model: it has the tables and landings that it was
+A device that fetches by itself is part of the model: it has the tables and victim_lists that it was
 sent last, and writes over slots before the host knows of it.
 """
 
@@ -38,15 +38,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.coming: dict[tuple[int, int], int] = {}
         self.used: set[tuple[int, int]] = set()
         self.device = self.cache.tables.copy()
-        self.landings: list[list[tuple[int, int]]] = [[] for _ in n_slots]
+        self.victim_lists: list[list[tuple[int, int]]] = [[] for _ in n_slots]
         self.n_ids = self.n_admitted = 0
 
     def layer(self, at: int) -> int:
         return at % len(self.slots)
 
     @rule()
-    def begin_step(self) -> None:
-        self.cache.begin_step()
+    def begin_pass(self) -> None:
+        self.cache.begin_pass()
         self.used.clear()
 
     @rule(at=st.integers(0, 2))
@@ -62,12 +62,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def choose(self, il: int, ids: list[int], background: bool) -> None:
         table = self.cache.tables[il].copy()
-        missing = self.cache.look(il, ids)
+        missing = self.cache.access(il, ids)
         self.n_ids += len(ids)
         assert missing == [e for e in dict.fromkeys(ids) if table[e] < 0]
         for expert in missing:
             lowest = self.lowest_score(il, ids)
-            call = self.cache.reserve if background else self.cache.admit
+            call = self.cache.reserve_slot if background else self.cache.admit
             slot = call(il, expert, ids)
             if slot is None:
                 continue
@@ -97,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2), seed=st.integers(0, 99), n_rows=st.integers(1, 5))
     def batch(self, at: int, seed: int, n_rows: int) -> None:
         ids = np.stack([self.row(seed + i) for i in range(n_rows)]).astype(np.int32)
-        self.cache.look_batch(self.layer(at), ids)
+        self.cache.access_batch(self.layer(at), ids)
         self.n_ids += ids.size
 
     def row(self, seed: int) -> list[int]:
@@ -111,25 +111,25 @@ class CacheMachine(RuleBasedStateMachine):
         while self.coming:
             self.upload_ends(0, True)
         self.take_tables()
-        self.begin_step()
+        self.begin_pass()
         layers = range(len(self.slots))
         rows = {il: self.row(seed + 31 * il) for il in layers}
-        landing = [il for il in layers if self.cache.can_land(il)]
-        fetched = {il: self.fetch(il, rows[il]) for il in landing if il < fails_at}
+        victims = [il for il in layers if self.cache.can_fetch(il)]
+        fetched = {il: self.fetch(il, rows[il]) for il in victims if il < fails_at}
         for il in layers[: fails_at if fails_at >= len(layers) else max(0, fails_at - n_late)]:
             if il in fetched:
                 self.note(il, rows[il], fetched.pop(il))
             else:
                 self.choose(il, rows[il], False)
         for il in fetched:
-            self.cache.lose_landing(il)
-            for slot, _ in self.landings[il]:
+            self.cache.drop_victims(il)
+            for slot, _ in self.victim_lists[il]:
                 self.bytes[il][slot] = -1
 
     def fetch(self, il: int, ids: list[int]) -> list[int]:
         """Do what the device does, with what it was sent; return what it fetched."""
         held, table = self.bytes[il], self.device[il].copy()
-        places = [slot for slot, holds in self.landings[il] if holds not in ids]
+        places = [slot for slot, holds in self.victim_lists[il] if holds not in ids]
         missing = [e for e in ids if table[e] < 0]
         for expert in missing:
             table[expert] = places.pop(0)
@@ -139,10 +139,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def note(self, il: int, ids: list[int], fetched: list[int]) -> None:
         """Tell the cache, which finds the same by itself."""
-        missing = self.cache.look(il, ids)
+        missing = self.cache.access(il, ids)
         self.n_ids += len(ids)
         assert missing == fetched
-        self.cache.land(il, missing, ids)
+        self.cache.commit_fetched(il, missing, ids)
         self.n_admitted += len(missing)
         if il in self.cache.dirty:
             self.write(il)  # at once, while the device goes on
@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         il, expert = sorted(self.coming)[at % len(self.coming)]
         slot = self.coming.pop((il, expert))
         if arrives:
-            self.cache.publish(il, expert)
+            self.cache.mark_resident(il, expert)
             self.n_admitted += 1
         else:
             self.cache.abandon(il, expert)
@@ -164,26 +164,26 @@ class CacheMachine(RuleBasedStateMachine):
         for il in list(self.cache.dirty):
             self.write(il)
         assert (self.device == self.cache.tables).all(), "a change was not marked dirty"
-        for held, landing in zip(self.bytes, self.landings):
-            assert [held[slot] for slot, _ in landing] == [e for _, e in landing]
+        for held, victims in zip(self.bytes, self.victim_lists):
+            assert [held[slot] for slot, _ in victims] == [e for _, e in victims]
 
     def write(self, il: int) -> None:
         self.device[il] = self.cache.tables[il]
-        if self.cache.can_land(il):
-            self.landings[il] = list(self.cache.landing(il))
-            self.check_landing(il)
+        if self.cache.can_fetch(il):
+            self.victim_lists[il] = list(self.cache.plan_victims(il))
+            self.check_victims(il)
         self.cache.dirty.discard(il)
 
-    def check_landing(self, il: int) -> None:
+    def check_victims(self, il: int) -> None:
         """Free slots come first, then the lowest scores; there is room for a row."""
         n_static, held = self.cache._layers[il].policy.n_static, self.bytes[il]
-        slots, landing = [slot for slot, _ in self.landings[il]], self.landings[il]
+        slots, victims = [slot for slot, _ in self.victim_lists[il]], self.victim_lists[il]
         assert len(set(slots)) == len(slots) and min(slots, default=n_static) >= n_static
         n_loading = sum(layer == il for layer, _ in self.coming)
         assert len(slots) >= min(self.n_used, self.slots[il] - n_static - n_loading)
         n_free = sum(expert == -1 for expert in held[n_static:])
-        assert [e < 0 for _, e in landing] == [at < n_free for at in range(len(landing))]
-        scores = [self.score(il, e) for _, e in landing if e >= 0]
+        assert [e < 0 for _, e in victims] == [at < n_free for at in range(len(victims))]
+        scores = [self.score(il, e) for _, e in victims if e >= 0]
         rest = [self.score(il, e) for slot, e in enumerate(held[n_static:], n_static)
                 if e >= 0 and slot not in slots]  # fmt: skip
         assert scores == sorted(scores)

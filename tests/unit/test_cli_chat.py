@@ -46,7 +46,7 @@ class TestPiped:
     def test_what_changed_meanwhile_follows_each_answer(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         news = [["bypassed"], []]
-        cli.engine.take_news = lambda: news.pop(0)  # type: ignore[method-assign]
+        cli.engine.drain_messages = lambda: news.pop(0)  # type: ignore[method-assign]
         result = cli("chat", "m", stdin="a\nb\n")
         assert result.exit_code == 0 and news == []
         assert result.stderr.count("note: bypassed\n") == 1
@@ -122,7 +122,7 @@ class TestPiped:
             asked.append(add_special) or encode(text)
         )
         cli("chat", "m", stdin="a\n")
-        cli.engine.model.kv[TEMPLATE_KEY] = TEMPLATE
+        cli.engine.file.kv[TEMPLATE_KEY] = TEMPLATE
         cli("chat", "m", stdin="a\n")
         assert asked == [False, True]
 

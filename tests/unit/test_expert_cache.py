@@ -18,16 +18,16 @@ def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
 
 def run_step(cache: ExpertCache, ids: list[int], il: int = 0) -> list[int | None]:
     """Choose ids in a step of its own and admit what is missing."""
-    cache.begin_step()
-    return [cache.admit(il, expert, ids) for expert in cache.look(il, ids)]
+    cache.begin_pass()
+    return [cache.admit(il, expert, ids) for expert in cache.access(il, ids)]
 
 
 def test_a_missing_expert_is_returned_once_and_in_routing_order() -> None:
     cache = new_cache([8])
-    cache.begin_step()
-    assert cache.look(0, [9, 3, 9, 12, 3]) == [9, 3, 12]
+    cache.begin_pass()
+    assert cache.access(0, [9, 3, 9, 12, 3]) == [9, 3, 12]
     assert [cache.admit(0, e, [9, 3, 12]) for e in (9, 3, 12)] == [0, 1, 2]
-    assert cache.look(0, [12, 3, 9]) == []
+    assert cache.access(0, [12, 3, 9]) == []
     assert cache.tables[0, [9, 3, 12]].tolist() == [0, 1, 2]
     assert (cache.tables[0] >= 0).sum() == 3
 
@@ -68,9 +68,9 @@ def test_a_layer_without_slots_admits_nothing() -> None:
 def test_everything_in_the_working_set_means_nothing_to_evict(name: str) -> None:
     cache = new_cache([5], parse_policy(name))
     cache.preload(0, [0, 1, 2, 3, 4])
-    cache.begin_step()
+    cache.begin_pass()
     ids = [0, 1, 2, 3, 4, 5, 5, 5]
-    assert cache.look(0, ids) == [5]
+    assert cache.access(0, ids) == [5]
     assert cache.admit(0, 5, ids) is None
     assert set(cache.residents(0)) == {0, 1, 2, 3, 4}
     if name == "lru":
@@ -88,20 +88,20 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
     layer = cache._layers[0]
     loading, n_evicted = [], 0
     for step in range(900):
-        cache.begin_step()
+        cache.begin_pass()
         for expert in loading:
-            (cache.abandon if step % 7 == 0 else cache.publish)(0, expert)
+            (cache.abandon if step % 7 == 0 else cache.mark_resident)(0, expert)
         loading.clear()
         if step % 11 == 0:
             cache.preload(0, [step % 16, (step + 5) % 16])
         ids = [int(x) for x in np.minimum(rng.geometric(0.15, N_USED) - 1, 15)]
-        for expert in cache.look(0, ids):
+        for expert in cache.access(0, ids):
             free = any(slot >= layer.policy.n_static for slot in layer.free)
             before = dict(enumerate(layer.owner))
             score = list(layer.policy.score)
             may = [score[e] for slot, e in before.items() if slot >= layer.policy.n_static
                    and e in layer.resident and e not in ids and e not in layer.fresh]  # fmt: skip
-            slot = (cache.reserve if step % 3 == 0 else cache.admit)(0, expert, ids)
+            slot = (cache.reserve_slot if step % 3 == 0 else cache.admit)(0, expert, ids)
             if step % 3 == 0 and slot is not None:
                 loading.append(expert)
             if slot is not None and not free:
@@ -113,11 +113,11 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
 
 def test_an_expert_admitted_in_this_step_is_safe_even_outside_the_working_set() -> None:
     cache = new_cache([4], Lru())
-    cache.begin_step()
-    cache.look(0, [1, 2, 3, 4, 5])
+    cache.begin_pass()
+    cache.access(0, [1, 2, 3, 4, 5])
     assert [cache.admit(0, expert, ()) for expert in (1, 2, 3, 4, 5)] == [0, 1, 2, 3, None]
-    cache.begin_step()
-    cache.look(0, [5])
+    cache.begin_pass()
+    cache.access(0, [5])
     assert cache.admit(0, 5, ()) is not None
 
 
@@ -148,8 +148,8 @@ def test_lfu_forgets_by_its_half_life() -> None:
     for _ in range(30):
         run_step(cache, [0])
     for step in range(40):
-        cache.begin_step()
-        cache.look(0, [5 + step % 8])
+        cache.begin_pass()
+        cache.access(0, [5 + step % 8])
     assert run_step(cache, [1]) == [0]
 
 
@@ -158,7 +158,7 @@ def test_lfu_scores_survive_any_number_of_steps() -> None:
     for step in range(3000):
         run_step(cache, [step % 2])
     for _ in range(50):
-        cache.look_batch(0, np.full((4096, 1), 3, dtype=np.int32))
+        cache.access_batch(0, np.full((4096, 1), 3, dtype=np.int32))
     run_step(cache, [5])
     score = cache._layers[0].policy.score
     assert np.isfinite(score).all() and score[3] > score[5] > score[1] > 0
@@ -242,26 +242,26 @@ def test_reserved_slot_is_not_resident_until_published_and_nobody_takes_it() -> 
     cache = new_cache([1])
     cache.preload(0, [4])
     cache.dirty.clear()
-    cache.begin_step()
-    assert cache.look(0, [9]) == [9]
-    assert cache.reserve(0, 9, [9]) == 0
+    cache.begin_pass()
+    assert cache.access(0, [9]) == [9]
+    assert cache.reserve_slot(0, 9, [9]) == 0
     assert cache.tables[0].tolist() == [-1] * N_EXPERT, "the victim left at once"
     assert cache.dirty == {0}
-    cache.begin_step()
-    assert cache.look(0, [9, 2]) == [9, 2]
-    assert cache.reserve(0, 9, []) is None
-    assert cache.reserve(0, 2, []) is None
-    cache.publish(0, 9)
-    assert cache.tables[0, 9] == 0 and cache.look(0, [9]) == []
+    cache.begin_pass()
+    assert cache.access(0, [9, 2]) == [9, 2]
+    assert cache.reserve_slot(0, 9, []) is None
+    assert cache.reserve_slot(0, 2, []) is None
+    cache.mark_resident(0, 9)
+    assert cache.tables[0, 9] == 0 and cache.access(0, [9]) == []
     with pytest.raises(InternalError, match="not loading"):
-        cache.publish(0, 9)
+        cache.mark_resident(0, 9)
 
 
 def test_abandoned_slot_is_free_again() -> None:
     cache = new_cache([1])
-    cache.begin_step()
-    cache.look(0, [9, 3])
-    cache.reserve(0, 9, [9])
+    cache.begin_pass()
+    cache.access(0, [9, 3])
+    cache.reserve_slot(0, 9, [9])
     cache.abandon(0, 9)
     cache.check()
     assert cache.admit(0, 3, [3]) == 0
@@ -279,12 +279,12 @@ def test_fewer_slots_than_a_token_chooses_still_hit(policy: Policy) -> None:
     for step in range(40):
         run_step(cache, [0, 1, 2, 3] if step % 2 else [4, 5, 6, 7])
     assert cache.stats.hit_rate > 0.3
-    assert "fewer slots (least 3)" in (cache.hint() or "")
+    assert "fewer slots (least 3)" in (cache.warning() or "")
 
 
 @pytest.mark.parametrize("n_slots", [[0, 4], [N_EXPERT, 16], [5]])
 def test_no_hint_without_a_cliff(n_slots: list[int]) -> None:
-    assert new_cache(n_slots).hint() is None
+    assert new_cache(n_slots).warning() is None
 
 
 @pytest.mark.parametrize("bad", [[-1], [4, 17]])
@@ -299,9 +299,9 @@ def test_an_impossible_id_is_an_internal_error(ids: list[int]) -> None:
         cache = new_cache([n_slots])
         cache.preload(0)
         with pytest.raises(InternalError, match="router chose"):
-            cache.look(0, ids)
+            cache.access(0, ids)
         with pytest.raises(InternalError, match="router chose"):
-            cache.look_batch(0, np.array(ids, dtype=np.int32))
+            cache.access_batch(0, np.array(ids, dtype=np.int32))
         assert cache.stats.hits.sum() == cache.stats.misses.sum() == 0
 
 
@@ -311,18 +311,18 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
     one, many = new_cache([6]), new_cache([6])
     for cache in (one, many):
         cache.preload(0, [3, 1, 4, 15, 9, 2])
-        cache.begin_step()
-    missing = one.look(0, ids.reshape(-1).tolist())
-    batch = many.look_batch(0, ids)
+        cache.begin_pass()
+    missing = one.access(0, ids.reshape(-1).tolist())
+    batch = many.access_batch(0, ids)
     assert sorted(missing) == sorted(batch)
     assert one.counts == many.counts
     chosen = [one.counts[0][e] for e in batch]
     assert chosen == sorted(chosen, reverse=True)
     for field in ("hits", "misses", "missing"):
         assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
-    assert many.look_batch(0, ids[:0]) == []
-    one.look(0, ids[0].tolist())
-    many.look_batch(0, ids[0])
+    assert many.access_batch(0, ids[:0]) == []
+    one.access(0, ids[0].tolist())
+    many.access_batch(0, ids[0])
     assert one.counts == many.counts, "later batches add to the counts"
 
 
@@ -330,9 +330,9 @@ def test_wanted_after_a_prompt_is_what_admitting_exchanges() -> None:
     for policy in (Lru(), Lfu(hysteresis=1.0)):
         cache = new_cache([4], policy)
         cache.preload(0)
-        cache.begin_step()
+        cache.begin_pass()
         rows = [[9, 1, 8, 7]] * 5 + [[9, 1, 8, 0]] * 3 + [[9, 6, 5, 4]]
-        cache.look_batch(0, np.array(rows, dtype=np.int32))
+        cache.access_batch(0, np.array(rows, dtype=np.int32))
         assert cache.wanted(0, 0) == []
         wanted = cache.wanted(0, 9)
         if isinstance(policy, Lfu):
@@ -350,7 +350,7 @@ def test_wanted_after_a_prompt_is_what_admitting_exchanges() -> None:
 def test_wanted_fills_free_slots_first_and_leaves_static_ones() -> None:
     cache = new_cache([6], Adaptive(0.5))
     cache.preload(0, [0, 1, 2, 3])
-    cache.look_batch(0, np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
+    cache.access_batch(0, np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
     assert len(cache.wanted(0, 9)) == 4
     assert new_cache([N_EXPERT]).wanted(0, 9) == new_cache([0]).wanted(0, 9) == []
 
@@ -365,8 +365,8 @@ def test_a_batch_leaves_the_policy_where_single_rows_do(policy: Policy) -> None:
     for cache in (one, many):
         cache.preload(0)
     for row in rows:
-        one.look(0, row.tolist())
-    many.look_batch(0, np.array(rows, dtype=np.int32))
+        one.access(0, row.tolist())
+    many.access_batch(0, np.array(rows, dtype=np.int32))
     a, b = (cache._layers[0].policy.score for cache in (one, many))
     if isinstance(policy, Lfu):
         assert np.corrcoef(a, b)[0, 1] > 0.9
@@ -400,9 +400,9 @@ def test_check_notices_every_kind_of_damage() -> None:
     def damaged(harm: str) -> ExpertCache:
         cache = new_cache([6, N_EXPERT])
         cache.preload(0, [0, 1, 2])
-        cache.begin_step()
-        cache.look(0, [8])
-        cache.reserve(0, 8, [])
+        cache.begin_pass()
+        cache.access(0, [8])
+        cache.reserve_slot(0, 8, [])
         cache.check()
         exec(harm, {"cache": cache, "layer": cache._layers[0], "pinned": cache._layers[1]})
         return cache

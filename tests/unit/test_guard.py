@@ -36,7 +36,7 @@ class Machine:
     def decode(self, guard: CacheGuard, n_tokens: int) -> None:
         for token in range(n_tokens):
             before = guard.bypassed
-            guard.begin_step(1)
+            guard.begin_pass(1)
             rate = self.frozen if guard.bypassed else self.hit_rate
             hits = round(rate * CHOSEN)
             missing, c = CHOSEN - hits, self.counters
@@ -44,7 +44,7 @@ class Machine:
             self.counters = Counters(c.chosen + CHOSEN, c.hits + hits, c.moved + moved)
             cost = missing * self.cold_s + moved * self.move_s
             self.now += (self.base_s + cost) * self.noise(token)
-            guard.end_step()
+            guard.end_pass()
             self.switches += guard.bypassed != before
 
 
@@ -52,7 +52,7 @@ def test_a_cache_that_pays_is_never_bypassed_and_hardly_probed() -> None:
     machine = Machine(hit_rate=0.7, frozen=0.5)
     guard = machine.guard()
     machine.decode(guard, 10_000)
-    assert not guard.bypassed and not guard.news and guard.n_probes > 0
+    assert not guard.bypassed and not guard.messages and guard.n_probes > 0
     assert guard.report()["n_bypassed_tokens"] <= 0.02 * 10_000
 
 
@@ -62,7 +62,7 @@ def test_a_cache_that_hardly_moves_anything_is_not_even_probed() -> None:
     machine.decode(guard, 4_000)
     assert guard.report() == {"bypassed": False, "n_probes": 0, "n_bypassed_tokens": 0}
     machine.decode(guard, 4_000)
-    assert guard.n_probes == 1 and not guard.news, "copies may have become slow since the start"
+    assert guard.n_probes == 1 and not guard.messages, "copies may have become slow since the start"
 
 
 def test_a_busy_cache_whose_experts_are_hit_often_is_not_probed() -> None:
@@ -80,7 +80,7 @@ def test_a_cache_that_never_hits_is_bypassed_soon_and_said_once() -> None:
     assert guard.bypassed
     machine.decode(guard, 20_000)
     assert guard.report()["bypassed"]
-    (line,) = guard.news
+    (line,) = guard.messages
     assert "hits nothing" in line and "bypassed" in line and "ms a token" in line
 
 
@@ -88,12 +88,12 @@ def test_a_cache_that_never_hits_stays_when_bypassing_it_is_clearly_slower() -> 
     machine = Machine(hit_rate=0.0, frozen=0.0, cold_s=0.0)
     guard = machine.guard()
     for _ in range(4000):
-        guard.begin_step(1)
+        guard.begin_pass(1)
         c = machine.counters
         machine.counters = Counters(c.chosen + 8, c.hits, c.moved + (0 if guard.bypassed else 8))
         machine.now += 2e-3 if guard.bypassed else 1e-3
-        guard.end_step()
-    assert not guard.report()["bypassed"] and guard.news == []
+        guard.end_pass()
+    assert not guard.report()["bypassed"] and guard.messages == []
     assert guard.report()["n_bypassed_tokens"] < 0.05 * 4000
 
 
@@ -101,7 +101,7 @@ def test_uploads_that_cost_more_than_they_save_are_stopped() -> None:
     machine = Machine(hit_rate=0.5, frozen=0.45, move_s=300e-6)
     guard = machine.guard()
     machine.decode(guard, 5_000)
-    assert guard.report()["bypassed"] and "costs more than it saves" in guard.news[0]
+    assert guard.report()["bypassed"] and "costs more than it saves" in guard.messages[0]
     assert guard.report()["n_bypassed_tokens"] > 4_500
 
 
@@ -112,7 +112,7 @@ def test_a_cache_that_begins_to_pay_comes_back() -> None:
     assert guard.report()["bypassed"]
     machine.move_s, machine.hit_rate = 10e-6, 0.9
     machine.decode(guard, 10_000)
-    assert not guard.report()["bypassed"] and "at work again" in guard.news[-1]
+    assert not guard.report()["bypassed"] and "at work again" in guard.messages[-1]
 
 
 def test_slots_that_go_stale_bring_the_cache_back_at_once() -> None:
@@ -122,7 +122,7 @@ def test_slots_that_go_stale_bring_the_cache_back_at_once() -> None:
     assert guard.report()["bypassed"], "fresh slots look as good without uploads"
     machine.frozen = 0.1
     machine.decode(guard, 100)
-    assert not guard.report()["bypassed"] and "at work again" in guard.news[-1]
+    assert not guard.report()["bypassed"] and "at work again" in guard.messages[-1]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -137,7 +137,7 @@ def test_equal_ways_with_noise_do_not_alternate(seed: int) -> None:
     machine.decode(guard, 40_000)
     # a probe is two switches; intervals double up to 4096
     assert machine.switches <= 2 * (7 + 40_000 // 4096 + 2)
-    assert len(guard.news) <= 12
+    assert len(guard.messages) <= 12
 
 
 def test_prompts_and_passes_of_several_rows_are_not_timed() -> None:
@@ -145,9 +145,9 @@ def test_prompts_and_passes_of_several_rows_are_not_timed() -> None:
     guard = machine.guard()
     for _ in range(50):
         for n_rows in (512, 1, 3, 1, 8):
-            guard.begin_step(n_rows)
+            guard.begin_pass(n_rows)
             machine.now += 1.0
-            guard.end_step()
+            guard.end_pass()
     assert guard.n_probes == 0 and not guard.bypassed
 
 
@@ -167,13 +167,13 @@ def test_the_cache_is_announced_when_it_comes_back() -> None:
     guard = machine.guard()
     back = []
     for token in range(300):
-        if guard.begin_step(1):
+        if guard.begin_pass(1):
             back.append(token)
         c = machine.counters
         machine.counters = Counters(c.chosen + 320, c.hits + 160, c.moved + 160)
         machine.now += 12e-3 if guard.bypassed else 10e-3
-        guard.end_step()
-    assert back and guard.n_probes == len(back) and not guard.news
+        guard.end_pass()
+    assert back and guard.n_probes == len(back) and not guard.messages
 
 
 def test_prompts_between_short_answers_do_not_hide_a_cache_that_does_not_pay() -> None:
@@ -181,11 +181,11 @@ def test_prompts_between_short_answers_do_not_hide_a_cache_that_does_not_pay() -
     guard = machine.guard()
     for _ in range(10):
         for _ in range(4):  # a prompt of 2,000 rows hits what it likes
-            guard.begin_step(500)
+            guard.begin_pass(500)
             c = machine.counters
             machine.counters = Counters(c.chosen + 160_000, c.hits + 150_000, c.moved)
             machine.now += 0.1
-            guard.end_step()
+            guard.end_pass()
         machine.decode(guard, 60)
     assert guard.bypassed
 
@@ -197,7 +197,7 @@ def test_time_between_requests_is_nobodys() -> None:
     for _ in range(1_000):
         machine.decode(guard, 1)
         machine.now += 0.0 if guard.bypassed else 60.0
-    assert guard.n_probes > 0 and not guard.report()["bypassed"] and not guard.news
+    assert guard.n_probes > 0 and not guard.report()["bypassed"] and not guard.messages
 
 
 @pytest.mark.parametrize("n_rows", [1, 512])
@@ -205,13 +205,13 @@ def test_a_pass_that_failed_is_not_timed(n_rows: int) -> None:
     machine = Machine(hit_rate=0.5, frozen=0.2)
     guard = machine.guard()
     for _ in range(1_000):
-        guard.begin_step(1)
-        guard.begin_step(n_rows)
+        guard.begin_pass(1)
+        guard.begin_pass(n_rows)
         machine.now += 0.0 if guard.bypassed else 60.0
         if n_rows > 1:
-            guard.end_step()
+            guard.end_pass()
         machine.decode(guard, 1)
-    assert guard.n_probes > 0 and not guard.report()["bypassed"] and not guard.news
+    assert guard.n_probes > 0 and not guard.report()["bypassed"] and not guard.messages
 
 
 def growing(hit_rate: float, frozen: float, move_s: float) -> Machine:
@@ -223,7 +223,7 @@ def test_a_context_that_grows_does_not_bring_back_a_cache_that_does_not_pay() ->
     machine = growing(0.7, 0.69, 60e-6)
     guard = machine.guard()
     machine.decode(guard, 40_000)
-    assert guard.report()["bypassed"] and len(guard.news) == 1
+    assert guard.report()["bypassed"] and len(guard.messages) == 1
     assert 40_000 - guard.n_bypassed_tokens <= 2 * FIRST_LOOK + 0.02 * 40_000
     machine.frozen, machine.noise = 0.1, lambda token: 11.0
     machine.decode(guard, 100)
@@ -234,7 +234,7 @@ def test_a_context_that_grows_does_not_disturb_a_cache_that_pays() -> None:
     machine = growing(0.7, 0.5, 40e-6)
     guard = machine.guard()
     machine.decode(guard, 40_000)
-    assert not guard.report()["bypassed"] and not guard.news
+    assert not guard.report()["bypassed"] and not guard.messages
     assert guard.n_bypassed_tokens <= 0.02 * 40_000
 
 
@@ -246,7 +246,7 @@ def test_noise_after_the_change_costs_few_probes() -> None:
     )
     guard = machine.guard()
     machine.decode(guard, 40_000)
-    assert guard.report()["bypassed"] and len(guard.news) == 1
+    assert guard.report()["bypassed"] and len(guard.messages) == 1
     assert 40_000 - guard.n_bypassed_tokens <= 2 * FIRST_LOOK + 0.02 * 40_000
 
 
@@ -255,9 +255,9 @@ def test_bypassing_that_was_accepted_as_a_tie_is_not_given_up_as_one() -> None:
     machine = Machine(hit_rate=0.0, frozen=0.0, cold_s=0.0)
     guard = machine.guard()
     for _ in range(40_000):
-        guard.begin_step(1)
+        guard.begin_pass(1)
         c = machine.counters
         machine.counters = Counters(c.chosen + 8, c.hits, c.moved + (0 if guard.bypassed else 8))
         machine.now += 1.08e-3 if guard.bypassed else 1e-3
-        guard.end_step()
-    assert guard.report()["bypassed"] and len(guard.news) == 1
+        guard.end_pass()
+    assert guard.report()["bypassed"] and len(guard.messages) == 1

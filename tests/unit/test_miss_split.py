@@ -34,33 +34,33 @@ rows_of = st.lists(st.integers(1, 8), min_size=1, max_size=40).map(lambda r: sor
 @given(rows=rows_of, per_row=st.floats(0.0, 2.0))
 def test_no_other_number_is_quicker(rows: list[int], per_row: float) -> None:
     split = MissSplit(ON_CPU, STREAMED, per_row)
-    found = stall(rows, split.share(rows), per_row)
+    found = stall(rows, split.n_cpu(rows), per_row)
     assert found <= min(stall(rows, c, per_row) for c in range(len(rows) + 1)) + 1e-9
 
 
 @given(rows=rows_of)
 def test_a_mode_is_kept_for_any_number_of_rows(rows: list[int]) -> None:
     for alone in (False, True):
-        assert MissSplit.fixed(4, on_cpu=True).share(rows, alone) == len(rows)
-        assert MissSplit.fixed(4, on_cpu=False).share(rows, alone) == 0
+        assert MissSplit.fixed(4, on_cpu=True).n_cpu(rows, alone) == len(rows)
+        assert MissSplit.fixed(4, on_cpu=False).n_cpu(rows, alone) == 0
 
 
 def test_one_row_is_the_split_as_it_was() -> None:
     split = MissSplit(ON_CPU, STREAMED, 0.7)
-    assert split.one_row == best_split(ON_CPU, STREAMED)
-    assert [split.share([1] * n) for n in range(1, 5)] == split.one_row[1:]
-    assert MissSplit.fixed(4, on_cpu=True).one_row == [0, 1, 2, 3, 4]
-    assert MissSplit.fixed(4, on_cpu=False).one_row == [0] * 5
+    assert split.decode == best_split(ON_CPU, STREAMED)
+    assert [split.n_cpu([1] * n) for n in range(1, 5)] == split.decode[1:]
+    assert MissSplit.fixed(4, on_cpu=True).decode == [0, 1, 2, 3, 4]
+    assert MissSplit.fixed(4, on_cpu=False).decode == [0] * 5
 
 
 def test_experts_of_many_rows_are_streamed() -> None:
     split = MissSplit(ON_CPU, STREAMED, 1.0)
-    assert split.share([1] * 6) > split.share([4] * 6) > 0
-    assert MissSplit(ON_CPU, STREAMED, 0.0).share([4] * 6) == split.share([1] * 6)
+    assert split.n_cpu([1] * 6) > split.n_cpu([4] * 6) > 0
+    assert MissSplit(ON_CPU, STREAMED, 0.0).n_cpu([4] * 6) == split.n_cpu([1] * 6)
 
 
 @pytest.mark.parametrize(("rows", "n_cpu"), [([1], 1), ([1] * 4, 4), ([8] * 4, 1)])
 def test_alone_the_cpu_takes_all_where_it_is_quicker(rows: list[int], n_cpu: int) -> None:
     split = MissSplit([0.0, 30.0, 60.0, 90.0, 120.0], STREAMED, 0.5)
-    assert split.share(rows, alone=True) == n_cpu
-    assert split.alone == [0, 1, 2, 3, 4] and split.one_row[4] < 4
+    assert split.n_cpu(rows, bypassed=True) == n_cpu
+    assert split.bypassed == [0, 1, 2, 3, 4] and split.decode[4] < 4

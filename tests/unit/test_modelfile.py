@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,48 +29,28 @@ from ggufbytes import (
     model_tensors,
     vocab_pairs,
 )
+from modelfiles import Write, refused, write
 
 from moegraph.errors import InternalError, ModelFileError, UnsupportedModel
 from moegraph.modelfile import open_model, resolve, resolve_target
 from moegraph.modelfile.reader import StringArray
 from moegraph.modelfile.tensors import MATRIX_TYPES
 
-Write = Callable[..., Path]
+__all__ = ["write"]
 TOKENIZER = "tokenizer.ggml."
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def run(file: File, name: str = "m.gguf") -> Path:
-        path = tmp_path / name
-        path.write_bytes(file.build())
-        return path
-
-    return run
-
-
-def refused(path: Path, kind: type[ModelFileError] = ModelFileError) -> str:
-    n_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ModelFileError) as caught:
-        open_model(path)
-    assert type(caught.value) is kind
-    message = str(caught.value)
-    assert message.isprintable() and message.startswith(f"{path}")
-    assert len(os.listdir("/proc/self/fd")) == n_open, "a failed open leaks a file"
-    return message
+SHAPES = {
+    "plain": {},
+    "merged and tied": {"merged": True, "tied": True},
+    "with MTP": {"n_nextn": 1},
+    "attention only": {"interval": 1},
+    "odd number of layers": {"n_layer": 3},
+    "MXFP4": {"expert_type": Q.MXFP4, "matrix_type": Q.Q8_0},
+}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(),
-        Shape(merged=True, tied=True),
-        Shape(n_nextn=1),
-        Shape(interval=1),
-        Shape(n_layer=3),
-        Shape(expert_type=Q.MXFP4, matrix_type=Q.Q8_0),
-    ],
-)
+@pytest.mark.parametrize("shape", [Shape(**sizes) for sizes in SHAPES.values()], ids=SHAPES)
 def test_bytes_come_back_by_map_and_by_read(write: Write, shape: Shape) -> None:
     path = write(model_file(shape))
     with open_model(path) as model:
@@ -108,18 +87,9 @@ def test_key_values_are_plain_python_and_numpy(write: Write) -> None:
 
 @pytest.mark.parametrize("kind", sorted(MATRIX_TYPES))
 def test_every_supported_type_serves_as_weight(write: Write, kind: Q) -> None:
-    shape = Shape(
-        n_embd=256,
-        n_ff_exp=256,
-        n_ff_shexp=256,
-        n_head=4,
-        head_dim=64,
-        n_expert=4,
-        d_state=64,
-        n_v_heads=4,
-        matrix_type=kind,
-        expert_type=kind,
-    )
+    sizes = {"n_embd": 256, "n_ff_exp": 256, "n_ff_shexp": 256, "n_head": 4, "head_dim": 64}
+    sizes |= {"n_expert": 4, "d_state": 64, "n_v_heads": 4}
+    shape = Shape(**sizes, matrix_type=kind, expert_type=kind)
     with open_model(write(model_file(shape))) as model:
         assert model.tensors["blk.0.ffn_up_exps.weight"].type == kind
 
@@ -138,20 +108,12 @@ def test_types_may_differ_between_layers_and_the_router_may_be_quantized(write: 
     open_model(write(model_file(tensors=mix))).close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "output_norm.weight",
-        "blk.0.attn_norm.weight",
-        "blk.0.ssm_a",
-        "blk.0.ssm_dt.bias",
-        "blk.0.ssm_conv1d.weight",
-        "blk.0.ssm_norm.weight",
-        "blk.3.attn_q_norm.weight",
-        "blk.3.attn_k_norm.weight",
-        "blk.2.post_attention_norm.weight",
-    ],
-)
+F32_ONLY = """output_norm.weight blk.0.attn_norm.weight blk.0.ssm_a blk.0.ssm_dt.bias
+blk.0.ssm_conv1d.weight blk.0.ssm_norm.weight blk.3.attn_q_norm.weight blk.3.attn_k_norm.weight
+blk.2.post_attention_norm.weight"""
+
+
+@pytest.mark.parametrize("name", F32_ONLY.split())
 def test_norms_and_recurrent_vectors_must_be_f32(write: Write, name: str) -> None:
     message = refused(write(model_file(tensors=edit(name, kind=Q.F16))), UnsupportedModel)
     assert f"tensor {name} has type F16; moegraph runs F32 here" in message
@@ -397,75 +359,6 @@ def test_views_outlive_the_file_and_a_closed_file_says_so(write: Write) -> None:
         model.map(info)
     with pytest.raises(InternalError, match="closed"):
         model.read(info, np.empty(1, np.uint8))
-
-
-def split(write: Write, n: int = 3, **changes: int) -> list[Path]:
-    """Write a model in n parts; changes replaces split keys of the second part or the total."""
-    tensors = model_tensors(Shape())
-    total = changes.get("total", len(tensors))
-    paths = []
-    for no in range(n):
-        wrong = changes if no == 1 else {}
-        pairs = list(model_pairs(Shape()).values()) if no == 0 else []
-        pairs += [
-            kv("split.no", T.UINT16, wrong.get("no", no)),
-            kv("split.count", T.UINT16, wrong.get("count", n)),
-            kv("split.tensors.count", T.INT32, total),
-        ]
-        mine = tensors[no * len(tensors) // n : (no + 1) * len(tensors) // n]
-        mine = mine + [tensors[0]] * wrong.get("repeat", 0)
-        paths.append(write(File(pairs, mine), f"m-{no + 1:05}-of-{n:05}.gguf"))
-    return paths
-
-
-def test_parts_are_followed_from_the_first(write: Write) -> None:
-    paths = split(write)
-    with open_model(paths[0]) as model:
-        assert model.paths == tuple(paths)
-        assert [t.part for t in model.tensors.values()][:: len(model.tensors) - 1] == [0, 2]
-        for tensor in model_tensors(Shape()):
-            assert model.map(model.tensors[str(tensor.name)]).tobytes() == tensor.payload()
-
-
-def test_what_is_wrong_with_parts_is_said(write: Write, tmp_path: Path) -> None:
-    paths = split(write)
-    assert "this is part 2 of 3; open the first part, m-00001-of-00003.gguf" in refused(paths[1])
-    paths[2].rename(tmp_path / "away")
-    assert "part 3 of the model is missing" in _message(paths[0])
-    (tmp_path / "away").rename(paths[2])
-    renamed = paths[0].rename(tmp_path / "model.gguf")
-    assert "give the parts their own names back" in refused(renamed)
-    wrong = renamed.rename(tmp_path / "m-00001-of-00004.gguf")
-    assert "the file name says part 1 of 4" in refused(wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"no": 2}, "split.no is 2, but the file name says 1"),
-        ({"count": 4}, "split.count is 4, but the first part says 3"),
-        ({"total": 5}, "split.tensors.count is 5 but the 3 parts hold"),
-        ({"repeat": 1}, "tensor token_embd.weight is also in"),
-    ],
-)
-def test_parts_that_disagree_are_refused(write: Write, changes: dict[str, int], words: str) -> None:
-    total = {"total": len(model_tensors(Shape())) + 1} if "repeat" in changes else {}
-    assert words in _message(split(write, **(changes | total))[0])
-
-
-def test_a_huge_part_count_is_refused_before_any_name_is_tried(write: Write) -> None:
-    pairs = {
-        "split.count": kv("split.count", T.UINT16, 65_535),
-        "split.no": kv("split.no", T.UINT16, 0),
-    }
-    path = write(model_file(pairs=pairs), "m-00001-of-65535.gguf")
-    assert "allowed are 1 to 1024" in refused(path)
-
-
-def _message(path: Path) -> str:
-    with pytest.raises(ModelFileError) as caught:
-        open_model(path)
-    return str(caught.value)
 
 
 def test_shipped_names_and_paths_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,9 +193,9 @@ def test_a_profile_of_the_same_prompt_class_starts_a_cache_warm() -> None:
         for il in range(4):
             cache.preload(il, ranking[il] if ranking else None)
         for row in trace.part(200, 208).rows():
-            cache.begin_step()
+            cache.begin_pass()
             for il, ids in enumerate(row):
-                for expert in cache.look(il, ids):
+                for expert in cache.access(il, ids):
                     cache.admit(il, expert, ids)
         return int(cache.stats.misses.sum())
 

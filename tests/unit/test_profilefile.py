@@ -30,16 +30,16 @@ def saved(path: Path, *names: str) -> Path:
 def test_a_named_file_may_be_new_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "code", True, SHAPE)
-    assert "no profile yet; this run begins it" in opened.note
+    assert "no profile yet; this run begins it" in opened.warning
     assert opened.demand is None and opened.starts(2) == [(None, None)] * 2
     assert not path.exists(), "nothing is written before the end"
-    kept = opened.keep(COUNTS)
+    kept = opened.update(COUNTS)
     assert kept.report() == {
         "path": str(path), "class": "code", "n_tokens": 5, "written": True, "why_not": None,
     }  # fmt: skip
     again = ProfileFile(path, "code", True, SHAPE)
-    assert again.note == "" and again.starts(2)[0][0] == [0, 2, 3, 1]
-    again.keep(COUNTS)
+    assert again.warning == "" and again.starts(2)[0][0] == [0, 2, 3, 1]
+    again.update(COUNTS)
     assert read_profile(path, SHAPE).classes["code"].n_tokens == 10
     assert os.listdir(tmp_path) == ["p.json"]
 
@@ -47,16 +47,16 @@ def test_a_named_file_may_be_new_and_grows(tmp_path: Path) -> None:
 def test_two_runs_at_once_both_count(tmp_path: Path) -> None:
     path = saved(tmp_path / "p.json", "default")
     first, second = (ProfileFile(path, "", False, SHAPE) for _ in range(2))
-    assert first.keep(COUNTS).warning == second.keep(COUNTS).warning == ""
+    assert first.update(COUNTS).warning == second.update(COUNTS).warning == ""
     assert read_profile(path, SHAPE).classes["default"].n_tokens == 15
 
 
 def test_a_new_class_fills_from_all_and_keeps_the_others(tmp_path: Path) -> None:
     path = saved(tmp_path / "p.json", "prose", "code")
     opened = ProfileFile(path, "poems", True, SHAPE)
-    assert "no class 'poems' yet (it has: code, prose); all are used" in opened.note
+    assert "no class 'poems' yet (it has: code, prose); all are used" in opened.warning
     assert opened.starts(2)[1][0] == [1, 2, 0, 3]
-    opened.keep(2 * COUNTS)
+    opened.update(2 * COUNTS)
     classes = read_profile(path, SHAPE).classes
     assert {name: c.n_tokens for name, c in classes.items()} == {"prose": 5, "code": 5, "poems": 10}
 
@@ -71,7 +71,7 @@ def test_without_a_name_only_a_file_that_is_there_counts(tmp_path: Path) -> None
     opened = open_profile("", "", beside, lambda: SHAPE)
     assert opened is not None and opened.path == beside
     beside.unlink()
-    kept = opened.keep(COUNTS)
+    kept = opened.update(COUNTS)
     assert not beside.exists() and "was removed meanwhile" in kept.why and not kept.warning
 
 
@@ -89,13 +89,15 @@ def test_a_failure_to_write_is_one_line_and_no_exception(tmp_path: Path) -> None
     folder.mkdir()
     opened = ProfileFile(saved(folder / "p.json", "a"), "", True, SHAPE)
     (folder / "p.json").write_text("{}")
-    kept = opened.keep(COUNTS)
+    kept = opened.update(COUNTS)
     assert "stays as it was" in kept.warning and "not a routing profile" in kept.warning
     assert "\n" not in kept.warning and not kept.report()["written"]
     assert (folder / "p.json").read_text() == "{}"
     (folder / "p.json").unlink()
     folder.rmdir()
-    assert "is read-only" in opened.keep(COUNTS).warning or "no folder" in opened.keep(COUNTS).why
+    assert (
+        "is read-only" in opened.update(COUNTS).warning or "no folder" in opened.update(COUNTS).why
+    )
 
 
 @pytest.mark.parametrize(("is_named", "warns"), [(True, True), (False, False)])
@@ -106,7 +108,7 @@ def test_a_read_only_folder_is_harmless(
     before = path.read_bytes()
     opened = ProfileFile(path, "a", is_named, SHAPE)
     forbid(monkeypatch, tmp_path)
-    kept = opened.keep(COUNTS)
+    kept = opened.update(COUNTS)
     assert "read-only" in kept.why and bool(kept.warning) == warns
     assert path.read_bytes() == before
 
@@ -115,7 +117,7 @@ def test_a_read_only_file_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = saved(tmp_path / "p.json", "a")
     opened = ProfileFile(path, "a", True, SHAPE)
     forbid(monkeypatch, path)
-    kept = opened.keep(COUNTS)
+    kept = opened.update(COUNTS)
     assert "p.json is read-only" in kept.why and not kept.warning
     assert read_profile(path, SHAPE).classes["a"].n_tokens == 5
 
@@ -134,7 +136,7 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     target = saved(tmp_path / "target.json", "a")
     link = tmp_path / "link.json"
     link.symlink_to(target)
-    ProfileFile(link, "a", True, SHAPE).keep(COUNTS)
+    ProfileFile(link, "a", True, SHAPE).update(COUNTS)
     assert link.is_symlink() and read_profile(target, SHAPE).classes["a"].n_tokens == 10
 
 
@@ -144,11 +146,11 @@ def test_a_path_that_cannot_even_be_looked_at_is_one_line(tmp_path: Path) -> Non
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "", True, SHAPE)
     path.symlink_to(path)
-    assert opened.keep(COUNTS).warning.startswith("the routing profile stays as it was: ")
+    assert opened.update(COUNTS).warning.startswith("the routing profile stays as it was: ")
 
 
 def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
-    kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).keep(0 * COUNTS)
+    kept = ProfileFile(tmp_path / "p.json", "", True, SHAPE).update(0 * COUNTS)
     assert "no token" in kept.why and not kept.warning and os.listdir(tmp_path) == []
 
 
@@ -157,7 +159,7 @@ def test_runs_that_end_together_all_count(tmp_path: Path) -> None:
 
     def runs(_: int) -> None:
         for _ in range(10):
-            assert ProfileFile(path, "", False, SHAPE).keep(COUNTS).warning == ""
+            assert ProfileFile(path, "", False, SHAPE).update(COUNTS).warning == ""
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(runs, range(4)))

@@ -22,6 +22,6 @@ enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, c
 bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n);
 void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size);
-enum ggml_status mg_fetch_launch(ggml_backend_t compute, ggml_backend_t upload,
+enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);

@@ -1,4 +1,4 @@
-"""Expert FFN on the CPU, for the experts that a decode step misses: cold_ffn.c's owner."""
+"""Expert FFN on the CPU, for the experts that a decode step misses: cpu_ffn.c's owner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .lib import C, ffi
 from .ops import Tensor
 
 
-class ColdFfn(Handle):
+class CpuFfn(Handle):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
     n_threads: the calling thread is one of them. Only one call at a time.
@@ -26,13 +26,13 @@ class ColdFfn(Handle):
         if min(sizes) < 1:
             raise InternalError(f"expert FFN of sizes {sizes}: each must be at least 1")
         self._n_embd, self._n_ff, self._max_rows = n_embd, n_ff_exp, max_rows
-        ptr = C.mg_cold_new(*sizes)
+        ptr = C.mg_cpu_ffn_new(*sizes)
         if ptr == ffi.NULL:
             raise ConfigError(
                 f"cannot start {n_threads} CPU threads for experts that are not on the device; "
                 "lower --threads or use --miss stream"
             )
-        super().__init__(ptr, C.mg_cold_free)
+        super().__init__(ptr, C.mg_cpu_ffn_free)
 
     def layer(self, parts: Mapping[str, Tensor]) -> Any:
         """Describe a layer's stacks to `compute`: gate and up, or gate_up, and down.
@@ -52,7 +52,7 @@ class ColdFfn(Handle):
                            (down, (n_ff, self._n_embd))):  # fmt: skip
             _check(tensor, (*ne, gate.ne[2]))
         behind = n_ff * gate.nb[1] if merged is not None else 0
-        return ffi.new("struct mg_cold_layer *", {
+        return ffi.new("struct mg_cpu_ffn_layer *", {
             "gate": gate.data, "up": ffi.cast("char *", up.data) + behind, "down": down.data,
             "gate_stride": gate.nb[2], "up_stride": up.nb[2], "down_stride": down.nb[2],
             "gate_type": gate.type, "up_type": up.type, "down_type": down.type,
@@ -67,7 +67,7 @@ class ColdFfn(Handle):
         """
         if not 0 < n_rows <= self._max_rows:
             raise InternalError(f"expert FFN of {n_rows} rows; made for 1 to {self._max_rows}")
-        C.mg_cold_compute(self.ptr, layer, x, ids, weights, n_rows, y)
+        C.mg_cpu_ffn_compute(self.ptr, layer, x, ids, weights, n_rows, y)
 
 
 def _check(tensor: Tensor, ne: tuple[int, ...]) -> None:

@@ -64,7 +64,7 @@ def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
 
 
 @pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
-def test_results_do_not_depend_on_what_is_fetched_ahead(open_engine, preset, every_guess_acts):
+def test_results_do_not_depend_on_what_is_fetched_ahead(open_engine, preset, prefetch_always):
     ids = prompt(open_engine(preset), 40, seed=5)
     for placement in PLACEMENTS:
         rows, misses = [], None
@@ -77,19 +77,19 @@ def test_results_do_not_depend_on_what_is_fetched_ahead(open_engine, preset, eve
                 assert misses.prefetch_report() is None
                 engine.close()
         np.testing.assert_array_equal(*rows, err_msg=str(placement))
-        assert misses.n_prefetched > 0 and misses.look_ahead.n_right > 0, placement
+        assert misses.n_prefetched > 0 and misses.prefetcher.n_right > 0, placement
         engine.close()
 
 
 @pytest.mark.parametrize("slots", [0, 40])
 def test_an_expert_is_never_fetched_more_often_than_it_is_missed(
-    open_engine, slots, every_guess_acts
+    open_engine, slots, prefetch_always
 ):
     engine = open_engine("mini35b", cache_slots=slots, miss="stream")
     run(engine)
     misses, cache = engine.runner.misses, engine.runner.cache
     filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
-    fetched = misses.n_bytes_fetched - filled
+    fetched = misses.n_bytes_to_device - filled
     announced = cache.stats.missing.sum() + misses.n_exchanged + misses.n_prefetched
     assert misses.n_prefetched > 0
     assert 0 < fetched <= announced * engine_expert_bytes(engine)
@@ -271,8 +271,8 @@ def check_bypassed(engine: Engine) -> None:
     """Check that the engine said so, keeps its slots, and hits what is in them."""
     report = engine.expert_stats().report()["guard"]
     assert report["bypassed"] and report["n_bypassed_tokens"] > 50
-    (line,) = engine.take_news()
-    assert "hits nothing" in line and engine.take_news() == []
+    (line,) = engine.drain_messages()
+    assert "hits nothing" in line and engine.drain_messages() == []
     engine.runner.cache.check()
     before = engine.runner.cache.stats
     for i in range(320, 336):
@@ -285,7 +285,7 @@ def test_every_number_of_streamed_experts_is_measured_once(open_engine, monkeypa
     real, seen = MissHandler._send, Counter()
 
     def send(self, il, bank, pairs):
-        seen[len(pairs)] += bank is self._banks.spare(il, 0)
+        seen[len(pairs)] += bank is self._banks.staging(il, 0)
         real(self, il, bank, pairs)
 
     monkeypatch.setattr(MissHandler, "_send", send)
@@ -300,13 +300,13 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     expected = plain.forward_logits(ids)
     engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
     np.testing.assert_array_equal(engine.forward_logits(ids), expected)
-    assert engine.runner.misses.n_bytes_fetched == 0, "none is streamed in mode cpu"
+    assert engine.runner.misses.n_bytes_to_device == 0, "none is streamed in mode cpu"
 
     engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
     misses, n_used, taken = engine.runner.misses, engine.hparams.n_expert_used, []
     # an expert takes as long either way, and each further row on the CPU as long again
     misses.split = MissSplit([float(n) for n in range(n_used + 1)], range(n_used + 1), 1.0)
-    compute = misses.cold.compute
+    compute = misses.cpu_experts.compute
 
     def watched(il, chosen, experts, n_rows):
         rows = np.bincount(chosen, minlength=256)
@@ -314,10 +314,10 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
         taken.append((max(rows[list(experts)]), min(rows[list(others)])))
         compute(il, chosen, experts, n_rows)
 
-    misses.cold.compute = watched
+    misses.cpu_experts.compute = watched
     np.testing.assert_array_equal(engine.forward_logits(ids), expected)
     assert taken and all(most <= least for most, least in taken)
-    assert misses.n_bytes_fetched > 0 and misses.n_cpu_experts > 0
+    assert misses.n_bytes_to_device > 0 and misses.n_cpu_experts > 0
 
 
 @pytest.mark.parametrize("preset", ["legacy32", "kquant40", "iq64", "mxfp256", "float32"])
@@ -331,7 +331,7 @@ def test_graphs_that_fetch_by_themselves_change_no_result(open_engine, preset):
         misses = engine.runner.misses
         misses.guard = None  # it would try what else there is
         got = run(engine)
-        assert misses.manner.fetching == set(range(hp.n_layer))
+        assert misses.miss_mode.fetch_layers == set(range(hp.n_layer))
         np.testing.assert_array_equal(got, expected, err_msg=str(placement))
         engine.runner.cache.check()
         engine.close()

@@ -17,7 +17,7 @@ extern "C" {
 
 // The stacks of a layer: gate, up [n_embd, n_ff, n_expert] and down [n_ff, n_embd, n_expert]. Rows are
 // contiguous; strides are bytes from expert to expert.
-struct mg_cold_layer {
+struct mg_cpu_ffn_layer {
     const void * gate;
     const void * up;
     const void * down;
@@ -30,15 +30,15 @@ struct mg_cold_layer {
     int n_expert;
 };
 
-struct mg_cold;
+struct mg_cpu_ffn;
 
-// Start n_threads - 1 threads; the caller of mg_cold_compute is one more. NULL without memory or threads.
-struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows);
-void mg_cold_free(struct mg_cold * cold);
+// Start n_threads - 1 threads; the caller of mg_cpu_ffn_compute is one more. NULL without memory or threads.
+struct mg_cpu_ffn * mg_cpu_ffn_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows);
+void mg_cpu_ffn_free(struct mg_cpu_ffn * cold);
 
 // y [n_embd, n_rows] = the sum over k of weights[k] * FFN of expert ids[k], for x [n_embd, n_rows] and ids, weights
 // [n_expert_used, n_rows]. An id below 0 or from n_expert on adds nothing. One call at a time.
-void mg_cold_compute(struct mg_cold * cold, const struct mg_cold_layer * layer, const float * x,
+void mg_cpu_ffn_compute(struct mg_cpu_ffn * cold, const struct mg_cpu_ffn_layer * layer, const float * x,
         const int32_t * ids, const float * weights, int n_rows, float * y);
 
 #ifdef __cplusplus

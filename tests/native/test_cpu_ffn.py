@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, quants
 
 from moegraph.errors import InternalError
 from moegraph.experts.bank import Bank
-from moegraph.ggml.cold_ffn import ColdFfn
+from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
@@ -105,7 +105,7 @@ class Layer:
                 y[row] += weights[row, k] * (self.values["down"][e] @ (g / (1 + np.exp(-g)) * u))
         return y
 
-    def own(self, ffn: ColdFfn, n_rows: int) -> npt.NDArray[np.float32]:
+    def own(self, ffn: CpuFfn, n_rows: int) -> npt.NDArray[np.float32]:
         """Return what our kernel computes."""
         y = np.full((n_rows, self.n_embd), np.nan, np.float32)
         ffn.compute(
@@ -151,7 +151,7 @@ def make_layer(no_leak: None) -> Iterator:
         layer.close()
 
 
-def check(layer: Layer, ffn: ColdFfn, n_rows: int) -> None:
+def check(layer: Layer, ffn: CpuFfn, n_rows: int) -> None:
     """Assert that our kernel agrees with the graph in every bit, and with float64."""
     got = layer.own(ffn, n_rows)
     np.testing.assert_array_equal(got, layer.graph(n_rows))
@@ -166,7 +166,7 @@ def check(layer: Layer, ffn: ColdFfn, n_rows: int) -> None:
 @pytest.mark.parametrize("kind", sorted(TYPES))
 def test_every_type_equals_the_graph(make_layer, kind: str, merged: bool) -> None:
     layer, rng = make_layer(kind, kind, kind, merged=merged), np.random.default_rng(3)
-    with ColdFfn(3, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(3, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
         for n_rows in (1, 2, 8):
             layer.put(rng, choose(rng, n_rows))
             check(layer, ffn, n_rows)
@@ -175,7 +175,7 @@ def test_every_type_equals_the_graph(make_layer, kind: str, merged: bool) -> Non
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 5, 8])
 def test_no_number_of_threads_or_rows_changes_a_bit(make_layer, n_threads: int) -> None:
     layer, rng = make_layer("Q4_K", "Q8_0", "Q5_K"), np.random.default_rng(n_threads)
-    with ColdFfn(n_threads, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(n_threads, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
         for n_rows in range(1, MAX_ROWS + 1):
             for absent in (0.0, 0.3, 0.9):
                 layer.put(rng, choose(rng, n_rows, absent))
@@ -186,7 +186,7 @@ def test_no_number_of_threads_or_rows_changes_a_bit(make_layer, n_threads: int) 
 def test_sizes_that_are_no_multiple_of_a_unit_of_work(make_layer, shape: tuple[int, int]) -> None:
     for kinds in (("Q4_0", "Q4_0", "Q8_0"), ("F32", "F32", "F32"), ("BF16", "F16", "IQ4_NL")):
         layer, rng = make_layer(*kinds, shape=shape), np.random.default_rng(0)
-        with ColdFfn(4, *shape, N_USED, MAX_ROWS) as ffn:
+        with CpuFfn(4, *shape, N_USED, MAX_ROWS) as ffn:
             for n_rows in (1, 3):
                 layer.put(rng, choose(rng, n_rows))
                 check(layer, ffn, n_rows)
@@ -194,7 +194,7 @@ def test_sizes_that_are_no_multiple_of_a_unit_of_work(make_layer, shape: tuple[i
 
 def test_without_an_expert_the_sum_is_zero(make_layer) -> None:
     layer, rng = make_layer("Q4_K", "Q4_K", "Q6_K"), np.random.default_rng(0)
-    with ColdFfn(2, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(2, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
         layer.put(rng, np.full((2, N_USED), -1, np.int32))
         assert not layer.own(ffn, 2).any()
         layer.put(rng, choose(rng, 2, 0.0))
@@ -203,7 +203,7 @@ def test_without_an_expert_the_sum_is_zero(make_layer) -> None:
 
 def test_an_expert_that_all_rows_chose_and_one_chosen_twice(make_layer) -> None:
     layer, rng = make_layer("Q8_0", "Q8_0", "Q8_0"), np.random.default_rng(5)
-    with ColdFfn(3, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(3, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
         layer.put(rng, np.tile(np.array([4, 4, -1, 0, 19, 4], np.int32), (MAX_ROWS, 1)))
         exact = layer.exact(MAX_ROWS)
         error = np.sum((layer.own(ffn, MAX_ROWS) - exact) ** 2)
@@ -215,7 +215,7 @@ def test_thousands_of_calls_from_many_threads_in_turn_stay_equal(make_layer) -> 
     layer, rng = make_layer("Q4_K", "Q4_K", "Q5_K"), np.random.default_rng(1)
     layer.put(rng, choose(rng, 2, 0.2))
     expected, wrong = layer.graph(2), []
-    with ColdFfn(4, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(4, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
 
         def calls() -> None:
             wrong.extend(i for i in range(600) if not np.array_equal(layer.own(ffn, 2), expected))
@@ -230,7 +230,7 @@ def test_thousands_of_calls_from_many_threads_in_turn_stay_equal(make_layer) -> 
 def test_threads_sleep_when_nothing_is_missing_and_wake_up_again(make_layer) -> None:
     layer, rng = make_layer("Q4_K", "Q4_K", "Q5_K"), np.random.default_rng(1)
     layer.put(rng, choose(rng, 1, 0.0))
-    with ColdFfn(8, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+    with CpuFfn(8, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
         for _ in range(5):
             check(layer, ffn, 1)
             time.sleep(0.2)
@@ -245,7 +245,7 @@ def test_open_and_close_many_times_leaves_no_thread(make_layer) -> None:
     expected = layer.graph(1)
     before = len(list(Path("/proc/self/task").iterdir()))
     for i in range(60):
-        with ColdFfn(1 + i % 8, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
+        with CpuFfn(1 + i % 8, N_EMBD, N_FF, N_USED, MAX_ROWS) as ffn:
             if i % 3:
                 np.testing.assert_array_equal(layer.own(ffn, 1), expected)
     assert len(list(Path("/proc/self/task").iterdir())) == before
@@ -253,11 +253,11 @@ def test_open_and_close_many_times_leaves_no_thread(make_layer) -> None:
 
 def test_other_shapes_are_refused(make_layer) -> None:
     layer = make_layer("Q4_K", "Q4_K", "Q5_K")
-    with ColdFfn(1, N_EMBD, N_FF, N_USED, 2) as ffn:
+    with CpuFfn(1, N_EMBD, N_FF, N_USED, 2) as ffn:
         with pytest.raises(InternalError, match="of 3 rows; made for 1 to 2"):
             layer.own(ffn, 3)
-    with ColdFfn(1, N_EMBD, 2 * N_FF, N_USED, 2) as ffn:
+    with CpuFfn(1, N_EMBD, 2 * N_FF, N_USED, 2) as ffn:
         with pytest.raises(InternalError, match=r"expert stack \[512, 256, 20, 1\].*expected"):
             ffn.layer(layer.bank.parts)
     with pytest.raises(InternalError, match="each must be at least 1"):
-        ColdFfn(0, N_EMBD, N_FF, N_USED, 2)
+        CpuFfn(0, N_EMBD, N_FF, N_USED, 2)

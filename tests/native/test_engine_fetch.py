@@ -51,12 +51,14 @@ def open_fetching(open_engine: Callable[..., Engine], **settings: object) -> Eng
     """Return an engine whose graphs fetch in all layers, and whose guard does not interfere."""
     engine = open_engine(PRESET, **{**FETCHING, **settings})
     engine.runner.misses.guard = None
-    assert engine.runner.misses.manner.fetching == ALL
+    assert engine.runner.misses.miss_mode.fetch_layers == ALL
     return engine
 
 
 def check_sound(engine: Engine) -> None:
-    """Check that cache, tables and landings agree, and that slots hold what they are said to."""
+    """Check that cache, tables and victim_lists agree, and that slots hold what they are said
+    to.
+    """
     handler = engine.runner.misses
     cache, store, tables = handler.cache, handler._store, handler._tables
     cache.check()
@@ -65,14 +67,14 @@ def check_sound(engine: Engine) -> None:
         C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
     for il in set(range(N_LAYER)) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
-        if il in handler.manner.fetching:
-            landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
+        if il in handler.miss_mode.fetch_layers:
+            victims = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
             layer = cache._layers[il]
-            assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
-            assert len(set(landing[:, 0].tolist())) == N_USED
+            assert [layer.owner[slot] for slot, _ in victims] == victims[:, 1].tolist()
+            assert len(set(victims[:, 0].tolist())) == N_USED
             # of equal scores any may be listed
-            scores = [layer.policy.score[e] for e in landing[:, 1].tolist() if e >= 0]
-            others = layer.resident - set(landing[:, 1].tolist())
+            scores = [layer.policy.score[e] for e in victims[:, 1].tolist() if e >= 0]
+            others = layer.resident - set(victims[:, 1].tolist())
             movable = others & set(layer.owner[layer.policy.n_static :])
             assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
     for il in store.layers:
@@ -221,11 +223,11 @@ def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) 
     engine = open_fetching(open_engine, policy=policy)
     handler, cache = engine.runner.misses, engine.runner.cache
     sizes = np.array([handler._store.packing(il).n_bytes for il in range(N_LAYER)])
-    assert handler.n_bytes_fetched == (sizes * cache.n_slots).sum(), "filling the slots"
+    assert handler.n_bytes_to_device == (sizes * cache.n_slots).sum(), "filling the slots"
     run(engine, [1] * 40)
     stats = cache.stats
     assert stats.missing.sum() > 100
-    assert handler.n_bytes_fetched == (sizes * (stats.missing + cache.n_slots)).sum()
+    assert handler.n_bytes_to_device == (sizes * (stats.missing + cache.n_slots)).sum()
     np.testing.assert_array_equal(stats.admitted, stats.missing)
     np.testing.assert_array_equal(stats.evicted, stats.missing)
     assert stats.declined.sum() == handler.n_cpu_experts == handler.n_exchanged == 0
@@ -263,18 +265,18 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
 ) -> None:
     engine = open_engine(PRESET, **{**FETCHING, **settings})
     engine.runner.misses.guard = None
-    fetching = engine.runner.misses.manner.fetching
+    fetching = engine.runner.misses.miss_mode.fetch_layers
     assert (len(fetching) if isinstance(layers, int) else fetching) == layers
     widths = [1] * sum(WIDTHS) if settings.get("n_ubatch") else WIDTHS
     np.testing.assert_array_equal(run(engine, widths), expected)
     check_sound(engine)
-    fetched = engine.runner.misses.n_bytes_fetched
+    fetched = engine.runner.misses.n_bytes_to_device
     assert fetched > 0 or settings == {"miss": "cpu"}
 
 
 @pytest.mark.parametrize("n_slots", [N_LAYER * (N_USED + 2), N_LAYER * N_USED - 3])
 def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
-    open_engine, expected, monkeypatch, every_guess_acts, n_slots: int
+    open_engine, expected, monkeypatch, prefetch_always, n_slots: int
 ) -> None:
     """The CPU computes some of what several rows miss, and slots are reserved for later."""
     monkeypatch.setattr(misses, "fetches_in_graph", lambda *_: True)
@@ -283,7 +285,7 @@ def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
     handler = engine.runner.misses
     handler.guard, reserved = None, []
     handler.split = misses.MissSplit.fixed(N_USED, on_cpu=True)
-    assert len(handler.manner.fetching) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
+    assert len(handler.miss_mode.fetch_layers) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
 
     def after() -> None:
         reserved.extend(handler._promoted)
@@ -309,9 +311,9 @@ def test_the_guard_switches_it_off_and_on(
         turns.append((handler.guard.bypassed, cache.stats.admitted.sum()))
         if len(turns) % 5 == 0:
             handler.guard._settle(not handler.guard.bypassed, "it was told to")
-        assert handler.manner.fetching == (frozenset() if handler.guard.bypassed else ALL)
+        assert handler.miss_mode.fetch_layers == (frozenset() if handler.guard.bypassed else ALL)
 
-    handler.guard._look = lambda: None  # only what is said here counts
+    handler.guard._consider_probe = lambda: None  # only what is said here counts
     for _ in range(2):
         np.testing.assert_array_equal(run(engine, after=after), expected)
     moved = {False: 0, True: 0}
@@ -327,7 +329,7 @@ def test_what_was_chosen_while_the_cache_was_bypassed_counts_afterwards(
     settings = {**FETCHING, "policy": policy, "cache_slots": N_LAYER * (N_USED + 12)}
     engine = open_engine(PRESET, **settings)
     guard, at = engine.runner.misses.guard, 0
-    guard._look = lambda: None
+    guard._consider_probe = lambda: None
     for turn, token in enumerate(prompt(engine, 80, seed=3).tolist()):
         if turn % 10 == 9:
             guard._settle(not guard.bypassed, "it was told to")
@@ -382,8 +384,8 @@ def test_an_engine_waits_for_a_pass_under_way_before_it_frees_anything(
 
 def test_guessing_ahead_is_not_tried_out_where_graphs_fetch(open_engine) -> None:
     engine, acted = open_fetching(open_engine), set()
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.look_ahead.acts))
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.prefetcher.enabled))
     assert acted == {False}
     engine = open_engine(PRESET, **{**FETCHING, "host_pin": "none"})
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.look_ahead.acts))
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.prefetcher.enabled))
     assert acted == {False, True}, "which this would have shown"

@@ -8,16 +8,16 @@ import pytest
 from moegraph.experts.store import ExpertStore
 from moegraph.ggml.device import Device
 from moegraph.modelfile import open_model
-from moegraph.runner.cold import ColdExperts, ColdMemory
-from moegraph.runner.cold_graph import ColdGraph
+from moegraph.runner.cpu_experts import KernelCpuExperts, CpuExperts
+from moegraph.runner.cpu_experts_graph import GraphCpuExperts
 
 MAX_ROWS = 4
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
 
 
-def floats(cold: ColdMemory, name: str) -> np.ndarray:
+def floats(cpu_experts: CpuExperts, name: str) -> np.ndarray:
     """Return host memory from x, weights or y on."""
-    return cold._host.array[cold._offsets[name] :].view(np.float32)
+    return cpu_experts._host.array[cpu_experts._offsets[name] :].view(np.float32)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -27,7 +27,9 @@ def test_kernel_and_graph_agree_on_every_layer(model_path, no_leak, preset):
         hp, device = model.hparams, Device("cpu", 1)
         k = hp.n_expert_used
         store = ExpertStore(device, model, range(hp.n_layer), "auto")
-        own, graph = (kind(device, hp, store, 2, MAX_ROWS) for kind in (ColdExperts, ColdGraph))
+        own, graph = (
+            kind(device, hp, store, 2, MAX_ROWS) for kind in (KernelCpuExperts, GraphCpuExperts)
+        )
         for il in store.layers:
             for n_rows in (1, MAX_ROWS):
                 ids = np.concatenate([rng.permutation(hp.n_expert)[:k] for _ in range(n_rows)])
@@ -35,10 +37,10 @@ def test_kernel_and_graph_agree_on_every_layer(model_path, no_leak, preset):
                 missing = rng.choice(np.unique(ids), min(5, np.unique(ids).size), replace=False)
                 x = rng.standard_normal(hp.n_embd * n_rows)
                 weights = rng.uniform(0, 0.4, k * n_rows).astype(np.float32)
-                for cold in (own, graph):
-                    floats(cold, "x")[: x.size] = x
-                    floats(cold, "weights")[: weights.size] = weights
-                    cold.compute(il, ids, missing.tolist(), n_rows)
+                for cpu_experts in (own, graph):
+                    floats(cpu_experts, "x")[: x.size] = x
+                    floats(cpu_experts, "weights")[: weights.size] = weights
+                    cpu_experts.compute(il, ids, missing.tolist(), n_rows)
                 rows = floats(graph, "y")[: k * n_rows * hp.n_embd].reshape(n_rows, k, -1)
                 expected = rows[:, 0].copy()
                 for i in range(1, k):

@@ -1,4 +1,4 @@
-#include "cold_ffn.h"
+#include "cpu_ffn.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -38,13 +38,13 @@ struct worker {
     int          done_of, n_done;            // expert, and units of its gate and up not yet reported
     float      * rows;                       // [n_jobs][DOWN_ROWS]
     pthread_t    thread;
-    struct mg_cold * cold;
+    struct mg_cpu_ffn * cold;
 };
 
 // One expert's place in the current job.
 struct chosen {
     const char * gate, * up, * down;
-    int          first, last;                // of its (row, k), linked by mg_cold.following
+    int          first, last;                // of its (row, k), linked by mg_cpu_ffn.following
     atomic_int   n_left;                     // units of gate and up
     atomic_int   ready;                      // whether the activations are there
 };
@@ -56,7 +56,7 @@ struct matrix {
     size_t            row_size, input_size;  // bytes of a weight row and of an input row
 };
 
-struct mg_cold {
+struct mg_cpu_ffn {
     int n_threads, n_embd, n_ff, n_used, max_rows;
     int n_slices, n_gate_up, n_down;         // units of a row of x, of an expert, and of y
     struct worker * workers;
@@ -109,7 +109,7 @@ static void convert(const struct matrix * m, const float * x, char * out, int fr
     m->from_float(x + from, out + ggml_row_size(m->dot_type, from), n);
 }
 
-static void quant_unit(struct mg_cold * c, int unit) {
+static void quant_unit(struct mg_cpu_ffn * c, int unit) {
     const int row = unit / c->n_slices, from = unit % c->n_slices * QUANT_ELEMENTS;
     const int n = c->n_embd - from < QUANT_ELEMENTS ? c->n_embd - from : QUANT_ELEMENTS;
     const float * x = c->x + (size_t) row * c->n_embd;
@@ -121,7 +121,7 @@ static void quant_unit(struct mg_cold * c, int unit) {
 }
 
 // The last to finish rows of an expert's gate and up computes its activations.
-static void report_gate_up(struct mg_cold * c, struct worker * w) {
+static void report_gate_up(struct mg_cpu_ffn * c, struct worker * w) {
     struct chosen * e = &c->chosen[w->done_of];
     const int n = w->n_done;
     w->n_done = 0;
@@ -136,7 +136,7 @@ static void report_gate_up(struct mg_cold * c, struct worker * w) {
     atomic_store_explicit(&e->ready, 1, memory_order_release);
 }
 
-static void gate_up_unit(struct mg_cold * c, struct worker * w, int unit, int end) {
+static void gate_up_unit(struct mg_cpu_ffn * c, struct worker * w, int unit, int end) {
     const int at = unit / c->n_gate_up, from = unit % c->n_gate_up * GATE_UP_ROWS;
     const int to = c->n_ff - from < GATE_UP_ROWS ? c->n_ff : from + GATE_UP_ROWS;
     struct chosen * e = &c->chosen[at];
@@ -167,7 +167,7 @@ static void gate_up_unit(struct mg_cold * c, struct worker * w, int unit, int en
     w->n_done++;
 }
 
-static void sum_rows(const struct mg_cold * c, const float * rows, int from, int n) {
+static void sum_rows(const struct mg_cpu_ffn * c, const float * rows, int from, int n) {
     for (int row = 0; row < c->n_rows; row++) {
         float * y = c->y + (size_t) row * c->n_embd + from;
         memset(y, 0, n * sizeof(float));
@@ -182,7 +182,7 @@ static void sum_rows(const struct mg_cold * c, const float * rows, int from, int
     }
 }
 
-static void down_unit(struct mg_cold * c, struct worker * w, int unit, int end) {
+static void down_unit(struct mg_cpu_ffn * c, struct worker * w, int unit, int end) {
     const int from = unit * DOWN_ROWS;
     const int n = c->n_embd - from < DOWN_ROWS ? c->n_embd - from : DOWN_ROWS;
     const size_t size = c->down.row_size;
@@ -217,7 +217,7 @@ static int claim(struct worker * w, int phase) {
     return unit < w->end[phase] ? unit : -1;
 }
 
-static void first_weights(struct mg_cold * c, struct worker * w) {
+static void first_weights(struct mg_cpu_ffn * c, struct worker * w) {
     const int unit = atomic_load_explicit(&w->next[GATE_UP], memory_order_relaxed);
     if (unit < w->end[GATE_UP]) {
         const struct chosen * e = &c->chosen[unit / c->n_gate_up];
@@ -228,7 +228,7 @@ static void first_weights(struct mg_cold * c, struct worker * w) {
 }
 
 // In the order in which the thread's share of down will be read, until the activations are there.
-static void first_down(struct mg_cold * c, struct worker * w) {
+static void first_down(struct mg_cpu_ffn * c, struct worker * w) {
     const size_t size = DOWN_ROWS * c->down.row_size;
     const int first = atomic_load_explicit(&w->next[DOWN], memory_order_relaxed);
     size_t asked = 0;
@@ -242,7 +242,7 @@ static void first_down(struct mg_cold * c, struct worker * w) {
     }
 }
 
-static void take_part(struct mg_cold * c, int t) {
+static void take_part(struct mg_cpu_ffn * c, int t) {
     struct worker * w = &c->workers[t];
     int unit;
     first_weights(c, w);
@@ -277,7 +277,7 @@ static uint64_t now_ns(void) {
 }
 
 // Whether there is a job other than `seen`, or the end, before the time is up.
-static bool spin(struct mg_cold * c, unsigned seen) {
+static bool spin(struct mg_cpu_ffn * c, unsigned seen) {
     const uint64_t start = now_ns();
     for (unsigned n = 1;; n++) {
         const unsigned open = atomic_load_explicit(&c->open, memory_order_relaxed);
@@ -294,15 +294,15 @@ static bool spin(struct mg_cold * c, unsigned seen) {
     }
 }
 
-static void wake(struct mg_cold * c, int n) {
+static void wake(struct mg_cpu_ffn * c, int n) {
     if (atomic_load(&c->n_sleeping)) {
         syscall(SYS_futex, &c->open, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
     }
 }
 
-// Sleep while no job is open. The caller of mg_cold_compute wakes one thread, for it has work to do itself, and
+// Sleep while no job is open. The caller of mg_cpu_ffn_compute wakes one thread, for it has work to do itself, and
 // that one wakes the others.
-static void sleep_until_open(struct mg_cold * c) {
+static void sleep_until_open(struct mg_cpu_ffn * c) {
     atomic_fetch_add(&c->n_sleeping, 1);
     syscall(SYS_futex, &c->open, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
     atomic_fetch_sub(&c->n_sleeping, 1);
@@ -311,7 +311,7 @@ static void sleep_until_open(struct mg_cold * c) {
 
 static void * run_worker(void * argument) {
     struct worker * w = argument;
-    struct mg_cold * c = w->cold;
+    struct mg_cpu_ffn * c = w->cold;
     unsigned seen = 0;
     while (!atomic_load(&c->stop)) {
         if (!spin(c, seen)) {
@@ -343,7 +343,7 @@ static struct matrix matrix_of(enum ggml_type type, int n_in) {
 }
 
 // Group the (row, k) by expert, in order of appearance.
-static void group(struct mg_cold * c, const struct mg_cold_layer * layer, const int32_t * ids) {
+static void group(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * layer, const int32_t * ids) {
     c->n_chosen = 0;
     for (int job = 0; job < c->n_rows * c->n_used; job++) {
         const int32_t id = ids[job];
@@ -373,7 +373,7 @@ static void group(struct mg_cold * c, const struct mg_cold_layer * layer, const 
     }
 }
 
-static void share_out(struct mg_cold * c) {
+static void share_out(struct mg_cpu_ffn * c) {
     const int n_units[N_PHASES] = { c->n_rows * c->n_slices, c->n_chosen * c->n_gate_up, c->n_down };
     for (int t = 0; t < c->n_threads; t++) {
         for (int phase = 0; phase < N_PHASES; phase++) {
@@ -385,7 +385,7 @@ static void share_out(struct mg_cold * c) {
     atomic_init(&c->n_quant_left, n_units[QUANT]);
 }
 
-void mg_cold_compute(struct mg_cold * c, const struct mg_cold_layer * layer, const float * x,
+void mg_cpu_ffn_compute(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * layer, const float * x,
         const int32_t * ids, const float * weights, int n_rows, float * y) {
     c->x = x;
     c->weights = weights;
@@ -418,7 +418,7 @@ static void * room(size_t n_bytes) {
     return at ? memset(at, 0, size) : NULL;
 }
 
-static bool allocate(struct mg_cold * c) {
+static bool allocate(struct mg_cpu_ffn * c) {
     const size_t n_jobs = (size_t) c->max_rows * c->n_used, n_threads = c->n_threads;
     // no type that a dot product takes is wider than 4 bytes an element
     const size_t x_size = (size_t) 4 * c->n_embd * c->max_rows, act_size = 4 * n_jobs * c->n_ff;
@@ -433,7 +433,7 @@ static bool allocate(struct mg_cold * c) {
         (c->rows      = room(n_threads * n_jobs * DOWN_ROWS * sizeof(float)));
 }
 
-static void release(struct mg_cold * c) {
+static void release(struct mg_cpu_ffn * c) {
     void * all[] = {
         c->workers, c->chosen, c->job_of, c->following, c->x_gate, c->gate_out, c->up_out, c->act, c->rows, c,
     };
@@ -444,7 +444,7 @@ static void release(struct mg_cold * c) {
 
 // Threads that take no signals from outside: Ctrl-C belongs to the interpreter's thread. Those that an instruction of the
 // thread itself raises must stay open: blocked, they end the process before any handler sees them (sigbus.c).
-static int start(struct mg_cold * c) {
+static int start(struct mg_cpu_ffn * c) {
     sigset_t all, before;
     sigfillset(&all);
     static const int own[] = { SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP };
@@ -460,7 +460,7 @@ static int start(struct mg_cold * c) {
     return n;
 }
 
-static void stop(struct mg_cold * c, int n_started) {
+static void stop(struct mg_cpu_ffn * c, int n_started) {
     atomic_store(&c->stop, 1);
     atomic_store(&c->open, 1); // no thread goes to sleep any more
     wake(c, INT_MAX);
@@ -470,8 +470,8 @@ static void stop(struct mg_cold * c, int n_started) {
     release(c);
 }
 
-struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows) {
-    struct mg_cold * c = room(sizeof(struct mg_cold));
+struct mg_cpu_ffn * mg_cpu_ffn_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows) {
+    struct mg_cpu_ffn * c = room(sizeof(struct mg_cpu_ffn));
     if (!c) {
         return NULL;
     }
@@ -500,6 +500,6 @@ struct mg_cold * mg_cold_new(int n_threads, int n_embd, int n_ff, int n_expert_u
     return c;
 }
 
-void mg_cold_free(struct mg_cold * c) {
+void mg_cpu_ffn_free(struct mg_cpu_ffn * c) {
     stop(c, c->n_threads);
 }

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Sequence
 
 # Guesses taken for a layer, best first: about as many as can arrive in a layer's time.
-MAX_GUESSES = 2
+MAX_PREFETCH = 2
 # It has to save this share of a token's time.
 _MIN_GAIN = 0.01
 # A trial: turns of a few tokens without and with guesses, so that what changes meanwhile (context,
@@ -25,18 +25,18 @@ _N_TURN, _N_TURNS = 8, 16
 _N_KEPT = 2048
 
 
-class LookAhead:
+class PrefetchController:
     """Takes guesses about experts that are not resident, and finds out whether they pay.
 
-    n_guessed, n_right: totals. acts: whether passes should guess now, and fetch.
+    n_predicted, n_right: totals. acts: whether passes should guess now, and fetch.
     """
 
-    def __init__(self, n_foreseen: int) -> None:
-        """Start; n_foreseen: layers of a pass that can be guessed about."""
-        self.n_guessed = 0
+    def __init__(self, n_predictable: int) -> None:
+        """Start; n_predictable: layers of a pass that can be guessed about."""
+        self.n_predicted = 0
         self.n_right = 0
-        self.acts = False
-        self._is_off = n_foreseen == 0
+        self.enabled = False
+        self._is_off = n_predictable == 0
         self._left = _N_TURN  # tokens of this turn, or of what is kept
         self._turn = 0  # _N_TURNS: no trial is under way
         self._times: tuple[list[float], list[float]] = [], []  # without, with
@@ -47,35 +47,35 @@ class LookAhead:
         if self._is_off:
             return
         if 2 <= self._turn < _N_TURNS:
-            self._times[self.acts].append(seconds)
+            self._times[self.enabled].append(seconds)
         self._left -= 1
         if self._left:
             return
         self._turn = (self._turn + 1) % (_N_TURNS + 1)
         if self._turn < _N_TURNS:
-            self.acts, self._left = self._turn % 2 == 1, _N_TURN
+            self.enabled, self._left = self._turn % 2 == 1, _N_TURN
             return
         without, with_guesses = map(statistics.median, self._times)
-        self.acts, self._left = with_guesses < (1.0 - _MIN_GAIN) * without, _N_KEPT
+        self.enabled, self._left = with_guesses < (1.0 - _MIN_GAIN) * without, _N_KEPT
         for times in self._times:
             times.clear()
 
-    def guess(self, il: int, cold: Sequence[int]) -> Sequence[int]:
+    def predicted(self, il: int, absent: Sequence[int]) -> Sequence[int]:
         """Take guesses about layer il, best first; return those to fetch."""
-        self.settle()
-        self._open = il, cold[:MAX_GUESSES]
+        self.discard()
+        self._open = il, absent[:MAX_PREFETCH]
         return self._open[1]
 
-    def judge(self, il: int, missing: Collection[int]) -> None:
+    def score(self, il: int, missing: Collection[int]) -> None:
         """Compare the open guess with the experts that layer il lacked."""
         if self._open is None:
             return
-        at, guessed = self._open
+        at, predicted = self._open
         self._open = None
-        self.n_guessed += len(guessed)
+        self.n_predicted += len(predicted)
         if at == il:
-            self.n_right += sum(expert in missing for expert in guessed)
+            self.n_right += sum(expert in missing for expert in predicted)
 
-    def settle(self) -> None:
+    def discard(self) -> None:
         """Count an open guess that nobody needed: it was wrong."""
-        self.judge(-1, ())
+        self.score(-1, ())

@@ -15,13 +15,13 @@ from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_expert_rows
 from ..hparams import HParams
 from ..weights import place
-from .cold import ColdMemory
+from .cpu_experts import CpuExperts
 
 
-class ColdGraph(ColdMemory):
+class GraphCpuExperts(CpuExperts):
     """Computes chosen experts of a layer with a ggml graph for up to max_rows rows.
 
-    y: their weighted rows [n_embd, n_expert_used, n_rows], zeros for the others.
+    y: their weighted rows [n_embd, n_expert_used, n_tokens], zeros for the others.
     """
 
     def __init__(
@@ -37,27 +37,27 @@ class ColdGraph(ColdMemory):
         self._cpu = Device("cpu", n_threads, reference)
         self._graphs = GraphCache(self._cpu)
 
-    def _graph(self, il: int, n_rows: int) -> BuiltGraph:
-        return self._graphs.get((il, n_rows), 64, lambda b: self._build(b, il, n_rows))
+    def _graph(self, il: int, n_tokens: int) -> BuiltGraph:
+        return self._graphs.get((il, n_tokens), 64, lambda b: self._build(b, il, n_tokens))
 
-    def _build(self, b: Builder, il: int, n_rows: int) -> Tensor:
+    def _build(self, b: Builder, il: int, n_tokens: int) -> Tensor:
         hp, k = self._hp, self._hp.n_expert_used
 
         def put(tensor: Tensor, name: str) -> Tensor:
             place(self._block, tensor, self._offsets[name])
             return tensor
 
-        x = put(b.leaf(F32, (hp.n_embd, n_rows), "x"), "x")
-        ids = put(b.leaf(I32, (k, n_rows), "ids"), "ids")
-        weights = put(b.leaf(F32, (1, k, n_rows), "weights"), "weights")
+        x = put(b.leaf(F32, (hp.n_embd, n_tokens), "x"), "x")
+        ids = put(b.leaf(I32, (k, n_tokens), "ids"), "ids")
+        weights = put(b.leaf(F32, (1, k, n_tokens), "weights"), "weights")
         return put(build_expert_rows(b, self._banks[il], x, ids, weights, il), "y")
 
-    def _prepare(self, il: int, n_rows: int) -> None:
-        self._graph(il, n_rows)
+    def _prepare(self, il: int, n_tokens: int) -> None:
+        self._graph(il, n_tokens)
 
-    def _run(self, il: int, n_rows: int) -> None:
-        status = C.mg_launch(self._cpu.compute.ptr, self._graph(il, n_rows).graph, ffi.NULL, 0)
-        self._cpu.check(status, f"the cold experts of layer {il}")
+    def _run(self, il: int, n_tokens: int) -> None:
+        status = C.mg_launch(self._cpu.compute.ptr, self._graph(il, n_tokens).graph, ffi.NULL, 0)
+        self._cpu.check(status, f"the experts of layer {il} on the CPU")
 
     def close(self) -> None:
         """Free graphs and host memory."""

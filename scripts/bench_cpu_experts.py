@@ -6,7 +6,7 @@ cache holds, each used once before any is used again. Prints the median microsec
 ratio and the kernel's memory bandwidth; 'hot' rows use the same experts over and over.
 
 Example:
-    scripts/bench_cold.py --threads 4 8 16
+    scripts/bench_cpu_experts.py --threads 4 8 16
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from modelgen.blocks import TYPES  # noqa: E402
 
 from moegraph.config import default_threads  # noqa: E402
 from moegraph.experts.bank import Bank  # noqa: E402
-from moegraph.ggml.cold_ffn import ColdFfn  # noqa: E402
+from moegraph.ggml.cpu_ffn import CpuFfn  # noqa: E402
 from moegraph.ggml.device import Device  # noqa: E402
 from moegraph.ggml.handles import Buffer, Context  # noqa: E402
 from moegraph.ggml.lib import C, ffi  # noqa: E402
@@ -168,7 +168,7 @@ def bench(args: argparse.Namespace, stack: ExitStack, experts: Stack, n_threads:
     io = Inputs(args, cpu.buft, stack)
     graphs = GraphCache(cpu)
     stack.callback(graphs.close)
-    ffn = ColdFfn(n_threads, args.n_embd, args.n_ff, n_used, args.rows)
+    ffn = CpuFfn(n_threads, args.n_embd, args.n_ff, n_used, args.rows)
     stack.callback(ffn.close)
     layers = [ffn.layer(bank.parts) for bank in experts.banks]
     built = [graph_of(graphs, bank, io, il).graph for il, bank in enumerate(experts.banks)]
@@ -186,7 +186,7 @@ def bench(args: argparse.Namespace, stack: ExitStack, experts: Stack, n_threads:
         run(0)
         results.append(view(io.y).copy())
     if not np.array_equal(*results):
-        raise SystemExit("bench_cold: the kernel and the graph differ")
+        raise SystemExit("bench_cpu_experts: the kernel and the graph differ")
     rng = np.random.default_rng(n_threads)
     for kind in ("cold", "hot") if args.hot else ("cold",):
         for n in args.experts:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..experts.bank import Bank, strided_stack
 from ..experts.store import ExpertStore
-from ..ggml.cold_ffn import ColdFfn
+from ..ggml.cpu_ffn import CpuFfn
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
@@ -29,7 +29,7 @@ from ..hparams import HParams
 from ..weights import place, round_up
 
 
-class ColdMemory(ABC):
+class CpuExperts(ABC):
     """Host memory of the experts, and what a layer exchanges with the device about them.
 
     y_rows: rows of y for each row of x.
@@ -74,8 +74,8 @@ class ColdMemory(ABC):
         self._handles.append(context)
         return Bank(self._hp.n_expert, parts)
 
-    def publish(self, b: Builder, x: Tensor, weights: Tensor) -> None:
-        """Append the copies of a layer's x [n_embd, n_rows] and weights to the host."""
+    def export(self, b: Builder, x: Tensor, weights: Tensor) -> None:
+        """Append the copies of a layer's x [n_embd, n_tokens] and weights to the host."""
         for name, tensor in (("x", x), ("weights", weights)):
             target = b.leaf(F32, shape(tensor), f"{name}_host")
             place(self._host, target, self._offsets[name])
@@ -86,32 +86,34 @@ class ColdMemory(ABC):
         return self._host.address(self._offsets[name])
 
     def compute(
-        self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_rows: int
+        self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
     ) -> None:
-        """Compute those of a pass's ids [n_rows * n_expert_used] that are in `experts` into 'y'."""
+        """Compute those of a pass's ids [n_tokens * n_expert_used] that are in `experts` into
+        'y'.
+        """
         at, chosen = self._offsets["ids"], set(experts)
         mine = self._host.array[at : at + ids.nbytes].view(np.int32)
         mine[:] = [expert if expert in chosen else -1 for expert in ids.tolist()]
-        self._run(il, n_rows)
+        self._run(il, n_tokens)
 
-    def _prepare(self, il: int, n_rows: int) -> None:
+    def _prepare(self, il: int, n_tokens: int) -> None:
         """Do what the first pass of so many rows would do first in a layer."""
 
     @abstractmethod
-    def _run(self, il: int, n_rows: int) -> None:
+    def _run(self, il: int, n_tokens: int) -> None:
         """Compute the ids that were set into 'y'."""
 
-    def measure(self, n_experts: int, n_rows: int = 1, repeat: int = 6) -> float:
+    def measure(self, n_experts: int, n_tokens: int = 1, repeat: int = 6) -> float:
         """Return the seconds that n_experts cold experts take, all rows choosing them; a median."""
         rng, hp, samples = np.random.default_rng(n_experts), self._hp, []
         layers = sorted(self._banks)
-        ids = np.full((n_rows, hp.n_expert_used), -1, dtype=np.int32)
+        ids = np.full((n_tokens, hp.n_expert_used), -1, dtype=np.int32)
         for at in range(repeat + 1):
             ids[:, :n_experts] = rng.permutation(hp.n_expert)[:n_experts]
             il = layers[(at * 7) % len(layers)]
-            self._prepare(il, n_rows)
+            self._prepare(il, n_tokens)
             start = time.perf_counter()
-            self.compute(il, ids.reshape(-1), ids[0, :n_experts].tolist(), n_rows)
+            self.compute(il, ids.reshape(-1), ids[0, :n_experts].tolist(), n_tokens)
             samples.append(time.perf_counter() - start)
         return float(np.median(samples[1:]))
 
@@ -121,24 +123,24 @@ class ColdMemory(ABC):
             handle.close()
 
 
-class ColdExperts(ColdMemory):
+class KernelCpuExperts(CpuExperts):
     """Computes chosen experts of a layer on the CPU for up to max_rows rows.
 
-    y: their weighted sum [n_embd, n_rows].
+    y: their weighted sum [n_embd, n_tokens].
     """
 
     def __init__(
         self, device: Device, hp: HParams, store: ExpertStore, n_threads: int, max_rows: int
     ) -> None:
-        self._ffn = ColdFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
+        self._ffn = CpuFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
         super().__init__(device, hp, store, max_rows, y_rows=1)
         self._layers = {il: self._ffn.layer(bank.parts) for il, bank in self._banks.items()}
         kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
         self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}
 
-    def _run(self, il: int, n_rows: int) -> None:
+    def _run(self, il: int, n_tokens: int) -> None:
         at = self._at
-        self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_rows, at["y"])
+        self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
 
     def close(self) -> None:
         """End the threads and free the host memory."""

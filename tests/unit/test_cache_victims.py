@@ -23,22 +23,22 @@ def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
 
 def run_step(cache: ExpertCache, ids: list[int]) -> None:
     """Choose ids in a step of its own and admit what is missing."""
-    cache.begin_step()
-    for expert in cache.look(0, ids):
+    cache.begin_pass()
+    for expert in cache.access(0, ids):
         cache.admit(0, expert, ids)
 
 
 def test_a_landing_names_free_slots_first_and_then_the_lowest_scores() -> None:
     cache = new_cache([8])
     cache.preload(0, [7, 5, 3, 1, 9, 11])  # the last one is the worst
-    assert cache.landing(0) == [(6, -1), (7, -1), (5, 11), (4, 9)]
+    assert cache.plan_victims(0) == [(6, -1), (7, -1), (5, 11), (4, 9)]
     run_step(cache, [11, 5])
-    assert cache.landing(0) == [(6, -1), (7, -1), (4, 9), (3, 1)]
-    cache.begin_step()
-    cache.land(0, cache.look(0, [0, 9, 2, 4]), [0, 9, 2, 4])
+    assert cache.plan_victims(0) == [(6, -1), (7, -1), (4, 9), (3, 1)]
+    cache.begin_pass()
+    cache.commit_fetched(0, cache.access(0, [0, 9, 2, 4]), [0, 9, 2, 4])
     assert cache.tables[0, [0, 2, 4]].tolist() == [6, 7, 3], "9 is needed: its slot is not taken"
     assert cache.tables[0, 9] == 4 and cache.tables[0, 1] == -1
-    assert cache.landing(0) == [(2, 3), (0, 7), (1, 5), (5, 11)], "by when they were chosen"
+    assert cache.plan_victims(0) == [(2, 3), (0, 7), (1, 5), (5, 11)], "by when they were chosen"
     cache.check()
 
 
@@ -48,17 +48,17 @@ def test_a_landing_has_room_for_whatever_a_row_chooses() -> None:
         for policy in (Lru(), Lfu(half_life=5), Adaptive(1.0)):
             cache = new_cache([n_slots], policy)
             cache.preload(0, [3, 9, 11, 2])
-            assert cache.can_land(0)
+            assert cache.can_fetch(0)
             for step in range(200):
-                cache.begin_step()
+                cache.begin_pass()
                 if step % 9 == 0:  # a pass of several rows, after which the list is a new one
                     row = rng.permutation(N_EXPERT)[:6]
-                    for expert in cache.look_batch(0, row.astype(np.int32)):
+                    for expert in cache.access_batch(0, row.astype(np.int32)):
                         cache.admit(0, expert, row.tolist())
-                    cache.begin_step()
-                cache.landing(0)
+                    cache.begin_pass()
+                cache.plan_victims(0)
                 ids = rng.permutation(N_EXPERT)[:N_USED].tolist()
-                cache.land(0, cache.look(0, ids), ids)
+                cache.commit_fetched(0, cache.access(0, ids), ids)
                 assert (cache.tables[0, ids] >= 0).all()
                 cache.check()
 
@@ -68,10 +68,10 @@ def test_landing_takes_whatever_is_missing_even_against_hysteresis() -> None:
     cache.preload(0, [0, 1, 2, 3, 4])
     for _ in range(50):
         run_step(cache, [0, 1, 2, 3])
-    cache.begin_step()
-    cache.landing(0)
+    cache.begin_pass()
+    cache.plan_victims(0)
     before = cache.stats
-    cache.land(0, cache.look(0, [9, 8, 0, 1]), [9, 8, 0, 1])
+    cache.commit_fetched(0, cache.access(0, [9, 8, 0, 1]), [9, 8, 0, 1])
     assert set(cache.residents(0)) == {0, 1, 2, 8, 9}
     since = cache.stats.since(before)
     assert (since.admitted[0], since.evicted[0], since.missing[0]) == (2, 2, 2)
@@ -85,13 +85,13 @@ def test_landing_takes_whatever_is_missing_even_against_hysteresis() -> None:
 )  # fmt: skip
 def test_a_layer_lands_only_where_a_whole_row_has_room(policy, n_slots: int, can: bool) -> None:
     cache = new_cache([n_slots], policy)
-    assert cache.can_land(0) == can
+    assert cache.can_fetch(0) == can
     cache.preload(0, list(range(N_EXPERT)))
-    assert cache.can_land(0) == can, "what is static leaves a row its room"
+    assert cache.can_fetch(0) == can, "what is static leaves a row its room"
     if can:
-        assert len(cache.landing(0)) == N_USED
+        assert len(cache.plan_victims(0)) == N_USED
         n_static = cache._layers[0].policy.n_static
-        assert all(slot >= n_static for slot, _ in cache.landing(0))
+        assert all(slot >= n_static for slot, _ in cache.plan_victims(0))
 
 
 def test_slots_that_never_change_are_not_landed_in() -> None:
@@ -99,22 +99,22 @@ def test_slots_that_never_change_are_not_landed_in() -> None:
     cache.preload(0, [0, 1, 2, 3, 4, 5, 6])
     for expert in (1, 6):  # one static slot is free now, and one that is not
         cache.abandon(0, expert)
-    assert sorted(cache.landing(0)) == [(6, -1), (7, -1), (8, -1), (9, -1)]
+    assert sorted(cache.plan_victims(0)) == [(6, -1), (7, -1), (8, -1), (9, -1)]
     for base in (8, 12, 8, 12):
-        cache.begin_step()
-        cache.landing(0)
+        cache.begin_pass()
+        cache.plan_victims(0)
         ids = [base, base + 1, base + 2, base + 3]
-        cache.land(0, cache.look(0, ids), ids)
+        cache.commit_fetched(0, cache.access(0, ids), ids)
     assert cache.residents(0)[:4] == [0, 2, 3, 4] and cache.tables[0, 1] == -1
 
 
 def test_loading_slots_are_not_landed_in() -> None:
     cache = new_cache([7])
     cache.preload(0, [0, 1, 2, 3, 4, 5])
-    cache.begin_step()
-    cache.look(0, [8, 9])
-    assert [cache.reserve(0, expert, [8, 9]) for expert in (8, 9)] == [6, 5]
-    assert [slot for slot, _ in cache.landing(0)] == [4, 3, 2, 1]
+    cache.begin_pass()
+    cache.access(0, [8, 9])
+    assert [cache.reserve_slot(0, expert, [8, 9]) for expert in (8, 9)] == [6, 5]
+    assert [slot for slot, _ in cache.plan_victims(0)] == [4, 3, 2, 1]
 
 
 def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
@@ -122,10 +122,10 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     cache.preload(0, list(range(12)))
 
     def is_due(ids: list[int]) -> bool:
-        cache.landing(0)
+        cache.plan_victims(0)
         cache.dirty.clear()
-        cache.begin_step()
-        cache.land(0, cache.look(0, ids), ids)
+        cache.begin_pass()
+        cache.commit_fetched(0, cache.access(0, ids), ids)
         assert cache.dirty <= {0}
         return 0 in cache.dirty
 
@@ -137,9 +137,9 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     cache.abandon(0, 15)
     assert cache.dirty == {0}
     cache.dirty.clear()
-    cache.look(0, [14])
-    (slot, _), *_ = cache.landing(0)
-    assert cache.reserve(0, 14, [14]) == slot
+    cache.access(0, [14])
+    (slot, _), *_ = cache.plan_victims(0)
+    assert cache.reserve_slot(0, 14, [14]) == slot
     assert cache.dirty == {0}, "the free slot is taken and must not be landed in"
 
 
@@ -147,48 +147,48 @@ def test_choices_of_passes_that_do_not_land_make_a_landing_due_too() -> None:
     """Passes of a few rows, and single ones while the cache is bypassed, only look."""
     cache = new_cache([8, 8])
     cache.preload(0, list(range(8)))
-    assert cache.landing(0) == [(7, 7), (6, 6), (5, 5), (4, 4)]
+    assert cache.plan_victims(0) == [(7, 7), (6, 6), (5, 5), (4, 4)]
     cache.dirty.clear()
-    cache.look(0, [0, 1, 2, 3])
+    cache.access(0, [0, 1, 2, 3])
     assert not cache.dirty, "none was at risk"
-    cache.look(0, [7, 6, 0, 1])
+    cache.access(0, [7, 6, 0, 1])
     assert cache.dirty == {0}
-    assert cache.landing(0)[:2] == [(5, 5), (4, 4)]
+    assert cache.plan_victims(0)[:2] == [(5, 5), (4, 4)]
     cache.preload(1)
     cache.dirty.clear()
-    cache.look(1, [7, 6, 5, 4])
+    cache.access(1, [7, 6, 5, 4])
     assert not cache.dirty, "nobody lands in this layer"
 
 
 def test_what_landed_against_the_rules_is_an_internal_error() -> None:
     cache = new_cache([5])
     cache.preload(0)
-    cache.begin_step()
-    cache.landing(0)
+    cache.begin_pass()
+    cache.plan_victims(0)
     ids = [8, 9, 10, 11]
-    missing = cache.look(0, ids)
+    missing = cache.access(0, ids)
     with pytest.raises(InternalError, match="5 experts for 4 slots"):
-        cache.land(0, [*missing, 12], ids)
+        cache.commit_fetched(0, [*missing, 12], ids)
     assert cache.residents(0) == [0, 1, 2, 3, 4]
-    cache.landing(0)
+    cache.plan_victims(0)
     cache.abandon(0, 4)
     with pytest.raises(InternalError, match="slot 4 no longer holds expert 4"):
-        cache.land(0, missing, ids)
+        cache.commit_fetched(0, missing, ids)
     cache.check()
 
 
 def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
     cache = new_cache([8])
     cache.preload(0, [7, 5, 3, 1, 9, 11, 13])
-    assert cache.landing(0) == [(7, -1), (6, 13), (5, 11), (4, 9)]
+    assert cache.plan_victims(0) == [(7, -1), (6, 13), (5, 11), (4, 9)]
     cache.dirty.clear()
-    cache.lose_landing(0)
+    cache.drop_victims(0)
     assert sorted(cache.residents(0)) == [1, 3, 5, 7] and cache.dirty == {0}
     cache.check()
     cache.dirty.clear()
-    cache.lose_landing(0)
+    cache.drop_victims(0)
     assert sorted(cache.residents(0)) == [1, 3, 5, 7] and not cache.dirty, "once is enough"
-    assert sorted(cache.landing(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
+    assert sorted(cache.plan_victims(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
 
 
 def interrupted(line: int, call: Callable[[], Any]) -> bool:
@@ -217,19 +217,19 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
     for line in range(200):
         cache = new_cache([6, 6])
         cache.preload(0, [7, 5, 3, 1, 11])
-        cache.reserve(0, 2, [])
+        cache.reserve_slot(0, 2, [])
         cache.abandon(0, 2)
-        cache.landing(0)
-        cache.begin_step()
+        cache.plan_victims(0)
+        cache.begin_pass()
         ids = [8, 11, 9, 10]
-        missing = cache.look(0, ids)
-        if not interrupted(line, lambda: cache.land(0, missing, ids)):
+        missing = cache.access(0, ids)
+        if not interrupted(line, lambda: cache.commit_fetched(0, missing, ids)):
             assert line > 20
             break
-        cache.lose_landing(0)
+        cache.drop_victims(0)
         cache.check()
         assert cache.residents(0) == [7, 5]
-        assert len(cache.landing(0)) == N_USED
+        assert len(cache.plan_victims(0)) == N_USED
     else:
         raise AssertionError("it did not come to an end")
 
@@ -239,18 +239,19 @@ def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
     for line in range(200):
         cache = new_cache([4])
         cache.preload(0, [7, 5, 3, 1])
-        cache.begin_step()
-        cache.look(0, [8, 9])
-        cache.reserve(0, 9, [8, 9])
+        cache.begin_pass()
+        cache.access(0, [8, 9])
+        cache.reserve_slot(0, 9, [8, 9])
         call = {
-            "admit": lambda: cache.admit(0, 8, [8, 9]), "reserve": lambda: cache.reserve(0, 8, []),
-            "publish": lambda: cache.publish(0, 9),
-        }[step]  # fmt: skip
+            "admit": lambda: cache.admit(0, 8, [8, 9]),
+            "reserve": lambda: cache.reserve_slot(0, 8, []),
+            "publish": lambda: cache.mark_resident(0, 9),
+        }[step]
         if not interrupted(line, call):
             assert line > 3
             break
         if step == "publish":  # its bytes are there: it has its slot, whoever asks
-            cache.mend(0)
+            cache.rebuild(0)
             assert cache.is_loading(0, 9) != (9 in cache.residents(0))
         else:
             cache.abandon(0, 8)
