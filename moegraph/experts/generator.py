@@ -45,6 +45,14 @@ class RoutingModel:
     edge: float = 0.12
 
 
+# By name: `sticky` as fitted to the trace of a 128-expert model, `flat` for routers that prefer no
+# expert much and keep few from token to token.
+PRESETS = {
+    "sticky": RoutingModel(),
+    "flat": RoutingModel(fixed=0.35, drift=0.25, recent=0.35, white=0.832, spread=0.05, edge=0.05),
+}
+
+
 def generate_trace(
     shape: RouterShape, n_tokens: int, seed: int = 0, prompt: int = 0,
     model: RoutingModel = RoutingModel(),

@@ -1,0 +1,385 @@
+"""What the bench scripts share: workers, time limits, raw lines, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("_bench_worker.py")
+Line = dict[str, Any]
+
+
+class BenchError(Exception):
+    """The measurement cannot go on; one line for the user. Exit code 2."""
+
+
+class TimeUp(Exception):
+    """The time limit is reached; what was measured so far stands."""
+
+
+class Clock:
+    """Seconds left of a limit; 0 as a limit means none."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end = time.monotonic() + limit_s if limit_s else float("inf")
+
+    def left(self) -> float | None:
+        """Return the seconds left, None for no limit.
+
+        Raises:
+            TimeUp: there are none left.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeUp
+        return None if left == float("inf") else left
+
+
+def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
+    """Add the options that every bench script has."""
+    p.add_argument(
+        "--samples",
+        type=positive,
+        default=samples,
+        metavar="N",
+        help="counted samples of each test and system; one more before them is not",
+    )
+    p.add_argument(
+        "--time-limit",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="stop after so long with what is done; 0: no limit",
+    )
+    p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
+    p.add_argument("--commit", default="", help="of moegraph, where the folder has no .git")
+    p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all systems")
+
+
+def positive(text: str) -> int:
+    """Read a whole number of 1 or more, for argparse."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def share(text: str) -> float:
+    """Read a percentage, 0 to 100, for argparse."""
+    try:
+        value = float(text.rstrip("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, 0 to 100")
+    return value
+
+
+def existing(text: str) -> Path:
+    """Read the path of something that is there, for argparse."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return Path(text).resolve()
+
+
+def model_path(text: str) -> Path:
+    """Read the path of a model file or the name of a shipped model, for argparse."""
+    shipped = ROOT / "moegraph" / "models" / f"{text}.gguf"
+    return shipped if shipped.is_file() and not Path(text).exists() else existing(text)
+
+
+def _output(command: Sequence[str], cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine() -> Line:
+    """Return what the numbers depend on and no program argument tells."""
+    gpu = _output(
+        ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    )
+    cpu = platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "gpu": gpu.splitlines() or ["none"], "cpu": cpu, "n_cpus": os.cpu_count(),
+        "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def commit_of(folder: Path, given: str = "") -> str:
+    """Return the commit of a checkout: what was given, what its file COMMIT says, or git's."""
+    note = folder / "COMMIT"
+    if given or note.is_file():
+        return given or note.read_text(encoding="ascii").strip()
+    return _output(["git", "describe", "--always", "--dirty", "--abbrev=40"], folder) or "unknown"
+
+
+def plain_paths(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with the last part of every path only: raw lines are published."""
+    return [re.sub(r"[^=,\s]*/(?=[^/=,\s])", "", text) for text in arguments]
+
+
+class Raw:
+    """Appends raw lines to a file as soon as they are known, and keeps them for the table.
+
+    The first line of a run says where and of what it was measured; the others refer to it by `run`.
+    """
+
+    def __init__(self, bench: str, args: argparse.Namespace, **about: object) -> None:
+        self._path: Path | None = args.out
+        self.lines: list[Line] = []
+        self.run = f"{bench}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+        model = Path(args.model)
+        self.add(
+            "run", bench=bench, argv=plain_paths(sys.argv[1:]), commit=commit_of(ROOT, args.commit),
+            model=model.name, model_bytes=model.stat().st_size, machine=machine(), **about,
+        )  # fmt: skip
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Note one line."""
+        line: Line = {"kind": kind, "run": self.run, "t": round(time.time(), 3), **fields}
+        self.lines.append(line)
+        if self._path:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def sample(
+        self, setting: str, test: str, system: str, at: int, value: float, unit: str = "tok/s",
+        **more: object,
+    ) -> None:  # fmt: skip
+        """Note one sample and show it; at: its number, 0 for the first, which does not count."""
+        self.add(
+            "sample", setting=setting, test=test, system=system, at=at, value=value, unit=unit,
+            **more,
+        )  # fmt: skip
+        note = "" if at else "  (first, not counted)"
+        print(f"{setting:>12} {test:<20} {system:<24} {value:10.2f} {unit}{note}",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+
+class Worker:
+    """A process of _bench_worker.py, spoken to over pipes."""
+
+    def __init__(self, name: str, clock: Clock, kind: Sequence[str], env: Mapping[str, str]):
+        self.name, self._clock = name, clock
+        self._errors = tempfile.TemporaryFile()
+        self.started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), *kind], env=dict(env), cwd="/", stderr=self._errors,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.about: Line = {}
+
+    def ready(self) -> Line:
+        """Wait until it has started; return what it says about itself."""
+        self.about = self._receive()
+        return self.about
+
+    def tell(self, do: str, **arguments: object) -> None:
+        """Send a request; `hear` returns its reply."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise BenchError(f"{self.name}: the worker ended: {self._why()}") from error
+
+    def hear(self) -> Line:
+        """Return the reply to the request sent last."""
+        return self._receive()
+
+    def ask(self, do: str, **arguments: object) -> Line:
+        """Send a request and return its reply.
+
+        Raises:
+            BenchError: it failed, or the process died.
+            TimeUp: the time limit came first.
+        """
+        self.tell(do, **arguments)
+        return self._receive()
+
+    def _receive(self) -> Line:
+        out = self._process.stdout
+        assert out is not None
+        if not select.select([out], [], [], self._clock.left())[0]:
+            raise TimeUp
+        line = out.readline()
+        if not line:
+            raise BenchError(f"{self.name}: the worker ended: {self._why()}")
+        reply: Line = json.loads(line)
+        if not reply.pop("ok"):
+            raise BenchError(f"{self.name}: {reply['error']}")
+        return reply
+
+    def _why(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"exit code {code}: {lines[-1] if lines else 'it said nothing'}"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe:
+                pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def start_worker(spec: str, clock: Clock) -> Worker:
+    """Start the worker of NAME=FOLDER[,VAR=VALUE...]; upstream when NAME starts so.
+
+    Raises:
+        BenchError: the folder has no moegraph package.
+    """
+    name, _, rest = spec.partition("=")
+    folder, *settings = rest.split(",")
+    root = Path(folder).resolve()
+    extra = dict(setting.split("=", 1) for setting in settings)
+    if is_upstream(name):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_", "LLAMA_"))}
+        env["LD_LIBRARY_PATH"] = _libraries(root, env)
+        return Worker(name, clock, ["upstream", str(root)], env | extra)
+    if not (root / "moegraph" / "__init__.py").is_file():
+        raise BenchError(f"{folder} has no folder moegraph; name a built checkout")
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return Worker(name, clock, ["ours"], {**os.environ, "PYTHONPATH": path} | extra)
+
+
+def _libraries(root: Path, env: Mapping[str, str]) -> str:
+    """Return LD_LIBRARY_PATH less the folders with other builds of these libraries."""
+    known = env.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    kept = [folder for folder in known if folder and not any(Path(folder).glob("libggml*"))]
+    return os.pathsep.join([str(root / "llama_cpp" / "lib"), str(root), *kept])
+
+
+def note_system(raw: Raw, spec: str, worker: Worker) -> None:
+    """Wait until a worker has started, and note what it runs.
+
+    Raises:
+        BenchError: it imported another package than that of its folder.
+    """
+    folder = Path(spec.partition("=")[2].split(",")[0]).resolve()
+    about = worker.ready()
+    package = about.get("package")
+    if package and Path(package).parent != folder:
+        raise BenchError(f"{worker.name}: {package} was imported, not the package in {folder}")
+    commit = about.get("commit") or commit_of(folder)
+    kept = {k: v for k, v in about.items() if k not in ("package", "libraries", "defaults")}
+    raw.add("system", system=worker.name, spec=plain_paths([spec])[0], **{**kept, "commit": commit})
+
+
+def is_upstream(name: str) -> bool:
+    """Return whether a system of that name is unpatched llama.cpp."""
+    return name.startswith("upstream")
+
+
+def check_systems(specs: Sequence[str]) -> None:
+    """Refuse systems that are no NAME=FOLDER, and names that come twice.
+
+    Raises:
+        BenchError: with what is wrong.
+    """
+    for spec in specs:
+        name, equals, rest = spec.partition("=")
+        if not name or not equals or not Path(rest.split(",")[0]).is_dir():
+            raise BenchError(f"{spec!r} is not NAME=FOLDER[,VAR=VALUE...] of a folder that exists")
+        if any("=" not in setting for setting in rest.split(",")[1:]):
+            raise BenchError(f"{spec!r}: what follows the folder must be VAR=VALUE")
+    names = [spec.partition("=")[0] for spec in specs]
+    if len(set(names)) != len(names):
+        raise BenchError(f"two systems have one name: {', '.join(names)}")
+
+
+def samples_by_key(lines: Iterable[Line]) -> dict[tuple[str, str, str], list[float]]:
+    """Return the counted samples by (setting, test, system), in the order of the lines."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for line in lines:
+        if line["kind"] == "sample" and line["at"]:
+            key = line["setting"], line["test"], line["system"]
+            found.setdefault(key, []).append(line["value"])
+    return found
+
+
+def times_better(values: Sequence[float], base: Sequence[float], unit: str) -> list[float]:
+    """Return sample by sample how many times better than the base: faster, or shorter."""
+    pairs = list(zip(values, base))
+    return [b / a if unit in ("ms", "s") else a / b for a, b in pairs]
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return 'median (least .. most)'."""
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
+
+
+def comparison(lines: Sequence[Line], base: str) -> list[str]:
+    """Return a Markdown table: every test, its systems, and times better than system `base`."""
+    found = samples_by_key(lines)
+    units = {(x["setting"], x["test"]): x["unit"] for x in lines if x["kind"] == "sample"}
+    rows = [
+        f"| setting | test | system | samples | median (least .. most) | times {base} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (setting, test, system), values in found.items():
+        unit = units[setting, test]
+        against = found.get((setting, test, base))
+        ratio = "-"
+        if against and system != base:
+            ratio = spread(times_better(values, against, unit), 3)
+        digits = 3 if unit in ("ms", "s") else 1
+        rows.append(
+            f"| {setting} | {test} | {system} | {len(values)} | "
+            f"{spread(values, digits)} {unit} | {ratio} |"
+        )
+    return rows
+
+
+def print_table(lines: Sequence[Line], base: str) -> None:
+    """Print the comparison, if there is anything to compare."""
+    if samples_by_key(lines):
+        print("\n".join(comparison(lines, base)), flush=True)
+
+
+def guarded(name: str, run: Any) -> int:
+    """Run a script's work; turn its expected failures into one line and an exit code."""
+    sys.path.insert(0, str(ROOT))
+    from moegraph.errors import MoegraphError
+
+    try:
+        run()
+    except BenchError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except MoegraphError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0

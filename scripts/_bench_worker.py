@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""A process that keeps one engine loaded and times what it is told; started by scripts/bench_*.py.
+
+    _bench_worker.py ours             the moegraph package that PYTHONPATH leads to
+    _bench_worker.py upstream FOLDER  unpatched llama.cpp, as tests/oracle keeps it
+
+A request is one JSON object on a line of stdin, its reply one on stdout, with "ok" and, when that
+is false, "error". "do" names the operation, the other fields are its arguments. Both kinds compute
+the same token ids from a seed. Only what moegraph exports at the top (`Engine`, `EngineConfig`,
+`SamplingParams`) and the documented methods of an engine are used, so that one worker serves two
+versions of the package. Seconds everywhere; whatever a library prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
+
+
+def token_ids(seed: int, n: int, n_vocab: int) -> Ids:
+    """Return n random token ids, the same for every system."""
+    return np.random.default_rng(seed).integers(0, n_vocab, n).astype(np.int32)
+
+
+def host_memory() -> dict[str, int]:
+    """Return what Linux says about this process's memory, in bytes: VmHWM is the peak resident."""
+    found = {}
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name in STATUS_FIELDS:
+                found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+class Side:
+    """What both kinds have in common: passes over token rows, and how they are timed.
+
+    A kind defines `load`, `forget` (empty the sequence), `step` (one pass of at most `chunk` rows,
+    which continues the sequence and has its result on the host at the end) and `memory`.
+    """
+
+    n_vocab = 0
+    chunk = 512
+
+    def forget(self) -> None:
+        """Empty the sequence."""
+        raise NotImplementedError
+
+    def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
+        """Run one pass."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, Any]:
+        """Return bytes by name."""
+        return host_memory()
+
+    def stats(self) -> Any:
+        """Return counters of the expert cache, or None."""
+        return None
+
+    def _report(self, before: Any) -> dict[str, Any] | None:
+        after = self.stats()
+        return after.since(before).report() if after is not None and before is not None else None
+
+    def _fill(self, ids: Ids) -> None:
+        for start in range(0, len(ids), self.chunk):
+            self.step(ids[start : start + self.chunk], False)
+
+    def decode(self, n: int, seed: int, depth: int = 0, logits: bool = False) -> dict[str, Any]:
+        """Time n passes of one row from position `depth`."""
+        ids = token_ids(seed, depth + n, self.n_vocab)
+        self.forget()
+        self._fill(ids[:depth])
+        before, begin = self.stats(), time.perf_counter()
+        for at in range(depth, depth + n):
+            self.step(ids[at : at + 1], logits)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "experts": self._report(before)}
+
+    def prompt(
+        self, n: int, seed: int, depth: int = 0, logits: bool = True, then: int = 0
+    ) -> dict[str, Any]:
+        """Time a prompt of n tokens from position `depth`, and `then` single rows after it."""
+        ids = token_ids(seed, depth + n + then, self.n_vocab)
+        self.forget()
+        self._fill(ids[:depth])
+        before, begin, end = self.stats(), time.perf_counter(), depth + n
+        for start in range(depth, end, self.chunk):
+            self.step(ids[start : min(start + self.chunk, end)], logits)
+        for at in range(end, end + then):
+            self.step(ids[at : at + 1], logits)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "experts": self._report(before)}
+
+    def rows(
+        self, n: int, seed: int, repeat: int, logits: bool = True, all_rows: bool = False
+    ) -> dict[str, Any]:
+        """Time `repeat` passes of n rows, each from an empty sequence; all_rows: results of all."""
+        ids = token_ids(seed, n, self.n_vocab)
+        before, times = self.stats(), []
+        for _ in range(repeat):
+            self.forget()
+            begin = time.perf_counter()
+            self.step(ids, logits, all_rows)
+            times.append(time.perf_counter() - begin)
+        return {"times": times, "experts": self._report(before)}
+
+
+class Ours(Side):
+    """An engine of the moegraph package on PYTHONPATH."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    def about(self) -> dict[str, Any]:
+        """Return where the package lies and which patches its libraries carry."""
+        import moegraph
+
+        package = Path(moegraph.__file__).resolve().parent
+        try:
+            from moegraph.ggml.lib import versions
+
+            return {"package": str(package), **versions()}
+        except ImportError:  # another version keeps them elsewhere
+            return {"package": str(package), "patchset": "unknown"}
+
+    def load(
+        self, model: str, config: dict[str, Any], routing: str | None = None
+    ) -> dict[str, Any]:
+        """Load an engine in place of the one before; routing: a .npy file of recorded ids."""
+        from moegraph import Engine, EngineConfig
+
+        self.unload()
+        recorded = np.load(routing) if routing else None
+        begin = time.perf_counter()
+        self.engine = Engine.load(model, EngineConfig(**config), routing=recorded)
+        seconds = time.perf_counter() - begin
+        self.n_vocab = self.engine.hparams.n_vocab
+        self.chunk = min(config["n_ubatch"], config["n_ctx"])
+        plan = getattr(self.engine, "plan", None)
+        n_slots = [int(n) for n in plan.n_slots] if plan else []
+        return {"seconds": seconds, "n_slots": n_slots, "mode": self.engine.mode}
+
+    def unload(self) -> dict[str, Any]:
+        """Close the engine."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        return {}
+
+    def forget(self) -> None:
+        """Empty the sequence."""
+        self.engine.reset()
+
+    def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
+        """Run one pass; without logits, the device's argmax comes back instead."""
+        self.engine.forward(ids, all_rows=all_rows, greedy=not logits)
+
+    def stats(self) -> Any:
+        """Return counters of the expert cache, or None."""
+        return self.engine.expert_stats()
+
+    def memory(self) -> dict[str, Any]:
+        """Return the engine's figures beside those of Linux."""
+        return {**host_memory(), **self.engine.memory()}
+
+    def generate(
+        self, n: int, n_prompt: int, seed: int, sampling: dict[str, Any], text: bool
+    ) -> dict[str, Any]:
+        """Time tokens 2 to n of `Engine.generate`, the way that a user's request takes."""
+        from moegraph import SamplingParams
+
+        ids = token_ids(seed, n_prompt, self.n_vocab)
+        before, params = self.stats(), SamplingParams(**sampling)
+        begin, times = time.perf_counter(), []
+        events = self.engine.generate(ids, params, max_tokens=n, ignore_eos=True, text=text)
+        for _ in events:
+            times.append(time.perf_counter())
+        return {
+            "seconds": times[-1] - times[0], "n": len(times) - 1,
+            "first_token_s": times[0] - begin, "experts": self._report(before),
+        }  # fmt: skip
+
+
+class Upstream(Side):
+    """A model and a context of unpatched llama.cpp."""
+
+    def __init__(self, folder: str) -> None:
+        oracle = Path(__file__).resolve().parents[1] / "tests" / "oracle"
+        sys.path.insert(0, str(oracle))
+        import upstream
+
+        self._module = upstream
+        self._server = upstream.Server(upstream.Upstream(Path(folder)))
+        self._context: Any = None
+
+    def about(self) -> dict[str, Any]:
+        """Return upstream's commit and library files."""
+        return self._server.op_info({})
+
+    def load(
+        self, model: str, config: dict[str, Any], routing: str | None = None
+    ) -> dict[str, Any]:
+        """Load a model and make a context; config: see tests/oracle/upstream.py."""
+        self.unload()
+        cfg = self._module.Config.parse(config)
+        begin = time.perf_counter()
+        loaded = self._server.model(model, cfg)
+        self._context = loaded.context(cfg, False)
+        seconds = time.perf_counter() - begin
+        self.n_vocab, self.chunk = loaded.n_vocab, cfg.n_batch
+        self._llama = self._server.up.llama
+        self._batch = self._llama.llama_batch_init(cfg.n_batch, 0, 1)
+        return {"seconds": seconds}
+
+    def unload(self) -> dict[str, Any]:
+        """Free the model."""
+        if self._context is not None:
+            self._llama.llama_batch_free(self._batch)
+            self._context = None
+        return self._server.op_unload({})
+
+    def forget(self) -> None:
+        """Empty the sequence."""
+        self._llama.llama_synchronize(self._context.handle)
+        self._context.clear()
+
+    def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
+        """Run one llama_decode; it always copies the logits, of the last row or of all."""
+        batch, n, past = self._batch, len(ids), self._context.n_past
+        batch.n_tokens = n
+        for i, token in enumerate(ids.tolist()):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, past + i, 1
+            batch.seq_id[i][0], batch.logits[i] = 0, all_rows or i == n - 1
+        if self._llama.llama_decode(self._context.handle, batch) != 0:
+            raise RuntimeError(f"llama_decode failed: {self._server.up.log_tail(3)}")
+        self._context.n_past += n
+        self._llama.llama_synchronize(self._context.handle)
+
+
+def answer(side: Any, line: str) -> dict[str, Any]:
+    """Return the reply to one request."""
+    request = json.loads(line)
+    try:
+        return {"ok": True, **getattr(side, request.pop("do"))(**request)}
+    except Exception as error:  # the parent shows it
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        side: Any = Ours() if sys.argv[1] == "ours" else Upstream(sys.argv[2])
+        first = {"ok": True, **side.about()}
+    except Exception as error:
+        first = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(first), file=replies, flush=True)
+    for line in sys.stdin if first["ok"] else ():
+        print(json.dumps(answer(side, line)), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

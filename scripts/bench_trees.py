@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Time several builds in turn on one model: decode, passes of a few rows, prompts.
+
+Every SYSTEM is NAME=FOLDER[,VAR=VALUE...]: a checkout with a built moegraph package, or, when NAME
+starts with "upstream", the folder of unpatched llama.cpp that tests/oracle uses. Each runs in a
+process of its own that keeps the model loaded, and all load at the same time. Systems take turns
+sample by sample, and the order turns round from sample to sample. The first sample of each is kept
+in the raw lines and not counted. Ratios are to the first system.
+
+Settings are "whole" and percentages of the experts that have a slot on the device; with those the
+routing of single rows is replayed from a generated trace, the same for all. A model of 22 GB takes
+up to 20 GB of host memory for each system and setting.
+
+    scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
+    scripts/bench_trees.py tiny before=../old after=. --device cpu --gen 16 --prompt 64 --rows 1 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    p.add_argument("systems", nargs="+", metavar="SYSTEM")
+    bench.add_common(p)
+    p.add_argument(
+        "--settings",
+        nargs="+",
+        default=["whole", "60", "25", "0"],
+        type=setting,
+        metavar="whole|PERCENT",
+        help="experts on the device",
+    )
+    p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
+    p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
+    p.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    p.add_argument(
+        "--repeat",
+        type=bench.positive,
+        default=7,
+        help="passes in a sample of --rows, of which the median is the sample",
+    )
+    p.add_argument(
+        "--warm", type=int, default=96, help="tokens decoded first where experts are missing"
+    )
+    p.add_argument("--ubatch", type=bench.positive, default=512)
+    p.add_argument(
+        "--logits",
+        action="store_true",
+        help="copy the logits of the last row in every pass, as llama_decode does; "
+        "without it moegraph copies the device's argmax",
+    )
+    p.add_argument("--trace", default="sticky", help="preset that the replayed routing comes from")
+    return p
+
+
+def setting(text: str) -> str:
+    """Read 'whole' or a percentage, for argparse."""
+    return text if text == "whole" else f"{bench.share(text):g} %"
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test: its name, its unit, and what asks a worker for a sample."""
+
+    name: str
+    unit: str
+    sample: Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
+
+
+def tests(args: argparse.Namespace) -> list[Test]:
+    """Return the tests in the order in which they run."""
+
+    def decode(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
+        found = worker.ask("decode", n=args.gen, seed=at, logits=args.logits)
+        return args.gen / found["seconds"], {"experts": found["experts"]}
+
+    def prompt(n: int) -> Test:
+        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
+            found = worker.ask("prompt", n=n, seed=at, logits=args.logits)
+            return n / found["seconds"], {"experts": found["experts"]}
+
+        return Test(f"pp{n}", "tok/s", sample)
+
+    def rows(n: int) -> Test:
+        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
+            found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=args.logits)
+            times = found["times"]
+            return 1e3 * statistics.median(times), {"times": times, "experts": found["experts"]}
+
+        return Test(f"rows {n}", "ms", sample)
+
+    generation = [Test(f"tg{args.gen}", "tok/s", decode)] if args.gen else []
+    return [*generation, *map(rows, args.rows), *map(prompt, args.prompt)]
+
+
+def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) -> dict[str, object]:
+    """Return the settings that a worker loads with."""
+    longest = max([args.gen, args.warm, *args.prompt, *args.rows, 256])
+    common = {"n_ctx": longest, "n_ubatch": args.ubatch}
+    if bench.is_upstream(name):
+        place = {"device": "cpu" if args.device == "cpu" else "gpu"}
+        n_threads = args.threads or len(os.sched_getaffinity(0))
+        return {**common, **place, "threads": n_threads, "n_batch": max(2048, args.ubatch)}
+    threads = {"n_threads": args.threads} if args.threads else {}
+    config = {**common, **threads, "device": args.device, "profile": "none"}
+    if setting == "whole":
+        return config | {"mode": "whole"}
+    slots = round(float(setting.split()[0]) / 100 * n_all)
+    return config | {"pin_layers": 0, "cache_slots": slots}
+
+
+def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker]) -> None:
+    """Take all samples of all settings."""
+    from _traces import ModelFacts, write_routing
+
+    facts = ModelFacts.of(args.model)
+    with tempfile.TemporaryDirectory() as scratch:
+        routing = Path(scratch) / "routing.npy"
+        trace = write_routing(routing, facts, [args.trace], 2048)
+        raw.add("traces", **trace)
+        for setting in args.settings:
+            partial = setting != "whole"
+            # upstream has no such setting: -ncmoe keeps whole layers on the CPU
+            taking = [w for w in workers if not (partial and bench.is_upstream(w.name))]
+            for worker in taking:
+                replayed = str(routing) if partial else None
+                config = config_for(args, worker.name, setting, facts.n_experts)
+                more = {} if bench.is_upstream(worker.name) else {"routing": replayed}
+                worker.tell("load", model=str(args.model), config=config, **more)
+            for worker in taking:
+                raw.add("load", setting=setting, system=worker.name, **worker.hear())
+            if partial:
+                for worker in taking:
+                    worker.ask("decode", n=args.warm, seed=0)
+            for test in tests(args):
+                run_test(args, raw, taking, setting, test)
+            for worker in taking:
+                memory = worker.ask("memory")
+                raw.add("memory", setting=setting, system=worker.name, **memory)
+                worker.ask("unload")
+
+
+def run_test(
+    args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker], setting: str, test: Test
+) -> None:
+    """Take the samples of one test, the systems in turn."""
+    for at in range(args.samples + 1):
+        for worker in workers if at % 2 else reversed(workers):
+            value, more = test.sample(worker, at)
+            raw.sample(setting, test.name, worker.name, at, value, test.unit, **more)
+
+
+def main() -> int:
+    """Run the comparison."""
+    args = parser().parse_args()
+
+    def run() -> None:
+        bench.check_systems(args.systems)
+        clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args, **options(args))
+        with ExitStack() as stack:
+            workers = []
+            try:
+                for spec in args.systems:
+                    workers.append(stack.enter_context(bench.start_worker(spec, clock)))
+                for spec, worker in zip(args.systems, workers):
+                    bench.note_system(raw, spec, worker)
+                measure(args, raw, workers)
+            except bench.TimeUp:
+                print(f"stopped after {args.time_limit:g} s", file=sys.stderr)
+            finally:
+                bench.print_table(raw.lines, args.systems[0].partition("=")[0])
+
+    return bench.guarded("bench_trees.py", run)
+
+
+def options(args: argparse.Namespace) -> dict[str, object]:
+    """Return what the tables have to state."""
+    return {"ubatch": args.ubatch, "logits": args.logits, "trace": args.trace}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
