@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Raw:
         self.lines.append(line)
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json_line(line))
 
     def sample(
         self, setting: str, test: str, system: str, at: int, value: float, unit: str = "tok/s",
@@ -189,6 +189,10 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.about: Line = {}
+
+    def age(self) -> float:
+        """Return the seconds since the process was started."""
+        return time.perf_counter() - self.started
 
     def ready(self) -> Line:
         """Wait until it has started; return what it says about itself."""
@@ -317,6 +321,32 @@ def check_systems(specs: Sequence[str]) -> None:
         raise BenchError(f"two systems have one name: {', '.join(names)}")
 
 
+def json_line(line: Line) -> str:
+    """Return a raw line as it stands in a file."""
+    return json.dumps(line) + "\n"
+
+
+def read_lines(paths: Iterable[Path]) -> list[Line]:
+    """Return the raw lines of files.
+
+    Raises:
+        BenchError: a line is not one; a last line that was cut off is left out.
+    """
+    found: list[Line] = []
+    for path in paths:
+        texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for at, text in enumerate(texts, 1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if isinstance(line, dict) and "kind" in line and "run" in line:
+                found.append(line)
+            elif at < len(texts) or text.endswith("\n"):
+                raise BenchError(f"{path}: line {at} is not a raw line of a benchmark")
+    return found
+
+
 def samples_by_key(lines: Iterable[Line]) -> dict[tuple[str, str, str], list[float]]:
     """Return the counted samples by (setting, test, system), in the order of the lines."""
     found: dict[tuple[str, str, str], list[float]] = {}
@@ -367,7 +397,18 @@ def print_table(lines: Sequence[Line], base: str) -> None:
         print("\n".join(comparison(lines, base)), flush=True)
 
 
-def guarded(name: str, run: Any) -> int:
+def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], None]) -> None:
+    """Measure until done or the time is up, and print the table in any case."""
+    try:
+        measure()
+    except TimeUp:
+        raw.add("stopped", after_s=args.time_limit)
+        print(f"stopped after {args.time_limit:g} s", file=sys.stderr)
+    finally:
+        print_table(raw.lines, base)
+
+
+def guarded(name: str, run: Callable[[], None]) -> int:
     """Run a script's work; turn its expected failures into one line and an exit code."""
     sys.path.insert(0, str(ROOT))
     from moegraph.errors import MoegraphError

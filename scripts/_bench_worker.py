@@ -176,7 +176,7 @@ class Ours(Side):
         return {**host_memory(), **self.engine.memory()}
 
     def generate(
-        self, n: int, n_prompt: int, seed: int, sampling: dict[str, Any], text: bool
+        self, n: int, n_prompt: int, seed: int, sampling: dict[str, Any], text: bool = True
     ) -> dict[str, Any]:
         """Time tokens 2 to n of `Engine.generate`, the way that a user's request takes."""
         from moegraph import SamplingParams

@@ -1,232 +1,309 @@
 #!/usr/bin/env python3
-"""Decode speed when the experts do not fit, beside llama.cpp's -ncmoe at the same device memory.
+"""moegraph beside llama.cpp's -ncmoe when the experts do not fit: same device memory, same -ub.
 
-For each N of --ncmoe: llama-bench -ncmoe N is run once and the driver is asked how much device
-memory it takes; moegraph gets as many expert slots as fit into that. Then both run in turn.
-moegraph's routing is replayed from a generated trace with the statistics of real models (its hash
-is printed), each sample continuing where the last one ended, after --warm tokens that do not count.
+For each N of --ncmoe, llama-bench runs prompts and decoding as one block, and the driver tells how
+much device memory that takes at most. moegraph gets this much as --vram, with the same -ub, and
+runs the same tests; the first sample of each is kept in the raw lines and not counted, on both
+sides. --ubatch takes several values: decode is measured with the first, prompts with each.
 
-Example:
-    scripts/bench_residency.py 35b.gguf --llama-bench upstream/llama-bench --ncmoe 16 30 40
+llama.cpp's speed does not depend on which experts a token chooses, moegraph's does. Its routing in
+decoding is replayed from each of --traces in turn: --warm tokens that do not count, then the
+samples, each going on where the last one ended. Rows of moegraph copy the logits to the host as
+llama_decode does; "argmax" rows copy the device's argmax; "sampled" rows go through
+`Engine.generate` with --sampling. Prompts are routed by the model's own router.
+
+"first token" is the time from the start of a process to the end of a prompt and one token.
+
+On the CPU there is no device memory to compare: moegraph gets the share of the experts that -ncmoe
+leaves on the device.
+
+    scripts/bench_residency.py 35b.gguf --llama-bench up/llama-bench --ncmoe 16 30 40 --out r.jsonl
+    scripts/bench_residency.py 35b.gguf --llama-bench up/llama-bench --ncmoe 16 --traces sticky flat
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
-import threading
-import time
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _bench as bench  # noqa: E402
+from _llama_bench import (  # noqa: E402
+    LlamaBench,
+    MemoryWatch,
+    add_upstream,
+    settings_of,
+    test_name,
+)
 
-from bench_vs_upstream import common_parser, run_llama_bench  # noqa: E402
-
-from moegraph.cli.svg import line_chart  # noqa: E402
-from moegraph.config import EngineConfig, default_threads  # noqa: E402
-from moegraph.engine import Engine  # noqa: E402
-from moegraph.errors import MoegraphError  # noqa: E402
-from moegraph.experts.cost import find_machine  # noqa: E402
-from moegraph.experts.generator import generate_trace  # noqa: E402
-from moegraph.experts.identity import RouterShape  # noqa: E402
-from moegraph.experts.policy import POLICIES  # noqa: E402
-from moegraph.experts.simulate import simulate  # noqa: E402
-from moegraph.experts.trace import Trace  # noqa: E402
-from moegraph.experts.tracestats import trace_stats  # noqa: E402
-from moegraph.ggml.device import Device  # noqa: E402
-from moegraph.ggml.lib import patchset  # noqa: E402
-from moegraph.modelfile import open_model  # noqa: E402
-
-MIB = 1 << 20
+# Passes of one row in the prompt that is timed from the start of a process.
+FIRST_TOKENS = 1
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = common_parser(__doc__)
-    p.add_argument("--ncmoe", type=int, nargs="*", default=[16, 30, 40])
-    p.add_argument("--tokens", type=int, default=128, help="tokens of a sample")
-    p.add_argument("--warm", type=int, default=64, help="tokens before the first sample")
-    p.add_argument("--miss", nargs="*", default=["auto"], choices=("auto", "cpu", "stream"))
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    add_upstream(p)
+    bench.add_common(p)
+    p.add_argument(
+        "--ncmoe",
+        type=int,
+        nargs="+",
+        default=[16, 30, 40],
+        help="layers whose experts llama.cpp keeps on the CPU",
+    )
+    p.add_argument(
+        "--traces",
+        nargs="*",
+        default=["sticky", "flat", "recorded"],
+        help="presets of the generator, NAME or NAME:PROMPT, or trace files",
+    )
+    p.add_argument("--seed", type=int, default=0, help="of the generated traces")
+    p.add_argument("--gen", type=bench.positive, default=128, help="tokens of a decode sample")
+    p.add_argument("--warm", type=bench.positive, default=96, help="tokens before a trace counts")
+    p.add_argument("--prompt", type=bench.positive, nargs="*", default=[512, 2048])
+    p.add_argument("--ubatch", type=bench.positive, nargs="+", default=[512], help="-ub of both")
+    p.add_argument(
+        "--first-token",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prompt whose first token is timed from the start; 0: not measured",
+    )
+    p.add_argument(
+        "--sweep",
+        type=bench.positive,
+        nargs="*",
+        default=[],
+        metavar="THREADS",
+        help="try upstream with so many threads first, and use its best",
+    )
+    p.add_argument(
+        "--graph-opt", action="store_true", help="decode of upstream with GGML_CUDA_GRAPH_OPT=1 too"
+    )
     p.add_argument("--policy", default="lfu")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=int, default=default_threads())
-    p.add_argument("--machine", help="predict the speeds too; as in moegraph simulate")
-    p.add_argument("--plot", type=Path, help="draw medians against the share of experts (SVG)")
+    p.add_argument("--miss", default="auto", choices=("auto", "cpu", "stream"))
+    p.add_argument(
+        "--sampling",
+        type=json.loads,
+        default={"temperature": 0.8, "seed": 1},
+        metavar="JSON",
+        help="settings of 'sampled' rows, as SamplingParams has them",
+    )
     return p
 
 
-class MemoryWatch:
-    """The most device memory in use while it is open, above what was in use when it opened."""
+@dataclass
+class Replayed:
+    """The recording that engines replay, and how far one has come.
 
-    def __enter__(self) -> MemoryWatch:
-        self._device = Device("cuda:0")
-        self._before = self._least = self._device.memory()[0]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
+    step: of the next pass of one row. parts: the first step of each trace.
+    """
 
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self._least = min(self._least, self._device.memory()[0])
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._device.close()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes that others took meanwhile."""
-        return self._before - self._least
+    path: Path
+    parts: dict[str, int]
+    step: int = 0
 
 
-def engine_for(
-    args: argparse.Namespace, n_slots: int, miss: str, ids: npt.NDArray[np.int32]
-) -> Engine:
-    """Load an engine with n_slots expert slots in all."""
-    config = EngineConfig(
-        device="cuda:0", n_ctx=512, pin_layers=0, cache_slots=n_slots, policy=args.policy,
-        miss=miss, n_threads=args.threads, n_ubatch=64,
-    )  # fmt: skip
-    return Engine.load(args.model, config, routing=ids)
+class Comparison:
+    """One run: upstream's blocks and our workers over all budgets."""
 
+    def __init__(self, args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
+        from _traces import ModelFacts
 
-def decode(engine: Engine, n: int) -> float:
-    """Run n single-row passes from an empty sequence; return tokens per second."""
-    engine.reset()
-    start = time.perf_counter()
-    for token in range(n):
-        engine.forward(np.array([token], dtype=np.int32), greedy=True)
-    return n / (time.perf_counter() - start)
+        self.args, self.raw, self.clock = args, raw, clock
+        self.facts = ModelFacts.of(args.model)
+        self.program = LlamaBench(args, clock)
+        self.threads = args.threads or len(os.sched_getaffinity(0))
 
+    def run(self, scratch: Path) -> None:
+        """Measure every budget."""
+        args = self.args
+        replayed = self._write_traces(scratch)
+        partial = [n for n in args.ncmoe if n]
+        if args.sweep and partial:
+            self._sweep(partial[0])
+        for ncmoe in args.ncmoe:
+            for ubatch in args.ubatch:
+                setting = f"ncmoe {ncmoe}, ub {ubatch}"
+                with_gen = ubatch == args.ubatch[0]
+                budget = self._upstream(setting, ncmoe, ubatch, with_gen)
+                replayed.step = 0
+                self._ours(setting, ncmoe, ubatch, budget, replayed, with_gen)
 
-def upstream(args: argparse.Namespace, ncmoe: int, n: int) -> float:
-    """Run llama-bench once; return tokens per second."""
-    extra = ["-ngl", "99", "-ncmoe", str(ncmoe), "-p", "0", "-n", str(n), "-t", str(args.threads)]
-    return run_llama_bench(args.llama_bench, args.model, extra, args.lib_path)[f"tg{n}"]
+    def _write_traces(self, scratch: Path) -> Replayed:
+        """Write the traces end to end: as many steps as `_decode` and `_sampled` will take."""
+        from _traces import write_routing
 
+        args, path = self.args, scratch / "routing.npy"
+        each = args.warm + 2 * (args.samples + 1) * args.gen
+        about = write_routing(path, self.facts, args.traces or ["sticky"], each, args.seed)
+        parts = {name: at * each for at, name in enumerate(args.traces)}
+        self.raw.add("traces", each=each, parts=parts, n_used=self.facts.n_expert_used,
+                     **about)  # fmt: skip
+        return Replayed(path, parts)
 
-def compare(
-    args: argparse.Namespace, ncmoe: int, fixed: int, expert_bytes: int, trace: Trace
-) -> list[dict[str, object]]:
-    """Measure one point of the curve; return a row for upstream and one for each way of missing."""
-    with MemoryWatch() as watch:
-        upstream(args, ncmoe, 16)
-    budget = watch.n_bytes
-    n_all = trace.shape.n_layer * trace.shape.n_expert
-    n_slots = max(0, min((budget - fixed - 64 * MIB) // expert_bytes, n_all))
-    rows = [{"system": f"upstream -ncmoe {ncmoe}", "tps": [], "base": [], "device": budget}]
-    for miss in args.miss:
-        row, base = sample(args, ncmoe, miss, n_slots, trace)
-        rows.append(row | {"base": base})
-        rows[0]["tps"] = rows[0]["base"] = rows[0]["tps"] + base
-    for row in rows:
-        row |= {"ncmoe": ncmoe, "ratio": [a / b for a, b in zip(row["tps"], row["base"])]}
-        row["share"] = n_slots / n_all
-    return rows
+    def _sweep(self, ncmoe: int) -> None:
+        """Find upstream's best number of threads."""
+        options = [
+            "-ncmoe", str(ncmoe), "-ub", str(self.args.ubatch[0]), "-p", "0", "-n", "32",
+            "-t", ",".join(map(str, self.args.sweep)),
+        ]  # fmt: skip
+        speed: dict[int, float] = {}
+        for _, row in self.program.rows(options, 3):
+            tps = row["samples_ts"][1:]
+            speed[row["n_threads"]] = statistics.median(tps)
+            name = f"upstream, {row['n_threads']} threads"
+            for at, value in enumerate(row["samples_ts"]):
+                self.raw.sample(f"ncmoe {ncmoe}, sweep", test_name(row), name, at, value)
+        self.threads = max(speed, key=lambda n: speed[n])
+        print(f"upstream is quickest with {self.threads} threads", file=sys.stderr)
 
+    def _upstream(self, setting: str, ncmoe: int, ubatch: int, with_gen: bool) -> int:
+        """Run llama-bench's block; return the device memory it took."""
+        args = self.args
+        common = [
+            "-ncmoe", str(ncmoe), "-ub", str(ubatch), "-b", str(max(2048, ubatch)),
+            "-t", str(self.threads),
+        ]  # fmt: skip
+        gen = str(args.gen if with_gen else 0)
+        prompts = ",".join(map(str, args.prompt)) or "0"
+        self._block(setting, "upstream", [*common, "-p", prompts, "-n", gen])
+        rss, budget = self.program.rss_bytes, self.program.device_bytes
+        self.raw.add("memory", setting=setting, system="upstream", VmHWM=rss,
+                     device_peak_bytes=budget, device_driver_bytes=budget)  # fmt: skip
+        if args.graph_opt and with_gen:
+            self._block(setting, "upstream, GRAPH_OPT", [*common, "-p", "0", "-n", gen],
+                        GGML_CUDA_GRAPH_OPT="1")  # fmt: skip
+        if args.first_token:
+            pair = f"{args.first_token},{FIRST_TOKENS}"
+            options = [*common, "-p", "0", "-n", "0", "-pg", pair, "--no-warmup"]
+            for seconds, _ in self.program.rows(options, 1):
+                self.raw.sample(setting, "first token", "upstream", 1, seconds, "s")
+        return budget
 
-def sample(
-    args: argparse.Namespace, ncmoe: int, miss: str, n_slots: int, trace: Trace
-) -> tuple[dict[str, object], list[float]]:
-    """Run one engine and upstream in turn; return the engine's row and upstream's samples."""
-    with engine_for(args, n_slots, miss, trace.ids.astype(np.int32)) as engine:
-        decode(engine, args.warm)
-        before, tps, base = engine.expert_stats(), [], []
-        for _ in range(args.pairs):
-            base.append(upstream(args, ncmoe, args.tokens))
-            tps.append(decode(engine, args.tokens))
-        stats = engine.expert_stats().since(before).report()
-        misses = engine.runner.misses
-        split = misses.split if misses else None
-        row = {
-            "system": f"{miss}, {n_slots} slots", "tps": tps,
-            "device": engine.memory()["device_peak_bytes"], "hit_rate": stats["hit_rate"],
-            "misses_token": stats["misses"] / stats["n_steps"],
-            "mib_token": stats["fetched_mib_per_step"],
-            "on_cpu": split.one_row if split else [], "phases": stats["phases_ms_per_step"],
-            "fetching": stats["fetching_layers"],
+    def _block(self, setting: str, system: str, options: list[str], **variables: str) -> None:
+        for _, row in self.program.rows(options, self.args.samples + 1, **variables):
+            self.raw.add("upstream", setting=setting, system=system, flags=options,
+                         row=settings_of(row))  # fmt: skip
+            for at, tps in enumerate(row["samples_ts"]):
+                self.raw.sample(setting, test_name(row), system, at, tps)
+
+    def _ours(
+        self, setting: str, ncmoe: int, ubatch: int, budget: int, replayed: Replayed,
+        with_gen: bool,
+    ) -> None:  # fmt: skip
+        """Load moegraph with that budget and take its samples."""
+        args, n, spec = self.args, self.args.first_token, f"moegraph={bench.ROOT}"
+        with MemoryWatch() as watch, bench.start_worker(spec, self.clock) as worker:
+            bench.note_system(self.raw, spec, worker)
+            self._load(worker, setting, ncmoe, ubatch, budget, replayed.path)
+            if n:
+                worker.ask("prompt", n=n, seed=0, then=FIRST_TOKENS)
+                replayed.step += FIRST_TOKENS
+                seconds = worker.age()
+                self.raw.sample(setting, "first token", "moegraph", 1, seconds, "s")
+            if with_gen:
+                for name in replayed.parts:
+                    self._decode(worker, setting, name, replayed)
+            for length in args.prompt:
+                for at in range(args.samples + 1):
+                    found = worker.ask("prompt", n=length, seed=at)
+                    self.raw.sample(
+                        setting, f"pp{length}", "moegraph", at, length / found["seconds"],
+                        experts=found["experts"],
+                    )  # fmt: skip
+            if with_gen:
+                self._sampled(worker, setting)
+            memory = worker.ask("memory")
+            memory["device_driver_bytes"] = watch.n_bytes
+            self.raw.add("memory", setting=setting, system="moegraph", **memory)
+
+    def _load(
+        self, worker: bench.Worker, setting: str, ncmoe: int, ubatch: int, budget: int, path: Path
+    ) -> None:
+        """Load with --vram as large as the budget; with no expert where that is too little."""
+        args, facts = self.args, self.facts
+        longest = max([*args.prompt, args.gen, args.first_token + FIRST_TOKENS, 256])
+        config: dict[str, Any] = {
+            "device": args.device, "n_ctx": longest, "n_ubatch": ubatch, "profile": "none",
+            "policy": args.policy, "miss": args.miss,
         }  # fmt: skip
-        if split and miss == "auto":  # what the cost law rests on, for moegraph simulate
-            row["stream_us"] = [round(seconds * 1e6, 1) for seconds in split.streamed]
-            row["cpu_us"] = [round(seconds * 1e6, 1) for seconds in split.on_cpu]
-        if args.machine:
-            found = simulate(
-                trace, engine.plan.n_slots, POLICIES[args.policy](), find_machine(args.machine),
-                mode=miss, skip=args.warm,
+        if args.threads:
+            config["n_threads"] = args.threads
+        left = max(0, facts.n_layer - ncmoe)
+        fitting = {"vram": f"{budget}B"} if budget else {"pin_layers": 0}
+        if not budget:
+            fitting["cache_slots"] = left * facts.n_expert
+        request = {"model": str(args.model), "routing": str(path)}
+        try:
+            found = worker.ask("load", config=config | fitting, **request)
+        except bench.BenchError as error:
+            if not budget or "OutOfDeviceMemory" not in str(error):
+                raise
+            self.raw.add("refused", setting=setting, budget=budget, why=str(error))
+            print(f"{error}\n{setting}: taking no expert slots", file=sys.stderr)
+            found = worker.ask("load", config=config | {"pin_layers": 0, "cache_slots": 0},
+                               **request)  # fmt: skip
+        self.raw.add(
+            "load", setting=setting, system="moegraph", ncmoe=ncmoe, ubatch=ubatch, budget=budget,
+            share=sum(found["n_slots"]) / facts.n_experts, policy=args.policy, miss=args.miss,
+            expert_bytes=facts.expert_bytes, **found,
+        )  # fmt: skip
+
+    def _decode(self, worker: bench.Worker, setting: str, name: str, replayed: Replayed) -> None:
+        """Take decode samples over one trace, after its warm tokens."""
+        args = self.args
+        warm = replayed.parts[name] + args.warm - replayed.step
+        worker.ask("decode", n=warm, seed=0)
+        replayed.step += warm
+        for system, logits in (("moegraph", True), ("moegraph, argmax", False)):
+            for at in range(args.samples + 1):
+                found = worker.ask("decode", n=args.gen, seed=at, logits=logits)
+                self.raw.sample(
+                    setting, f"tg{args.gen}", f"{system}, {name}", at,
+                    args.gen / found["seconds"], step=replayed.step, experts=found["experts"],
+                )  # fmt: skip
+                replayed.step += args.gen
+
+    def _sampled(self, worker: bench.Worker, setting: str) -> None:
+        """Take samples through `Engine.generate`; the replay begins again with the first trace.
+
+        The sample that does not count warms the slots.
+        """
+        args = self.args
+        if not args.traces:
+            return
+        for at in range(args.samples + 1):
+            found = worker.ask("generate", n=args.gen, n_prompt=8, seed=at, sampling=args.sampling)
+            self.raw.sample(
+                setting, f"tg{args.gen}", "moegraph, sampled", at, found["n"] / found["seconds"],
+                experts=found["experts"],
             )  # fmt: skip
-            row["predicted"] = found.tokens_per_s
-    return row, base
-
-
-def show(row: dict[str, object]) -> str:
-    """Return one line of the table."""
-    tps, ratios = row["tps"], row["ratio"]
-    text = (
-        f"| {row['ncmoe']} | {row['system']} | {row['device'] / 2**30:.2f} | "
-        f"{statistics.median(tps):.1f} ({min(tps):.1f} .. {max(tps):.1f}) | "
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) |"
-    )
-    if "hit_rate" in row:
-        text += (
-            f" {row.get('predicted', 0):.0f} | {row['hit_rate']:.3f} | {row['misses_token']:.1f} | "
-            f"{row['mib_token']:.1f} | {row['fetching']} | {row['on_cpu']} | {row['phases']} |"
-        )
-    return text
-
-
-def draw(rows: list[dict[str, object]]) -> str:
-    """Return the curve as SVG: tokens per second against the share of experts on the device."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(rows, key=lambda row: row["share"]):
-        name = row["system"].split()[0].rstrip(",")
-        name = name if name == "upstream" else f"moegraph, {name}"
-        series.setdefault(name, []).append((100 * row["share"], statistics.median(row["tps"])))
-        if "predicted" in row:
-            series.setdefault("predicted", []).append((100 * row["share"], row["predicted"]))
-    label = "experts on the device, % (upstream: same device memory)"
-    return line_chart("Decoding, 35B-A3B shape", label, "tokens per second", series)
 
 
 def main() -> int:
     """Run the comparison."""
     args = parser().parse_args()
-    try:
-        with open_model(args.model) as model:
-            hp = model.hparams
-            stacks = [i for i in model.tensors.values() if "_exps." in i.name]
-            expert_bytes = sum(i.nbytes for i in stacks) // (hp.n_layer * hp.n_expert)
-        shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
-        trace = generate_trace(shape, args.warm + args.pairs * args.tokens, args.seed)
-        print(f"trace {trace.sha256[:16]}, {trace_stats(trace).line()}", flush=True)
-        engine = engine_for(args, 0, args.miss[0], trace.ids.astype(np.int32))
-        fixed = engine.memory()["device_peak_bytes"]
-        engine.close()
-        columns = "ncmoe system GiB t/s ratio predicted hit_rate misses MiB "
-        columns += "fetching CPU_of_n host_ms"
-        print("| " + " | ".join(columns.split()) + " |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-        rows = []
-        for ncmoe in args.ncmoe:
-            for row in compare(args, ncmoe, fixed, expert_bytes, trace):
-                rows.append(row)
-                print(show(row), flush=True)
-                if args.out:
-                    line = row | {"trace": trace.sha256, "patchset": patchset()}
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-        if args.plot:
-            args.plot.write_text(draw(rows), encoding="utf-8")
-    except MoegraphError as error:
-        print(f"bench_residency.py: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    def run() -> None:
+        clock, raw = bench.Clock(args.time_limit), bench.Raw("residency", args)
+        with tempfile.TemporaryDirectory() as scratch:
+            comparison = Comparison(args, raw, clock)
+            bench.finish(args, raw, "upstream", lambda: comparison.run(Path(scratch)))
+
+    return bench.guarded("bench_residency.py", run)
 
 
 if __name__ == "__main__":

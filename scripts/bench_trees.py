@@ -11,7 +11,11 @@ Settings are "whole" and percentages of the experts that have a slot on the devi
 routing of single rows is replayed from a generated trace, the same for all. A model of 22 GB takes
 up to 20 GB of host memory for each system and setting.
 
+All systems get the same token ids at the same positions: every pass of --rows starts from an empty
+sequence. moegraph copies the argmax of a pass to the host unless --results says otherwise.
+
     scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
+    scripts/bench_trees.py 35b.gguf upstream=.oracle now=. --results logits argmax --gen 0 --prompt
     scripts/bench_trees.py tiny before=../old after=. --device cpu --gen 16 --prompt 64 --rows 1 4
 """
 
@@ -62,10 +66,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--ubatch", type=bench.positive, default=512)
     p.add_argument(
-        "--logits",
+        "--results",
+        nargs="+",
+        default=["argmax"],
+        choices=("argmax", "logits"),
+        help="what moegraph copies to the host after a pass: the device's argmax, or "
+        "the logits, as llama_decode always does; both are measured if both are named",
+    )
+    p.add_argument(
+        "--all-rows",
         action="store_true",
-        help="copy the logits of the last row in every pass, as llama_decode does; "
-        "without it moegraph copies the device's argmax",
+        help="results of all rows in passes of --rows, not of the last one",
     )
     p.add_argument("--trace", default="sticky", help="preset that the replayed routing comes from")
     return p
@@ -78,30 +89,31 @@ def setting(text: str) -> str:
 
 @dataclass(frozen=True)
 class Test:
-    """One test: its name, its unit, and what asks a worker for a sample."""
+    """One test: its name, its unit, and what asks a worker for a sample with logits or without."""
 
     name: str
     unit: str
-    sample: Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
+    sample: Callable[[bench.Worker, int, bool], tuple[float, dict[str, object]]]
 
 
 def tests(args: argparse.Namespace) -> list[Test]:
     """Return the tests in the order in which they run."""
 
-    def decode(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
-        found = worker.ask("decode", n=args.gen, seed=at, logits=args.logits)
+    def decode(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
+        found = worker.ask("decode", n=args.gen, seed=at, logits=logits)
         return args.gen / found["seconds"], {"experts": found["experts"]}
 
     def prompt(n: int) -> Test:
-        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
-            found = worker.ask("prompt", n=n, seed=at, logits=args.logits)
+        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
+            found = worker.ask("prompt", n=n, seed=at, logits=logits)
             return n / found["seconds"], {"experts": found["experts"]}
 
         return Test(f"pp{n}", "tok/s", sample)
 
     def rows(n: int) -> Test:
-        def sample(worker: bench.Worker, at: int) -> tuple[float, dict[str, object]]:
-            found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=args.logits)
+        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
+            found = worker.ask("rows", n=n, seed=at, repeat=args.repeat, logits=logits,
+                               all_rows=args.all_rows)  # fmt: skip
             times = found["times"]
             return 1e3 * statistics.median(times), {"times": times, "experts": found["experts"]}
 
@@ -164,8 +176,13 @@ def run_test(
     """Take the samples of one test, the systems in turn."""
     for at in range(args.samples + 1):
         for worker in workers if at % 2 else reversed(workers):
-            value, more = test.sample(worker, at)
-            raw.sample(setting, test.name, worker.name, at, value, test.unit, **more)
+            for results in args.results:
+                first = results == args.results[0]
+                if bench.is_upstream(worker.name) and not first:
+                    continue  # it knows one way only
+                name = worker.name if first else f"{worker.name}, {results}"
+                value, more = test.sample(worker, at, results == "logits")
+                raw.sample(setting, test.name, name, at, value, test.unit, **more)
 
 
 def main() -> int:
@@ -174,26 +191,20 @@ def main() -> int:
 
     def run() -> None:
         bench.check_systems(args.systems)
-        clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args, **options(args))
-        with ExitStack() as stack:
-            workers = []
-            try:
-                for spec in args.systems:
-                    workers.append(stack.enter_context(bench.start_worker(spec, clock)))
+        clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args)
+
+        def compare() -> None:
+            with ExitStack() as stack:
+                workers = [
+                    stack.enter_context(bench.start_worker(spec, clock)) for spec in args.systems
+                ]
                 for spec, worker in zip(args.systems, workers):
                     bench.note_system(raw, spec, worker)
                 measure(args, raw, workers)
-            except bench.TimeUp:
-                print(f"stopped after {args.time_limit:g} s", file=sys.stderr)
-            finally:
-                bench.print_table(raw.lines, args.systems[0].partition("=")[0])
+
+        bench.finish(args, raw, args.systems[0].partition("=")[0], compare)
 
     return bench.guarded("bench_trees.py", run)
-
-
-def options(args: argparse.Namespace) -> dict[str, object]:
-    """Return what the tables have to state."""
-    return {"ubatch": args.ubatch, "logits": args.logits, "trace": args.trace}
 
 
 if __name__ == "__main__":

@@ -1,172 +1,164 @@
 #!/usr/bin/env python3
-"""Compare moegraph with llama.cpp's llama-bench on one model: alternating pairs, medians, ratios.
+"""moegraph beside llama-bench with every expert on the device: decode and prompts, at depths.
 
-Both run the same file on the same device in turn. llama-bench is started anew for every sample (it
-loads the model each time); moegraph's engines stay loaded and idle meanwhile. One JSON line per row
-goes to --out; the table goes to stdout.
+Both run the same file on the same device with the same -ub, in turn and in blocks: llama-bench
+with -r N as one block, then moegraph as many samples of the same tests. moegraph's process stays
+loaded. The first sample of a block is kept in the raw lines and not counted, on both sides.
 
-Example:
-    scripts/bench_vs_upstream.py 35b.gguf --llama-bench upstream/llama-bench --pairs 5 --out
-    rows.jsonl
+Rows of moegraph copy the logits of the last row of a pass to the host, as llama_decode does. Rows
+named "argmax" copy the device's argmax instead, as greedy generation does; rows named "sampled" go
+through `Engine.generate` with the sampler settings of --sampling. At a depth, moegraph computes the
+tokens before the test anew for each sample (not timed), which llama-bench does once: use few
+samples there.
+
+    scripts/bench_vs_upstream.py 35b.gguf --llama-bench up/llama-bench --ubatch 512 2048
+    scripts/bench_vs_upstream.py 35b.gguf --llama-bench up/llama-bench --depth 8192 32768 \
+        --prompt 512 --samples 3
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from moegraph.bench import BenchSpec, run_bench  # noqa: E402
-from moegraph.config import EngineConfig  # noqa: E402
-from moegraph.engine import Engine  # noqa: E402
-from moegraph.errors import MoegraphError  # noqa: E402
-from moegraph.ggml.lib import patchset  # noqa: E402
-
-
-def common_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a command line with what every comparison with llama-bench needs."""
-    p = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("model", type=Path)
-    p.add_argument("--llama-bench", type=Path, required=True, help="the unpatched llama-bench")
-    p.add_argument("--lib-path", default="", help="extra LD_LIBRARY_PATH of llama-bench")
-    p.add_argument("--pairs", type=int, default=5)
-    p.add_argument("--out", type=Path, help="append JSON lines here")
-    return p
+import _bench as bench  # noqa: E402
+from _llama_bench import LlamaBench, add_upstream, settings_of, test_name  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = common_parser(__doc__)
-    p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
-    p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
-    p.add_argument("--gen", type=int, nargs="*", default=[128])
-    p.add_argument("--depth", type=int, nargs="*", default=[0])
-    p.add_argument("--ubatch", type=int, nargs="*", default=[512, 2048])
-    p.add_argument("--modes", nargs="*", default=["whole", "layered"])
-    p.add_argument("--threads", type=int, default=0, help="CPU threads of both (0: each one's own)")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
+    add_upstream(p)
+    bench.add_common(p)
+    p.add_argument(
+        "--blocks",
+        type=bench.positive,
+        default=1,
+        metavar="N",
+        help="how often the two take turns; --samples is the number in a block",
+    )
+    p.add_argument("--prompt", type=bench.positive, nargs="*", default=[512, 2048])
+    p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
+    p.add_argument("--depth", type=int, nargs="+", default=[0], help="tokens before a test")
+    p.add_argument(
+        "--ubatch",
+        type=bench.positive,
+        nargs="+",
+        default=[512],
+        help="-ub of both; decode is measured with the first",
+    )
+    p.add_argument("--modes", nargs="+", default=["whole"], choices=("whole", "layered"))
+    p.add_argument(
+        "--sampling",
+        type=json.loads,
+        default={"temperature": 0.8, "seed": 1},
+        metavar="JSON",
+        help="settings of 'sampled' rows, as SamplingParams has them",
+    )
+    p.add_argument(
+        "--graph-opt", action="store_true", help="decode of upstream with GGML_CUDA_GRAPH_OPT=1 too"
+    )
     return p
 
 
-def run_llama_bench(
-    program: Path, model: Path, options: list[str], lib_path: str = ""
-) -> dict[str, float]:
-    """Run llama-bench once; return tokens per second by test name."""
-    command = [str(program), "-m", str(model), "-r", "1", "-o", "json", "-fa", "1", *options]
-    env = dict(os.environ)
-    paths = (str(program.parent), lib_path, env.get("LD_LIBRARY_PATH"))
-    env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"llama-bench failed ({done.returncode}): {done.stderr[-600:]}")
-    rows = {}
-    for row in json.loads(done.stdout):
-        kind, n = ("pp", row["n_prompt"]) if row["n_prompt"] else ("tg", row["n_gen"])
-        depth = row.get("n_depth", 0)
-        rows[f"{kind}{n}" + (f" @ d{depth}" if depth else "")] = row["avg_ts"]
-    return rows
-
-
-def upstream(args: argparse.Namespace, ubatch: int) -> dict[str, float]:
-    """Run llama-bench once with a ubatch; decode only with the first."""
+def upstream_block(
+    args: argparse.Namespace, raw: bench.Raw, program: LlamaBench, ubatch: int
+) -> None:
+    """Run llama-bench once; note its samples."""
+    gen = args.gen if ubatch == args.ubatch[0] else 0
     options = [
-        "-ngl", "0" if args.device == "cpu" else "99", "-ub", str(ubatch),
-        "-b", str(max(2048, ubatch)), "-p", ",".join(map(str, args.prompt)) or "0",
-        "-n", ",".join(map(str, args.gen)) if ubatch == args.ubatch[0] else "0",
-        "-d", ",".join(map(str, args.depth)),
+        "-ub", str(ubatch), "-b", str(max(2048, ubatch)), "-d", ",".join(map(str, args.depth)),
+        "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(gen),
     ]  # fmt: skip
     if args.threads:
         options += ["-t", str(args.threads)]
-    return run_llama_bench(args.llama_bench, args.model, options, args.lib_path)
+    note_rows(args, raw, program, f"ub {ubatch}", "upstream", options)
+    if args.graph_opt and gen:
+        only = [*options[: -options[::-1].index("-p") - 1], "-p", "0", "-n", str(gen)]
+        note_rows(args, raw, program, f"ub {ubatch}", "upstream, GRAPH_OPT", only,
+                  GGML_CUDA_GRAPH_OPT="1")  # fmt: skip
 
 
-def ours(engine: Engine, args: argparse.Namespace, with_gen: bool) -> dict[str, float]:
-    """Measure one repetition of every test; return tokens per second by test name."""
-    spec = BenchSpec(
-        tuple(args.prompt), tuple(args.gen) if with_gen else (), tuple(args.depth), repetitions=1
-    )
-    return {row.test: row.mean_tps for row in run_bench(engine, spec)}
+def note_rows(
+    args: argparse.Namespace, raw: bench.Raw, program: LlamaBench, setting: str, system: str,
+    options: list[str], **variables: str,
+) -> None:  # fmt: skip
+    """Run one block of llama-bench and note every sample and its memory."""
+    for _, row in program.rows(options, args.samples + 1, **variables):
+        raw.add("upstream", setting=setting, system=system, flags=options, row=settings_of(row))
+        for at, tps in enumerate(row["samples_ts"]):
+            raw.sample(setting, test_name(row), system, at, tps)
+    raw.add("memory", setting=setting, system=system, VmHWM=program.rss_bytes,
+            device_peak_bytes=program.device_bytes)  # fmt: skip
 
 
-def load(args: argparse.Namespace, mode: str, ubatch: int) -> Engine:
-    """Load one engine for a mode and ubatch."""
-    longest = max(args.depth) + max([*args.prompt, *args.gen, 256])
-    extra = {"n_threads": args.threads} if args.threads else {}
-    config = EngineConfig(device=args.device, mode=mode, n_ubatch=ubatch, n_ctx=longest, **extra)
-    start = time.perf_counter()
-    engine = Engine.load(args.model, config)
-    print(f"loaded {mode} ub{ubatch} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    return engine
+def our_block(
+    args: argparse.Namespace, raw: bench.Raw, worker: bench.Worker, mode: str, ubatch: int
+) -> None:
+    """Take moegraph's samples of the same tests."""
+    setting = f"ub {ubatch}"
+    for depth in args.depth:
+        at_depth = f" @ d{depth}" if depth else ""
+        for n in args.prompt:
+            for at in range(args.samples + 1):
+                found = worker.ask("prompt", n=n, seed=at, depth=depth)
+                raw.sample(setting, f"pp{n}{at_depth}", mode, at, n / found["seconds"])
+        if not args.gen or ubatch != args.ubatch[0]:
+            continue
+        test, n = f"tg{args.gen}{at_depth}", args.gen
+        ways = ((mode, True), (f"{mode}, argmax", False))
+        for system, logits in ways[:1] if depth else ways:
+            for at in range(args.samples + 1):
+                found = worker.ask("decode", n=n, seed=at, depth=depth, logits=logits)
+                raw.sample(setting, test, system, at, n / found["seconds"])
+        if depth == 0:
+            for at in range(args.samples + 1):
+                found = worker.ask("generate", n=n, n_prompt=8, seed=at, sampling=args.sampling)
+                raw.sample(setting, test, f"{mode}, sampled", at, found["n"] / found["seconds"])
 
 
-def measure(args: argparse.Namespace) -> dict[tuple[int, str, str], list[float]]:
-    """Return samples by (ubatch, test, system), upstream and each mode in turn."""
-    samples: dict[tuple[int, str, str], list[float]] = {}
-    for at, ubatch in enumerate(args.ubatch):
-        engines = {mode: load(args, mode, ubatch) for mode in args.modes}
-        for _ in range(args.pairs):
-            found = {"upstream": upstream(args, ubatch)}
-            found |= {mode: ours(engine, args, at == 0) for mode, engine in engines.items()}
-            for system, rows in found.items():
-                for test, tps in rows.items():
-                    samples.setdefault((ubatch, test, system), []).append(tps)
-        for engine in engines.values():
-            print(f"{engine.mode} ub{ubatch}: {engine.memory()}", file=sys.stderr)
-            engine.close()
-    return samples
-
-
-def report(args: argparse.Namespace, samples: dict[tuple[int, str, str], list[float]]) -> None:
-    """Print the table and append the JSON lines."""
-    print("| ubatch | test | system | median t/s | min .. max | pairs' ratio to upstream |")
-    print("|---|---|---|---|---|---|")
-    lines = []
-    for (ubatch, test, system), values in samples.items():
-        base = samples.get((ubatch, test, "upstream"), values)
-        ratios = [a / b for a, b in zip(values, base)]
-        middle = statistics.median(values)
-        print(
-            f"| {ubatch} | {test} | {system} | {middle:.1f} "
-            f"| {min(values):.1f} .. {max(values):.1f} "
-            f"| {statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f}) |"
-        )
-        lines.append(
-            {
-                "ubatch": ubatch,
-                "test": test,
-                "system": system,
-                "tps": values,
-                "ratio": ratios,
-                "model": args.model.name,
-                "device": args.device,
-                "patchset": patchset(),
-                "machine": platform.machine(),
-                "when": time.strftime("%Y-%m-%d"),
-            }
-        )
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+def compare(args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
+    """Measure every -ub: blocks of upstream and of each mode in turn."""
+    program = LlamaBench(args, clock)
+    longest = max(args.depth) + max([*args.prompt, args.gen, 256])
+    for ubatch in args.ubatch:
+        with ExitStack() as stack:
+            workers = {}
+            for mode in args.modes:
+                worker = stack.enter_context(bench.start_worker(f"{mode}={bench.ROOT}", clock))
+                bench.note_system(raw, f"{mode}={bench.ROOT}", worker)
+                config = {"device": args.device, "mode": mode, "n_ubatch": ubatch,
+                          "n_ctx": longest, "profile": "none"}  # fmt: skip
+                if args.threads:
+                    config["n_threads"] = args.threads
+                loaded = worker.ask("load", model=str(args.model), config=config)
+                raw.add("load", setting=f"ub {ubatch}", system=mode, **loaded)
+                workers[mode] = worker
+            for _ in range(args.blocks):
+                upstream_block(args, raw, program, ubatch)
+                for mode, worker in workers.items():
+                    our_block(args, raw, worker, mode, ubatch)
+            for mode, worker in workers.items():
+                raw.add("memory", setting=f"ub {ubatch}", system=mode, **worker.ask("memory"))
 
 
 def main() -> int:
     """Run the comparison."""
     args = parser().parse_args()
-    try:
-        report(args, measure(args))
-    except MoegraphError as error:
-        print(f"bench_vs_upstream.py: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    def run() -> None:
+        clock, raw = bench.Clock(args.time_limit), bench.Raw("vs_upstream", args)
+        bench.finish(args, raw, "upstream", lambda: compare(args, raw, clock))
+
+    return bench.guarded("bench_vs_upstream.py", run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Predict decode speeds of bench_residency rows from a few of them, and compare with the rest.
+
+The counts of missing experts come from replaying the same trace with the same slots; the times of
+the machine are fitted to the rows named by --fit (llama.cpp's -ncmoe of the row, and the trace),
+and every other row is held out. Needs no device: it reads the raw lines.
+
+Fitted are the time of a token that misses nothing, and what a layer takes to fetch its first
+missing expert and each further one. Where experts are computed on the CPU (rows without expert
+slots) nothing is fitted, and such rows are left out.
+
+    scripts/bench_predict.py docs/benchmarks/residency.jsonl --fit 0 16 36 --trace sticky
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench  # noqa: E402
+
+from moegraph.experts.cost import MACHINES, Curve, Machine  # noqa: E402
+from moegraph.experts.identity import RouterShape  # noqa: E402
+from moegraph.experts.policy import POLICIES  # noqa: E402
+from moegraph.experts.simulate import simulate  # noqa: E402
+from moegraph.experts.trace import Trace  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("raw", type=bench.existing, help="raw lines of bench_residency.py")
+    p.add_argument("--fit", type=int, nargs="+", default=[0, 16, 36], metavar="NCMOE")
+    p.add_argument("--trace", default="sticky", help="trace of the rows that are fitted")
+    p.add_argument(
+        "--results",
+        default="argmax",
+        choices=("argmax", "logits"),
+        help="which rows: those that copied the argmax or the logits",
+    )
+    p.add_argument("--out", type=Path, metavar="FILE", help="append the predictions as JSON lines")
+    return p
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured row: missing experts of each layer, numpy [n_tokens, n_layer], and its speed.
+
+    n_lookups: layers that look up slots. seconds: a token, measured.
+    """
+
+    ncmoe: int
+    trace: str
+    share: float
+    missing: npt.NDArray[np.int64]
+    n_lookups: int
+    seconds: float
+
+    @property
+    def counts(self) -> tuple[float, float, float]:
+        """Return, per token: 1, layers that miss something, experts missing beyond the first."""
+        some = float((self.missing > 0).sum(axis=1).mean())
+        return 1.0, some, float(self.missing.sum(axis=1).mean()) - some
+
+
+def points_of(lines: Sequence[bench.Line], results: str) -> list[Point]:
+    """Return the decode rows of raw lines that had expert slots, with their misses counted anew."""
+    from _traces import find_trace
+
+    found: list[Point] = []
+    for run in {line["run"]: None for line in lines}:
+        mine = [line for line in lines if line["run"] == run]
+        traces = next((line for line in mine if line["kind"] == "traces"), None)
+        if traces is None:
+            continue
+        for load in (x for x in mine if x["kind"] == "load" and any(x["n_slots"])):
+            n_experts = sum(load["n_slots"]) / load["share"]
+            shape = RouterShape(
+                len(load["n_slots"]), round(n_experts / len(load["n_slots"])), traces["n_used"]
+            )
+            parts = [
+                find_trace(t["name"], shape, traces["each"], traces["seed"])
+                for t in traces["traces"]
+            ]
+            whole = Trace(shape, np.concatenate([part.ids for part in parts]))
+            found += _points(mine, load, whole, traces["parts"], results)
+    return found
+
+
+def _points(
+    lines: Sequence[bench.Line], load: bench.Line, trace: Trace, names: dict[str, int], results: str
+) -> list[Point]:
+    n_slots, n_expert = load["n_slots"], trace.shape.n_expert
+    policy = POLICIES[load["policy"]]()
+    missing = simulate(trace, n_slots, policy, MACHINES["h200"], mode=load["miss"]).missing
+    points = []
+    for name in names:
+        system = f"moegraph, argmax, {name}" if results == "argmax" else f"moegraph, {name}"
+        samples = [
+            x for x in lines if x["kind"] == "sample" and x["at"] and x["system"] == system
+            and x["setting"] == load["setting"]
+        ]  # fmt: skip
+        if not samples:
+            continue
+        n = int(samples[0]["test"][2:])
+        steps = np.concatenate([np.arange(x["step"], x["step"] + n) for x in samples])
+        seconds = statistics.median(1 / x["value"] for x in samples)
+        points.append(Point(
+            load["ncmoe"], name, load["share"], missing[steps],
+            sum(0 < slots < n_expert for slots in n_slots), seconds,
+        ))  # fmt: skip
+    return points
+
+
+def fit(points: Sequence[Point], base: Machine) -> Machine:
+    """Return a machine whose times give the points' seconds in least squares, none below zero.
+
+    base: gives everything else, the time of a look-up among it.
+    """
+    a = np.array([p.counts for p in points])
+    b = np.array([p.seconds - base.lookup * p.n_lookups for p in points])
+    kept = list(range(a.shape[1]))
+    times = np.zeros(a.shape[1])
+    while True:  # a time that comes out negative is none: fit the others without it
+        times[:] = 0.0
+        times[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+        negative = [at for at in kept if times[at] < 0 and at]
+        if not negative:
+            break
+        kept.remove(negative[0])
+    whole, first, more = (float(t) for t in times)
+    return replace(base, name="fitted", whole=whole, fetch=Curve(((1, first), (2, first + more))))
+
+
+def predict(machine: Machine, point: Point) -> float:
+    """Return the predicted tokens per second of a point."""
+    one, more = machine.fetch(1), machine.fetch(2) - machine.fetch(1)
+    _, some, further = point.counts
+    seconds = machine.whole + machine.lookup * point.n_lookups + some * one + further * more
+    return 1 / seconds
+
+
+def predictions(points: Sequence[Point], fitted: set[int], trace: str) -> list[dict[str, Any]]:
+    """Fit to some points and return what is predicted for each.
+
+    Raises:
+        BenchError: none of the points is to be fitted.
+    """
+    chosen = [p for p in points if p.ncmoe in fitted and p.trace == trace]
+    if not chosen:
+        raise bench.BenchError(f"no row of trace {trace} with ncmoe {sorted(fitted)} in the file")
+    machine = fit(chosen, MACHINES["h200"])
+    return [
+        {
+            "kind": "prediction", "ncmoe": p.ncmoe, "trace": p.trace, "share": p.share,
+            "how": "fitted" if any(p is c for c in chosen) else "held out",
+            "measured": 1 / p.seconds, "predicted": predict(machine, p),
+            "whole_us": machine.whole * 1e6,
+            "fetch_us": [machine.fetch(1) * 1e6, machine.fetch(2) * 1e6],
+        }
+        for p in points
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """Print the predictions."""
+    args = parser().parse_args()
+
+    def run() -> None:
+        lines = bench.read_lines([args.raw])
+        found = predictions(points_of(lines, args.results), set(args.fit), args.trace)
+        print("| ncmoe | trace | how | measured, tok/s | predicted | off by |")
+        print("|---|---|---|---|---|---|")
+        for row in found:
+            off = row["predicted"] / row["measured"] - 1
+            print(f"| {row['ncmoe']} | {row['trace']} | {row['how']} | {row['measured']:.1f} | "
+                  f"{row['predicted']:.1f} | {off:+.1%} |")  # fmt: skip
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
+                file.writelines(bench.json_line({**row, "run": lines[0]["run"]}) for row in found)
+
+    return bench.guarded("bench_predict.py", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
