@@ -41,6 +41,25 @@ V2, V1 = "sys/fs/cgroup/memory.", "sys/fs/cgroup/memory/memory."
             {V1 + "limit_in_bytes": 2**63 - 4096, V1 + "usage_in_bytes": GiB},
             HostMemory(16 * GiB, 12 * GiB, None),
         ),
+        (  # systemd-run -p MemoryMax=4G: a group inside others, of which another is tighter
+            {"proc/self/cgroup": "0::/system.slice/run.scope\n",
+             V2[:-7] + "system.slice/run.scope/memory.max": 4 * GiB,
+             V2[:-7] + "system.slice/run.scope/memory.current": GiB,
+             V2[:-7] + "system.slice/memory.max": 8 * GiB,
+             V2[:-7] + "system.slice/memory.current": 6 * GiB},
+            HostMemory(16 * GiB, 2 * GiB, 4 * GiB),
+        ),
+        (  # a container that sees the host's name of its group, but not the host's folders
+            {"proc/self/cgroup": "4:cpu,memory:/docker/abc\n0::/docker/abc\n",
+             V1 + "limit_in_bytes": 4 * GiB, V1 + "usage_in_bytes": 3 * GiB},
+            HostMemory(16 * GiB, GiB, 4 * GiB),
+        ),
+        (
+            {"proc/self/cgroup": "4:cpu,memory:/a\n0::/\n",
+             V1[:-7] + "a/memory.limit_in_bytes": 2 * GiB,
+             V1[:-7] + "a/memory.usage_in_bytes": GiB},
+            HostMemory(16 * GiB, GiB, 2 * GiB),
+        ),
         ({V2 + "max": 15 * GiB, V2 + "current": 0}, HostMemory(16 * GiB, 12 * GiB, 15 * GiB)),
     ],
 )  # fmt: skip
