@@ -191,7 +191,7 @@ class EngineConfig:
         "auto",
         ("--host-pin",),
         "Pin host copies of experts that may be needed: faster uploads, and the device can fetch "
-        "them without the host's help; more locked memory.",
+        "them without the host's help; auto leaves the host some free memory.",
         choices=("auto", "all", "none"),
     )
     n_seq: int = _setting(

@@ -258,6 +258,7 @@ class Engine:
         return {
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
             "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes,

@@ -44,7 +44,8 @@ RUN_JSON = {
     "prefill_tps": "prompt tokens a second",
     "decode_tps": "generated tokens a second, the first one left out",
     "timings": "`load_s`, `prefill_s` (to the first token), `decode_s` (from there to the last)",
-    "memory": "`device_peak_bytes`, `host_peak_bytes`, and the parts that take device memory",
+    "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
+    "of experts), and the parts that take device memory",
     "experts": "hits, misses, bytes, CPU experts, layers whose graphs fetch by themselves, "
     "prefetch, phases, guard; null in mode whole",
     "profile": "path, class, tokens, whether written and why not; null without a profile or misses",

@@ -89,8 +89,8 @@ class FakeEngine:
 
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(
-            ("device_peak_bytes", "host_peak_bytes", "weights_bytes", "kv_bytes", "state_bytes",
-             "compute_bytes"), 1 << 20,
+            ("device_peak_bytes", "host_peak_bytes", "host_pinned_bytes", "weights_bytes",
+             "kv_bytes", "state_bytes", "compute_bytes"), 1 << 20,
         )  # fmt: skip
 
     def generate(

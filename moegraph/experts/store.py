@@ -1,9 +1,9 @@
 """Host bytes of every expert, packed as a device slot is: one copy fetches an expert.
 
 From pinned memory a device copies at full PCIe speed without the host's help. Where pinning is not
-wanted or fails, bytes that go up are read from the file into a small pinned ring first, where a
-file that was cut short is an error and not a signal. Experts computed on the CPU are used where
-they are: in the pinned copy, or in the mapped file.
+wanted, fails, or would leave too little memory to the host, bytes that go up are read from the file
+into a small pinned ring first, where a file that was cut short is an error and not a signal.
+Experts computed on the CPU are used where they are: in the pinned copy, or in the mapped file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NativeError
+from ..errors import ConfigError, NativeError
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.ops import F32, Tensor
+from ..hostmem import host_memory
 from ..modelfile import ModelFile, TensorInfo
+from ..units import GiB, format_bytes
 from ..weights import place, round_up
 
 PARTS = ("gate", "up", "gate_up", "down")
@@ -29,6 +31,10 @@ PARTS = ("gate", "up", "gate_up", "down")
 N_STAGING = 16
 # CUDA kernels read matrices in pieces of up to 16 bytes; buffers are aligned to 128.
 _PART_ALIGNMENT = 128
+# Pinned memory can neither be swapped out nor given to others: 'auto' leaves so much to them and to
+# the cached pages of the model file, or an eighth of what the machine or its container has.
+_RESERVE = 2 * GiB
+_RESERVE_SHARE = 8
 
 
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
@@ -78,11 +84,16 @@ class Packing:
 class ExpertStore:
     """Serves one expert's parts as host addresses that the upload stream may read.
 
-    pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never; with
-    'auto', layers that cannot be pinned are read from the file instead and `warning` says so. The
-    CPU device reads the file where it is mapped, but for 'all'.
+    pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never. 'auto'
+    stops before the host runs short of memory, or where the driver pins no more; the other layers
+    are read from the file and `warning` says so. The CPU device reads the file where it is mapped,
+    but for 'all'.
     rows: of each layer that was copied, its experts as F32 [bytes / 4, n_expert], which a device
-    can read.
+    can read. pinned_bytes: host memory taken, the ring included.
+
+    Raises:
+        ConfigError: 'all', and the host has less memory.
+        NativeError: 'all', and the driver refuses.
     """
 
     def __init__(self, device: Device, model: ModelFile, layers: Sequence[int], pin: str) -> None:
@@ -102,6 +113,8 @@ class ExpertStore:
         if any(il not in self._pinned for il in layers):
             size = max(packing.n_bytes for packing in self._packing.values())
             self._ring = [device.host_buffer(size) for _ in range(N_STAGING)]
+        blocks = (*self._pinned.values(), *self._ring)
+        self.pinned_bytes = sum(block.array.nbytes for block in blocks)
 
     @property
     def layers(self) -> list[int]:
@@ -139,22 +152,39 @@ class ExpertStore:
         return self._packing[il]
 
     def _pin_all(self, pin: str) -> None:
-        for il, infos in self._infos.items():
-            stride, n_expert = self._packing[il].stride, self._model.hparams.n_expert
-            try:
-                block = self._device.host_buffer(stride * n_expert, must_pin=True)
-            except NativeError as error:
-                if pin == "all":
-                    raise
-                self.warning = f"{error}; layers from {il} on are read from the file"
-                return
-            self._pinned[il], self._base[il] = block, block.address()
-            self.rows[il] = self._packing[il].rows(self._context, n_expert)
-            place(block, self.rows[il], 0)
-            for expert in range(n_expert):
-                packed = block.array[expert * stride : (expert + 1) * stride]
-                self._read(il, infos, expert, packed)
-                packed[self._packing[il].n_bytes :] = 0  # some of it is copied along
+        n_expert = self._model.hparams.n_expert
+        sizes = {il: packing.stride * n_expert for il, packing in self._packing.items()}
+        if pin == "all":
+            _require_memory(sum(sizes.values()))
+        taken, free = 0, host_memory().available
+        for il, size in sizes.items():
+            # also by our own books: a control group may not count what a driver takes
+            why = "" if pin == "all" else _shortage(size, None if free is None else free - taken)
+            if not why:
+                try:
+                    self._pin(il, self._device.host_buffer(size, must_pin=True))
+                    taken += size
+                    continue
+                except NativeError as error:
+                    if pin == "all":
+                        raise
+                    why = str(error)
+            self.warning = (
+                f"pinned host memory holds the experts of {len(self._pinned)} of {len(sizes)} "
+                f"layers ({format_bytes(taken)}), the others are read from the file: {why}"
+            )
+            return
+
+    def _pin(self, il: int, block: HostBuffer) -> None:
+        """Fill a block with the experts of a layer."""
+        packing, n_expert = self._packing[il], self._model.hparams.n_expert
+        self._pinned[il], self._base[il] = block, block.address()
+        self.rows[il] = packing.rows(self._context, n_expert)
+        place(block, self.rows[il], 0)
+        for expert in range(n_expert):
+            packed = block.array[expert * packing.stride : (expert + 1) * packing.stride]
+            self._read(il, self._infos[il], expert, packed)
+            packed[packing.n_bytes :] = 0  # some of it is copied along
 
     def _read(
         self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
@@ -185,3 +215,37 @@ class ExpertStore:
             handle.close()
         self._pinned.clear()
         self._context.close()
+
+
+def _shortage(size: int, at_most: int | None) -> str:
+    """Return why pinning so many bytes would leave too little memory; empty when it would not.
+
+    at_most: bytes that can be available by other reckoning; None when nothing is known.
+    """
+    memory = host_memory()
+    if memory.available is None or at_most is None:
+        return ""
+    available = max(0, min(memory.available, at_most))
+    known = [n for n in (memory.total, memory.limit) if n is not None]
+    reserve = min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
+    if size + reserve <= available:
+        return ""
+    return (
+        f"the next layer takes {format_bytes(size)}, {format_bytes(available)} are available"
+        f"{_of_limit(memory.limit)}, and {format_bytes(reserve)} of them are left to others"
+    )
+
+
+def _require_memory(size: int) -> None:
+    """Refuse to take more than the host has: Linux would grant it and end the process later."""
+    memory = host_memory()
+    if memory.available is not None and size > memory.available:
+        raise ConfigError(
+            f"host_pin 'all' needs {format_bytes(size)} of host memory, "
+            f"{format_bytes(memory.available)} are available{_of_limit(memory.limit)}; "
+            "use --host-pin auto or none"
+        )
+
+
+def _of_limit(limit: int | None) -> str:
+    return "" if limit is None else f" (the control group may use {format_bytes(limit)})"

@@ -6,6 +6,7 @@ order of calls, so callers need no second path.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,17 @@ def _host_free(reported: int) -> int:
     """Return what is free on the host; ggml reports all of the machine's memory as free."""
     available = host_memory().available
     return reported if available is None else min(reported, available)
+
+
+def _cannot_pin(size: int) -> str:
+    """Return why the CUDA driver did not pin: its limit is free memory, not `ulimit -l`."""
+    if "GGML_CUDA_NO_PINNED" in os.environ:
+        return f"{format_bytes(size)} of host memory not pinned: unset GGML_CUDA_NO_PINNED"
+    return (
+        f"the CUDA driver did not pin {format_bytes(size)} of host memory; its limits are the "
+        "memory that is free and, in WSL or a virtual machine, what the host system lets it pin "
+        "(ulimit -l does not count)"
+    )
 
 
 def list_devices() -> list[dict[str, Any]]:
@@ -198,10 +210,7 @@ class Device:
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
         if must_pin and not self.is_cpu and not name.endswith(b"_Host"):
             host.close()
-            raise NativeError(
-                f"cannot pin {format_bytes(size)} of host memory; raise the limit of locked memory "
-                "(ulimit -l) and unset GGML_CUDA_NO_PINNED"
-            )
+            raise NativeError(_cannot_pin(size))
         return host
 
     def event(self) -> Event | None:

@@ -130,6 +130,11 @@ class MissHandler:
         """One line about host memory that could not be pinned; empty when all went well."""
         return self._store.warning
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory with copies of experts."""
+        return self._store.pinned_bytes
+
     @cached_property
     def _fetch_layers(self) -> frozenset[int]:
         """Layers whose graphs fetch by themselves; known once the slots are filled."""

@@ -1,0 +1,152 @@
+"""Host copies of experts: as many layers as leave the host enough memory, the rest from the file.
+
+The CPU device pins nothing and says that it is one; here it passes for a device that pins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest_helpers import greedy_tokens, prompt
+
+from moegraph.errors import ConfigError, NativeError
+from moegraph.experts import store as store_module
+from moegraph.experts.store import ExpertStore, expert_tensors
+from moegraph.ggml.device import Device
+from moegraph.ggml.lib import ffi
+from moegraph.hostmem import HostMemory
+from moegraph.modelfile import open_model
+from moegraph.units import GiB, MiB
+
+PRESET = "legacy32"
+
+
+class PinningDevice:
+    """The CPU device, for a store that asks whether it can pin; refuses from a number on."""
+
+    is_cpu = False
+
+    def __init__(self, n_blocks: int = 1000) -> None:
+        self.real = Device("cpu", 1)
+        self._n_left = n_blocks
+
+    def host_buffer(self, size: int, must_pin: bool = False):
+        self._n_left -= must_pin
+        if must_pin and self._n_left < 0:
+            raise NativeError("the driver does not")
+        return self.real.host_buffer(size)
+
+
+@pytest.fixture
+def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
+    """Return a function that opens a store on a host with some memory and looks at it."""
+
+    def open_store(memory: Callable[[int], HostMemory], pin: str = "auto", **device: int):
+        made = PinningDevice(**device)
+        with open_model(model_path(PRESET)) as model:
+            layers = range(model.hparams.n_layer)
+            size = max(
+                store_module.Packing.of(expert_tensors(model, il)).stride * model.hparams.n_expert
+                for il in layers
+            )
+            monkeypatch.setattr(store_module, "host_memory", lambda: memory(size))
+            store = ExpertStore(made, model, layers, pin)
+            for il in layers:
+                check_bytes(store, model, il, model.hparams.n_expert - 1)
+            found = SimpleNamespace(
+                layers=sorted(store.rows), n_layer=len(layers), note=store.warning, size=size,
+                ring=sum(block.array.nbytes for block in store._ring), n_bytes=store.pinned_bytes,
+            )  # fmt: skip
+            store.close()
+        made.real.close()
+        return found
+
+    return open_store
+
+
+def check_bytes(store: ExpertStore, model, il: int, expert: int) -> None:
+    """Compare what is handed out for an expert with the file, part by part."""
+    address = store.source(il, expert)
+    for part, info in expert_tensors(model, il).items():
+        at, size = store.packing(il).offsets[part], store.packing(il).sizes[part]
+        got = np.frombuffer(ffi.buffer(address + at, size), np.uint8)
+        expected = model.map(info)[expert * size : (expert + 1) * size]
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_pinning_stops_while_the_host_has_memory_left(pinned):
+    found = pinned(lambda size: HostMemory(16 * GiB, 2 * GiB + 3 * size + size // 2, None))
+    assert found.layers == [0, 1, 2] and found.ring > 0
+    assert found.n_bytes == 3 * found.size + found.ring
+    assert f"the experts of 3 of {found.n_layer} layers" in found.note
+    assert "the others are read from the file" in found.note and "2.00 GiB" in found.note
+
+
+def test_the_limit_of_a_container_is_named_and_its_reserve_is_smaller(pinned):
+    found = pinned(lambda size: HostMemory(64 * GiB, GiB // 8 + size, GiB))
+    assert found.layers == [0]
+    assert "(the control group may use 1.00 GiB), and 128 MiB of them are left" in found.note
+
+
+def test_memory_that_others_take_meanwhile_counts(pinned):
+    looks = iter(range(100))
+
+    def shrinking(size: int) -> HostMemory:
+        return HostMemory(16 * GiB, 2 * GiB + (10 - 3 * next(looks)) * size, None)
+
+    assert pinned(shrinking).layers == [0, 1, 2]
+
+
+def test_with_enough_memory_or_where_it_is_not_known_all_layers_are_pinned(pinned):
+    for memory in (HostMemory(64 * GiB, 60 * GiB, None), HostMemory(None, None, None)):
+        found = pinned(lambda _, memory=memory: memory)
+        assert found.layers == list(range(found.n_layer))
+        assert found.note == "" and found.ring == 0
+
+
+def test_where_the_driver_pins_no_more_the_rest_is_read_from_the_file(pinned):
+    found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), n_blocks=2)
+    assert found.layers == [0, 1] and found.note.endswith("from the file: the driver does not")
+
+
+def test_all_is_refused_before_anything_is_taken(open_engine, monkeypatch, no_leak):
+    small = HostMemory(8 * GiB, MiB // 4, 2 * GiB)
+    monkeypatch.setattr(store_module, "host_memory", lambda: small)
+    message = (
+        r"host_pin 'all' needs .* of host memory, 256 KiB are available "
+        r"\(the control group may use 2\.00 GiB\); use --host-pin auto or none"
+    )
+    with pytest.raises(ConfigError, match=message):
+        open_engine(PRESET, pin_layers=0, cache_slots=20, host_pin="all")
+
+
+def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monkeypatch):
+    settings = {"pin_layers": 0, "cache_slots": 80, "miss": "stream"}
+    plain = open_engine(PRESET, host_pin="none", **settings)
+    assert 0 < plain.memory()["host_pinned_bytes"] < MiB, "only the ring"
+    expected = greedy_tokens(plain, prompt(plain, 20), 16)
+    assert open_engine(PRESET).memory()["host_pinned_bytes"] == 0
+
+    whole = open_engine(PRESET, host_pin="all", **settings)
+    n_bytes, hp, store = whole.memory()["host_pinned_bytes"], whole.hparams, whole._misses._store
+    strides = sum(store.packing(il).stride for il in range(hp.n_layer))
+    assert n_bytes == hp.n_expert * strides and not whole.notes
+
+    # 'auto', as on a device that pins: half of the layers have room
+    memory = HostMemory(16 * GiB, 2 * GiB + n_bytes // 2, None)
+    monkeypatch.setattr(store_module, "host_memory", lambda: memory)
+    real = ExpertStore.__init__
+    monkeypatch.setattr(
+        ExpertStore,
+        "__init__",
+        lambda self, device, *args: real(
+            self, SimpleNamespace(is_cpu=False, host_buffer=device.host_buffer), *args
+        ),
+    )
+    half = open_engine(PRESET, host_pin="auto", **settings)
+    assert any("of 8 layers" in note for note in half.notes), half.notes
+    assert 0 < half.memory()["host_pinned_bytes"] < n_bytes
+    assert greedy_tokens(half, prompt(half, 20), 16) == expected
