@@ -157,9 +157,8 @@ def _load_llama() -> ModuleType:
     """Import llama_cpp on our libraries, leaving ggml's log callback as it was."""
     from .ggml import lib
 
-    folder = Path(lib.library_dir())
-    with _kept_ggml_log(folder):
-        os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
+    folder = lib.library_dir()
+    with _kept_ggml_log(folder), _environment("LLAMA_CPP_LIB_PATH", str(folder)):
         try:
             from llama_cpp import llama_cpp
         except ImportError as error:
@@ -168,6 +167,19 @@ def _load_llama() -> ModuleType:
                 f"CMAKE_ARGS=-DLLAMA_BUILD=OFF, or give token ids ({error})"
             ) from error
         return llama_cpp
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a while: child processes of the caller are none of ours."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager
@@ -198,7 +210,7 @@ def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
             lines.append(line)
 
     callback: Callable[..., None] = llama.llama_log_callback(collect)
-    with _kept_ggml_log(Path(lib.library_dir())):
+    with _kept_ggml_log(lib.library_dir()):
         llama.llama_log_set(callback, None)
         try:
             yield lines

@@ -10,8 +10,10 @@ from typing import Any
 
 from ..config import debug_level
 from ..errors import NativeError
+from .patchset import require_one_patchset
 
 _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
+_EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
 # On so few CPUs, waiting threads sleep. ggml's threads meet after every node of a graph, and
 # libgomp has them spin there for milliseconds before they sleep, as in llama.cpp. That is right
 # on a machine of one's own; but where any other process takes the CPU of one thread, the rest
@@ -25,17 +27,17 @@ _WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def library_dir() -> Path:
-    """Return the folder of the shared libraries and point llama-cpp-python at it.
+    """Return the folder of the shared libraries.
 
     Two sets of ggml libraries in one process collapse into whichever was loaded first, so
-    llama-cpp-python has to load these and not its own: call this before importing it.
+    llama-cpp-python has to load these and not its own.
     """
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(_LIB_DIR)
     return _LIB_DIR
 
 
 def _load() -> tuple[Any, Any]:
     """Import the extension, check the patch set and install the log and abort hooks."""
+    require_one_patchset(_EXTENSION, _LIB_DIR)
     try:
         with _waiting_asleep():
             from . import _native
@@ -48,8 +50,8 @@ def _load() -> tuple[Any, Any]:
     )
     if built != loaded:
         raise NativeError(
-            f"{_LIB_DIR}: libraries carry patch set {loaded}, this build of moegraph needs "
-            f"{built}; run scripts/build again"
+            f"the libggml-base.so in this process carries patch set {loaded}, this build of "
+            f"moegraph needs {built}; load moegraph before other users of ggml"
         )
     lib.mg_install_callbacks(1 if debug_level() >= 2 else 0)
     return ffi, lib

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -118,6 +121,22 @@ def test_the_log_callback_of_ggml_stays_ours() -> None:
     before = installed()
     Tokenizer(TINY).close()
     assert installed() == before
+
+
+@pytest.mark.parametrize("before", [None, "/somewhere/else"])
+def test_the_environment_stays_as_it_was(before: str | None) -> None:
+    """Child processes of the caller may have a llama.cpp of their own."""
+    code = (
+        "import os\n"
+        "from moegraph.tokenizer import Tokenizer\n"
+        f"Tokenizer({str(TINY)!r}).close()\n"
+        "print(os.environ.get('LLAMA_CPP_LIB_PATH'))"
+    )
+    env = {**os.environ, "LLAMA_CPP_LIB_PATH": before or ""}
+    if before is None:
+        del env["LLAMA_CPP_LIB_PATH"]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (str(before), "")
 
 
 def test_one_ggml_in_the_process() -> None:
