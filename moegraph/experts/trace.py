@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
 import struct
 from collections.abc import Sequence
@@ -180,22 +181,29 @@ def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
     try:
         mode = target.stat().st_mode if os.path.exists(target) else None
         if mode is not None and not stat.S_ISREG(mode):
-            _write(target, pieces)
+            _write(os.open(target, os.O_WRONLY | _PLAIN), pieces)
             return
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        # a name that nobody can guess, and a new file: a link planted there is not followed
+        beside = target.with_name(f".moegraph-{secrets.token_hex(8)}")
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
         try:
-            _write(beside, pieces, mode)
+            _write(fd, pieces, mode)
             os.replace(beside, target)
-        finally:
+        except BaseException:
             beside.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot write: {error.strerror}") from error
 
 
-def _write(path: Path, pieces: Sequence[bytes], mode: int | None = None) -> None:
-    with open(path, "wb") as file:
+_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _write(fd: int, pieces: Sequence[bytes], mode: int | None = None) -> None:
+    """Write pieces to an open file and close it."""
+    with os.fdopen(fd, "wb") as file:
         if mode is not None:
-            os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            os.fchmod(fd, stat.S_IMODE(mode))
         for piece in pieces:
             file.write(piece)
 

@@ -143,6 +143,43 @@ def test_a_file_that_is_replaced_keeps_its_permissions_and_the_links_to_it(tmp_p
     assert path.stat().st_mode & 0o777 == 0o640 and os.listdir(tmp_path).count("a") == 1
 
 
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_planted_link_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guessed: bool
+) -> None:
+    """Whoever may write to the folder must not choose which file is overwritten."""
+    folder, victim = tmp_path / "shared", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("precious")
+    names = [f".a.trace.{os.getpid()}"]
+    if guessed:
+        monkeypatch.setattr("moegraph.experts.trace.secrets.token_hex", lambda n: "0" * n)
+        names.append(".moegraph-00000000")
+    for name in names:
+        (folder / name).symlink_to(victim)
+    if guessed:
+        with pytest.raises(ConfigError, match="a.trace: cannot write: File exists"):
+            write_trace(folder / "a.trace", small_trace())
+    else:
+        write_trace(folder / "a.trace", small_trace())
+        assert not (folder / "a.trace").is_symlink()
+    assert victim.read_text() == "precious" and all((folder / n).is_symlink() for n in names)
+
+
+def test_a_new_file_has_the_permissions_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_trace(tmp_path / "a", small_trace())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640 and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_name_as_long_as_the_system_allows_can_be_written(tmp_path: Path) -> None:
+    write_trace(tmp_path / ("a" * 255), small_trace())
+    assert os.listdir(tmp_path) == ["a" * 255]
+
+
 def test_traces_of_another_model_are_refused() -> None:
     SHAPE.require(RouterShape(3, 16, 2, "0123456789abcdef"), "t")
     RouterShape(3, 16, 2).require(SHAPE, "a generated trace fits every model of its shape")
