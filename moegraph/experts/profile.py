@@ -20,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from ..units import MiB, format_bytes
+from ..units import KiB, format_bytes
 from .identity import RouterShape
 from .trace import replace_file
 
 FORMAT = "moegraph routing profile"
 _VERSION = 1
-_MAX_BYTES = 256 * MiB
 _MAX_CLASSES = 64
 _MAX_NAME = 64
 _MAX_COUNT = 1 << 48
+# What a file may take: a count has 15 digits and a comma at most, a class its name and three more
+# fields, and a small model's file is not worth measuring.
+_COUNT_BYTES, _CLASS_BYTES, _SMALL_FILE = 16, 256, 64 * KiB
 # A class forgets: once it has seen more tokens, everything before counts half.
 _MAX_TOKENS = 1 << 16
 
@@ -140,17 +142,7 @@ def read_profile(path: str | Path, model: RouterShape) -> Profile:
     Raises:
         RequestError: it cannot be read, is damaged, or is of another model.
     """
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MAX_BYTES:
-                raise RequestError(
-                    f"{path}: a routing profile of {format_bytes(size)}; at most "
-                    f"{format_bytes(_MAX_BYTES)} is read"
-                )
-            data = file.read(_MAX_BYTES)
-    except OSError as error:
-        raise RequestError(f"{path}: cannot read the profile: {error.strerror}") from error
+    data = _read_bounded(path, model)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -168,6 +160,37 @@ def read_profile(path: str | Path, model: RouterShape) -> Profile:
     profile = Profile(shape)
     profile.classes = _classes(path, shape, content.get("classes"))
     return profile
+
+
+def _read_bounded(path: str | Path, model: RouterShape) -> bytes:
+    """Return the bytes of a file that cannot take much memory when it is parsed.
+
+    A profile can lie beside a model that somebody else provides, and an empty list of three bytes
+    is an object of sixty: so lists, objects and values are counted before any is made.
+    """
+    n_rows = _MAX_CLASSES * model.n_layer
+    n_counts = n_rows * model.n_expert
+    limit = max(n_counts * _COUNT_BYTES + _MAX_CLASSES * _CLASS_BYTES, _SMALL_FILE)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+    except OSError as error:
+        raise RequestError(f"{path}: cannot read the profile: {error.strerror}") from error
+    size = max(size, len(data))
+    if size > limit:
+        raise RequestError(
+            f"{path}: a routing profile of {format_bytes(size)}; one of this model has at most "
+            f"{format_bytes(limit)}"
+        )
+    most = {b"[": n_rows + _MAX_CLASSES, b"{": _MAX_CLASSES + 2, b",": n_counts + 8 * _MAX_CLASSES}
+    for char, n in most.items():
+        if data.count(char) > n:
+            raise RequestError(
+                f"{path}: not a routing profile of this model: it has {char.decode()!r} "
+                f"{data.count(char)} times, and one of this model at most {n} times"
+            )
+    return data
 
 
 def _classes(path: str | Path, shape: RouterShape, content: Any) -> dict[str, RoutingClass]:

@@ -1,15 +1,18 @@
 """The routing profile of a run: read when it starts, what the run saw added when it ends.
 
 A profile is written where the user can expect it: to the file that was named, or to the one beside
-the model once there is one. No file appears unasked, and none is changed that is read-only.
+the model once there is one. No file appears unasked, and none is changed that is read-only. A file
+that was named has to be right. The one beside the model may be anybody's: if it is not a profile of
+this model, the run goes on without it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ from .identity import RouterShape
 from .profile import Profile, read_profile, require_class_name
 
 DEFAULT_CLASS = "default"
+# Adding to a file takes some milliseconds; a run does not wait longer for others to end.
+_LOCK_SECONDS = 2.0
+_LOCK_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class ProfileFile:
     """A profile by its path, and the class of it that a run belongs to.
 
     class_name: empty for all classes together when reading, and 'default' when writing. is_named:
-    the user gave the path, so the file may be new; else it lies beside the model.
+    the user gave the path, so the file may be new; else it lies beside the model, and is left aside
+    if it is not right and no class was asked for.
 
     Raises:
         ConfigError: the file is new and its folder does not exist.
@@ -70,24 +77,33 @@ class ProfileFile:
         require_class_name(self.class_name)
         self._is_named = is_named
         self._shape = shape
-        self.profile = self._read()
+        self._left_aside = ""
+        try:
+            self.profile = self._read(path)
+        except MoegraphError as error:
+            if is_named or class_name:
+                raise
+            self.profile, self._left_aside = Profile(shape), str(error)
         self._reads = class_name if class_name in self.profile.classes else None
         self.warning = self._note(class_name)
 
-    def _read(self) -> Profile:
+    def _read(self, path: Path) -> Profile:
         try:
-            is_there, has_folder = self.path.exists(), self.path.parent.is_dir()
+            is_there, has_folder = path.exists(), path.parent.is_dir()
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot keep a profile: {error.strerror}") from error
+            raise ConfigError(f"{path}: cannot keep a profile: {error.strerror}") from error
         if is_there:
-            return read_profile(self.path, self._shape)
+            return read_profile(path, self._shape)
         if not has_folder:
-            raise ConfigError(
-                f"{self.path}: cannot keep a profile: there is no folder {self.path.parent}"
-            )
+            raise ConfigError(f"{path}: cannot keep a profile: there is no folder {path.parent}")
         return Profile(self._shape)
 
     def _note(self, class_name: str) -> str:
+        if self._left_aside:
+            return (
+                f"the routing profile beside the model is left aside: {self._left_aside}; remove "
+                "the file, or silence this with --profile none"
+            )
         known = ", ".join(sorted(self.profile.classes))
         if not known:
             return f"{self.path}: no profile yet; this run begins it"
@@ -116,6 +132,8 @@ class ProfileFile:
         where = (str(self.path), self.class_name, n_tokens)
         if not n_tokens:
             return ProfileUpdate(*where, "the run computed no token", is_expected=True)
+        if self._left_aside:
+            return ProfileUpdate(*where, f"it was left aside: {self._left_aside}", is_expected=True)
         try:
             return self._add(counts, where)
         except (MoegraphError, OSError, RuntimeError) as error:  # resolve: links in a circle
@@ -130,30 +148,47 @@ class ProfileFile:
         if not os.access(path.parent, os.W_OK):
             why = f"the folder {path.parent} is read-only"
             return ProfileUpdate(*where, why, is_expected=not self._is_named)
-        with _locked(path.parent):
-            profile = self._read()
+        with _locked(path.parent) as has_lock:
+            if not has_lock:
+                why = f"another process has locked the folder {path.parent} for {_LOCK_SECONDS:g} s"
+                return ProfileUpdate(*where, why)
+            profile = self._read(path)
             profile.add(self.class_name, counts, where[2])
             profile.save(path)
         return ProfileUpdate(*where)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[bool]:
     """Let one process at a time add to the profiles of a folder, where the system can lock it.
 
-    The folder and not the file: saving replaces the file, and a file to lock would appear unasked.
+    Yields False when another process did not give up its lock for some seconds: whoever can read
+    the folder can hold one for ever. The folder and not the file: saving replaces the file, and a
+    file to lock would appear unasked.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        yield
+        yield True
         return
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield _lock(descriptor, time.monotonic() + _LOCK_SECONDS)
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, deadline: float) -> bool:
+    """Wait for a lock; return whether nobody else has it."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError:
+            return True  # this file system has no locks
 
 
 def open_profile(
@@ -162,6 +197,7 @@ def open_profile(
     """Return the profile that was named, or the one beside the model if there is one.
 
     name: a path, 'none', or empty for the one beside the model. shape: called when there is one.
+    A file that was not named, and of which no class was named, is left aside if it is not right.
 
     Raises:
         ConfigError, RequestError: as ProfileFile, or a class was given without a profile.
@@ -170,4 +206,6 @@ def open_profile(
         if class_name:
             raise ConfigError(f"profile_class {class_name!r} needs a profile; give --profile")
         return None
-    return ProfileFile(Path(name) if name else beside, class_name, bool(name), shape())
+    if name:
+        return ProfileFile(Path(name), class_name, True, shape())
+    return ProfileFile(beside, class_name, False, shape())

@@ -265,6 +265,21 @@ def test_run_and_chat_keep_a_profile_only_where_it_is_asked_for(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, beside.name]
 
 
+def test_a_bad_profile_stops_only_a_run_that_asked_for_it(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.symlink_to(resolve_target("tiny"))
+    beside = tmp_path / "m.gguf.routing.json"
+    beside.write_text('{"format": "somebody else"}')
+    asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", *CPU, *FEW_SLOTS)
+    result = invoke(*asked)
+    assert result.exit_code == 0, result.output
+    assert f"is left aside: {beside}: not a routing profile" in result.stderr
+    assert not json.loads(result.stdout)["profile"]["written"]
+    assert beside.read_text() == '{"format": "somebody else"}'
+    assert "not a routing profile" in refused(*asked, "--profile", beside)
+    assert "left aside" not in invoke(*asked, "--profile", "none").stderr
+
+
 def test_a_profile_that_cannot_be_written_costs_a_warning(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

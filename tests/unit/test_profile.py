@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,39 @@ def test_damaged_profiles_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}", b"nan"])
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 60_000, b"[1]", b"{}", b"nan"])
 def test_what_is_no_profile_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "p.json").write_bytes(data)
     with pytest.raises(RequestError, match="not a routing profile"):
         read_profile(tmp_path / "p.json", SHAPE)
+
+
+BIG = RouterShape(40, 256, 8, "abc")
+
+
+@pytest.mark.parametrize("unit", [b"{},", b"[],", b"[[", b'{"a":', b"1,", b"[1000,-1000],", b'"",'])
+def test_reading_takes_little_memory_whatever_is_in_the_file(tmp_path: Path, unit: bytes) -> None:
+    path = tmp_path / "p.json"
+    for n_bytes in (10_400_000, 600_000 * len(unit)):
+        path.write_bytes(b"[" + unit * (min(n_bytes, 10_400_000) // len(unit)) + b"0]")
+        tracemalloc.start()
+        with pytest.raises(RequestError, match="not a routing profile"):
+            read_profile(path, BIG)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 80 << 20
+
+
+def test_the_largest_profile_can_be_read(tmp_path: Path) -> None:
+    profile, path = Profile(BIG), tmp_path / "p.json"
+    counts = np.full((40, 256), (1 << 48) - 1)
+    for i in range(64):
+        profile.add(f"{'n' * 62}{i:02d}", counts, 1 << 47)
+    profile.save(path)
+    assert path.stat().st_size > 10_000_000
+    read = read_profile(path, BIG)
+    assert len(read.classes) == 64
+    assert all((c.counts == counts).all() for c in read.classes.values())
 
 
 def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
@@ -174,7 +203,7 @@ def test_files_out_of_reach_are_named(tmp_path: Path) -> None:
     huge = tmp_path / "huge.json"
     with open(huge, "wb") as file:
         file.truncate(300 << 20)
-    with pytest.raises(RequestError, match="routing profile of 300 MiB; at most 256 MiB is read"):
+    with pytest.raises(RequestError, match="profile of 300 MiB; one of this model has at most"):
         read_profile(huge, SHAPE)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, RequestError
+from moegraph.experts import profilefile
 from moegraph.experts.identity import RouterShape
 from moegraph.experts.profile import Profile, read_profile
 from moegraph.experts.profilefile import ProfileFile, open_profile
@@ -147,6 +150,80 @@ def test_a_path_that_cannot_even_be_looked_at_is_one_line(tmp_path: Path) -> Non
     opened = ProfileFile(path, "", True, SHAPE)
     path.symlink_to(path)
     assert opened.update(COUNTS).warning.startswith("the routing profile stays as it was: ")
+
+
+DAMAGED = [b"{}", b"", b"\xff", b"[" * 100, b"{}," * 40_000, Profile(RouterShape(3, 4, 2, "x"))]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_bad_file_that_was_not_named_is_left_aside(tmp_path: Path, content: Any) -> None:
+    """It may be anybody's: a run that did not ask for it goes on without it."""
+    path = tmp_path / "m.gguf.routing.json"
+    if isinstance(content, Profile):
+        content.save(path)
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    opened = open_profile("", "", path, lambda: SHAPE)
+    assert opened is not None
+    assert opened.demand is None and opened.starts(2) == [(None, None)] * 2
+    assert f"is left aside: {path}: " in opened.warning and "--profile none" in opened.warning
+    assert "\n" not in opened.warning
+    kept = opened.update(COUNTS)
+    assert not kept.warning and kept.report()["why_not"].startswith("it was left aside")
+    assert path.read_bytes() == before
+    for name, class_name in ((str(path), ""), ("", "code")):
+        with pytest.raises(RequestError, match="routing.json: "):
+            open_profile(name, class_name, path, lambda: SHAPE)
+
+
+def test_a_lock_that_is_never_given_up_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profilefile, "_LOCK_SECONDS", 0.2)
+    path = saved(tmp_path / "p.json", "default")
+    opened = ProfileFile(path, "", False, SHAPE)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(opened.keep, COUNTS).result(timeout=20)
+        assert f"another process has locked the folder {tmp_path} for 0.2 s" in kept.warning
+        assert read_profile(path, SHAPE).classes["default"].n_tokens == 5
+        os.close(descriptor)
+        assert pool.submit(opened.keep, COUNTS).result(timeout=20).warning == ""
+    assert read_profile(path, SHAPE).classes["default"].n_tokens == 10
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    opened = ProfileFile(saved(tmp_path / "p.json", "default"), "", False, SHAPE)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(opened.keep, COUNTS)
+        threading.Timer(0.1, os.close, [descriptor]).start()
+        assert kept.result(timeout=20).warning == ""
+
+
+def test_what_is_read_is_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is turned meanwhile cannot have another file replaced."""
+    mine, victim, link = saved(tmp_path / "mine", "a"), tmp_path / "victim", tmp_path / "link"
+    victim.write_text("precious")
+    link.symlink_to(mine)
+    opened = ProfileFile(link, "a", False, SHAPE)
+    link.unlink()
+    link.symlink_to(victim)
+    resolve = Path.resolve
+
+    def turn(path: Path, strict: bool = False) -> Path:
+        found = resolve(path, strict)
+        if path == link:
+            link.unlink()
+            link.symlink_to(mine)
+        return found
+
+    monkeypatch.setattr(Path, "resolve", turn)
+    assert "not a routing profile" in opened.update(COUNTS).warning
+    assert victim.read_text() == "precious"
 
 
 def test_a_run_without_tokens_writes_nothing(tmp_path: Path) -> None:
