@@ -118,7 +118,7 @@ def trace_command(
         if output is not None:
             write_trace(output, trace)
         if profile is not None:
-            kept = profile.keep(trace.counts())
+            kept = profile.update(trace.counts())
             if kept.why:
                 raise ConfigError(f"the routing profile stays as it was: {kept.why}")
         if heat:
