@@ -95,7 +95,7 @@ class EngineConfig:
         "choice",
         "auto",
         ("--mode",),
-        "Graphs per token: two per layer, or one for the whole token when all is resident.",
+        "whole: one graph for a token, needs every expert on the device. layered: several graphs.",
         choices=("auto", "layered", "whole"),
     )
     n_ctx: int = _setting(
