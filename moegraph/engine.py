@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import cached_property
@@ -15,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig
-from .errors import (
-    ConfigError,
-    ContextOverflow,
-    ModelFileError,
-    MoegraphError,
-    NativeError,
-    RequestError,
-)
+from .errors import ConfigError
 from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
@@ -34,21 +26,21 @@ from .experts.profile import profile_path
 from .experts.profilefile import ProfileUpdate, ProfileFile, open_profile
 from .experts.store import ExpertStore
 from .footprint import needed_bytes
-from .generation import Generation
+from .generation import Events, Generation
 from .ggml.device import Device
 from .ggml.handles import closed_on_failure
 from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
 from .modelfile import ModelFile, open_model, resolve_target
-from .runner import Batch, LayeredRunner, Output, Runner, WholeRunner
-from .runner.base import NotFinite
+from .ownership import Ownership
+from .passes import Passes, checked_ids
+from .runner import LayeredRunner, Output, Runner, WholeRunner
 from .runner.cpu_experts import KernelCpuExperts, CpuExperts
 from .runner.cpu_experts_graph import GraphCpuExperts
-from .runner.inspect import first_bad_layer, node_values
 from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay
 from .sampling import SamplingParams
-from .sequence import CancelToken, GenerationEvent, Sequence
+from .sequence import CancelToken, Sequence
 from .state import State
 from .units import parse_bytes
 from .weights import Loader, Progress, Weights
@@ -72,7 +64,11 @@ Part = TypeVar("Part", bound=_Closes)
 class Engine:
     """One model, loaded on one device, generating for one sequence at a time.
 
-    Use `Engine.load`; close it or use it as a context manager. All calls from one thread.
+    Use `Engine.load`; close it or use it as a context manager.
+
+    An engine belongs to the first thread that uses it; `hand_over` lets another one have it. A
+    generation owns it while it runs: passes by hand and a second generation are refused until it
+    has ended or was closed. Closing an engine is allowed from any thread, once no call is running.
     """
 
     def __init__(
@@ -88,10 +84,8 @@ class Engine:
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
-        self._held: list[list[int]] = [[] for _ in range(config.n_seq)]
         self._n_saved: npt.NDArray[np.int64] | int = 0  # choices the profile has already
-        # sequences of the pass under way: the first, how many, results of each
-        self._batch = (0, 1, 1)
+        self.ownership = Ownership()
         with closed_on_failure():
             try:
                 self._load(progress, routing)
@@ -155,6 +149,7 @@ class Engine:
             replay = None if routing is None else Replay(self.device, hp, routing)
             self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
         self.runner.reserve_graphs()
+        self.passes = Passes(self.runner, self._files, self.n_ctx)
         self.device.note_peak()
         self._files.check()
         self.file.check_unchanged()
@@ -253,7 +248,12 @@ class Engine:
         return self._own(Tokenizer(self.file.path))
 
     def memory(self) -> dict[str, int]:
-        """Return bytes: device and host peaks, and what the parts take on the device."""
+        """Return bytes: device and host peaks, and what the parts take on the device.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self.ownership.require_open()
         scale = 1 if sys.platform == "darwin" else 1024
         return {
             "device_peak_bytes": self.device.note_peak(),
@@ -295,19 +295,29 @@ class Engine:
         found, misses.guard.messages = misses.guard.messages, []
         return found
 
+    def hand_over(self) -> None:
+        """Give the engine up, so that another thread may use it: the next one that calls.
+
+        A generation under way goes with it.
+        """
+        self.ownership.hand_over()
+
     def reset(self, seq: int = 0) -> None:
-        """Forget a sequence."""
-        self.device.synchronize()
-        self.state.reset(seq)
-        self._held[seq] = []
+        """Forget a sequence, and the results of a pass in flight over it.
+
+        Raises:
+            RequestError, EngineBusy: as in `submit`; or there is no such sequence.
+        """
+        self.ownership.enter_alone()
+        self.passes.reset(seq)
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds."""
-        return self._held[seq]
+        return self.passes.held(seq)
 
     def forward(
         self,
-        tokens: npt.NDArray[np.int32],
+        tokens: Ids,
         seq: int = 0,
         all_rows: bool = False,
         greedy: bool = False,
@@ -319,9 +329,9 @@ class Engine:
         from seq.
 
         Raises:
-            RequestError, ContextOverflow: ids out of range, too many rows, no room left.
+            RequestError, ContextOverflow, EngineBusy: as in `submit`.
+            NativeError, ModelFileError: as in `collect`.
         """
-        tokens = np.ascontiguousarray(np.atleast_2d(tokens), dtype=np.int32)
         self.submit(tokens, seq, all_rows, greedy, cancel)
         return self.collect()
 
@@ -329,8 +339,9 @@ class Engine:
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
     ) -> npt.NDArray[np.float32]:
         """Run tokens as one pass from position pos0; return F32, numpy shape [n_out, n_vocab]."""
-        self._expect_position(seq, pos0)
-        return self.forward(np.asarray(tokens, dtype=np.int32), seq, all_rows).logits
+        self.ownership.enter_alone()
+        self.passes.expect_position(seq, pos0)
+        return self.forward(tokens, seq, all_rows).logits
 
     def forward_nodes(
         self, tokens: Ids, pos0: int = 0, seq: int = 0
@@ -339,118 +350,46 @@ class Engine:
 
         On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: a fused node has no value of its own.
         """
-        self._expect_position(seq, pos0)
-        ids = np.ascontiguousarray(np.atleast_2d(np.asarray(tokens, dtype=np.int32)))
-        self._check_batch(ids, seq)
-        values = node_values(self.runner, Batch(ids, seq, all_rows=True))
-        self._files.check()
-        self._held[seq].extend(ids[0].tolist())
-        return values
-
-    def _expect_position(self, seq: int, pos0: int) -> None:
-        if pos0 != self.state.n_past[seq]:
-            raise RequestError(
-                f"sequence {seq} holds {self.state.n_past[seq]} positions, "
-                f"the pass starts at {pos0}"
-            )
-
-    def _check_batch(self, tokens: npt.NDArray[np.int32], seq: int) -> None:
-        self._files.check()
-        n_seqs, n_seq_tokens = tokens.shape
-        if not 0 <= seq <= seq + n_seqs <= self.config.n_seq:
-            raise RequestError(
-                f"sequences {seq} to {seq + n_seqs - 1}; there are 0 to {self.config.n_seq - 1}"
-            )
-        if not 1 <= n_seq_tokens <= self.runner.n_ubatch:
-            raise RequestError(
-                f"{n_seq_tokens} rows in a pass; allowed: 1 to {self.runner.n_ubatch}"
-            )
-        self._check_ids(tokens)
-        last = max(self.state.n_past[seq : seq + n_seqs]) + n_seq_tokens
-        if last > self.n_ctx:
-            raise ContextOverflow(f"{last} positions, the context holds {self.n_ctx}; raise -c")
-
-    def _check_ids(self, tokens: npt.NDArray[np.int32]) -> None:
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.hparams.n_vocab):
-            bad = (tokens < 0) | (tokens >= self.hparams.n_vocab)
-            at = int(np.flatnonzero(bad)[0])
-            raise RequestError(
-                f"token id {tokens.reshape(-1)[at]} at position {at} is out of range; "
-                f"the vocabulary has ids 0 to {self.hparams.n_vocab - 1}"
-            )
+        self.ownership.enter_alone()
+        self.passes.expect_position(seq, pos0)
+        return self.passes.nodes(tokens, seq)
 
     def submit(
         self,
-        tokens: npt.NDArray[np.int32],
+        tokens: Ids,
         seq: int,
         all_rows: bool,
         greedy: bool,
         cancel: CancelToken | None,
     ) -> None:
-        """Start a pass of rows [n_seqs, n_seq_tokens] (numpy order) without waiting; see `forward`.
+        """Start a pass over rows of tokens without waiting; arguments as for `forward`.
 
-        When it fails or is cancelled, its sequences are empty afterwards.
+        One pass may be in flight: there is memory for the results of one. Collect it first. When a
+        pass fails or is cancelled, its sequences are empty afterwards.
+
+        Raises:
+            RequestError: ids out of range, too many rows, a pass in flight, a closed engine, or one
+                that belongs to another thread.
+            ContextOverflow: no room left.
+            EngineBusy: a generation is running.
         """
-        self._check_batch(tokens, seq)
-        cancelled = cancel.is_set if cancel else bool
-        self._batch = (seq, tokens.shape[0], tokens.shape[1] if all_rows else 1)
-        try:
-            self.runner.submit(Batch(tokens, seq, all_rows, greedy), cancelled)
-        except BaseException:
-            self._reset_batch()  # states are somewhere between two positions
-            self._files.check()  # of two reasons, the one that explains the other
-            raise
-        for i, row in enumerate(tokens.tolist()):
-            self._held[seq + i].extend(row)
+        self.ownership.enter_alone()
+        self.passes.submit(tokens, seq, all_rows, greedy, cancel)
 
     def collect(self) -> Output:
         """Wait for the pass that was submitted and return its results.
 
         Raises:
+            RequestError: no pass is in flight; or as in `submit`.
             NativeError: a result is not finite; names the first layer whose output is not.
             ModelFileError: the model file was cut short; nothing can be computed any more.
         """
-        try:
-            output = self.runner.collect()
-            self._require_files()
-            return output
-        except NotFinite as error:
-            self._require_files()
-            first, _, n_tokens = self._batch
-            bad = first + error.row // n_tokens
-            n_held = len(self._held[bad])
-            try:
-                where = self._trace_fault(bad)
-            finally:
-                self._reset_batch()
-            raise NativeError(f"{error} after {n_held} positions, {where}") from error
-
-    def _require_files(self) -> None:
-        """Refuse a pass that read zeros in place of weights."""
-        try:
-            self._files.check()
-        except ModelFileError:
-            self._reset_batch()
-            raise
-
-    def _trace_fault(self, seq: int) -> str:
-        """Compute a sequence again to say where it first went wrong."""
-        try:
-            il = first_bad_layer(self.runner, self._held[seq], seq)
-        except MoegraphError as error:
-            return f"and the layer is not known ({error})"
-        if il is None:
-            return "but not when computed again; the device may be unstable"
-        return f"first in the output of layer {il}; the model file may be damaged"
-
-    def _reset_batch(self) -> None:
-        first, n_seqs, _ = self._batch
-        for seq in range(first, first + n_seqs):
-            self.reset(seq)
+        self.ownership.enter_alone()
+        return self.passes.collect()
 
     def generate(
         self,
-        prompt_ids: Ids,
+        prompt: Ids | str,
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
         stop: SequenceOf[str] = (),
@@ -461,9 +400,13 @@ class Engine:
         ignore_eos: bool = False,
         text: bool = True,
         reuse: bool = False,
-    ) -> Iterator[GenerationEvent]:
+    ) -> Events:
         """Generate from a prompt, one event a token; the last one has a finish_reason.
 
+        Nothing is computed before the first event is asked for. From then on the generation owns
+        the engine, until its last event, `close()`, or the end of the iterator's life.
+
+        prompt: token ids, or text, which is encoded as `tokenizer.encode` does it.
         max_tokens: at most so many; None until the context is full.
         keep_logits: events carry the logits computed since the event before.
         ignore_eos: go on after an end-of-generation token.
@@ -472,13 +415,15 @@ class Engine:
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; found before any computation.
+            EngineBusy: another generation is running; found when the first event is asked for.
             ModelFileError: somebody wrote to the model file, or it was cut short.
             NativeError: a result was not finite.
         """
+        self.ownership.enter()
         sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
-        ids = np.asarray(prompt_ids, dtype=np.int64).reshape(-1)
-        self._check_ids(ids)
-        ids = ids.astype(np.int32)
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
+        ids = checked_ids(prompt, self.hparams.n_vocab).reshape(-1)
         vocabulary = self.tokenizer if text else None
         sequence = Sequence(
             ids.tolist(),
@@ -488,10 +433,12 @@ class Engine:
             eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
             stop=stop,
         )
-        return Generation(self, sequence, ids, sampling, cancel, keep_logits, progress).run(reuse)
+        generation = Generation(self, sequence, ids, sampling, cancel, keep_logits, progress)
+        return Events(generation.run(reuse), self.ownership)
 
     def close(self) -> None:
         """Free everything, last loaded first; a second call does nothing."""
+        self.ownership.is_closed = True
         self._stack.close()
 
     def __enter__(self) -> Engine:

@@ -49,6 +49,10 @@ class ContextOverflow(RequestError):
     """A request needs more positions than the context has."""
 
 
+class EngineBusy(RequestError):
+    """A generation is running on the engine: close it, or wait for its end."""
+
+
 class ModelFileError(MoegraphError):
     """A model is missing, unreadable or malformed: file, offset, key."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import Cancelled, InternalError
+from .ownership import Ownership
 from .runner import Output
 from .sampling import Sampler, SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
@@ -17,6 +18,32 @@ from .weights import Progress
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+class Events(Iterator[GenerationEvent]):
+    """The events of one generation. Asking for the first one claims the engine.
+
+    A call that is refused, by a busy engine or in another thread, leaves the generation as it was.
+    """
+
+    def __init__(self, steps: Generator[GenerationEvent, None, None], ownership: Ownership) -> None:
+        self._steps = steps
+        self._ownership = ownership
+
+    def __next__(self) -> GenerationEvent:
+        if self._steps.gi_frame is not None:  # else there is nothing left to compute
+            self._ownership.claim(self._steps)
+        return next(self._steps)
+
+    def close(self) -> None:
+        """End the generation; the engine is free then. A second call does nothing.
+
+        Raises:
+            RequestError: the generation is under way and the engine belongs to another thread.
+        """
+        if self._ownership.holds(self._steps):
+            self._ownership.enter()
+        self._steps.close()
 
 
 class Generation:
@@ -48,14 +75,14 @@ class Generation:
         self.prefill_s = self.decode_s = 0.0
         self.n_reused = 0
 
-    def run(self, reuse: bool) -> Iterator[GenerationEvent]:
+    def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
         """Yield the events; reuse: continue what the sequence holds if the prompt begins so."""
-        engine = self.engine
+        engine, passes = self.engine, self.engine.passes
         engine.file.check_unchanged()
-        held = engine.held(0)
+        held = passes.held(0)
         n_reused = len(held)
         if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
-            engine.reset()
+            passes.reset(0)
             n_reused = 0
         self.n_reused = n_reused
         self.started = time.perf_counter()
@@ -65,16 +92,18 @@ class Generation:
             yield from self._steps(n_reused)
             finished = True
         except Cancelled:
-            engine.reset()
+            passes.reset(0)
             finished = True
             self._clock()
             text = self.sequence.cancel()
             yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
+            if not finished:
+                passes.abandon(0)  # an error, or the consumer left in the middle of a pass
             if not engine.device.compute.is_closed:
                 engine.device.bind_cancel(None)
-            if not finished and not engine.device.compute.is_closed:
-                engine.reset()  # an error, or the consumer left in the middle of a pass
+                if not finished and engine.ownership.is_here:
+                    passes.reset(0)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
         sequence = self.sequence
@@ -97,7 +126,7 @@ class Generation:
                 yield event  # its token was drawn before
                 raise
             yield event
-            output = self.engine.collect()
+            output = self.engine.passes.collect()
             kept = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
@@ -106,7 +135,7 @@ class Generation:
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
-            output = self.engine.collect()
+            output = self.engine.passes.collect()
             if self.keep_logits:
                 rows.append(output.logits)
             if self.progress:
@@ -116,7 +145,7 @@ class Generation:
         return output, np.concatenate(rows) if rows else None
 
     def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
-        self.engine.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
+        self.engine.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NativeError
+from ..errors import NativeError, RequestError
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
@@ -62,7 +62,10 @@ class NotFinite(NativeError):
 
 
 class Runner(ABC):
-    """Runs passes on one device, one at a time: `submit`, then `collect`."""
+    """Runs passes on one device, one at a time: `submit`, then `collect`.
+
+    One pass may be in flight: there is memory for the results of one.
+    """
 
     mode: str
 
@@ -80,12 +83,30 @@ class Runner(ABC):
         """Device bytes for inputs and intermediates."""
         return self._inputs.n_bytes + self.graphs.n_bytes
 
+    def require_idle(self) -> None:
+        """Check that no pass is in flight.
+
+        Raises:
+            RequestError: one is.
+        """
+        if self._pending is not None:
+            raise RequestError("a pass is in flight; collect its results first")
+
+    def drop(self, seq: int) -> None:
+        """Forget the pass in flight if it is over a sequence: its results are not asked for."""
+        if self._pending is not None:
+            shape, _ = self._pending
+            if shape.seq0 <= seq < shape.seq0 + shape.n_seqs:
+                self._pending = None
+
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
         Raises:
             Cancelled: asked for between two graphs; the sequences must then be reset.
+            RequestError: a pass is in flight.
         """
+        self.require_idle()
         state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
         seqs = range(batch.seq0, batch.seq0 + n_seqs)
         pos0 = [state.n_past[seq] for seq in seqs]
@@ -111,11 +132,14 @@ class Runner(ABC):
         """Wait for the pass and return its results.
 
         Raises:
-            NotFinite: a logit, or the hidden state behind it, is NaN or infinite.
+            RequestError: no pass is in flight.
+            NotFinite: a logit, or the hidden state that it comes from, is NaN or infinite.
         """
+        if self._pending is None:
+            raise RequestError("no pass is in flight; submit one first")
         shape, greedy = self._pending
-        self._pending = None
         C.ggml_backend_synchronize(self.device.compute.ptr)
+        self._pending = None
         n_out, host = shape.n_out, self._results.array
         check = host[: 4 * n_out].view(np.float32)
         body = host[round_up(4 * n_out, _ALIGN) :]
@@ -136,9 +160,10 @@ class Runner(ABC):
         per_row = 4 if greedy else 4 * self.model.hp.n_vocab
         needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
         if needed > self._results.array.nbytes:
+            larger = self.device.host_buffer(needed)  # first: it may fail, and passes go on then
             self.device.synchronize()
-            self._results.close()
-            self._results = self.device.host_buffer(needed)
+            smaller, self._results = self._results, larger
+            smaller.close()
 
     def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
         """Return the read-backs of the head: check first, then argmax or logits."""

@@ -55,8 +55,8 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
 
 
-def first_bad_layer(runner: Runner, tokens: list[int], seq: int) -> int | None:
-    """Compute a sequence again from its start; return the first layer whose output is not finite.
+def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
+    """Compute a sequence again from its start; say what first gave a value that is not finite.
 
     None if all are finite this time. Few rows at a time, since every node takes memory of its own.
     """
@@ -67,7 +67,9 @@ def first_bad_layer(runner: Runner, tokens: list[int], seq: int) -> int | None:
         nodes = node_values(runner, Batch(rows, seq, all_rows=True))
         for il in range(runner.model.hp.n_layer):
             if not np.isfinite(nodes["l_out", il]).all():
-                return il
+                return f"the output of layer {il}"
+        if not np.isfinite(nodes["result_output", -1]).all():
+            return "the output head"
     return None
 
 

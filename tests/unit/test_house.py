@@ -32,7 +32,17 @@ ROOMS = (
     ("graphs",),
     ("runner",),
     ("draft",),
-    ("tokenizer", "chat", "sampling", "sequence", "generation", "footprint", "engine"),
+    (
+        "tokenizer",
+        "chat",
+        "sampling",
+        "sequence",
+        "generation",
+        "footprint",
+        "ownership",
+        "passes",
+        "engine",
+    ),
     ("bench", "cli", "server", "__main__"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
