@@ -16,6 +16,7 @@ from modelgen.presets import PRESETS  # noqa: E402
 
 if TYPE_CHECKING:
     from moegraph.engine import Engine
+    from moegraph.experts.cache import ExpertCache
 
 
 def prompt(engine: Engine, n: int, seed: int = 0) -> np.ndarray:
@@ -27,6 +28,13 @@ def prompt(engine: Engine, n: int, seed: int = 0) -> np.ndarray:
 def greedy_tokens(engine: Engine, ids: object, n: int) -> list[int]:
     """Return n greedily generated ids, end-of-generation tokens included."""
     return [event.token for event in engine.generate(ids, max_tokens=n, text=False)]
+
+
+def empty(cache: ExpertCache, il: int, *experts: int) -> None:
+    """Take the slots of resident experts away."""
+    for expert in experts:
+        cache._layers[il].owner[int(cache.tables[il, expert])] = -1
+    cache.rollback()
 
 
 def model_writer(folder: Path, seed: int) -> Callable[[str], Path]:

@@ -96,7 +96,8 @@ class ExpertCache:
 
     n_slots [n_layer]: 0 for no slots, n_expert for a full layer. tables: I32 numpy [n_layer,
     n_expert], expert -> slot or -1, for the device. dirty: layers whose row or victims changed
-    since they were sent. counts [n_layer][n_expert]: how often each expert was chosen.
+    since they were sent. in_flight: layers whose graph may have fetched experts that
+    `commit_fetched` has not recorded yet. counts [n_layer][n_expert]: how often each was chosen.
 
     Raises:
         ConfigError: a layer has fewer than 0 or more than n_expert slots.
@@ -114,11 +115,14 @@ class ExpertCache:
         self.tables = np.full((len(n_slots), n_expert), -1, dtype=np.int32)
         self.counts = [[0] * n_expert for _ in n_slots]
         self.dirty = set(range(len(n_slots)))
+        self.in_flight: set[int] = set()
         self.step = 0
         self._layers = [
             _Layer(n_expert, n, policy.layer(n_expert, n, n_expert_used)) for n in n_slots
         ]
         self._touched: list[_Layer] = []
+        # (layer, slot) given away since `begin_pass`, noted before anything else about them changes
+        self._given: list[tuple[int, int]] = []
         self._hits, self._misses, self._missing, self._admitted, self._evicted, self._declined = (
             [0] * len(n_slots) for _ in range(6)
         )
@@ -148,6 +152,7 @@ class ExpertCache:
         for layer in self._touched:
             layer.fresh.clear()
         self._touched.clear()
+        self._given.clear()
 
     def access(self, il: int, ids: list[int]) -> list[int]:
         """Count and stamp the chosen ids; return those not resident, each once, in routing order.
@@ -240,13 +245,15 @@ class ExpertCache:
             raise InternalError(f"layer {il}: expert {expert} is resident already")
         if expert in layer.loading:
             return None
-        slot = self._free_slot(layer)
+        slot, victim = self._free_slot(layer), None
         if slot < 0:
             victim = self._victim(layer, expert, working_set)
             if victim is None:
                 self._declined[il] += 1
                 return None
             slot = int(self.tables[il, victim])
+        self._given.append((il, slot))
+        if victim is not None:
             self._drop(il, layer, victim, slot)
             self._evicted[il] += 1
         layer.owner[slot] = expert
@@ -270,41 +277,41 @@ class ExpertCache:
         self.dirty.add(il)
         self._admitted[il] += 1
 
-    def abandon(self, il: int, *experts: int) -> None:
-        """Empty the slots of experts whose bytes did not arrive, of those that have one.
+    def rollback(self) -> None:
+        """Give up every slot whose bytes a step that failed may have changed; the device is idle.
 
-        Raises:
-            InternalError: the layer is pinned.
+        Those are the slots given away since `begin_pass`, those that are loading, and the victims
+        of the layers in flight. All else is worked out again from who owns which slot, so it does
+        not matter where the step was interrupted. Nor does it matter here: call it again.
         """
-        layer = self._layers[il]
-        if layer.full:
-            raise InternalError(f"layer {il} is pinned: its experts keep their slots")
-        for slot, owner in enumerate(layer.owner):
-            if owner in experts:
-                layer.owner[slot] = -1
-        for expert in experts:
-            layer.loading.pop(expert, None)
-        self.rebuild(il)
+        for il, slot in self._given:
+            self._layers[il].owner[slot] = -1
+        for il in self.in_flight:
+            for slot, _ in self._layers[il].landing:
+                self._layers[il].owner[slot] = -1
+        for il, layer in enumerate(self._layers):
+            if not layer.full:
+                self._mend(il, layer)
+        self.dirty.update(range(len(self._layers)))
+        self._touched.clear()
+        self._given.clear()
+        self.in_flight.clear()
 
-    def rebuild(self, il: int) -> None:
-        """Make a layer's books agree again: all follows from who owns the slots and who loads.
-
-        What kept them may have been interrupted anywhere.
-        """
-        layer, table = self._layers[il], self.tables[il]
-        self.dirty.add(il)
+    def _mend(self, il: int, layer: _Layer) -> None:
+        """Make a layer's books follow from the owners of its slots; nothing loads any more."""
+        for slot in layer.loading.values():
+            layer.owner[slot] = -1
+        layer.loading.clear()
+        table = self.tables[il]
         table[:] = -1
         for slot, expert in enumerate(layer.owner):
-            if expert >= 0 and expert not in layer.loading:
+            if expert >= 0:
                 table[expert] = slot
         layer.resident = set(np.flatnonzero(table >= 0).tolist())
         layer.free = [slot for slot, owner in enumerate(layer.owner) if owner < 0][::-1]
-        layer.fresh &= layer.resident
+        layer.fresh.clear()
         layer.worst.clear()
-
-    def is_loading(self, il: int, expert: int) -> bool:
-        """Return whether an expert has a slot that its bytes are on the way to."""
-        return expert in self._layers[il].loading
+        layer.victims, layer.victim_experts = [], set()
 
     def can_fetch(self, il: int) -> bool:
         """Return whether a layer has enough slots that change for all that a row may miss."""
@@ -335,6 +342,7 @@ class ExpertCache:
         """
         layer = self._layers[il]
         if not missing:
+            self.in_flight.discard(il)
             return
         self.dirty.add(il)
         places = [place for place in layer.victims if place[1] not in ids]
@@ -353,17 +361,7 @@ class ExpertCache:
             layer.relist(expert)
             self.tables[il, expert] = slot
             self._admitted[il] += 1
-
-    def drop_victims(self, il: int) -> None:
-        """Empty the slots in `plan_victims`: a step that failed may have written over any of
-        them.
-        """
-        layer = self._layers[il]
-        for slot, _ in layer.victims:
-            layer.owner[slot] = -1
-        if layer.victims:
-            self.rebuild(il)
-            layer.victims = []
+        self.in_flight.discard(il)
 
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None

@@ -131,9 +131,8 @@ class LayeredRunner(Runner):
             misses,
         )
         self._plans: OrderedDict[tuple[PassShape, bool, MissMode], _LaunchPlan] = OrderedDict()
-        self._uncommitted: set[int] = (
-            set()
-        )  # layers under way whose landings the cache does not know
+        # A pass has changed books and memory, and not all of its own books are kept yet.
+        self._is_unfinished = False
 
     @property
     def compute_bytes(self) -> int:
@@ -238,15 +237,25 @@ class LayeredRunner(Runner):
         self._current = self._plan(shape, greedy)
 
     def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+        if self._is_unfinished:
+            self._roll_back()  # the last pass failed, and this was interrupted
+        self._is_unfinished = True
         try:
             self._launch_all(shape, greedy, cancelled)
         except BaseException:
-            self.device.synchronize()
-            if self.misses:
-                self.misses.rollback(self._uncommitted)
-            self._uncommitted.clear()
-            self._readback.reset(self.n_ubatch * self.model.state.n_seq)
+            self._roll_back()
             raise
+        self._is_unfinished = False
+
+    def _roll_back(self) -> None:
+        """Undo what a pass that failed left behind; harmless when called again."""
+        self.device.synchronize()
+        if self.misses:
+            self.misses.rollback()
+        else:
+            self.cache.rollback()
+        self._readback.reset(self.n_ubatch * self.model.state.n_seq)
+        self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         start = time.perf_counter()
@@ -258,7 +267,7 @@ class LayeredRunner(Runner):
         for step in self._current.steps:
             if cancelled():
                 raise Cancelled("cancelled")
-            self._uncommitted |= step.fetch_layers
+            self.cache.in_flight.update(step.fetch_layers)
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
             if status:
                 names = ", ".join(str(il) for il, _ in step.ids)
@@ -317,7 +326,6 @@ class LayeredRunner(Runner):
                 missing = self.cache.access_batch(il, ids)
             if il in step.fetch_layers:
                 self.misses.commit_fetched(il, missing, chosen)
-                self._uncommitted.discard(il)
             if il == step.lacking:
                 self._complete(step, missing, ids, n_tokens)
             for observer in self.observers:

@@ -33,8 +33,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,13 +165,11 @@ class MissHandler:
             self.n_bytes_to_device += self._store.packing(il).n_bytes * len(missing)
         self._tables.write(il, with_victims=True)
 
-    def rollback(self, layers: Iterable[int]) -> None:
-        """Give up what graphs of a failed pass may have written over; they have ended."""
-        for il in layers:
-            self.cache.drop_victims(il)
-        for il in {il for il, _ in self._promoted}:
-            self.cache.rebuild(il)
-        self._promoted = [pair for pair in self._promoted if self.cache.is_loading(*pair)]
+    def rollback(self) -> None:
+        """Give up what a failed pass may have changed; the device is idle. See the cache's."""
+        self._promoted.clear()
+        self._prefetched = -1, {}
+        self.cache.rollback()
 
     def begin_pass(self, n_tokens: int) -> None:
         """Start a pass: experts that went up in the background become resident, tables follow.
@@ -224,12 +221,11 @@ class MissHandler:
         """
         for il, n in enumerate(self.cache.n_slots):
             wanted = self.cache.wanted(il, n) if 0 < n < self.cache.n_expert else []
-            with self._undone_on_failure(il, wanted):
-                slots = [(expert, self.cache.admit(il, expert, ())) for expert in wanted]
-                pairs = [(expert, slot) for expert, slot in slots if slot is not None]
-                if pairs:
-                    self._send(il, self._banks.layer(il), pairs)
-                    self.n_exchanged += len(pairs)
+            slots = [(expert, self.cache.admit(il, expert, ())) for expert in wanted]
+            pairs = [(expert, slot) for expert, slot in slots if slot is not None]
+            if pairs:
+                self._send(il, self._banks.layer(il), pairs)
+                self.n_exchanged += len(pairs)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
             C.ggml_backend_event_wait(self._device.compute.ptr, self._uploaded.ptr)
@@ -370,29 +366,15 @@ class MissHandler:
     ) -> list[int]:
         """Stream experts into slots of their layer; return those that got none."""
         admitted, rest, working_set = [], [], ids.tolist()
-        with self._undone_on_failure(il, missing):
-            for expert in missing:
-                slot = self.cache.admit(il, expert, working_set)
-                if slot is None:
-                    rest.append(expert)
-                else:
-                    admitted.append((expert, slot))
-            if admitted:
-                self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
+        for expert in missing:
+            slot = self.cache.admit(il, expert, working_set)
+            if slot is None:
+                rest.append(expert)
+            else:
+                admitted.append((expert, slot))
+        if admitted:
+            self._run(il, 0, self._banks.layer(il), admitted, ids, graph, None)
         return rest
-
-    @contextmanager
-    def _undone_on_failure(self, il: int, experts: list[int]) -> Iterator[None]:
-        """Take slots back whose bytes may not arrive: they must never count as resident.
-
-        experts: none of them was resident before.
-        """
-        try:
-            yield
-        except BaseException:
-            if experts:
-                self.cache.abandon(il, *experts)
-            raise
 
     def _on_cpu(
         self,
@@ -420,17 +402,16 @@ class MissHandler:
             return
         pairs, layer = [], self._banks.layer(il)
         candidates = experts[: max(0, MAX_PROMOTED - len(self._promoted))]
-        with self._undone_on_failure(il, candidates):
-            for expert in candidates:
-                slot = self.cache.reserve_slot(il, expert, working_set)
-                if slot is not None:
-                    pairs.append((expert, slot))
-            if not pairs:
-                return
-            self._send(il, layer, pairs)
-            if self._uploaded:
-                C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
-            self._promoted += [(il, expert) for expert, _ in pairs]
+        for expert in candidates:
+            slot = self.cache.reserve_slot(il, expert, working_set)
+            if slot is not None:
+                pairs.append((expert, slot))
+        if not pairs:
+            return
+        self._send(il, layer, pairs)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+        self._promoted += [(il, expert) for expert, _ in pairs]
 
     def _wait_for_ring(self) -> None:
         """Wait for all copies so far: the blocks they read are filled again next."""

@@ -11,21 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest_helpers import prompt
+from fetching_engines import (
+    ALL,
+    FETCHING,
+    N_LAYER,
+    N_USED,
+    PRESET,
+    WIDTHS,
+    Countdown,
+    check_sound,
+    run,
+)
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
-from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.lib import C
 from moegraph.runner import layered, misses
-
-PRESET, N_LAYER, N_USED = "legacy32", 8, 4
-# One slot more than a row chooses: most rows miss something, and nearly all is at risk.
-FETCHING = {
-    "pin_layers": 0, "cache_slots": N_LAYER * (N_USED + 1), "miss": "stream", "host_pin": "all",
-    "policy": "lru",
-}  # fmt: skip
-# Single rows, with passes of several rows between them.
-WIDTHS = [1, 1, 1, 8, 1, 1, 3, 1, 8, 8, 1, 1, 20, 1, 1, 1]
-ALL = frozenset(range(N_LAYER))
 
 
 @pytest.fixture
@@ -34,57 +35,12 @@ def expected(open_engine) -> npt.NDArray[np.float32]:
     return run(open_engine(PRESET))
 
 
-def run(
-    engine: Engine, widths: list[int] = WIDTHS, after: Callable[[], Any] = lambda: None
-) -> npt.NDArray[np.float32]:
-    """Return the logits of passes of these widths from an empty sequence on."""
-    engine.reset()
-    ids, parts, at = prompt(engine, sum(widths), seed=11), [], 0
-    for width in widths:
-        parts.append(engine.forward_logits(ids[at : at + width], at))
-        at += width
-        after()
-    return np.concatenate(parts)
-
-
 def open_fetching(open_engine: Callable[..., Engine], **settings: object) -> Engine:
     """Return an engine whose graphs fetch in all layers, and whose guard does not interfere."""
     engine = open_engine(PRESET, **{**FETCHING, **settings})
     engine.runner.misses.guard = None
     assert engine.runner.misses.miss_mode.fetch_layers == ALL
     return engine
-
-
-def check_sound(engine: Engine) -> None:
-    """Check that cache, tables and victim_lists agree, and that slots hold what they are said
-    to.
-    """
-    handler = engine.runner.misses
-    cache, store, tables = handler.cache, handler._store, handler._tables
-    cache.check()
-    sent = tables._rows.array.copy()
-    if not tables._is_due:
-        C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
-    for il in set(range(N_LAYER)) - cache.dirty:
-        np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
-        if il in handler.miss_mode.fetch_layers:
-            victims = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
-            layer = cache._layers[il]
-            assert [layer.owner[slot] for slot, _ in victims] == victims[:, 1].tolist()
-            assert len(set(victims[:, 0].tolist())) == N_USED
-            # of equal scores any may be listed
-            scores = [layer.policy.score[e] for e in victims[:, 1].tolist() if e >= 0]
-            others = layer.resident - set(victims[:, 1].tolist())
-            movable = others & set(layer.owner[layer.policy.n_static :])
-            assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
-    for il in store.layers:
-        memory, packing = handler._banks.layer(il).memory, store.packing(il)
-        held = np.empty(packing.n_bytes, np.uint8)
-        for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
-            at = int(cache.tables[il, expert]) * packing.stride
-            C.ggml_backend_tensor_get(memory, ffi.from_buffer(held), at, held.nbytes)
-            wanted = ffi.buffer(ffi.cast("char *", store.source(il, expert)), held.nbytes)
-            assert held.tobytes() == bytes(wanted), f"layer {il}, expert {expert}"
 
 
 class Failing:
@@ -137,17 +93,6 @@ def test_a_failure_at_any_graph_leaves_the_cache_sound(
             run(engine, after=lambda: check_sound(engine)), expected, err_msg=f"graph {at}"
         )
     assert lost > 0, "nothing was at risk"
-
-
-class Countdown:
-    """A cancel token that is set from the k-th look on."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def is_set(self) -> bool:
-        self.n -= 1
-        return self.n <= 0
 
 
 @pytest.mark.parametrize("merged", [1, 4])

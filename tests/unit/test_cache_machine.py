@@ -37,6 +37,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.bytes = [list(range(n)) if n == self.n_expert else [-1] * n for n in n_slots]
         self.coming: dict[tuple[int, int], int] = {}
         self.used: set[tuple[int, int]] = set()
+        self.given: set[tuple[int, int]] = set()  # (layer, slot) in this step
         self.device = self.cache.tables.copy()
         self.victim_lists: list[list[tuple[int, int]]] = [[] for _ in n_slots]
         self.n_ids = self.n_admitted = 0
@@ -48,6 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
     def begin_pass(self) -> None:
         self.cache.begin_pass()
         self.used.clear()
+        self.given.clear()
 
     @rule(at=st.integers(0, 2))
     def preload(self, at: int) -> None:
@@ -71,6 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
             slot = call(il, expert, ids)
             if slot is None:
                 continue
+            self.given.add((il, slot))
             before = self.bytes[il][slot]
             assert before not in ids, "a victim was in the working set"
             if before >= 0:
@@ -116,15 +119,29 @@ class CacheMachine(RuleBasedStateMachine):
         rows = {il: self.row(seed + 31 * il) for il in layers}
         victims = [il for il in layers if self.cache.can_fetch(il)]
         fetched = {il: self.fetch(il, rows[il]) for il in victims if il < fails_at}
+        self.cache.in_flight.update(fetched)
         for il in layers[: fails_at if fails_at >= len(layers) else max(0, fails_at - n_late)]:
             if il in fetched:
                 self.note(il, rows[il], fetched.pop(il))
             else:
                 self.choose(il, rows[il], False)
-        for il in fetched:
-            self.cache.drop_victims(il)
-            for slot, _ in self.victim_lists[il]:
-                self.bytes[il][slot] = -1
+        assert self.cache.in_flight == set(fetched)
+        if fetched or fails_at < len(layers):
+            lost = {(il, slot) for il in fetched for slot, _ in self.victim_lists[il]}
+            self.step_fails(lost)
+
+    @rule()
+    def step_failed(self) -> None:
+        self.step_fails(set())
+
+    def step_fails(self, lost: set[tuple[int, int]]) -> None:
+        """Nothing that this step gave away, that was loading or in `lost` is there any more."""
+        self.cache.rollback()
+        for il, slot in lost | self.given | {(il, s) for (il, _), s in self.coming.items()}:
+            self.bytes[il][slot] = -1
+        self.coming.clear()
+        self.used.clear()
+        self.given.clear()
 
     def fetch(self, il: int, ids: list[int]) -> list[int]:
         """Do what the device does, with what it was sent; return what it fetched."""
@@ -151,13 +168,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 50), arrives=st.booleans())
     def upload_ends(self, at: int, arrives: bool) -> None:
         il, expert = sorted(self.coming)[at % len(self.coming)]
+        if not arrives:
+            self.step_fails(set())
+            return
         slot = self.coming.pop((il, expert))
-        if arrives:
-            self.cache.mark_resident(il, expert)
-            self.n_admitted += 1
-        else:
-            self.cache.abandon(il, expert)
-        self.bytes[il][slot] = expert if arrives else -1
+        self.cache.mark_resident(il, expert)
+        self.n_admitted += 1
+        self.bytes[il][slot] = expert
 
     @rule()
     def take_tables(self) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import numpy as np
 import pytest
+from conftest_helpers import empty
+from interrupts import interrupted
 
 from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.policy import Adaptive, Lfu, Lru, Policy, Static
 
 N_EXPERT, N_USED = 16, 4
+EXPERTS = "moegraph/experts"
 
 
 def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
@@ -97,8 +95,7 @@ def test_a_layer_lands_only_where_a_whole_row_has_room(policy, n_slots: int, can
 def test_slots_that_never_change_are_not_landed_in() -> None:
     cache = new_cache([10], Adaptive(static_share=0.5))
     cache.preload(0, [0, 1, 2, 3, 4, 5, 6])
-    for expert in (1, 6):  # one static slot is free now, and one that is not
-        cache.abandon(0, expert)
+    empty(cache, 0, 1, 6)  # one static slot is free now, and one that is not
     assert sorted(cache.plan_victims(0)) == [(6, -1), (7, -1), (8, -1), (9, -1)]
     for base in (8, 12, 8, 12):
         cache.begin_pass()
@@ -133,11 +130,12 @@ def test_whatever_changes_a_landing_makes_its_layer_dirty() -> None:
     assert is_due([0, 1, 8, 3]), "one was at risk, and others are worse now"
     assert not is_due([0, 1, 8, 3])
     assert is_due([0, 1, 15, 3]), "one landed"
-    cache.dirty.clear()
-    cache.abandon(0, 15)
-    assert cache.dirty == {0}
-    cache.dirty.clear()
     cache.access(0, [14])
+    cache.reserve_slot(0, 14, [14])
+    cache.dirty.clear()
+    cache.rollback()
+    assert cache.dirty == {0, 1}
+    cache.dirty.clear()
     (slot, _), *_ = cache.plan_victims(0)
     assert cache.reserve_slot(0, 14, [14]) == slot
     assert cache.dirty == {0}, "the free slot is taken and must not be landed in"
@@ -171,9 +169,11 @@ def test_what_landed_against_the_rules_is_an_internal_error() -> None:
         cache.commit_fetched(0, [*missing, 12], ids)
     assert cache.residents(0) == [0, 1, 2, 3, 4]
     cache.plan_victims(0)
-    cache.abandon(0, 4)
+    cache._layers[0].owner[4] = -1
     with pytest.raises(InternalError, match="slot 4 no longer holds expert 4"):
         cache.commit_fetched(0, missing, ids)
+    cache.in_flight.add(0)
+    cache.rollback()
     cache.check()
 
 
@@ -182,34 +182,17 @@ def test_a_lost_landing_costs_the_experts_in_it_and_no_others() -> None:
     cache.preload(0, [7, 5, 3, 1, 9, 11, 13])
     assert cache.plan_victims(0) == [(7, -1), (6, 13), (5, 11), (4, 9)]
     cache.dirty.clear()
-    cache.drop_victims(0)
+    cache.rollback()
+    assert sorted(cache.residents(0)) == [1, 3, 5, 7, 9, 11, 13], "no graph was in flight"
+    assert cache.plan_victims(0) == [(7, -1), (6, 13), (5, 11), (4, 9)]
+    cache.in_flight.add(0)
+    cache.rollback()
     assert sorted(cache.residents(0)) == [1, 3, 5, 7] and cache.dirty == {0}
     cache.check()
-    cache.dirty.clear()
-    cache.drop_victims(0)
-    assert sorted(cache.residents(0)) == [1, 3, 5, 7] and not cache.dirty, "once is enough"
+    cache.plan_victims(0)
+    cache.rollback()
+    assert sorted(cache.residents(0)) == [1, 3, 5, 7], "once is enough"
     assert sorted(cache.plan_victims(0)) == [(4, -1), (5, -1), (6, -1), (7, -1)]
-
-
-def interrupted(line: int, call: Callable[[], Any]) -> bool:
-    """Call something with an interrupt before the cache's n-th line; return whether it came."""
-    n_lines = 0
-
-    def interrupt(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal n_lines
-        n_lines += event == "line"
-        if n_lines > line:
-            raise KeyboardInterrupt
-        return interrupt
-
-    sys.settrace(lambda frame, *_: interrupt if "experts" in frame.f_code.co_filename else None)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
@@ -217,16 +200,16 @@ def test_a_landing_is_lost_wherever_noting_it_was_interrupted() -> None:
     for line in range(200):
         cache = new_cache([6, 6])
         cache.preload(0, [7, 5, 3, 1, 11])
-        cache.reserve_slot(0, 2, [])
-        cache.abandon(0, 2)
         cache.plan_victims(0)
         cache.begin_pass()
+        cache.in_flight.add(0)
         ids = [8, 11, 9, 10]
         missing = cache.access(0, ids)
-        if not interrupted(line, lambda: cache.commit_fetched(0, missing, ids)):
-            assert line > 20
+        if not interrupted(line, lambda: cache.commit_fetched(0, missing, ids), EXPERTS):
+            assert line > 20 and not cache.in_flight
             break
-        cache.drop_victims(0)
+        assert cache.in_flight, "only the last line says that all was noted"
+        cache.rollback()
         cache.check()
         assert cache.residents(0) == [7, 5]
         assert len(cache.plan_victims(0)) == N_USED
@@ -242,20 +225,41 @@ def test_an_exchange_is_undone_wherever_it_was_interrupted(step: str) -> None:
         cache.begin_pass()
         cache.access(0, [8, 9])
         cache.reserve_slot(0, 9, [8, 9])
+        cache.begin_pass()
         call = {
             "admit": lambda: cache.admit(0, 8, [8, 9]),
             "reserve": lambda: cache.reserve_slot(0, 8, []),
             "publish": lambda: cache.mark_resident(0, 9),
         }[step]
-        if not interrupted(line, call):
+        if not interrupted(line, call, EXPERTS):
             assert line > 3
             break
-        if step == "publish":  # its bytes are there: it has its slot, whoever asks
-            cache.rebuild(0)
-            assert cache.is_loading(0, 9) != (9 in cache.residents(0))
-        else:
-            cache.abandon(0, 8)
-            assert cache.is_loading(0, 9) and set(cache.residents(0)) <= {7, 5, 3}
+        cache.rollback()
         cache.check()
+        # published, its bytes are there: it may keep its slot
+        assert set(cache.residents(0)) <= ({7, 5, 3, 9} if step == "publish" else {7, 5, 3})
+    else:
+        raise AssertionError("it did not come to an end")
+
+
+def test_a_rollback_that_was_interrupted_is_done_again() -> None:
+    for line in range(400):
+        cache = new_cache([8, 5])
+        cache.preload(0, [7, 5, 3, 1, 9, 11, 13])
+        cache.preload(1, [1, 2, 3, 4, 5])
+        cache.plan_victims(0)
+        cache.begin_pass()
+        cache.in_flight.add(0)
+        cache.access(1, [8, 9])
+        cache.admit(1, 8, [8, 9])
+        cache.reserve_slot(1, 9, [8, 9])
+        was_interrupted = interrupted(line, cache.rollback, EXPERTS)
+        cache.rollback()
+        cache.check()
+        assert sorted(cache.residents(0)) == [1, 3, 5, 7]
+        assert sorted(cache.residents(1)) == [1, 2, 3] and cache.dirty == {0, 1}
+        if not was_interrupted:
+            assert line > 40
+            break
     else:
         raise AssertionError("it did not come to an end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest_helpers import empty
 
 from moegraph.errors import ConfigError, InternalError
 from moegraph.experts.cache import ExpertCache
@@ -53,8 +54,8 @@ def test_pinned_layer_is_the_identity_and_never_misses_or_changes() -> None:
     assert cache.preload(0, [5]) == []
     with pytest.raises(InternalError, match="resident already"):
         cache.admit(0, 5, [])
-    with pytest.raises(InternalError, match="is pinned"):
-        cache.abandon(0, 5)
+    cache.rollback()
+    assert cache.tables[0].tolist() == list(range(N_EXPERT))
 
 
 def test_a_layer_without_slots_admits_nothing() -> None:
@@ -89,8 +90,11 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
     loading, n_evicted = [], 0
     for step in range(900):
         cache.begin_pass()
-        for expert in loading:
-            (cache.abandon if step % 7 == 0 else cache.mark_resident)(0, expert)
+        if step % 7 == 0:
+            cache.rollback()  # what was loading did not arrive
+        else:
+            for expert in loading:
+                cache.mark_resident(0, expert)
         loading.clear()
         if step % 11 == 0:
             cache.preload(0, [step % 16, (step + 5) % 16])
@@ -213,8 +217,7 @@ def test_preload_fills_the_lowest_free_slots_first() -> None:
     """The leading slots may be static: the best belong there."""
     cache = new_cache([4])
     cache.preload(0, [3, 4, 5, 6])
-    for expert in (3, 5):
-        cache.abandon(0, expert)
+    empty(cache, 0, 3, 5)
     assert cache.preload(0, [9, 8]) == [(9, 0), (8, 2)]
 
 
@@ -257,18 +260,22 @@ def test_reserved_slot_is_not_resident_until_published_and_nobody_takes_it() -> 
         cache.mark_resident(0, 9)
 
 
-def test_abandoned_slot_is_free_again() -> None:
-    cache = new_cache([1])
+def test_slots_given_away_in_a_step_that_failed_are_free_again() -> None:
+    cache = new_cache([2])
+    cache.preload(0, [5])
     cache.begin_pass()
     cache.access(0, [9, 3])
     cache.reserve_slot(0, 9, [9])
-    cache.abandon(0, 9)
+    cache.rollback()
     cache.check()
-    assert cache.admit(0, 3, [3]) == 0
-    cache.abandon(0, 3)
+    assert cache.tables[0, 5] == 0 and cache.admit(0, 3, [3]) == 1
+    cache.rollback()
     cache.check()
-    assert cache.tables.max() == -1
-    cache.abandon(0, 3)
+    assert cache.residents(0) == [5]
+    assert cache.admit(0, 3, [3]) == 1
+    cache.begin_pass()
+    cache.rollback()
+    assert set(cache.residents(0)) == {3, 5}, "the step before had ended well"
     cache.check()
 
 
