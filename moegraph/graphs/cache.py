@@ -83,17 +83,23 @@ class GraphCache:
         return built
 
     def _allocate(self, context: Context, graph: Any) -> None:
-        before = self._allocator.size
+        """Assign a graph's memory; all others are gone if that made the block move.
+
+        They are out of the cache meanwhile, so an interrupt that comes with the answer cannot
+        leave graphs there that may have addresses of the old block.
+        """
+        kept, before = (self._n_host_bytes, self._graphs, self.generation), self._allocator.size
+        self._graphs = OrderedDict()
+        self.clear()
         ok = C.mg_graph_alloc(self._allocator.ptr, self._device.compute.ptr, context.ptr, graph)
         if not ok:
-            self.clear()
             detail = last_error()
             raise OutOfDeviceMemory(
                 f"{self._device.name} cannot hold the intermediates of a pass "
                 f"({format_bytes(self._device.memory()[0])} free; {detail}); lower -ub or -c"
             )
-        if self._allocator.size != before:
-            self.clear()
+        if self._allocator.size == before:
+            self._n_host_bytes, self._graphs, self.generation = kept
 
     def clear(self) -> None:
         """Drop all graphs; whoever kept one must ask again."""
