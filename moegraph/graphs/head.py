@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..ggml.lib import C
@@ -14,7 +15,8 @@ class HeadOutputs:
     """What the host may read after a pass.
 
     logits F32 [n_vocab, n_out]; argmax I32 [n_out] or None; check F32 [1, n_out]: the sum of each
-    normalised row, finite only if the whole row is.
+    normalised row, and of its logits too if the host reads only their argmax. It is finite only if
+    all of them are.
     """
 
     logits: Tensor
@@ -36,8 +38,24 @@ def build_head(
     if greedy:
         argmax = b.expand(b.name(b.argmax(logits), "result_argmax"))
         outputs.append(argmax)
-    check = b.expand(b.name(b.sum_rows(cur), "result_check"))
+    # a product may lose what is not finite in its input: quantizing a row of NaN gives zeros
+    check = b.sum_rows(cur)
+    if greedy:
+        check = b.add(check, _sum_of_logits(b, logits))
+    check = b.expand(b.name(check, "result_check"))
     outputs.append(check)
     for tensor in outputs:
         C.ggml_set_output(tensor)
     return HeadOutputs(logits, argmax, check)
+
+
+def _sum_of_logits(b: Builder, logits: Tensor) -> Tensor:
+    """Append the sums of the rows of logits [n_vocab, n_out]: F32 [1, n_out].
+
+    In two steps of some 500 numbers each: CUDA gives one block of threads to every row, and a
+    single block would read the logits of a whole vocabulary for 10 us.
+    """
+    n_vocab, n_out = logits.ne[0], logits.ne[1]
+    n_parts = max(n for n in range(1, math.isqrt(n_vocab) + 1) if n_vocab % n == 0)
+    parts = b.sum_rows(b.reshape(logits, n_vocab // n_parts, n_parts, n_out))
+    return b.sum_rows(b.reshape(parts, n_parts, n_out))

@@ -286,6 +286,35 @@ def test_nan_in_a_weight_is_an_error_that_names_the_layer(tmp_path, model_path):
             assert engine.state.n_past == [0]
 
 
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+@pytest.mark.parametrize("scale", [0x7E00, 0x7C00, 0xFC00], ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize("row", [0, 77, -1])
+def test_one_bad_row_of_the_output_matrix_is_an_error_however_tokens_are_picked(
+    tmp_path, model_path, mode, scale, row
+):
+    """The argmax would pass over it, and the text go on without its token."""
+    source = model_path("legacy32")
+    with open_model(source) as model:
+        info = model.tensors["output.weight"]
+    assert info.type.name == "Q8_0"
+    raw = bytearray(source.read_bytes())
+    n_row = info.nbytes // info.ne[1]
+    at = info.offset + row % info.ne[1] * n_row
+    raw[at : at + 2] = scale.to_bytes(2, "little")
+    damaged = tmp_path / "nan.gguf"
+    damaged.write_bytes(raw)
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=64, mode=mode)
+    with Engine.load(damaged, config) as engine:
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(temperature=temperature, seed=1)
+            events = engine.generate(prompt(engine, 9), sampling, max_tokens=4, text=False)
+            with pytest.raises(NativeError, match="after 9 positions, first in the output head"):
+                list(events)
+            assert engine.held(0) == []
+        with pytest.raises(NativeError, match="first in the output head"):
+            engine.forward(prompt(engine, 9), all_rows=True, greedy=True)
+
+
 def test_memory_that_does_not_suffice_is_refused_with_a_remedy(model_path, no_leak):
     with pytest.raises(OutOfDeviceMemory, match=r"cannot allocate .* free; lower -c"):
         Engine.load(
