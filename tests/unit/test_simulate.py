@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from moegraph.experts.cost import (
     Machine,
     best_split,
     find_machine,
+    machine_fetches,
     machine_fields,
     split_for,
     streams_rare_misses,
@@ -37,6 +39,7 @@ from moegraph.experts.profile import Profile
 from moegraph.experts.simulate import Simulation, even_slots, simulate
 from moegraph.experts.trace import Trace
 
+ROOT = Path(__file__).resolve().parents[2]
 US = 1e-6
 # One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
 SIMPLE = Machine(
@@ -85,11 +88,30 @@ def test_equal_times_are_streamed_because_that_can_stay() -> None:
 
 
 def test_rare_misses_are_streamed_where_the_cpu_is_not_much_quicker() -> None:
-    server = MACHINES["h200"]
-    assert server.cpu(1) < server.stream(1)
-    assert streams_rare_misses(server.cpu(1), server.stream(1), 128, 256)
-    assert not streams_rare_misses(server.cpu(1), server.stream(1), 127, 256)
-    assert not streams_rare_misses(30e-6, 86e-6, 255, 256)
+    assert not streams_rare_misses(60e-6, 90e-6, 255, 256), "1.5 times as long"
+    assert streams_rare_misses(60.1e-6, 90e-6, 128, 256)
+    assert not streams_rare_misses(60.1e-6, 90e-6, 127, 256), "less than half is resident"
+
+
+@pytest.mark.parametrize(
+    ("name", "times_as_long", "n_on_cpu_of_8", "fetches_from"),
+    [("h200", 1.05, 5, 20), ("desktop", 1.39, 6, 42)],
+)
+def test_the_built_in_machines_do_what_the_documentation_says(
+    name: str, times_as_long: float, n_on_cpu_of_8: int, fetches_from: int
+) -> None:
+    """docs/residency.md has these numbers."""
+    machine = MACHINES[name]
+    one = machine.cpu(1), machine.stream(1)
+    assert round(one[1] / one[0], 2) == times_as_long
+    assert streams_rare_misses(*one, 128, 256) and not streams_rare_misses(*one, 127, 256)
+    split = split_for(machine, "auto", 8)
+    assert (split[1], split[8]) == (1, n_on_cpu_of_8)
+    by_slots = [machine_fetches(machine, "auto", 8, n, 256) for n in range(256)]
+    assert by_slots.index(True) == fetches_from and all(by_slots[fetches_from:])
+    text = (ROOT / "docs" / "residency.md").read_text("utf-8")
+    for number in (times_as_long, fetches_from):
+        assert re.search(rf"\b{re.escape(str(number))}\b", text), f"the page no longer has {number}"
 
 
 def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
