@@ -146,6 +146,15 @@ class _Slots:
         # kernels may read up to a row's padding past the last expert
         size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
+        # Marked as weights although slots change. Our CUDA kernels take weights for constant
+        # (moegraph_is_constant of patch 0010, moegraph_moe_is_constant of 0018) and may load them
+        # before the kernel in front has ended. What writes slots therefore has to have ended before
+        # any kernel that reads them may start:
+        # - an upload ends before an event that the compute stream waits for between two graphs;
+        # - a look-up that fetches (patch 0021) lets the next kernel start early only when nothing
+        #   is missing, and the kernel of gate and up waits for it before it lets 0018's start.
+        # A new kernel between look-up, gate and up, and down has to keep this. The test is
+        # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
         C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self.parts = {
             part: strided_stack(self._context, info, n_slots, packing.stride)
