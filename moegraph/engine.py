@@ -245,7 +245,7 @@ class Engine:
         """The model's tokenizer, opened at first use."""
         from .tokenizer import Tokenizer
 
-        return self._own(Tokenizer(self.file.path))
+        return self._own(Tokenizer(self.file))
 
     def memory(self) -> dict[str, int]:
         """Return bytes: device and host peaks, and what the parts take on the device.

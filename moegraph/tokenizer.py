@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import ConfigError, InternalError, ModelFileError, RequestError
+from .modelfile import ModelFile
 from .units import MiB, format_bytes
 
 # llama.cpp counts tokens in 32 bits; far below that, a prompt is a mistake and not a prompt.
@@ -30,21 +31,33 @@ _CONTINUE_LEVEL = 5
 class Tokenizer:
     """The vocabulary of one model file; close it when done, or use it in a with statement.
 
+    source: an open model, whose very file is read whatever lies at its path by now, or a path.
+    llama.cpp ends the process on a vocabulary that `open_model` would have refused, so only an open
+    model is safe to read from a place where others write.
+
     Raises:
-        ModelFileError: the file has no vocabulary, or llama.cpp refuses it.
+        ModelFileError: the file has no vocabulary, was written to, or llama.cpp refuses it.
         ConfigError: llama-cpp-python is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, source: ModelFile | str | os.PathLike[str]) -> None:
         self._model: Any = None
         self._lib = _load_llama()
+        if isinstance(source, ModelFile):
+            source.check_unchanged()
+            paths, opened = source.paths, source.opened_paths()
+        else:
+            paths, opened = (Path(source),), [os.fspath(source)]
+        self.path = paths[0]
         with _captured_log(self._lib) as messages:
             params = self._lib.llama_model_default_params()
             params.vocab_only = True
-            self._model = self._lib.llama_model_load_from_file(os.fsencode(self.path), params)
+            names = (ctypes.c_char_p * len(opened))(*map(os.fsencode, opened))
+            self._model = self._lib.llama_model_load_from_splits(names, len(opened), params)
         if not self._model:
             reason = messages[0] if messages else "no reason given"
+            for name, path in zip(opened, paths):
+                reason = reason.replace(name, str(path))
             raise ModelFileError(f"{self.path}: llama.cpp cannot read the vocabulary: {reason}")
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._lib.llama_vocab_n_tokens(self._vocab)

@@ -287,7 +287,7 @@ def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
     n_ctx = n_ctx or model.hparams.n_ctx_train
     # No token is shorter than a byte, so that most prompts need no tokenizer to be let through.
     if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
-        with Tokenizer(model.path) as tokenizer:
+        with Tokenizer(model) as tokenizer:
             room_after(len(tokenizer.encode(text)), n_ctx)
 
 

@@ -197,6 +197,14 @@ class ModelFile:
                     "load the model again"
                 )
 
+    def opened_paths(self) -> list[str]:
+        """Return a path for each part that leads to the file that was checked; until close().
+
+        What lies at its own path may be another file by now.
+        """
+        self._check_open()
+        return [f"/proc/self/fd/{fd}" for fd in self._fds]
+
     def close(self) -> None:
         """Close the files; views that map() gave out stay valid. Closing twice is harmless."""
         self._closed = True

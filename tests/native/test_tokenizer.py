@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from conftest_helpers import PRESETS, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegraph import tokenizer as tokenizer_module
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
 from moegraph.errors import InternalError, ModelFileError, RequestError
 from moegraph.ggml import lib
 from moegraph.modelfile import open_model, resolve_target
@@ -101,6 +105,67 @@ def test_a_file_that_llama_cpp_refuses(
         Tokenizer(tmp_path / "m.gguf")
     assert "no reason given" not in str(error.value)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("way", ["replaced", "removed"])
+def test_the_file_that_was_checked_is_the_one_that_is_read(tmp_path: Path, way: str) -> None:
+    """llama.cpp ends the process on vocabularies that the check refuses: no other file will do."""
+    path = Path(shutil.copy(TINY, tmp_path / "m.gguf"))
+    with open_model(path) as model:
+        if way == "replaced":
+            (tmp_path / "other").write_bytes(b"GGUF, but not the one that was checked")
+            os.replace(tmp_path / "other", path)
+        else:
+            path.unlink()
+        with Tokenizer(model) as opened:
+            assert opened.path == path and opened.n_vocab == model.hparams.n_vocab
+            text = "def f(x): return x"
+            ids = opened.encode(text)
+            model.close()  # the vocabulary is in memory
+            assert opened.decode(ids) == text and ids == shared().encode(text)
+    with pytest.raises(InternalError, match="the model file is closed"):
+        Tokenizer(model)
+
+
+def test_the_engine_reads_the_file_that_it_opened(tmp_path: Path) -> None:
+    path = Path(shutil.copy(TINY, tmp_path / "m.gguf"))
+    with Engine.load(path, EngineConfig(device="cpu", n_ctx=64, n_threads=1)) as engine:
+        path.unlink()
+        path.write_bytes(b"another file")
+        assert engine.tokenizer.encode("def f():") == shared().encode("def f():")
+
+
+def test_a_file_that_was_written_to_since_is_refused(tmp_path: Path) -> None:
+    path = Path(shutil.copy(TINY, tmp_path / "m.gguf"))
+    with open_model(path) as model:
+        with open(path, "r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+        with pytest.raises(ModelFileError, match="was written to while the model was in use"):
+            Tokenizer(model)
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+def test_a_model_in_parts_has_a_vocabulary(tmp_path: Path, n_parts: int) -> None:
+    preset = PRESETS["legacy32"]
+    first = write_model(tmp_path / "m.gguf", preset.shape, preset.mix, n_splits=n_parts)[0]
+    with open_model(first) as model:
+        for path in model.paths:
+            path.unlink()
+        with Tokenizer(model) as opened:
+            assert len(model.paths) == n_parts and opened.n_vocab == model.hparams.n_vocab
+            assert opened.decode(opened.encode("x y")) == "x y"
+
+
+def test_messages_have_the_path_that_the_user_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad").write_bytes(b"not a model at all")
+    with open_model(TINY) as model, open(tmp_path / "bad", "rb") as bad:
+        monkeypatch.setattr(model, "opened_paths", lambda: [f"/proc/self/fd/{bad.fileno()}"])
+        with pytest.raises(ModelFileError) as caught:
+            Tokenizer(model)
+    assert str(caught.value).startswith(f"{TINY}: llama.cpp cannot read the vocabulary: ")
+    assert "/proc" not in str(caught.value)
 
 
 def test_llama_cpp_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
