@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -195,9 +195,10 @@ class Engine:
 
         None: there is no profile, or no expert can be missing and none is needed.
         """
-        if self._profile is None or not self._misses:
+        misses = self._misses
+        if self._profile is None or not misses:
             return None
-        counts = np.array(self.runner.cache.counts, dtype=np.int64)
+        counts = np.array(misses.cache.counts, dtype=np.int64)
         update = self._profile.update(counts - self._n_saved)
         if not update.why:
             self._n_saved = counts
@@ -341,11 +342,11 @@ class Engine:
         """Run tokens as one pass from position pos0; return F32, numpy shape [n_out, n_vocab]."""
         self.ownership.enter_alone()
         self.passes.expect_position(seq, pos0)
-        return self.forward(tokens, seq, all_rows).logits
+        return self.forward(tokens, seq, all_rows).require_logits()
 
     def forward_nodes(
         self, tokens: Ids, pos0: int = 0, seq: int = 0
-    ) -> dict[tuple[str, int], npt.NDArray]:
+    ) -> dict[tuple[str, int], npt.NDArray[Any]]:
         """Run tokens as one pass and return every named node by (name, il); numpy shapes.
 
         On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: a fused node has no value of its own.

@@ -130,14 +130,15 @@ class Generation:
             kept = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        rows, step, n = [], self.engine.runner.n_ubatch, len(self.ids)
+        step, n = self.engine.runner.n_ubatch, len(self.ids)
+        rows: list[npt.NDArray[np.float32]] = []
         output = None
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
             output = self.engine.passes.collect()
             if self.keep_logits:
-                rows.append(output.logits)
+                rows.append(output.require_logits())
             if self.progress:
                 self.progress("prefill", min(start + step, n), n)
         if output is None:
@@ -150,7 +151,7 @@ class Generation:
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:
             return int(output.argmax[-1])
-        token = self.sampler.sample(output.logits[-1])
+        token = self.sampler.sample(output.require_logits()[-1])
         self.sampler.accept(token)
         return token
 

@@ -188,17 +188,20 @@ class _Staging:
         for start in range(0, info.nbytes, _STAGING_BYTES):
             size = min(_STAGING_BYTES, info.nbytes - start)
             block, sent = self._blocks[self._turn], self._sent[self._turn]
-            sent.wait()
+            if sent:
+                sent.wait()
             model.read(info, block.array[:size], start)
             C.ggml_backend_tensor_set_async(upload, tensor, block.address(), start, size)
-            C.ggml_backend_event_record(sent.ptr, upload)
+            if sent:
+                C.ggml_backend_event_record(sent.ptr, upload)
             self._turn = 1 - self._turn
             self._report(size)
 
     def close(self) -> None:
         self._device.synchronize()
         for handle in (*self._sent, *self._blocks):
-            handle.close()
+            if handle:
+                handle.close()
 
 
 def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:

@@ -121,7 +121,7 @@ class Inputs:
         view(self.ids, np.int32).reshape(-1, ids.size)[:] = ids
 
 
-def view(t: Tensor, dtype: type = np.float32) -> npt.NDArray:
+def view(t: Tensor, dtype: type = np.float32) -> npt.NDArray[Any]:
     """Return a host tensor's elements."""
     return np.frombuffer(ffi.buffer(t.data, C.ggml_nbytes(t)), dtype)
 
@@ -136,7 +136,7 @@ def graph_of(graphs: GraphCache, bank: Bank, io: Inputs, il: int) -> BuiltGraph:
     return graphs.get(il, 128, build)
 
 
-def measure(ways: dict[str, Run], io: Inputs, order: npt.NDArray, n: int,
+def measure(ways: dict[str, Run], io: Inputs, order: npt.NDArray[np.integer], n: int,
             args: argparse.Namespace, n_layer: int) -> dict[str, float]:  # fmt: skip
     """Return the median seconds of each way; every sample uses the next experts of `order`.
 
@@ -179,13 +179,13 @@ def bench(args: argparse.Namespace, stack: ExitStack, experts: Stack, n_threads:
     def own(il: int) -> None:
         ffn.compute(layers[il], io.x.data, io.ids.data, io.weights.data, args.rows, io.y.data)
 
-    ways = {"ggml": ggml, "own": own}
+    ways: dict[str, Run] = {"ggml": ggml, "own": own}
     results = []
     io.choose(np.arange(n_used, dtype=np.int32))
     for run in ways.values():
         run(0)
         results.append(view(io.y).copy())
-    if not np.array_equal(*results):
+    if not np.array_equal(results[0], results[1]):
         raise SystemExit("bench_cpu_experts: the kernel and the graph differ")
     rng = np.random.default_rng(n_threads)
     for kind in ("cold", "hot") if args.hot else ("cold",):

@@ -27,6 +27,7 @@ from moegraph.experts.identity import router_shape  # noqa: E402
 from moegraph.experts.policy import parse_policy  # noqa: E402
 from moegraph.experts.simulate import simulate  # noqa: E402
 from moegraph.experts.trace import TraceRecorder  # noqa: E402
+from moegraph.runner import LayeredRunner  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,13 +61,16 @@ def hit_rates(
     )  # fmt: skip
     with Engine.load(args.model, config) as engine:
         recorder = TraceRecorder(router_shape(engine.file))
-        engine.runner.observers.append(recorder)
+        runner = engine.runner
+        assert isinstance(runner, LayeredRunner)  # some experts have no slot
+        runner.observers.append(recorder)
+        before = runner.cache.stats
         for at, token in enumerate(ids):
             if at == args.warm:
-                before = engine.runner.cache.stats
+                before = runner.cache.stats
             engine.forward(np.array([token], dtype=np.int32), greedy=True)
-        measured = engine.runner.cache.stats.since(before).hit_rate
-        n_slots = engine.runner.cache.n_slots
+        measured = runner.cache.stats.since(before).hit_rate
+        n_slots = runner.cache.n_slots
     found = simulate(
         recorder.trace(0, ""), n_slots, parse_policy(policy), MACHINES["h200"], mode="stream",
         skip=args.warm, is_pinned=args.host_pin == "all",

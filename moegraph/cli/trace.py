@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import Cancelled, ConfigError, RequestError
+from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from . import options, ui
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
@@ -135,13 +135,17 @@ def _record(
 ) -> tuple[Trace, bool]:
     """Return the trace of a run, and whether it was interrupted."""
     from ..experts.trace import TraceRecorder
+    from ..runner import LayeredRunner
 
     ids = engine.tokenizer.encode(text)
     sampling = replace(
         sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}
     )
     recorder = TraceRecorder(shape)
-    engine.runner.observers.append(recorder)
+    runner = engine.runner
+    if not isinstance(runner, LayeredRunner):
+        raise InternalError("a trace needs mode 'layered'; please report this")
+    runner.observers.append(recorder)
     with cancel_on_interrupt() as cancel, ui.Bars() as bars:
         for event in engine.generate(
             ids, sampling, max_tokens=n_predict, cancel=cancel, progress=bars

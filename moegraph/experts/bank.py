@@ -11,11 +11,12 @@ their own, and one for experts that are fetched ahead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
@@ -42,6 +43,17 @@ class Bank:
     memory: Tensor | None = None
     rows: Tensor | None = None
 
+    @property
+    def to_fill(self) -> Tensor:
+        """The memory, of a bank that experts are sent into.
+
+        Raises:
+            InternalError: this bank was filled from the file.
+        """
+        if self.memory is None:
+            raise InternalError("experts were sent to a bank that is complete; please report this")
+        return self.memory
+
 
 class ExpertBanks:
     """The banks of all layers and their tables.
@@ -66,7 +78,7 @@ class ExpertBanks:
         self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
         self._sets: list[TensorSet] = []
         self._owned: list[_Slots] = []
-        self._staging: dict[tuple, list[Bank]] = {}
+        self._staging: dict[Hashable, list[Bank]] = {}
         self._banks = [self._bank(device, loader, model, il) for il in range(hp.n_layer)]
         self._staging_of = [
             self._staging_banks(device, model, il) if n < hp.n_expert else []
@@ -129,7 +141,8 @@ class ExpertBanks:
 
     def close(self) -> None:
         """Free the banks."""
-        for part in (*self._sets, *self._owned):
+        parts: list[TensorSet | _Slots] = [*self._sets, *self._owned]
+        for part in parts:
             part.close()
         self._tables.close()
         self._context.close()

@@ -201,7 +201,7 @@ class ExpertCache:
         chosen = np.bincount(flat, minlength=self.n_expert)
         self.counts[il] = (chosen + self.counts[il]).tolist()
         absent = np.flatnonzero((self.tables[il] < 0) & (chosen > 0))
-        missing = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
+        missing: list[int] = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
         n_absent = int(chosen[absent].sum())
         self._hits[il] += ids.size - n_absent
         self._misses[il] += n_absent

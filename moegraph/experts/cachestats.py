@@ -39,7 +39,8 @@ class CacheStats:
     def hit_rates(self) -> list[float]:
         """Return the hit rate of each layer; 1 for a layer where nothing was chosen."""
         chosen = self.hits + self.misses
-        return np.where(chosen > 0, self.hits / np.maximum(chosen, 1), 1.0).tolist()
+        rates: list[float] = np.where(chosen > 0, self.hits / np.maximum(chosen, 1), 1.0).tolist()
+        return rates
 
     @property
     def missing_per_step(self) -> float:

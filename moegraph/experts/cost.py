@@ -131,10 +131,11 @@ def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
     on_cpu, streamed: seconds for 0, 1, ... experts on either path. Of equal choices the one that
     streams more is taken: what was streamed can stay.
     """
-    return [
-        min(range(n + 1), key=lambda c, n=n: max(on_cpu[c], streamed[n - c]))
-        for n in range(min(len(on_cpu), len(streamed)))
-    ]
+
+    def best(n: int) -> int:
+        return min(range(n + 1), key=lambda c: max(on_cpu[c], streamed[n - c]))
+
+    return [best(n) for n in range(min(len(on_cpu), len(streamed)))]
 
 
 class MissSplit:
@@ -325,16 +326,17 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
         if not _is_time(value) or (field == "whole" and not value):
             raise wrong(f"{field}_us", "microseconds")
         times[field] = value / 1e6
-    curves = {}
+    curves: dict[str, Curve] = {}
     for field in _CURVES:
-        points = content.get(f"{field}_us")
+        points: Any = content.get(f"{field}_us")
         if field == "fetch" and f"{field}_us" not in content:
             curves[field] = curves["stream"]  # the same bytes on the same way
             continue
         if not _is_curve(points):
             raise wrong(f"{field}_us", "[[n, microseconds], ...], both rising")
         curves[field] = Curve(tuple((n, us / 1e6) for n, us in points))
-    return Machine(name=name, **sizes, **times, **curves)
+    fields: dict[str, Any] = {**sizes, **times, **curves}
+    return Machine(name=name, **fields)
 
 
 def _is_time(value: Any) -> bool:

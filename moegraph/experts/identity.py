@@ -47,7 +47,8 @@ class RouterShape:
         model = fields.get("model")
         if not isinstance(model, str) or len(model) > 64 or sizes[2] > sizes[1]:
             return None
-        return RouterShape(*sizes, model)
+        n_layer, n_expert, n_expert_used = sizes
+        return RouterShape(n_layer, n_expert, n_expert_used, model)
 
     def require(self, model: RouterShape, what: str) -> None:
         """Refuse data of another model; what names the data, as 'trace.bin: the trace'.

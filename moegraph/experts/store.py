@@ -126,7 +126,8 @@ class ExpertStore:
 
         They are in pinned memory, or in the mapped file.
         """
-        packing, pinned, found = self._packing[il], self._pinned.get(il), {}
+        packing, pinned = self._packing[il], self._pinned.get(il)
+        found: dict[str, tuple[TensorInfo, int, int, Any]] = {}
         for part, info in self._infos[il].items():
             if pinned:
                 found[part] = (info, pinned.base + packing.offsets[part], packing.stride, pinned)

@@ -75,7 +75,8 @@ class Trace:
 
     def rows(self) -> list[list[list[int]]]:
         """Return the ids as lists [n_tokens][n_layer][n_expert_used], for loops in Python."""
-        return self.ids.tolist()
+        rows: list[list[list[int]]] = self.ids.tolist()
+        return rows
 
 
 def ids_dtype(n_expert: int) -> np.dtype[Any]:
@@ -234,14 +235,14 @@ def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
         raise _damaged(path, "its header is not a JSON object")
     shape = RouterShape.from_fields(fields)
     n_tokens, n_prompt = fields.get("n_tokens"), fields.get("n_prompt")
-    texts = [fields.get("source"), fields.get("sha256")]
-    if shape is None or not all(isinstance(text, str) for text in texts):
+    source, sha256 = fields.get("source"), fields.get("sha256")
+    if shape is None or not isinstance(source, str) or not isinstance(sha256, str):
         raise _damaged(path, "its header does not describe a router")
     if type(n_tokens) is not int or not 0 <= n_tokens <= _MAX_TOKENS:
         raise _damaged(path, f"n_tokens is {n_tokens!r}; allowed: 0 to {_MAX_TOKENS}")
     if type(n_prompt) is not int or not 0 <= n_prompt <= n_tokens:
         raise _damaged(path, f"n_prompt is {n_prompt!r}; allowed: 0 to {n_tokens}")
-    return _Header(shape, n_tokens, n_prompt, texts[0], texts[1], _PREFIX.size + length)
+    return _Header(shape, n_tokens, n_prompt, source, sha256, _PREFIX.size + length)
 
 
 def _damaged(path: str | Path, what: str) -> RequestError:

@@ -57,7 +57,8 @@ def overlap(trace: Trace, lag: int = 1) -> npt.NDArray[np.float64]:
     if len(chosen) <= lag:
         return np.zeros(trace.shape.n_layer)
     both = (chosen[lag:] & chosen[:-lag]).sum(axis=2)
-    return both.mean(axis=0) / trace.shape.n_expert_used
+    shares: npt.NDArray[np.float64] = both.mean(axis=0) / trace.shape.n_expert_used
+    return shares
 
 
 def entropy(trace: Trace) -> npt.NDArray[np.float64]:
@@ -65,7 +66,8 @@ def entropy(trace: Trace) -> npt.NDArray[np.float64]:
     counts = trace.counts()
     p = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     bits = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
-    return bits / np.log(max(trace.shape.n_expert, 2))
+    shares: npt.NDArray[np.float64] = bits / np.log(max(trace.shape.n_expert, 2))
+    return shares
 
 
 def distinct(trace: Trace, window: int) -> float:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, InternalError
 from .handles import Handle
 from .lib import C, ffi
 from .ops import Tensor
 
+if TYPE_CHECKING:
+    from ._native import mg_cold_ptr
 
-class CpuFfn(Handle):
+
+class CpuFfn(Handle["mg_cold_ptr"]):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
     n_threads: the calling thread is one of them. Only one call at a time.

@@ -7,7 +7,7 @@ order of calls, so callers need no second path.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +18,19 @@ from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
 from .nvml import used_bytes
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-class Backend(Handle):
+    from ._native import ggml_backend_buffer_ptr, ggml_backend_device_ptr, ggml_backend_ptr
+    from .ops import Tensor
+
+
+class Backend(Handle["ggml_backend_ptr"]):
     """One stream of work on a device."""
 
     __slots__ = ()
 
-    def __init__(self, dev: Any) -> None:
+    def __init__(self, dev: ggml_backend_device_ptr) -> None:
         super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
 
 
@@ -33,7 +39,7 @@ class HostBuffer(Buffer):
 
     __slots__ = ("array",)
 
-    def __init__(self, ptr: Any, size: int, *parents: Any) -> None:
+    def __init__(self, ptr: ggml_backend_buffer_ptr, size: int, *parents: object) -> None:
         super().__init__(ptr, *parents)
         address = C.ggml_backend_buffer_get_base(ptr)
         self.array = np.frombuffer(ffi.buffer(address, size), dtype=np.uint8)
@@ -141,7 +147,7 @@ class Device:
         self.is_cpu = chosen["kind"] == "cpu"
         if reference and not self.is_cpu:
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
-        self._dev = chosen["handle"]
+        self._dev: ggml_backend_device_ptr = chosen["handle"]
         self.compute = Backend(self._dev)
         # experts and weights go up here
         self.upload = self.compute if self.is_cpu else Backend(self._dev)
@@ -219,7 +225,7 @@ class Device:
             return None
         return Event(C.ggml_backend_event_new(self._dev), self.compute)
 
-    def bind_cancel(self, flag: np.ndarray | None) -> None:
+    def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
         """Let an I32 word stop the CPU between two nodes; None unbinds. No effect on CUDA.
 
         The caller keeps the array alive until it unbinds it.
@@ -228,7 +234,7 @@ class Device:
             word = ffi.NULL if flag is None else ffi.cast("int32_t *", flag.ctypes.data)
             C.mg_cancel_bind(self.compute.ptr, word)
 
-    def send(self, tensor: Any, host: HostBuffer, offset: int, size: int) -> None:
+    def send(self, tensor: Tensor, host: HostBuffer, offset: int, size: int) -> None:
         """Enqueue a copy of host bytes into a tensor on the compute stream."""
         C.ggml_backend_tensor_set_async(self.compute.ptr, tensor, host.address(offset), 0, size)
 

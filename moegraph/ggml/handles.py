@@ -8,10 +8,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import InternalError, NativeError
 from .lib import C, ffi, last_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ._native import (
+        ggml_backend_buffer_ptr,
+        ggml_backend_buffer_type_ptr,
+        ggml_backend_event_ptr,
+        ggml_context_ptr,
+        ggml_gallocr_ptr,
+    )
+
+Ptr = TypeVar("Ptr")
 
 _live: Counter[str] = Counter()
 # made: weak references to the handles of the innermost `closed_on_failure` of this thread
@@ -36,8 +49,8 @@ def closed_on_failure() -> Iterator[None]:
     For making an owner of many parts: while somebody holds the exception, its traceback holds the
     unfinished owners, and nobody else would free what they have.
     """
-    outer, made = getattr(_scope, "made", None), []
-    _scope.made = made
+    made: list[weakref.ref[Handle[Any]]] = []
+    outer, _scope.made = getattr(_scope, "made", None), made
     try:
         yield
     except BaseException:
@@ -50,7 +63,7 @@ def closed_on_failure() -> Iterator[None]:
         _scope.made = outer
 
 
-class Handle:
+class Handle(Generic[Ptr]):
     """A native pointer with one owner.
 
     `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until
@@ -60,11 +73,11 @@ class Handle:
 
     __slots__ = ("_ptr", "_parents", "_process", "_finalizer", "__weakref__")
 
-    def __init__(self, ptr: Any, free: Callable[[Any], None], *parents: Any) -> None:
+    def __init__(self, ptr: Ptr, free: Callable[[Ptr], None], *parents: object) -> None:
         if ptr == ffi.NULL:
             reason = last_error() or "no memory"
             raise NativeError(f"ggml could not create a {type(self).__name__.lower()}: {reason}")
-        self._ptr = ptr
+        self._ptr: Ptr | None = ptr
         self._parents = parents
         _live[type(self).__name__] += 1
         kind, self._process = type(self).__name__, os.getpid()
@@ -74,7 +87,7 @@ class Handle:
             made.append(weakref.ref(self))
 
     @property
-    def ptr(self) -> Any:
+    def ptr(self) -> Ptr:
         """The native pointer.
 
         Raises:
@@ -95,23 +108,23 @@ class Handle:
         self._finalizer()
         self._parents = ()
 
-    def __enter__(self) -> Handle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __copy__(self) -> Handle:
+    def __copy__(self) -> Self:
         raise InternalError(f"a {type(self).__name__} cannot be copied")
 
-    def __deepcopy__(self, memo: dict) -> Handle:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise InternalError(f"a {type(self).__name__} cannot be copied")
 
     def __reduce__(self) -> Any:
         raise InternalError(f"a {type(self).__name__} cannot be pickled")
 
 
-class Context(Handle):
+class Context(Handle["ggml_context_ptr"]):
     """Memory for tensor and graph records (not for tensor data)."""
 
     __slots__ = ()
@@ -125,12 +138,12 @@ class Context(Handle):
         super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), C.ggml_free)
 
 
-class Buffer(Handle):
+class Buffer(Handle["ggml_backend_buffer_ptr"]):
     """Tensor memory on one device."""
 
     __slots__ = ()
 
-    def __init__(self, ptr: Any, *parents: Any) -> None:
+    def __init__(self, ptr: ggml_backend_buffer_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_buffer_free, *parents)
 
     @property
@@ -144,12 +157,12 @@ class Buffer(Handle):
         return C.ggml_backend_buffer_get_size(self.ptr)
 
 
-class Event(Handle):
+class Event(Handle["ggml_backend_event_ptr"]):
     """A point on a stream that another stream or the host can wait for."""
 
     __slots__ = ()
 
-    def __init__(self, ptr: Any, *parents: Any) -> None:
+    def __init__(self, ptr: ggml_backend_event_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_event_free, *parents)
 
     def wait(self) -> None:
@@ -157,12 +170,12 @@ class Event(Handle):
         C.ggml_backend_event_synchronize(self.ptr)
 
 
-class GraphAllocator(Handle):
+class GraphAllocator(Handle["ggml_gallocr_ptr"]):
     """One reusable block for the intermediates of graphs that run one after another."""
 
     __slots__ = ()
 
-    def __init__(self, buft: Any, *parents: Any) -> None:
+    def __init__(self, buft: ggml_backend_buffer_type_ptr, *parents: object) -> None:
         super().__init__(C.ggml_gallocr_new(buft), C.ggml_gallocr_free, *parents)
 
     @property

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..config import debug_level
 from ..errors import NativeError
 from .patchset import require_one_patchset
+
+if TYPE_CHECKING:
+    from ._native import FFI, Lib
 
 _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
 _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
@@ -35,7 +38,7 @@ def library_dir() -> Path:
     return _LIB_DIR
 
 
-def _load() -> tuple[Any, Any]:
+def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     require_one_patchset(_EXTENSION, _LIB_DIR)
     try:

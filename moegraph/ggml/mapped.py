@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,11 @@ from ..units import format_bytes
 from .handles import Handle
 from .lib import C, ffi
 
+if TYPE_CHECKING:
+    from ._native import mg_watch_ptr
 
-class Watch(Handle):
+
+class Watch(Handle["mg_watch_ptr"]):
     """A mapping that reads as zeros where its file cannot be read any more; see sigbus.h."""
 
     __slots__ = ()

@@ -1,20 +1,33 @@
 """Graph nodes with their shapes checked before ggml sees them.
 
 ggml asserts, and an assert ends the process; every rule that a graph of ours could break is
-therefore tested here first and raised as InternalError. A tensor is a plain cffi pointer to struct
-ggml_tensor; its memory belongs to the Builder's context. Shapes in ggml order.
+therefore tested here first and raised as InternalError. Shapes in ggml order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, Protocol
 
 from ..errors import InternalError
 from .handles import Context
 from .lib import C, ffi
 
-Tensor = Any
+
+class Tensor(Protocol):
+    """A cffi pointer to struct ggml_tensor; its memory belongs to a Context.
+
+    type: of its elements, a GGML_TYPE number. ne: extents. nb: strides in bytes. Both have 4
+    elements. src: what it is computed from; data: where it lies, or NULL.
+    """
+
+    type: int
+    ne: MutableSequence[int]
+    nb: MutableSequence[int]
+    src: Sequence[Tensor]
+    data: Any
+    name: Any
+
 
 F32: int = C.GGML_TYPE_F32
 F16: int = C.GGML_TYPE_F16
@@ -193,16 +206,18 @@ class Builder:
         for extent in ne:
             n *= extent
         _require(n == C.ggml_nelements(a) and C.ggml_is_contiguous(a), f"reshape{list(ne)}", a)
-        call = (C.ggml_reshape_1d, C.ggml_reshape_2d, C.ggml_reshape_3d, C.ggml_reshape_4d)
-        return call[len(ne) - 1](self.ctx, a, *ne)
+        calls: tuple[Callable[..., Tensor], ...]
+        calls = (C.ggml_reshape_1d, C.ggml_reshape_2d, C.ggml_reshape_3d, C.ggml_reshape_4d)
+        return calls[len(ne) - 1](self.ctx, a, *ne)
 
     def view(self, a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offset: int = 0) -> Tensor:
         """View part of a tensor: extents ne, byte strides nb of ne1 and up, byte offset."""
         _require(len(nb) == len(ne) - 1, f"view{list(ne)}", a)
         last = C.ggml_row_size(a.type, ne[0]) + sum((e - 1) * s for e, s in zip(ne[1:], nb))
         _require(offset + last <= C.ggml_nbytes(a), f"view{list(ne)}+{offset}", a)
-        call = (C.ggml_view_1d, C.ggml_view_2d, C.ggml_view_3d, C.ggml_view_4d)
-        return call[len(ne) - 1](self.ctx, a, *ne, *nb, offset)
+        calls: tuple[Callable[..., Tensor], ...]
+        calls = (C.ggml_view_1d, C.ggml_view_2d, C.ggml_view_3d, C.ggml_view_4d)
+        return calls[len(ne) - 1](self.ctx, a, *ne, *nb, offset)
 
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Move axis i to position axes[i]."""

@@ -143,7 +143,12 @@ def delta_state(b: Builder, hp: HParams, state: State, shape: PassShape, il: int
 
 
 def advance_delta_state(
-    b: Builder, hp: HParams, state: State, shape: PassShape, operands: tuple[Tensor, ...], il: int
+    b: Builder,
+    hp: HParams,
+    state: State,
+    shape: PassShape,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    il: int,
 ) -> Tensor:
     """Run the recurrence and write the final state back: F32 [head_v_dim, n_v_heads, T, S].
 

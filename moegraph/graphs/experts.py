@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import InternalError
 from ..experts.bank import Bank, ExpertBanks
 from ..ggml.ops import Builder, Tensor
 from ..weights import LayerWeights
@@ -26,10 +27,10 @@ def build_fetched_slots(
     source: all experts of layer il, packed, F32 [bytes / 4, n_expert], in pinned host memory. What
     is missing goes to the slots that the layer's victim list names. I32 [n_expert_used, 1].
     """
-    n = ids.ne[0]
-    slots = b.fetch_rows(
-        banks.tables[il], b.reshape(ids, n), banks.victim_lists[il], source, banks.layer(il).rows
-    )
+    n, rows = ids.ne[0], banks.layer(il).rows
+    if rows is None:
+        raise InternalError(f"layer {il} has no slots to fetch into; please report this")
+    slots = b.fetch_rows(banks.tables[il], b.reshape(ids, n), banks.victim_lists[il], source, rows)
     return b.reshape(slots, n, 1)
 
 

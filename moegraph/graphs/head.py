@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..weights import Weights
@@ -25,12 +26,14 @@ class HeadOutputs:
 
 
 def build_head(
-    b: Builder, weights: Weights, cur: Tensor, out_ids: Tensor, greedy: bool
+    b: Builder, weights: Weights, cur: Tensor, out_ids: Tensor | None, greedy: bool
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (everything behind the last layer).
     """
+    if out_ids is None:
+        raise InternalError("the head of a pass without results; please report this")
     cur = b.name(b.get_rows(cur, out_ids), "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     outputs = [logits]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,7 @@ class InputBlock:
         self.n_bytes = self._size
         self._one: _OneRow | None = None  # while the host block has nothing else
 
-    def _offsets(self, n_tokens: int) -> tuple[int, int, int, int, int]:
+    def _offsets(self, n_tokens: int) -> tuple[int, ...]:
         # room for all rows in out_ids: graphs that differ in n_out agree on where the mask is
         sizes = (4 * self._n_embd * n_tokens, 4 * n_tokens, 8 * n_tokens, 4 * n_tokens)
         offsets = [0]
@@ -126,7 +127,7 @@ class InputBlock:
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
-    def _region(self, start: int, n: int, dtype: type) -> npt.NDArray:
+    def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """Return n numbers of the host block from byte start on."""
         return self._host.array[start : start + n * np.dtype(dtype).itemsize].view(dtype)
 
@@ -168,7 +169,11 @@ class _OneRow:
     """
 
     def __init__(
-        self, region: Callable[..., npt.NDArray], at: Sequence[int], shape: PassShape, n_embd: int
+        self,
+        region: Callable[..., npt.NDArray[Any]],
+        at: Sequence[int],
+        shape: PassShape,
+        n_embd: int,
     ) -> None:
         self.shape = shape
         self.embd = region(at[0], n_embd, np.float32).reshape(1, n_embd)

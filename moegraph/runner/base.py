@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NativeError, RequestError
+from ..errors import InternalError, NativeError, RequestError
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
@@ -48,6 +48,16 @@ class Output:
 
     argmax: npt.NDArray[np.int32] | None
     logits: npt.NDArray[np.float32] | None
+
+    def require_logits(self) -> npt.NDArray[np.float32]:
+        """Return the logits of a pass that was not greedy.
+
+        Raises:
+            InternalError: it was.
+        """
+        if self.logits is None:
+            raise InternalError("a greedy pass has no logits; please report this")
+        return self.logits
 
 
 class NotFinite(NativeError):

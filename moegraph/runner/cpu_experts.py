@@ -54,7 +54,7 @@ class CpuExperts(ABC):
         self._host: HostBuffer = device.host_buffer(size, must_pin=True)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
-        self._handles: list[Handle] = []
+        self._handles: list[Handle[Any]] = []
         self._banks = {il: self._wrap(store, il) for il in store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,7 @@ _REPLAY_ROWS = 16
 _DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
 
 
-def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray]:
+def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
     Arrays have numpy shapes (ggml's reversed, leading ones dropped to two dimensions at least). KV
@@ -73,7 +75,7 @@ def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
     return None
 
 
-def read_tensor(tensor: Tensor) -> npt.NDArray:
+def read_tensor(tensor: Tensor) -> npt.NDArray[Any]:
     """Copy a tensor, strided or not, to a contiguous array; quantized ones as raw bytes.
 
     The device must be idle.

@@ -150,7 +150,7 @@ class LayerGraphs:
                 self._b_that_may_lack(b, r, ids, il)
                 return
             slots = ids  # a layer with all its experts has each in the slot of its number
-            if self.fetches(il, n_tokens):
+            if self._misses and self.fetches(il, n_tokens):
                 slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)

@@ -29,11 +29,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled
+from ..errors import Cancelled, InternalError
 from ..experts.bank import Bank
 from ..experts.cache import ExpertCache
 from ..experts.policy import Lru
@@ -133,6 +134,7 @@ class LayeredRunner(Runner):
         self._plans: OrderedDict[tuple[PassShape, bool, MissMode], _LaunchPlan] = OrderedDict()
         # A pass has changed books and memory, and not all of its own books are kept yet.
         self._is_unfinished = False
+        self._current: _LaunchPlan | None = None  # the pass that is launched next
 
     @property
     def compute_bytes(self) -> int:
@@ -198,7 +200,7 @@ class LayeredRunner(Runner):
             name: get(
                 ("add_uploaded", il, name, n_tokens),
                 size,
-                lambda b, k=bank: graphs.add_uploaded(b, n_tokens, il, k),
+                partial(pieces.c, n_tokens=n_tokens, il=il, bank=bank),
             )
             for name, bank in self._banks_for_misses(il, n_tokens).items()
         }
@@ -258,13 +260,15 @@ class LayeredRunner(Runner):
         self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
-        start = time.perf_counter()
+        start, plan = time.perf_counter(), self._current
+        if plan is None:
+            raise InternalError("a pass was launched before it was prepared; please report this")
         if self.misses:
             self.misses.begin_pass(shape.n_tokens)
         else:
             self.cache.begin_pass()
         unseen = None
-        for step in self._current.steps:
+        for step in plan.steps:
             if cancelled():
                 raise Cancelled("cancelled")
             self.cache.in_flight.update(step.fetch_layers)
@@ -279,7 +283,7 @@ class LayeredRunner(Runner):
             if step.lacking is not None:
                 start = self._read_routing(step, shape.n_tokens, start)
                 unseen = None
-        head = self._current.head
+        head = plan.head
         reads = self._result_reads(shape, head.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
@@ -310,11 +314,12 @@ class LayeredRunner(Runner):
 
     def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
         """Read what a segment's layers chose, and have what the last one lacks computed."""
+        misses = self.misses
         for il, host_ids in step.ids:
-            if il == step.lacking and step.prediction is not None:
+            if misses and step.prediction is not None and il == step.lacking:
                 self._readback.wait(step.prediction)
                 start = self._add_phase("wait", start)
-                self.misses.prefetch(il, step.prediction.ids.tolist())
+                misses.prefetch(il, step.prediction.ids.tolist())
                 start = self._add_phase("resolve", start)
             self._readback.wait(host_ids)
             start = self._add_phase("wait", start)
@@ -324,20 +329,24 @@ class LayeredRunner(Runner):
                 missing = self.cache.access(il, chosen)
             else:
                 missing = self.cache.access_batch(il, ids)
-            if il in step.fetch_layers:
-                self.misses.commit_fetched(il, missing, chosen)
+            if misses and il in step.fetch_layers:
+                misses.commit_fetched(il, missing, chosen)
             if il == step.lacking:
-                self._complete(step, missing, ids, n_tokens)
+                self._complete(step, il, missing, ids, n_tokens)
             for observer in self.observers:
                 observer(il, ids)
             start = self._add_phase("resolve", start)
         return start
 
     def _complete(
-        self, step: _LaunchStep, missing: list[int], ids: npt.NDArray[np.int32], n_tokens: int
+        self,
+        step: _LaunchStep,
+        il: int,
+        missing: list[int],
+        ids: npt.NDArray[np.int32],
+        n_tokens: int,
     ) -> None:
-        """Add the missing experts to what B left."""
-        il = step.lacking
+        """Add the missing experts to what B left of layer il."""
         if missing and self.misses:
             self.misses.resolve(il, missing, ids, n_tokens, step.add)
         if step.sum_rows:

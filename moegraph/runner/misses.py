@@ -40,6 +40,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
 from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses, usual_slots
@@ -385,11 +386,14 @@ class MissHandler:
         graph: BuiltGraph,
     ) -> None:
         """Compute experts on the CPU now and have the device add the result."""
-        self.cpu_experts.compute(il, ids, experts, n_tokens)
+        candidates = self.cpu_experts
+        if cold is None:
+            raise InternalError(f"layer {il}: nothing is set up on the CPU; please report this")
+        cold.compute(il, ids, experts, n_tokens)
         self.n_cpu_experts += len(experts)
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, y, self.cpu_experts.address("y"), 0, C.ggml_nbytes(y)
+            self._device.compute.ptr, y, cold.address("y"), 0, C.ggml_nbytes(y)
         )
         status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
         if status:
@@ -450,23 +454,22 @@ class MissHandler:
         """Enqueue the copies of experts into slots of a bank on the upload stream."""
         upload, source = self._device.upload.ptr, self._store.source
         packing, ahead, n_fetched = self._store.packing(il), self._prefetched_of(il), 0
+        memory = bank.to_fill
         for expert, slot in pairs:
             at = slot * packing.stride
             if expert in ahead:
                 C.mg_copy_bytes(
                     upload,
-                    self._banks.prefetch(il).memory,
+                    self._banks.prefetch(il).to_fill,
                     ahead[expert] * packing.stride,
-                    bank.memory,
+                    memory,
                     at,
                     packing.n_bytes,
                 )
                 continue
             if n_fetched % N_STAGING == 0:
                 self._wait_for_ring()
-            C.ggml_backend_tensor_set_async(
-                upload, bank.memory, source(il, expert), at, packing.n_bytes
-            )
+            C.ggml_backend_tensor_set_async(upload, memory, source(il, expert), at, packing.n_bytes)
             n_fetched += 1
         self.n_bytes_to_device += packing.n_bytes * n_fetched
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import Cancelled
+from ..errors import Cancelled, InternalError
+from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
@@ -37,6 +38,10 @@ class WholeRunner(Runner):
 
     mode = "whole"
 
+    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
+        super().__init__(device, model, n_ubatch)
+        self._built: BuiltGraph | None = None  # of the pass that is launched next
+
     def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
             (shape, greedy),
@@ -55,8 +60,11 @@ class WholeRunner(Runner):
     def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         if cancelled():
             raise Cancelled("cancelled")
-        reads = self._result_reads(shape, self._built.outputs, greedy)
-        status = C.mg_launch(self.device.compute.ptr, self._built.graph, reads, 2)
+        built = self._built
+        if built is None:
+            raise InternalError("a pass was launched before it was prepared; please report this")
+        reads = self._result_reads(shape, built.outputs, greedy)
+        status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -65,7 +66,7 @@ def main() -> None:
     print(f"token ids: {'equal' if ids == expected else 'DIFFERENT'} ({len(ids)} tokens)")
     compare(llama, args.model, ids[:N_CTX_TRAIN])
     for prompt in args.prompt:
-        out = llama.create_completion(prompt, max_tokens=args.max_tokens, temperature=0.0)
+        out: Any = llama.create_completion(prompt, max_tokens=args.max_tokens, temperature=0.0)
         print("-" * 72 + "\n" + prompt + out["choices"][0]["text"])
 
 

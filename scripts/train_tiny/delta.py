@@ -6,6 +6,9 @@ host synchronisation, so that a whole training step can be captured in a CUDA gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -137,7 +140,9 @@ def main() -> None:
     inputs += [-torch.rand(shape[:3]), torch.rand(shape[:3])]
     inputs[1] = inputs[1] + 2.0  # keys that nearly agree are the hard case of the inverse
     results = []
-    for function in (modeling.torch_chunk_gated_delta_rule, chunk_gated_delta_rule):
+    functions: tuple[Callable[..., Any], ...]
+    functions = (modeling.torch_chunk_gated_delta_rule, chunk_gated_delta_rule)
+    for function in functions:
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves, use_qk_l2norm_in_kernel=True)[0]
         (out * torch.arange(64.0)).sum().backward()

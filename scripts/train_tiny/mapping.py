@@ -6,6 +6,7 @@ Shapes here are numpy order (slowest axis first), the reverse of ggml's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from shape import N_LAYER, SSM_D_STATE, SSM_DT_RANK, SSM_N_GROUP, is_recurrent
@@ -97,7 +98,7 @@ def attention_entries(il: int) -> list[Entry]:
 def deltanet_entries(il: int) -> list[Entry]:
     """Return the entries of a gated-DeltaNet mixer."""
     blk, par, dim = f"blk.{il}.", f"model.layers.{il}.linear_attn.", SSM_D_STATE
-    v_rows = {"v_axis": 0, "v_offset": 2 * KEY_DIM, "v_dim": dim}
+    v_rows: dict[str, Any] = {"v_axis": 0, "v_offset": 2 * KEY_DIM, "v_dim": dim}
     return [
         Entry(f"{blk}attn_qkv.weight", f"{par}in_proj_qkv.weight", **v_rows),
         Entry(f"{blk}attn_gate.weight", f"{par}in_proj_z.weight", v_axis=0, v_dim=dim),

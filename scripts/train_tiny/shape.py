@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 VOCAB_SIZE = 4096
 PRE_TOKENIZER = "qwen35"
 # The expression that the name above selects in llama.cpp; ids agree only if both use the same one.
@@ -46,7 +48,7 @@ def is_recurrent(il: int) -> bool:
     return (il + 1) % FULL_ATTENTION_INTERVAL != 0
 
 
-def model_config() -> object:
+def model_config() -> Any:
     """Return the transformers configuration (Qwen3_5MoeTextConfig) of the small model."""
     from transformers import Qwen3_5MoeTextConfig
 

@@ -118,7 +118,7 @@ class Step:
         self.ids = torch.zeros(
             shape[0], shape[1] + 1, dtype=torch.long, device=self.params[0].device
         )
-        self.graph = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         if graph:
             self.capture()
 

@@ -1,0 +1,49 @@
+"""The stub of the native module says what the C declarations say."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import gen_stubs  # noqa: E402
+
+
+def class_fields(path: Path, name: str) -> dict[str, str]:
+    """Return field -> annotation of a class in a Python file."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    node = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {
+        ast.unparse(part.target): ast.unparse(part.annotation)
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+    }
+
+
+def test_the_stub_is_what_the_declarations_give() -> None:
+    assert gen_stubs.STUB.read_text(encoding="utf-8") == gen_stubs.stub(), (
+        "run scripts/gen_stubs.py"
+    )
+
+
+def test_the_stub_has_every_function_and_constant_of_the_declarations() -> None:
+    module = ast.parse(gen_stubs.stub())
+    lib = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Lib")
+    functions = {n.name for n in lib.body if isinstance(n, ast.FunctionDef)}
+    constants = {ast.unparse(n.target) for n in lib.body if isinstance(n, ast.AnnAssign)}
+    assert {"ggml_mul_mat_id", "ggml_view_4d", "moegraph_fetch_rows", "mg_launch"} <= functions
+    assert {"GGML_TYPE_Q8_0", "GGML_STATUS_SUCCESS", "MOEGRAPH_TREE_ROWS"} <= constants
+    launch = next(n for n in lib.body if isinstance(n, ast.FunctionDef) and n.name == "mg_launch")
+    kinds = [ast.unparse(a.annotation) for a in launch.args.posonlyargs[1:] if a.annotation]
+    assert kinds == ["ggml_backend_ptr", "ggml_cgraph_ptr", "Address", "int"]
+
+
+def test_a_tensor_has_no_field_that_the_struct_lacks() -> None:
+    mine = class_fields(ROOT / "moegraph" / "ggml" / "ops.py", "Tensor")
+    theirs = gen_stubs.struct_fields("ggml_tensor")
+    assert {name: theirs.get(name) for name in mine} == {
+        **mine, "src": "MutableSequence[Tensor]", "data": "Address", "name": "Address",
+    }  # fmt: skip
