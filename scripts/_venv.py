@@ -18,7 +18,7 @@ STAMP = ".moegraph-stamp"
 
 
 def check_python() -> None:
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - an older one must be told so
         raise BuildError(f"Python {sys.version.split()[0]} is too old; 3.10 or newer is needed")
 
 
@@ -83,6 +83,27 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
     for packages in VENV.glob("lib/python3*/site-packages"):
         (packages / "moegraph-checkout.pth").write_text(f"{ROOT}\n")
     (VENV / STAMP).write_text(wanted)
+
+
+def add_tools(extra: str) -> None:
+    """Install what an extra of the package names into .venv, unless it is there.
+
+    The native libraries are not needed for it, and not built.
+
+    Raises:
+        BuildError: a step failed; its own output has been printed.
+    """
+    check_python()
+    make_venv()
+    stamp = VENV / f"{STAMP}-{extra}"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    say(f"installing the tools of the extra {extra!r}")
+    # the package's own requirements come along, llama-cpp-python without a build of its own
+    env = dict(os.environ, MOEGRAPH_LINKED="1", CMAKE_ARGS="-DLLAMA_BUILD=OFF")
+    run_step(f"installing [{extra}]", pip("--no-build-isolation", f"{ROOT}[{extra}]"), env)
+    stamp.write_text(wanted)
 
 
 def make_oracle(cpu_options: list[str]) -> None:

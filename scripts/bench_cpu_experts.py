@@ -24,17 +24,17 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from modelgen.blocks import TYPES  # noqa: E402
+from modelgen.blocks import TYPES
 
-from moegraph.config import default_threads  # noqa: E402
-from moegraph.experts.bank import Bank  # noqa: E402
-from moegraph.ggml.cpu_ffn import CpuFfn  # noqa: E402
-from moegraph.ggml.device import Device  # noqa: E402
-from moegraph.ggml.handles import Buffer, Context  # noqa: E402
-from moegraph.ggml.lib import C, ffi  # noqa: E402
-from moegraph.ggml.ops import F32, I32, Builder, Tensor  # noqa: E402
-from moegraph.graphs.cache import BuiltGraph, GraphCache  # noqa: E402
-from moegraph.graphs.experts import build_expert_rows, build_expert_sum  # noqa: E402
+from moegraph.config import default_threads
+from moegraph.experts.bank import Bank
+from moegraph.ggml.cpu_ffn import CpuFfn
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Buffer, Context
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, I32, Builder, Tensor
+from moegraph.graphs.cache import BuiltGraph, GraphCache
+from moegraph.graphs.experts import build_expert_rows, build_expert_sum
 
 Run = Callable[[int], None]
 BLOCK, N_WARM = 12, 3

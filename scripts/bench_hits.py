@@ -19,15 +19,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moegraph.config import EngineConfig  # noqa: E402
-from moegraph.engine import Engine  # noqa: E402
-from moegraph.errors import MoegraphError  # noqa: E402
-from moegraph.experts.cost import MACHINES  # noqa: E402
-from moegraph.experts.identity import router_shape  # noqa: E402
-from moegraph.experts.policy import parse_policy  # noqa: E402
-from moegraph.experts.simulate import simulate  # noqa: E402
-from moegraph.experts.trace import TraceRecorder  # noqa: E402
-from moegraph.runner import LayeredRunner  # noqa: E402
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import MoegraphError
+from moegraph.experts.cost import MACHINES
+from moegraph.experts.identity import router_shape
+from moegraph.experts.policy import parse_policy
+from moegraph.experts.simulate import simulate
+from moegraph.experts.trace import TraceRecorder
+from moegraph.runner import LayeredRunner
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from cffi import model
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from moegraph.ggml._build import declarations
+from moegraph.ggml._build import declarations  # noqa: E402
 
 STUB = ROOT / "moegraph" / "ggml" / "_native.pyi"
 WIDTH = 100
@@ -26,7 +26,6 @@ HEAD = '''\
 # Written by scripts/gen_stubs.py from decl/*.h; do not edit.
 """The patched ggml, and the C parts of moegraph, as cffi presents them."""
 
-from collections.abc import MutableSequence
 from typing import Any, Final, TypeAlias
 
 from .ops import Tensor

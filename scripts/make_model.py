@@ -13,9 +13,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from modelgen.build import write_model  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
-from modelgen.shape import Shape, shape_options  # noqa: E402
+from modelgen.build import write_model
+from modelgen.presets import PRESETS
+from modelgen.shape import Shape, shape_options
 
 
 def _flag(text: str) -> bool:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moegraph.errors import MoegraphError  # noqa: E402
-from moegraph.experts.generator import generate_trace  # noqa: E402
-from moegraph.experts.identity import RouterShape  # noqa: E402
-from moegraph.experts.trace import write_trace  # noqa: E402
-from moegraph.experts.tracestats import trace_stats  # noqa: E402
+from moegraph.errors import MoegraphError
+from moegraph.experts.generator import generate_trace
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.trace import write_trace
+from moegraph.experts.tracestats import trace_stats
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from modelgen.build import write_model  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
+from modelgen.build import write_model
+from modelgen.presets import PRESETS
 
 if TYPE_CHECKING:
     from moegraph.engine import Engine

@@ -17,7 +17,7 @@ from moegraph.ggml.ops import F32, I32, Builder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from modelgen.blocks import TYPES  # noqa: E402
+from modelgen.blocks import TYPES
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

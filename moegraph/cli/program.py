@@ -81,7 +81,7 @@ class Program(click.Group):
             )
         except OSError as error:
             return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
-        except Exception as error:  # the last line of defence: a user sees one line
+        except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees one line
             return _say(str(InternalError(f"{type(error).__name__}: {error}")), 1)
 
 

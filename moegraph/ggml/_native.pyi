@@ -1,7 +1,6 @@
 # Written by scripts/gen_stubs.py from decl/*.h; do not edit.
 """The patched ggml, and the C parts of moegraph, as cffi presents them."""
 
-from collections.abc import MutableSequence
 from typing import Any, Final, TypeAlias
 
 from .ops import Tensor

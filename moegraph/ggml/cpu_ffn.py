@@ -11,10 +11,10 @@ from .lib import C, ffi
 from .ops import Tensor
 
 if TYPE_CHECKING:
-    from ._native import mg_cold_ptr
+    from . import _native
 
 
-class CpuFfn(Handle["mg_cold_ptr"]):
+class CpuFfn(Handle["_native.mg_cold_ptr"]):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
     n_threads: the calling thread is one of them. Only one call at a time.
@@ -29,7 +29,7 @@ class CpuFfn(Handle["mg_cold_ptr"]):
         if min(sizes) < 1:
             raise InternalError(f"expert FFN of sizes {sizes}: each must be at least 1")
         self._n_embd, self._n_ff, self._max_rows = n_embd, n_ff_exp, max_rows
-        ptr = C.mg_cpu_ffn_new(*sizes)
+        ptr: _native.mg_cold_ptr = C.mg_cpu_ffn_new(*sizes)
         if ptr == ffi.NULL:
             raise ConfigError(
                 f"cannot start {n_threads} CPU threads for experts that are not on the device; "

@@ -21,16 +21,16 @@ from .nvml import used_bytes
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ._native import ggml_backend_buffer_ptr, ggml_backend_device_ptr, ggml_backend_ptr
+    from . import _native
     from .ops import Tensor
 
 
-class Backend(Handle["ggml_backend_ptr"]):
+class Backend(Handle["_native.ggml_backend_ptr"]):
     """One stream of work on a device."""
 
     __slots__ = ()
 
-    def __init__(self, dev: ggml_backend_device_ptr) -> None:
+    def __init__(self, dev: _native.ggml_backend_device_ptr) -> None:
         super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
 
 
@@ -39,7 +39,7 @@ class HostBuffer(Buffer):
 
     __slots__ = ("array",)
 
-    def __init__(self, ptr: ggml_backend_buffer_ptr, size: int, *parents: object) -> None:
+    def __init__(self, ptr: _native.ggml_backend_buffer_ptr, size: int, *parents: object) -> None:
         super().__init__(ptr, *parents)
         address = C.ggml_backend_buffer_get_base(ptr)
         self.array = np.frombuffer(ffi.buffer(address, size), dtype=np.uint8)
@@ -147,7 +147,7 @@ class Device:
         self.is_cpu = chosen["kind"] == "cpu"
         if reference and not self.is_cpu:
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
-        self._dev: ggml_backend_device_ptr = chosen["handle"]
+        self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
         self.compute = Backend(self._dev)
         # experts and weights go up here
         self.upload = self.compute if self.is_cpu else Backend(self._dev)

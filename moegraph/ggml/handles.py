@@ -16,13 +16,7 @@ from .lib import C, ffi, last_error
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ._native import (
-        ggml_backend_buffer_ptr,
-        ggml_backend_buffer_type_ptr,
-        ggml_backend_event_ptr,
-        ggml_context_ptr,
-        ggml_gallocr_ptr,
-    )
+    from . import _native
 
 Ptr = TypeVar("Ptr")
 
@@ -124,7 +118,7 @@ class Handle(Generic[Ptr]):
         raise InternalError(f"a {type(self).__name__} cannot be pickled")
 
 
-class Context(Handle["ggml_context_ptr"]):
+class Context(Handle["_native.ggml_context_ptr"]):
     """Memory for tensor and graph records (not for tensor data)."""
 
     __slots__ = ()
@@ -138,12 +132,12 @@ class Context(Handle["ggml_context_ptr"]):
         super().__init__(C.ggml_init(ffi.new("struct ggml_init_params *", params)[0]), C.ggml_free)
 
 
-class Buffer(Handle["ggml_backend_buffer_ptr"]):
+class Buffer(Handle["_native.ggml_backend_buffer_ptr"]):
     """Tensor memory on one device."""
 
     __slots__ = ()
 
-    def __init__(self, ptr: ggml_backend_buffer_ptr, *parents: object) -> None:
+    def __init__(self, ptr: _native.ggml_backend_buffer_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_buffer_free, *parents)
 
     @property
@@ -157,12 +151,12 @@ class Buffer(Handle["ggml_backend_buffer_ptr"]):
         return C.ggml_backend_buffer_get_size(self.ptr)
 
 
-class Event(Handle["ggml_backend_event_ptr"]):
+class Event(Handle["_native.ggml_backend_event_ptr"]):
     """A point on a stream that another stream or the host can wait for."""
 
     __slots__ = ()
 
-    def __init__(self, ptr: ggml_backend_event_ptr, *parents: object) -> None:
+    def __init__(self, ptr: _native.ggml_backend_event_ptr, *parents: object) -> None:
         super().__init__(ptr, C.ggml_backend_event_free, *parents)
 
     def wait(self) -> None:
@@ -170,12 +164,12 @@ class Event(Handle["ggml_backend_event_ptr"]):
         C.ggml_backend_event_synchronize(self.ptr)
 
 
-class GraphAllocator(Handle["ggml_gallocr_ptr"]):
+class GraphAllocator(Handle["_native.ggml_gallocr_ptr"]):
     """One reusable block for the intermediates of graphs that run one after another."""
 
     __slots__ = ()
 
-    def __init__(self, buft: ggml_backend_buffer_type_ptr, *parents: object) -> None:
+    def __init__(self, buft: _native.ggml_backend_buffer_type_ptr, *parents: object) -> None:
         super().__init__(C.ggml_gallocr_new(buft), C.ggml_gallocr_free, *parents)
 
     @property

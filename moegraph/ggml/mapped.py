@@ -16,17 +16,17 @@ from .handles import Handle
 from .lib import C, ffi
 
 if TYPE_CHECKING:
-    from ._native import mg_watch_ptr
+    from . import _native
 
 
-class Watch(Handle["mg_watch_ptr"]):
+class Watch(Handle["_native.mg_watch_ptr"]):
     """A mapping that reads as zeros where its file cannot be read any more; see sigbus.h."""
 
     __slots__ = ()
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         # the array keeps the mapping alive until nobody watches it
-        ptr = C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data))
+        ptr: _native.mg_watch_ptr = C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data))
         super().__init__(ptr, C.mg_unwatch, data)
 
     @property

@@ -40,7 +40,7 @@ def used_bytes() -> dict[str, int]:
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return {}
         found = (_read(nvml, index) for index in range(count.value))
-        return {address: used for address, used in filter(None, found)}
+        return dict(filter(None, found))
     except AttributeError:  # an old driver without one of these functions
         return {}
     finally:

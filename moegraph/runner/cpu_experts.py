@@ -96,7 +96,7 @@ class CpuExperts(ABC):
         mine[:] = [expert if expert in chosen else -1 for expert in ids.tolist()]
         self._run(il, n_tokens)
 
-    def _prepare(self, il: int, n_tokens: int) -> None:
+    def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
         """Do what the first pass of so many rows would do first in a layer."""
 
     @abstractmethod

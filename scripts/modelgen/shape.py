@@ -88,8 +88,7 @@ class Shape:
             (self.rope_scaling in ("none", "linear", "yarn"), "rope_scaling: none, linear or yarn"),
             (
                 not self.layers
-                or len(self.layers) == self.n_layer
-                and set(self.layers) <= set("da"),
+                or (len(self.layers) == self.n_layer and set(self.layers) <= set("da")),
                 "layers must be n_layer letters, each d or a",
             ),
         ]

@@ -38,7 +38,7 @@ class UnitLowerInverse(torch.autograd.Function):
 
             # The diagonal over pairs lands in the last axis: [m, size, size, pairs].
             def corner(x: Tensor, row: int, col: int) -> Tensor:
-                return x.view(blocks)[:, :, row, :, :, col].diagonal(dim1=1, dim2=3)
+                return x.view(blocks)[:, :, row, :, :, col].diagonal(dim1=1, dim2=3)  # noqa: B023
 
             low, high, off = (
                 corner(t, i, j).permute(0, 3, 1, 2)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from conftest_helpers import greedy_tokens
 from regression.compare import (
     DECODE_STEPS,

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("moegraph.ggml.lib", reason="the native libraries are not built")
 
-from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup  # noqa: E402
+from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
 
-from moegraph.ggml.device import Device, list_devices  # noqa: E402
-from moegraph.ggml.ops import MAX_FETCH_IDS  # noqa: E402
+from moegraph.ggml.device import Device, list_devices
+from moegraph.ggml.ops import MAX_FETCH_IDS
 
 pytestmark = pytest.mark.skipif(
     not any(device["kind"] == "cuda" for device in list_devices()), reason="no CUDA device"

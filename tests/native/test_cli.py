@@ -50,7 +50,8 @@ def heed_ctrl_c() -> None:
 def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*COMMAND, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0, preexec_fn=heed_ctrl_c,
+        stderr=subprocess.PIPE, env=ENV, cwd=ROOT, bufsize=0,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests start no threads
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from moegraph.graphs.experts import build_expert_rows, build_expert_sum
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from modelgen.blocks import TYPES  # noqa: E402
+from modelgen.blocks import TYPES
 
 N_EMBD, N_FF, N_EXPERT, N_USED, MAX_ROWS = 512, 256, 20, 6, 8
 # Relative squared errors of rows: inputs are rounded to bf16, to f16, or to 8 bits, twice.

@@ -76,8 +76,7 @@ def check_cut(engine: Engine, path: Path, tensor: str, expected: list[int]) -> N
     tokens = [next(stream).token for _ in range(4)]
     offset = cut(path, tensor)
     with pytest.raises(ModelFileError) as caught:
-        for event in stream:
-            tokens.append(event.token)
+        tokens.extend(event.token for event in stream)
     line = str(caught.value)
     assert str(path) in line and "\n" not in line and "could not be read" in line
     assert int(re.search(r"byte (\d+)", line)[1]) >= offset - offset % 4096

@@ -206,7 +206,7 @@ def test_a_short_read_while_a_request_runs_is_an_error_and_the_next_one_is_right
             def read(self: ModelFile, info: Any, out: np.ndarray, start: int = 0) -> None:
                 nonlocal calls
                 calls += 1
-                if calls == at:  # noqa: B023 - used within the iteration only
+                if calls == at:
                     raise ModelFileError(f"{info.name}: short read")
                 real(self, info, out, start)
 

@@ -86,7 +86,7 @@ def find_package(root: Path) -> tuple[Path, Path]:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"{root} has no llama_cpp package and none is installed")
-    return Path(list(spec.submodule_search_locations)[0]), root
+    return Path(next(iter(spec.submodule_search_locations))), root
 
 
 def _mapped(name: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 # would be time taken from the other one. Read when the library loads, in the oracle's process, too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from regression.harness import Models, Upstream, start_oracle  # noqa: E402
+from regression.harness import Models, Upstream, start_oracle
 
 
 @pytest.fixture(scope="session")

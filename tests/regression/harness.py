@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest_helpers import model_writer
-
 from oracle.client import Oracle, Step, oracle_folder
 
 if TYPE_CHECKING:

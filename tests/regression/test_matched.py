@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from oracle.client import Step
 from regression.compare import (
     DECODE_STEPS,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from oracle.client import Oracle, OracleError, Step
 from regression.harness import ROOT, Models, Upstream, random_ids
 

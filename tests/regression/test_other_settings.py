@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from regression.compare import Difference, nmse
 from regression.harness import (
     THREADS,

@@ -157,7 +157,7 @@ def test_a_line_goes_through_its_points() -> None:
 
 def test_heat_map_cells_cover_each_row_once_and_darken() -> None:
     text = svg.heat_map("t", "", "", [[9, 9, 1, 0], [0, 0, 0, 4]])
-    paths = [p for p in drawn(text).iter("{http://www.w3.org/2000/svg}path")]
+    paths = list(drawn(text).iter("{http://www.w3.org/2000/svg}path"))
     cells = sum(int(run.split("h")[1].split("v")[0]) for p in paths
                 for run in (p.get("d") or "").split("M")[1:])  # fmt: skip
     assert cells == 8

@@ -263,9 +263,7 @@ def test_a_value_out_of_range_is_named_with_its_range(field: str, value: object)
     assert str(error.value).startswith(f"{field} is {value!r} (")
 
 
-@pytest.mark.parametrize(
-    "bias", [{-1: 1.0}, {10: 1.0}, {0: math.nan}, {0: math.inf}], ids=lambda b: str(b)
-)
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {10: 1.0}, {0: math.nan}, {0: math.inf}], ids=str)
 def test_a_wrong_bias_is_refused(bias: dict[int, float]) -> None:
     with pytest.raises(RequestError, match="logit_bias"):
         SamplingParams(logit_bias=bias).validate(10)
