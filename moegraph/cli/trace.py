@@ -144,7 +144,7 @@ def _record(
     recorder = TraceRecorder(shape)
     runner = engine.runner
     if not isinstance(runner, LayeredRunner):
-        raise InternalError("a trace needs mode 'layered'; please report this")
+        raise InternalError("a trace needs mode 'layered'")
     runner.observers.append(recorder)
     with cancel_on_interrupt() as cancel, ui.Bars() as bars:
         for event in engine.generate(

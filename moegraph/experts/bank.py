@@ -51,7 +51,7 @@ class Bank:
             InternalError: this bank was filled from the file.
         """
         if self.memory is None:
-            raise InternalError("experts were sent to a bank that is complete; please report this")
+            raise InternalError("experts were sent to a bank that is complete")
         return self.memory
 
 

@@ -29,7 +29,7 @@ def build_fetched_slots(
     """
     n, rows = ids.ne[0], banks.layer(il).rows
     if rows is None:
-        raise InternalError(f"layer {il} has no slots to fetch into; please report this")
+        raise InternalError(f"layer {il} has no slots to fetch into")
     slots = b.fetch_rows(banks.tables[il], b.reshape(ids, n), banks.victim_lists[il], source, rows)
     return b.reshape(slots, n, 1)
 

@@ -33,7 +33,7 @@ def build_head(
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (everything behind the last layer).
     """
     if out_ids is None:
-        raise InternalError("the head of a pass without results; please report this")
+        raise InternalError("the head of a pass without results")
     cur = b.name(b.get_rows(cur, out_ids), "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     outputs = [logits]

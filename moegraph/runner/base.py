@@ -56,7 +56,7 @@ class Output:
             InternalError: it was.
         """
         if self.logits is None:
-            raise InternalError("a greedy pass has no logits; please report this")
+            raise InternalError("a greedy pass has no logits")
         return self.logits
 
 

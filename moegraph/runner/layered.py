@@ -262,7 +262,7 @@ class LayeredRunner(Runner):
     def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         start, plan = time.perf_counter(), self._current
         if plan is None:
-            raise InternalError("a pass was launched before it was prepared; please report this")
+            raise InternalError("a pass was launched before it was prepared")
         if self.misses:
             self.misses.begin_pass(shape.n_tokens)
         else:

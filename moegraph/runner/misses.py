@@ -388,7 +388,7 @@ class MissHandler:
         """Compute experts on the CPU now and have the device add the result."""
         candidates = self.cpu_experts
         if cold is None:
-            raise InternalError(f"layer {il}: nothing is set up on the CPU; please report this")
+            raise InternalError(f"layer {il}: nothing is set up on the CPU")
         cold.compute(il, ids, experts, n_tokens)
         self.n_cpu_experts += len(experts)
         y = graph.outputs

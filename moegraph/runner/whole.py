@@ -62,7 +62,7 @@ class WholeRunner(Runner):
             raise Cancelled("cancelled")
         built = self._built
         if built is None:
-            raise InternalError("a pass was launched before it was prepared; please report this")
+            raise InternalError("a pass was launched before it was prepared")
         reads = self._result_reads(shape, built.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")

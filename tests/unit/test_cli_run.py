@@ -42,7 +42,7 @@ class TestText:
 
     def test_what_changed_while_it_ran_is_a_line_on_stderr(self, cli: Cli) -> None:
         cli.engine = FakeEngine("x")
-        cli.engine.drain_messages = lambda: ["the expert cache hits nothing"]  # type: ignore[method-assign]
+        cli.engine.drain_messages = lambda: ["the expert cache hits nothing"]
         result = cli("run", "m", "-p", "a")
         assert result.exit_code == 0
         assert result.stderr.count("note: the expert cache hits nothing\n") == 1

@@ -73,7 +73,7 @@ def _is_python(path: Path) -> bool:
 
 
 MODULES = sources("moegraph/**/*.py")
-EVERYTHING = [*MODULES, *sources("scripts/**/*", "tests/**/*.py", "vendor/*.py")]
+EVERYTHING = [*MODULES, *sources("scripts/**/*", "tests/**/*.py", "vendor/*.py", "examples/*.py")]
 
 
 def short(path: Path) -> str:

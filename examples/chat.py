@@ -1,0 +1,45 @@
+"""Hold a conversation: the model's own template turns messages into prompts.
+
+    python examples/chat.py [MODEL]
+
+`reuse=True` computes only what the prompt adds to what the engine holds from the turn before. A
+reasoning model thinks first; the splitter tells that text from the answer. The small model that is
+used without MODEL was not trained to chat: its answers show the mechanism and no sense.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from moegraph import Engine, EngineConfig, SamplingParams
+from moegraph.chat import ChatTemplate, History, ReasoningSplitter
+
+QUESTIONS = ("What is a mixture of experts?", "And what does the router do?")
+
+
+def main() -> None:
+    model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
+    sampling = SamplingParams(temperature=0.7, seed=1)
+    with (
+        Engine.load(model, EngineConfig(device="auto", n_ctx=2048)) as engine,
+        ChatTemplate.from_metadata(engine.file.kv, engine.file.path) as template,
+    ):
+        history = History(system="Answer in one sentence.")
+        for question in QUESTIONS:
+            history.ask(question)
+            prompt = template.render(history.messages)
+            splitter = ReasoningSplitter.after(prompt)
+            answer = ""
+            print(f"\n> {question}")
+            ids = engine.tokenizer.encode(prompt)
+            for event in engine.generate(ids, sampling, max_tokens=48, reuse=True):
+                _, text = splitter.push(event.text)
+                answer += text
+                print(text, end="", flush=True)
+            _, text = splitter.flush()
+            print(text)
+            history.answer(answer + text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Write docs/api.md from the docstrings of the public names, or check that it is up to date."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import moegraph  # noqa: E402
+from moegraph.config import settings  # noqa: E402
+from moegraph.sampling import settings as sampling_settings  # noqa: E402
+
+PAGE = ROOT / "docs" / "api.md"
+
+HEAD = """\
+# Python API
+
+This page is generated from docstrings by `scripts/gen_api_docs.py`. `scripts/docs` builds the full
+reference, with signatures and errors, into `build/docs`. [examples/](../examples) has five short
+programs.
+
+What is listed here is public: a release that changes it says so in
+[CHANGELOG.md](../CHANGELOG.md). Other modules can be imported, and may change at any time.
+"""
+
+# Where each group of public names is defined, in the order of the page.
+CHAT = ("ChatTemplate", "History", "Message", "ReasoningSplitter")
+EVENTS = ("GenerationEvent", "CancelToken")
+
+
+def module_tree(name: str) -> tuple[Path, ast.Module]:
+    """Return the file and the syntax tree of a module of the package, without importing it."""
+    path = ROOT.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """Return a definition, through `from .x import name` where the module only passes it on."""
+    path, tree = module_tree(module)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and any(a.name == name for a in node.names):
+            return find(f"{package}.{node.module}", name)
+    raise LookupError(f"{module} has no {name}")
+
+
+def summary(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """Return the first line of a docstring, for a table cell."""
+    text = inspect.cleandoc(ast.get_docstring(node) or "")
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield (name, summary) of public methods and properties."""
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+            decorators = {ast.unparse(d) for d in part.decorator_list}
+            is_value = decorators & {"property", "cached_property"}
+            yield f"{part.name}" if is_value else f"{part.name}()", summary(part)
+
+
+def section(module: str, name: str, shown: str = "") -> str:
+    """Return the section of one public name; shown: the module it is imported from."""
+    node = find(module, name)
+    lines = [f"### {shown or module}.{name}", "", summary(node), ""]
+    rows = list(members(node)) if isinstance(node, ast.ClassDef) else []
+    fields = {"EngineConfig": settings(), "SamplingParams": sampling_settings()}.get(name, ())
+    rows = [(s.name, s.help.replace("|", "\\|")) for s in fields] + rows
+    if rows:
+        lines += ["| name | meaning |", "|---|---|"]
+        lines += [f"| `{member}` | {text} |" for member, text in rows] + [""]
+    return "\n".join(lines)
+
+
+def errors() -> str:
+    """Return the table of error classes."""
+    _, tree = module_tree("moegraph.errors")
+    kinds = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    lines = ["## Errors, in moegraph.errors", "", "| class | base | meaning |", "|---|---|---|"]
+    lines += [f"| `{k.name}` | `{ast.unparse(k.bases[0])}` | {summary(k)} |" for k in kinds]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the whole page."""
+    names = [name for name in moegraph.__all__ if not name.startswith("_")]
+    parts = [HEAD, "## Engine, settings, models\n"]
+    parts += [section(f"moegraph{moegraph._HOMES[name]}", name, "moegraph") for name in names]
+    parts += ["## Text and tokens\n", section("moegraph.tokenizer", "Tokenizer")]
+    parts += ["## What a generation yields\n"]
+    parts += [section("moegraph.sequence", name) for name in EVENTS]
+    parts += ["## Conversations\n", *(section("moegraph.chat", name) for name in CHAT), errors()]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write the page; with --check, only say whether it is up to date."""
+    if sys.argv[1:] not in ([], ["--check"]):
+        print("usage: scripts/gen_api_docs.py [--check]", file=sys.stderr)
+        return 2
+    text = page()
+    if sys.argv[1:]:
+        is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        if not is_fresh:
+            print(f"{PAGE.name} is not up to date; run scripts/gen_api_docs.py", file=sys.stderr)
+        return 0 if is_fresh else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
