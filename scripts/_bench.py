@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_bench_worker.py")
@@ -28,6 +28,17 @@ class BenchError(Exception):
 
 class TimeUp(Exception):
     """The time limit is reached; what was measured so far stands."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose help keeps its line breaks and whose errors are one line."""
+
+    def __init__(self, about: str | None) -> None:
+        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and end with exit code 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 class Clock:

@@ -28,6 +28,10 @@ def add_upstream(p: argparse.ArgumentParser) -> None:
     p.add_argument("--lib-path", default="", help="more folders for its LD_LIBRARY_PATH")
 
 
+# Asking the driver more often would disturb what is timed; every test takes longer than this.
+_INTERVAL_S = 0.25
+
+
 class MemoryWatch:
     """The most device memory in use while it is open, above what was in use when it opened.
 
@@ -35,15 +39,15 @@ class MemoryWatch:
     """
 
     def __enter__(self) -> MemoryWatch:
-        self._before = self._most = _used()
+        self._before = self._most = used_device_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self._most = max(self._most, _used())
+        while not self._stop.wait(_INTERVAL_S):
+            self._most = max(self._most, used_device_bytes())
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
@@ -55,7 +59,8 @@ class MemoryWatch:
         return self._most - self._before
 
 
-def _used() -> int:
+def used_device_bytes() -> int:
+    """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver."""
     from moegraph.ggml.nvml import used_bytes
 
     return sum(used_bytes().values())

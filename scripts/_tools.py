@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vendor"))
-import fetch as fetch  # noqa: E402
-import unified  # noqa: E402
+import fetch as fetch
+import unified
 
 AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {

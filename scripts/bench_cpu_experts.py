@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from _bench import Parser, positive
 from modelgen.blocks import TYPES
 
 from moegraph.config import default_threads
@@ -44,11 +45,9 @@ UNTIL_ASLEEP = 0.05
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--threads", type=int, nargs="+", default=[default_threads()])
-    p.add_argument("--experts", type=int, nargs="+", default=[1, 2, 4, 8], help="at a time")
+    p = Parser(__doc__)
+    p.add_argument("--threads", type=positive, nargs="+", default=[default_threads()])
+    p.add_argument("--experts", type=positive, nargs="+", default=[1, 2, 4, 8], help="at a time")
     p.add_argument(
         "--rows",
         type=int,
@@ -58,10 +57,10 @@ def parser() -> argparse.ArgumentParser:
         help="rows that all use those experts; from 8 on ggml rounds differently",
     )
     p.add_argument("--gib", type=float, default=2.0, help="memory for experts")
-    p.add_argument("--repeat", type=int, default=60, help="samples of each")
+    p.add_argument("--repeat", type=positive, default=60, help="samples of each")
     p.add_argument("--pause-us", type=int, default=300, help="between samples, as in a decode")
-    p.add_argument("--n-embd", type=int, default=2048)
-    p.add_argument("--n-ff", type=int, default=512)
+    p.add_argument("--n-embd", type=positive, default=2048)
+    p.add_argument("--n-ff", type=positive, default=512)
     p.add_argument("--gate-up-type", choices=sorted(TYPES), default="Q4_K")
     p.add_argument("--down-type", choices=sorted(TYPES), default="Q5_K")
     p.add_argument("--hot", action="store_true", help="rows with hot experts too")

@@ -17,33 +17,33 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import MoegraphError
 from moegraph.experts.cost import MACHINES
 from moegraph.experts.identity import router_shape
 from moegraph.experts.policy import parse_policy
 from moegraph.experts.simulate import simulate
 from moegraph.experts.trace import TraceRecorder
-from moegraph.runner import LayeredRunner
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = bench.Parser(__doc__)
     p.add_argument("model", help="a GGUF file, or the name of a shipped model")
-    p.add_argument("text", type=Path)
-    p.add_argument("--tokens", type=int, default=500, help="that count")
-    p.add_argument("--warm", type=int, default=100, help="tokens before them")
-    p.add_argument("--policy", nargs="*", default=["lru", "lfu"])
+    p.add_argument("text", type=bench.existing)
+    p.add_argument("--tokens", type=bench.positive, default=500, help="that count")
+    p.add_argument("--warm", type=bench.positive, default=100, help="tokens before them")
+    p.add_argument(
+        "--policy", nargs="*", default=["lru", "lfu"], choices=("lru", "lfu", "adaptive", "static")
+    )
     p.add_argument("--host-pin", default="none", choices=("none", "all"))
     p.add_argument(
         "--share",
-        type=float,
+        type=bench.share,
         nargs="*",
         default=[12.5, 25, 37.5, 50, 62.5, 75, 87.5],
         help="slots, %% of the experts",
@@ -81,22 +81,26 @@ def hit_rates(
 def main() -> int:
     """Print a table with two rows for each policy."""
     args = parser().parse_args()
-    print("| slots, % of experts | " + " | ".join(f"{share:g}" for share in args.share) + " |")
-    print("|---" * (len(args.share) + 1) + "|")
-    try:
+
+    def run() -> None:
         with Engine.load(args.model, EngineConfig(device="cpu")) as engine:
             n_experts = engine.hparams.n_layer * engine.hparams.n_expert
             ids = engine.tokenizer.encode(args.text.read_text())[: args.warm + args.tokens]
+        if len(ids) <= args.warm:
+            raise bench.BenchError(
+                f"{args.text.name} has {len(ids)} tokens, of which the first {args.warm} do not "
+                "count; name a longer text or lower --warm"
+            )
+        print("| slots, % of experts | " + " | ".join(f"{share:g}" for share in args.share) + " |")
+        print("|---" * (len(args.share) + 1) + "|")
         for policy in args.policy:
             pairs = [
                 hit_rates(args, ids, round(share / 100 * n_experts), policy) for share in args.share
             ]
             for name, rates in zip(("measured", "simulated"), zip(*pairs)):
                 print(f"| `{policy}`, {name} | " + " | ".join(f"{r:.3f}" for r in rates) + " |")
-    except (MoegraphError, OSError) as error:
-        print(f"bench_hits: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
-    return 0
+
+    return bench.guarded("bench_hits.py", run)
 
 
 if __name__ == "__main__":

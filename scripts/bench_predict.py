@@ -27,20 +27,18 @@ import numpy.typing as npt
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import _bench as bench  # noqa: E402
+import _bench as bench
 
-from moegraph.experts.cost import MACHINES, Curve, Machine  # noqa: E402
-from moegraph.experts.identity import RouterShape  # noqa: E402
-from moegraph.experts.policy import POLICIES  # noqa: E402
-from moegraph.experts.simulate import simulate  # noqa: E402
-from moegraph.experts.trace import Trace  # noqa: E402
+from moegraph.experts.cost import MACHINES, Curve, Machine
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.policy import POLICIES
+from moegraph.experts.simulate import simulate
+from moegraph.experts.trace import Trace
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = bench.Parser(__doc__)
     p.add_argument("raw", type=bench.existing, help="raw lines of bench_residency.py")
     p.add_argument("--fit", type=int, nargs="+", default=[0, 16, 36], metavar="NCMOE")
     p.add_argument("--trace", default="sticky", help="trace of the rows that are fitted")

@@ -35,13 +35,13 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import _bench as bench  # noqa: E402
-from _llama_bench import (  # noqa: E402
+import _bench as bench
+from _llama_bench import (
     LlamaBench,
-    MemoryWatch,
     add_upstream,
     settings_of,
     test_name,
+    used_device_bytes,
 )
 
 # Passes of one row in the prompt that is timed from the start of a process.
@@ -50,9 +50,7 @@ FIRST_TOKENS = 1
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     add_upstream(p)
     bench.add_common(p)
@@ -67,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
         "--traces",
         nargs="*",
         default=["sticky", "flat", "recorded"],
-        help="presets of the generator, NAME or NAME:PROMPT, or trace files",
+        help="presets of the generator, NAME or NAME:PROMPT, or trace files; none "
+        "named: no decoding",
     )
     p.add_argument("--seed", type=int, default=0, help="of the generated traces")
     p.add_argument("--gen", type=bench.positive, default=128, help="tokens of a decode sample")
@@ -177,6 +176,7 @@ class Comparison:
             "-ncmoe", str(ncmoe), "-ub", str(ubatch), "-b", str(max(2048, ubatch)),
             "-t", str(self.threads),
         ]  # fmt: skip
+        with_gen = with_gen and bool(args.traces)
         gen = str(args.gen if with_gen else 0)
         prompts = ",".join(map(str, args.prompt)) or "0"
         self._block(setting, "upstream", [*common, "-p", prompts, "-n", gen])
@@ -206,7 +206,8 @@ class Comparison:
     ) -> None:  # fmt: skip
         """Load moegraph with that budget and take its samples."""
         args, n, spec = self.args, self.args.first_token, f"moegraph={bench.ROOT}"
-        with MemoryWatch() as watch, bench.start_worker(spec, self.clock) as worker:
+        used_before = used_device_bytes()
+        with bench.start_worker(spec, self.clock) as worker:
             bench.note_system(self.raw, spec, worker)
             self._load(worker, setting, ncmoe, ubatch, budget, replayed.path)
             if n:
@@ -227,7 +228,7 @@ class Comparison:
             if with_gen:
                 self._sampled(worker, setting)
             memory = worker.ask("memory")
-            memory["device_driver_bytes"] = watch.n_bytes
+            memory["device_driver_bytes"] = used_device_bytes() - used_before  # none is given back
             self.raw.add("memory", setting=setting, system="moegraph", **memory)
 
     def _load(
@@ -246,7 +247,7 @@ class Comparison:
         fitting = {"vram": f"{budget}B"} if budget else {"pin_layers": 0}
         if not budget:
             fitting["cache_slots"] = left * facts.n_expert
-        request = {"model": str(args.model), "routing": str(path)}
+        request = {"model": str(args.model), "routing": str(path) if args.traces else None}
         try:
             found = worker.ask("load", config=config | fitting, **request)
         except bench.BenchError as error:
@@ -288,8 +289,8 @@ class Comparison:
         for at in range(args.samples + 1):
             found = worker.ask("generate", n=args.gen, n_prompt=8, seed=at, sampling=args.sampling)
             self.raw.sample(
-                setting, f"tg{args.gen}", "moegraph, sampled", at, found["n"] / found["seconds"],
-                experts=found["experts"],
+                setting, f"tg{args.gen}", f"moegraph, sampled, {args.traces[0]}", at,
+                found["n"] / found["seconds"], experts=found["experts"],
             )  # fmt: skip
 
 

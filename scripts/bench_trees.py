@@ -33,14 +33,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import _bench as bench  # noqa: E402
+import _bench as bench
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     p.add_argument("systems", nargs="+", metavar="SYSTEM")
     bench.add_common(p)

@@ -26,15 +26,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import _bench as bench  # noqa: E402
-from _llama_bench import LlamaBench, add_upstream, settings_of, test_name  # noqa: E402
+import _bench as bench
+from _llama_bench import LlamaBench, add_upstream, settings_of, test_name
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = bench.Parser(__doc__)
     p.add_argument("model", type=bench.model_path, help="a GGUF file, or a shipped model's name")
     add_upstream(p)
     bench.add_common(p)
@@ -74,17 +72,16 @@ def upstream_block(
 ) -> None:
     """Run llama-bench once; note its samples."""
     gen = args.gen if ubatch == args.ubatch[0] else 0
-    options = [
+    common = [
         "-ub", str(ubatch), "-b", str(max(2048, ubatch)), "-d", ",".join(map(str, args.depth)),
-        "-p", ",".join(map(str, args.prompt)) or "0", "-n", str(gen),
+        *(["-t", str(args.threads)] if args.threads else []),
     ]  # fmt: skip
-    if args.threads:
-        options += ["-t", str(args.threads)]
-    note_rows(args, raw, program, f"ub {ubatch}", "upstream", options)
+    prompts = ",".join(map(str, args.prompt)) or "0"
+    tests = ["-p", prompts, "-n", str(gen)]
+    note_rows(args, raw, program, f"ub {ubatch}", "upstream", [*common, *tests])
     if args.graph_opt and gen:
-        only = [*options[: -options[::-1].index("-p") - 1], "-p", "0", "-n", str(gen)]
-        note_rows(args, raw, program, f"ub {ubatch}", "upstream, GRAPH_OPT", only,
-                  GGML_CUDA_GRAPH_OPT="1")  # fmt: skip
+        note_rows(args, raw, program, f"ub {ubatch}", "upstream, GRAPH_OPT",
+                  [*common, "-p", "0", "-n", str(gen)], GGML_CUDA_GRAPH_OPT="1")  # fmt: skip
 
 
 def note_rows(

@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import moegraph  # noqa: E402
-from moegraph.config import settings  # noqa: E402
-from moegraph.sampling import settings as sampling_settings  # noqa: E402
+import moegraph
+from moegraph.config import settings
+from moegraph.sampling import settings as sampling_settings
 
 PAGE = ROOT / "docs" / "api.md"
 

@@ -12,8 +12,8 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from moegraph import errors  # noqa: E402
-from moegraph.cli import main as program  # noqa: E402
+from moegraph import errors
+from moegraph.cli import main as program
 
 PAGE = ROOT / "docs" / "cli.md"
 

@@ -17,7 +17,7 @@ from cffi import model
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from moegraph.ggml._build import declarations  # noqa: E402
+from moegraph.ggml._build import declarations
 
 STUB = ROOT / "moegraph" / "ggml" / "_native.pyi"
 WIDTH = 100

@@ -1,21 +1,28 @@
 #!/usr/bin/env python3
 """Write a generated routing trace: expert ids with the statistics of a real model's router.
 
-scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
-scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
-scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
+Presets: sticky is a model that comes back to few experts, flat one that does so much less, recorded
+has the layers of the shipped model at any size, and those have hardly any favourites. Prints the
+statistics and the sha256 of the ids; `moegraph simulate` reads the file.
+
+    scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
+    scripts/make_trace.py flat.trace --preset flat             a router with weaker habits
+    scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
+    scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
 
 from moegraph.errors import MoegraphError
-from moegraph.experts.generator import generate_trace
+from moegraph.experts.generator import PRESETS, generate_trace
 from moegraph.experts.identity import RouterShape
 from moegraph.experts.trace import write_trace
 from moegraph.experts.tracestats import trace_stats
@@ -23,10 +30,9 @@ from moegraph.experts.tracestats import trace_stats
 
 def main() -> int:
     """Generate, write, and print the statistics."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.Parser(__doc__)
     parser.add_argument("path", help="file to write")
+    parser.add_argument("--preset", choices=PRESETS, default="sticky")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--experts", type=int, default=256)
@@ -38,13 +44,15 @@ def main() -> int:
     shape = RouterShape.from_fields({**fields, "model": ""})
     if shape is None or args.tokens < 1 or args.seed < 0 or args.prompt < 0:
         parser.error("sizes must be positive, and a token cannot use more experts than there are")
-    trace = generate_trace(shape, args.tokens, args.seed, args.prompt)
+    trace = generate_trace(shape, args.tokens, args.seed, args.prompt, PRESETS[args.preset])
+    trace = replace(trace, source=f"{trace.source}, preset {args.preset}")
     try:
         write_trace(args.path, trace)
     except MoegraphError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(trace_stats(trace).line())
+    print(f"sha256 {trace.sha256}")
     return 0
 
 

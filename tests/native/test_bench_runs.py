@@ -1,0 +1,191 @@
+"""The bench scripts from end to end: the shipped model on the CPU, beside a stand-in llama-bench.
+
+What they measure here means nothing; what they take, note and print is what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+FAKE = ROOT / "tests" / "fake_llama_bench.py"
+sys.path.insert(0, str(SCRIPTS))
+
+import _llama_bench  # noqa: E402
+import bench_residency  # noqa: E402
+
+COMMON = ["--device", "cpu", "--threads", "1"]
+SHORT = ["--samples", "2", "--gen", "4"]
+PAIR = ["--llama-bench", str(FAKE), *COMMON, *SHORT]
+
+
+def run(script: str, *args: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script; its standard error is quiet or one line when it fails."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *map(str, args)], cwd="/", check=False,
+        capture_output=True, text=True, env={**os.environ, **env}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def keys(lines: Sequence[dict[str, Any]], **wanted: object) -> set[tuple[str, str, str]]:
+    return {
+        (x["setting"], x["test"], x["system"]) for x in lines
+        if x["kind"] == "sample" and all(x[name] == value for name, value in wanted.items())
+    }  # fmt: skip
+
+
+def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = run(
+        "bench_trees.py", "tiny", f"before={ROOT}", f"after={ROOT},MOEGRAPH_DEBUG=0", *COMMON,
+        *SHORT, "--settings", "whole", "50", "--rows", 2, "--prompt", 16, "--repeat", 2,
+        "--warm", 2, "--ubatch", 16, "--results", "argmax", "logits", "--out", out,
+    )  # fmt: skip
+    lines = lines_of(out)
+    tests = {(s, t) for s in ("whole", "50 %") for t in ("tg4", "rows 2", "pp16")}
+    systems = ("before", "before, logits", "after", "after, logits")
+    assert keys(lines) == {(*test, system) for test in tests for system in systems}
+    samples = [x for x in lines if x["kind"] == "sample" and x["system"] in ("before", "after")]
+    for key in sorted(tests):
+        mine = [x for x in samples if (x["setting"], x["test"]) == key]
+        assert [x["at"] for x in mine] == [0, 0, 1, 1, 2, 2]
+        turns = [x["system"] for x in mine]
+        assert turns[:2] == turns[4:] == turns[3:1:-1], "the order turns round"
+    systems_noted = [x for x in lines if x["kind"] == "system"]
+    assert all(len(x["patchset"]) == 16 and x["commit"] for x in systems_noted)
+    assert str(ROOT) not in out.read_text(), "raw lines are published, paths are not"
+    partial = [x for x in samples if x["setting"] == "50 %" and x["test"] == "tg4"]
+    assert {x["experts"]["n_steps"] for x in partial} == {4}
+    by_turn = {(x["at"], x["system"]): x["experts"]["misses"] for x in partial}
+    for at in (0, 1, 2):
+        assert by_turn[at, "before"] == by_turn[at, "after"], "both replay the same routing"
+    assert done.stdout.count("\n| ") == 2 * 3 * 4 and "times before" in done.stdout
+
+
+def test_a_time_limit_keeps_what_is_done(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    start = time.monotonic()
+    done = run(
+        "bench_trees.py", "tiny", f"a={ROOT}", *COMMON, "--settings", "whole", "--rows", "--prompt",
+        "--gen", 8, "--samples", 1000000, "--time-limit", 6, "--out", out,
+    )  # fmt: skip
+    assert time.monotonic() - start < 30
+    assert "stopped after 6 s" in done.stderr
+    assert keys(lines_of(out)) == {("whole", "tg8", "a")} and "| whole | tg8 | a |" in done.stdout
+
+
+def test_llama_bench_that_hangs_or_fails_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    hung = run("bench_vs_upstream.py", "tiny", *PAIR, "--time-limit", 5, FAKE_LLAMA_BENCH="slow")
+    assert hung.stderr == "stopped after 5 s\n" and not hung.stdout
+    failed = run("bench_vs_upstream.py", "tiny", *PAIR, code=2, FAKE_LLAMA_BENCH="fail")
+    assert failed.stderr == (
+        "bench_vs_upstream.py: llama-bench ended with exit code 1: error: failed to load model\n"
+    )
+
+
+def test_both_sides_run_the_same_tests_with_the_same_ubatch(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    run("bench_vs_upstream.py", "tiny", *PAIR, "--prompt", 24, "--depth", 0, 8, "--ubatch", 16,
+        32, "--graph-opt", "--commit", "abc", "--out", out)  # fmt: skip
+    lines = lines_of(out)
+    for system in ("upstream", "whole"):
+        assert {key[:2] for key in keys(lines, system=system)} == {
+            ("ub 16", "pp24"), ("ub 16", "tg4"), ("ub 16", "pp24 @ d8"), ("ub 16", "tg4 @ d8"),
+            ("ub 32", "pp24"), ("ub 32", "pp24 @ d8"),
+        }  # fmt: skip
+    for system in ("whole, argmax", "whole, sampled"):
+        assert keys(lines, system=system) == {("ub 16", "tg4", system)}
+    assert keys(lines, system="upstream, GRAPH_OPT") >= {("ub 16", "tg4", "upstream, GRAPH_OPT")}
+    assert {x["row"]["n_ubatch"] for x in lines if x["kind"] == "upstream"} == {16, 32}
+    assert all(x["row"]["n_threads"] == 1 for x in lines if x["kind"] == "upstream")
+    assert lines[0]["kind"] == "run" and lines[0]["commit"] == "abc"
+    memory = [x for x in lines if x["kind"] == "memory"]
+    assert all(x["VmHWM"] > 1 << 20 for x in memory) and len(memory) == 5
+
+
+RESIDENCY = [
+    *PAIR, "--warm", 4, "--prompt", 16, "--ubatch", 16, "--first-token", 8,
+    "--traces", "sticky", "flat",
+]  # fmt: skip
+
+
+def test_experts_that_do_not_fit_and_what_is_made_of_the_raw_lines(tmp_path: Path) -> None:
+    out, predicted = tmp_path / "rows.jsonl", tmp_path / "predicted.jsonl"
+    run("bench_residency.py", "tiny", *RESIDENCY, "--ncmoe", 0, 3, 5, "--sweep", 1, 2, "--out", out)
+    lines = lines_of(out)
+    for n in (0, 3, 5):
+        setting = f"ncmoe {n}, ub 16"
+        found = {key[1:] for key in keys(lines, setting=setting)}
+        decode = ["upstream", "moegraph, sampled, sticky"]
+        decode += [f"moegraph, {x}{t}" for x in ("", "argmax, ") for t in ("sticky", "flat")]
+        pairs = {(t, s) for t in ("pp16", "first token") for s in ("upstream", "moegraph")}
+        assert found == {("tg4", system) for system in decode} | pairs
+    loads = [x for x in lines if x["kind"] == "load"]
+    assert [sum(x["n_slots"]) for x in loads] == [256, 160, 96]
+    upstream = [x for x in lines if x["kind"] == "upstream"]
+    assert {x["row"]["n_threads"] for x in upstream} == {2}, "the quickest of the sweep"
+    steps = [x["step"] for x in lines if x["kind"] == "sample" and "step" in x][:12]
+    each = 4 + 2 * 3 * 4
+    assert steps == [*range(4, each, 4), *range(each + 4, 2 * each, 4)], "traces do not overlap"
+
+    done = run("bench_predict.py", out, "--fit", 0, 3, "--out", predicted)
+    rows = [line.split(" | ")[:3] for line in done.stdout.splitlines()[2:]]
+    assert [[*map(str.strip, row)] for row in rows] == [
+        [f"| {n}", trace, "fitted" if trace == "sticky" and n != 5 else "held out"]
+        for n in (0, 3, 5) for trace in ("sticky", "flat")
+    ]  # fmt: skip
+
+    page = tmp_path / "page.md"
+    page.write_text("".join(
+        f"<!-- table: {name} {file} -->\n<!-- end -->\n"
+        for name, file in (
+            ("runs", out.name), ("decode", out.name), ("prompts", out.name), ("memory", out.name),
+            ("predictions", predicted.name),
+        )
+    ))  # fmt: skip
+    paths = ["--page", page, "--folder", tmp_path]
+    run("bench_tables.py", *paths, "--check", code=1)
+    run("bench_tables.py", *paths)
+    run("bench_tables.py", *paths, "--check")
+    text = page.read_text()
+    assert "62%, 160 slots (`-ncmoe 3`) | flat |" in text and "| held out |" in text
+    run("bench_tables.py", *paths, "--plot", tmp_path / "c.svg", "--raw", out.name)
+    assert "moegraph, flat" in (tmp_path / "c.svg").read_text()
+
+
+@pytest.mark.parametrize("mib, share", [(20, 0.0), (300, None)])
+def test_moegraph_gets_the_device_memory_that_llama_bench_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, share: float | None
+) -> None:
+    """As --vram; where that is too little even for no expert, with none, and it is said so."""
+    used = iter([0])
+    monkeypatch.setattr(_llama_bench, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(_llama_bench, "used_device_bytes", lambda: next(used, mib << 20))
+    out = tmp_path / "rows.jsonl"
+    argv = ["x", "tiny", *map(str, RESIDENCY), "--ncmoe", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert bench_residency.main() == 0
+    lines = lines_of(out)
+    (load,) = (x for x in lines if x["kind"] == "load")
+    refused = [x for x in lines if x["kind"] == "refused"]
+    assert load["budget"] == mib << 20
+    if share == 0.0:
+        assert load["share"] == 0.0 and len(refused) == 1
+    else:
+        assert load["share"] > 0.0 and not refused

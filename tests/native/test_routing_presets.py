@@ -1,0 +1,80 @@
+"""The preset `recorded` is the shipped model's routing at another size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from fit_routing import lru_curve, popularity_curve  # noqa: E402
+
+from moegraph.config import EngineConfig  # noqa: E402
+from moegraph.engine import Engine  # noqa: E402
+from moegraph.experts.cost import MACHINES  # noqa: E402
+from moegraph.experts.generator import PRESETS, generate_trace  # noqa: E402
+from moegraph.experts.identity import RouterShape, router_shape  # noqa: E402
+from moegraph.experts.policy import POLICIES  # noqa: E402
+from moegraph.experts.simulate import even_slots, simulate  # noqa: E402
+from moegraph.experts.trace import Trace, TraceRecorder  # noqa: E402
+
+N_TOKENS = 1536
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Trace:
+    """The shipped model on the held-out text."""
+    config = EngineConfig(device="cpu", mode="layered", n_ctx=2048, n_ubatch=64, n_threads=1)
+    with Engine.load("tiny", config) as engine:
+        text = (ROOT / "tests" / "data" / "heldout.py.txt").read_text()
+        ids = np.array(engine.tokenizer.encode(text)[:N_TOKENS], dtype=np.int32)
+        recorder = TraceRecorder(router_shape(engine.file))
+        engine.runner.observers.append(recorder)
+        for start in range(0, len(ids), 64):
+            engine.forward(ids[start : start + 64], greedy=True)
+    return recorder.trace(0, "tiny")
+
+
+@pytest.fixture(scope="module")
+def scaled() -> Trace:
+    """As many layers of the size of a 35B-A3B."""
+    return generate_trace(RouterShape(8, 256, 8), N_TOKENS, seed=3, model=PRESETS["recorded"])
+
+
+@pytest.mark.parametrize("il", range(8))
+def test_a_layer_has_the_hit_rates_of_the_recorded_one(
+    recorded: Trace, scaled: Trace, il: int
+) -> None:
+    """Of an LRU with slots for the same share of the experts, and of the most popular experts.
+
+    The first layers chose 4 of 32, more of the experts at a time than 8 of 256, and the last has
+    experts that are hardly ever chosen, more than normal scores give.
+    """
+    for curve in (lru_curve, popularity_curve):
+        assert np.abs(curve(recorded, il) - curve(scaled, il)).max() < 0.07, curve.__name__
+
+
+def test_the_policy_in_use_hits_as_often_at_the_same_share(recorded: Trace, scaled: Trace) -> None:
+    """`lfu`, which the fit did not look at."""
+    for share in (0.25, 0.5, 0.75):
+        rates = []
+        for trace in (recorded, scaled):
+            n_slots = even_slots(8, trace.shape.n_expert, share)
+            policy, machine = POLICIES["lfu"](), MACHINES["h200"]
+            found = simulate(trace, n_slots, policy, machine, mode="stream", skip=256)
+            rates.append(found.hit_rate)
+        assert rates[0] == pytest.approx(rates[1], abs=0.05), share
+
+
+def test_the_other_presets_come_back_to_fewer_experts(recorded: Trace) -> None:
+    """At a quarter of the slots the shipped model hits .4, `flat` .6, `sticky` .8."""
+    at = 1  # 25 %
+    rates = [np.mean([lru_curve(recorded, il)[at] for il in range(8)])]
+    for name in ("flat", "sticky"):
+        trace = generate_trace(RouterShape(8, 256, 8), N_TOKENS, model=PRESETS[name])
+        rates.append(np.mean([lru_curve(trace, il)[at] for il in range(8)]))
+    assert [round(float(rate), 1) for rate in rates] == [0.4, 0.6, 0.8]

@@ -1,0 +1,267 @@
+"""The bench scripts: their command lines, raw lines, tables, traces and fits.
+
+Runs from end to end are in tests/native/test_bench_runs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import _bench  # noqa: E402
+import bench_predict  # noqa: E402
+import bench_tables  # noqa: E402
+import fit_routing  # noqa: E402
+from _traces import ModelFacts, find_trace, write_routing  # noqa: E402
+
+from moegraph.errors import RequestError  # noqa: E402
+from moegraph.experts.cost import MACHINES, Curve  # noqa: E402
+from moegraph.experts.generator import PRESETS, RoutingModel, generate_trace  # noqa: E402
+from moegraph.experts.identity import RouterShape  # noqa: E402
+from moegraph.experts.policy import POLICIES  # noqa: E402
+from moegraph.experts.simulate import even_slots, simulate  # noqa: E402
+from moegraph.experts.trace import read_trace  # noqa: E402
+
+FAKE = str(ROOT / "tests" / "fake_llama_bench.py")
+BIG = RouterShape(40, 256, 8)
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "name", sorted(p.name for g in ("bench_*.py", "make_*.py", "fit_*.py") for p in SCRIPTS.glob(g))
+)
+def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
+    done = run(name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    purpose = (SCRIPTS / name).read_text().split('"""')[1].splitlines()[0]
+    assert purpose.split(".")[0] in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("script, args, said", [
+    ("bench_trees.py", ["tiny"], "required: SYSTEM"),
+    ("bench_trees.py", ["nowhere", "a=."], "nowhere does not exist"),
+    ("bench_trees.py", ["tiny", "a"], "'a' is not NAME=FOLDER"),
+    ("bench_trees.py", ["tiny", "a=/nowhere"], "of a folder that exists"),
+    ("bench_trees.py", ["tiny", "a=/tmp,X"], "must be VAR=VALUE"),
+    ("bench_trees.py", ["tiny", f"a={ROOT}", f"a={ROOT}"], "two systems have one name"),
+    ("bench_trees.py", ["tiny", f"a={ROOT / 'docs'}"], "has no folder moegraph"),
+    ("bench_trees.py", ["tiny", f"a={ROOT}", "--settings", "101"], "'101' is not a percentage"),
+    ("bench_trees.py", ["tiny", f"a={ROOT}", "--samples", "0"], "not a whole number of 1 or more"),
+    ("bench_vs_upstream.py", ["tiny"], "required: --llama-bench"),
+    ("bench_vs_upstream.py", ["tiny", "--llama-bench", "/nowhere"], "/nowhere does not exist"),
+    ("bench_residency.py", ["tiny", "--llama-bench", FAKE, "--miss", "x"], "invalid choice: 'x'"),
+    ("bench_residency.py", ["tiny", "--llama-bench", FAKE, "--device", "cpu", "--traces", "none"],
+     "none: cannot read the trace"),
+    ("bench_predict.py", [FAKE], "line 1 is not a raw line"),
+    ("bench_tables.py", ["--page", FAKE, "--folder", "/nowhere"], "/nowhere does not exist"),
+    ("bench_hits.py", ["tiny", "/nowhere"], "/nowhere does not exist"),
+    ("bench_hits.py", ["tiny", FAKE, "--warm", "100000"], "name a longer text or lower --warm"),
+    ("bench_cpu_experts.py", ["--repeat", "0"], "not a whole number of 1 or more"),
+    ("fit_routing.py", ["/nowhere"], "cannot read the trace"),
+    ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
+    ("make_trace.py", ["t", "--used", "300"], "more experts than there are"),
+])  # fmt: skip
+def test_a_wrong_argument_is_named_in_one_line(script: str, args: list[str], said: str) -> None:
+    done = run(script, *args)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{script}: ")
+
+
+def sample(system: str, at: int, value: float, **more: object) -> _bench.Line:
+    return {
+        "kind": "sample", "run": "r", "setting": "ub 1", "test": "tg8", "system": system, "at": at,
+        "value": value, "unit": "tok/s", **more,
+    }  # fmt: skip
+
+
+def test_the_first_sample_does_not_count_and_ratios_are_of_pairs() -> None:
+    lines = [sample("upstream", at, tps) for at, tps in enumerate((1.0, 100.0, 110.0, 90.0))]
+    lines += [sample("ours", at, tps) for at, tps in enumerate((1.0, 200.0, 330.0, 90.0))]
+    assert _bench.comparison(lines, "upstream")[2:] == [
+        "| ub 1 | tg8 | upstream | 3 | 100.0 (90.0 .. 110.0) tok/s | - |",
+        "| ub 1 | tg8 | ours | 3 | 200.0 (90.0 .. 330.0) tok/s | 2.000 (1.000 .. 3.000) |",
+    ]
+    assert _bench.times_better([2.0], [6.0], "ms") == [3.0], "less time is better"
+
+
+def test_raw_lines_survive_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    whole = _bench.json_line(sample("a", 1, 5.0))
+    path.write_text(whole + whole[:20])
+    assert _bench.read_lines([path]) == [sample("a", 1, 5.0)]
+    path.write_text(whole + whole[:20] + "\n" + whole)
+    with pytest.raises(_bench.BenchError, match=r"rows\.jsonl: line 2 is not a raw line"):
+        _bench.read_lines([path])
+
+
+def test_arguments_are_published_without_folders() -> None:
+    given = ["a=/home/me/tree,X=1", "--out", "../x/rows.jsonl", ".", "/a/b/m.gguf", "8192"]
+    assert _bench.plain_paths(given) == ["a=tree,X=1", "--out", "rows.jsonl", ".", "m.gguf", "8192"]
+
+
+def test_a_commit_comes_from_the_argument_a_file_or_git(tmp_path: Path) -> None:
+    assert _bench.commit_of(tmp_path, "abc") == "abc"
+    (tmp_path / "COMMIT").write_text("def\n")
+    assert _bench.commit_of(tmp_path) == "def"
+
+
+def test_the_later_run_replaces_what_it_measured_again() -> None:
+    old = [sample("a", 1, 5.0), sample("b", 1, 6.0)]
+    new = {**sample("a", 1, 7.0), "run": "s"}
+    found = bench_tables.last_samples([*old, new])
+    assert found == {("ub 1", "tg8", "a"): [7.0], ("ub 1", "tg8", "b"): [6.0]}
+
+
+@pytest.mark.parametrize("mark, said", [
+    ("<!-- table: dinner x.jsonl -->\n<!-- end -->", "no table 'dinner'; there are runs"),
+    ("<!-- table: runs x.jsonl -->\n<!-- end -->", "has no raw file x.jsonl"),
+])  # fmt: skip
+def test_a_table_that_cannot_be_written_is_named(tmp_path: Path, mark: str, said: str) -> None:
+    with pytest.raises(_bench.BenchError, match=said):
+        bench_tables.render(mark, tmp_path)
+
+
+def test_the_page_says_what_the_raw_lines_say() -> None:
+    done = run("bench_tables.py", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def points(seed: int, first: float, more: float, whole: float) -> list[bench_predict.Point]:
+    """Rows of a machine with these times, at three shares of the experts."""
+    rng, found = np.random.default_rng(seed), []
+    for ncmoe, rate in ((0, 0.0), (16, 0.05), (24, 0.15), (36, 0.6)):
+        missing = rng.binomial(8, rate, (200, 40))
+        some = (missing > 0).sum(axis=1).mean()
+        seconds = whole + 1e-6 * 40 + some * first + (missing.sum(axis=1).mean() - some) * more
+        found.append(bench_predict.Point(ncmoe, "sticky", 0.5, missing, 40, float(seconds)))
+    return found
+
+
+def test_a_machine_is_found_from_three_rows_and_predicts_the_others() -> None:
+    base = replace(MACHINES["h200"], lookup=1e-6)
+    machine = bench_predict.fit(points(0, 50e-6, 30e-6, 2e-3)[::3] + points(1, 50e-6, 30e-6, 2e-3),
+                                base)  # fmt: skip
+    assert machine.whole == pytest.approx(2e-3)
+    assert machine.fetch.points == (
+        (1, pytest.approx(50e-6)), (2, pytest.approx(80e-6)),
+    )  # fmt: skip
+    held_out = points(2, 50e-6, 30e-6, 2e-3)[2]
+    assert 1 / bench_predict.predict(machine, held_out) == pytest.approx(held_out.seconds)
+
+
+def test_a_fit_has_no_negative_times() -> None:
+    falling = [replace(p, seconds=1e-3 - 1e-6 * p.counts[1]) for p in points(0, 1, 1, 1)]
+    machine = bench_predict.fit(falling, MACHINES["h200"])
+    assert machine.fetch == Curve(((1, 0.0), (2, 0.0))) and machine.whole > 0
+
+
+def test_only_rows_of_the_fitted_trace_count_as_fitted() -> None:
+    rows = points(0, 50e-6, 30e-6, 2e-3)
+    rows += [replace(p, trace="flat") for p in rows]
+    found = bench_predict.predictions(rows, {0, 16, 36}, "sticky")
+    assert [row["how"] == "fitted" for row in found] == [True, True, False, True, *[False] * 4]
+    with pytest.raises(_bench.BenchError, match="no row of trace round"):
+        bench_predict.predictions(rows, {0}, "round")
+
+
+def test_the_preset_of_the_published_tables_gives_the_same_ids() -> None:
+    trace = generate_trace(BIG, 64 + 5 * 128)
+    assert trace.sha256.startswith("c349334d5f4c1403") and PRESETS["sticky"] == RoutingModel()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_of_a_preset_square_to_one(name: str) -> None:
+    found = PRESETS[name]
+    for m in [found] if isinstance(found, RoutingModel) else found:
+        squares = m.fixed**2 + m.drift**2 + m.recent**2 + m.white**2
+        assert squares == pytest.approx(1.0, abs=5e-3)
+
+
+def test_models_of_a_preset_are_spread_over_the_layers() -> None:
+    uneven, even = RoutingModel(0.99, 0.0, 0.0, 0.141), RoutingModel(0.0, 0.0, 0.0, 1.0)
+    still = [replace(m, spread=0.0, edge=0.0) for m in (uneven, even)]
+    trace = generate_trace(RouterShape(6, 64, 4), 200, model=still)
+    most = [trace.counts()[il].max() / 200 for il in range(6)]
+    assert min(most[:3]) > 0.9 and max(most[3:]) < 0.3
+
+
+def test_a_written_trace_is_one_that_simulate_reads(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    done = run("make_trace.py", str(path), "--preset", "flat", "--tokens", "64", "--layers", "4",
+               "--experts", "16", "--used", "2")  # fmt: skip
+    trace = read_trace(path)
+    assert f"sha256 {trace.sha256}" in done.stdout and "preset flat" in trace.source
+    shown = subprocess.run(
+        [sys.executable, "-m", "moegraph", "simulate", str(path), "--json"], cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert shown.returncode == 0 and trace.sha256 in json.dumps(json.loads(shown.stdout))
+
+
+def test_traces_are_put_end_to_end(tmp_path: Path) -> None:
+    facts = ModelFacts(4, 16, 2, 100, 1000)
+    about = write_routing(tmp_path / "r.npy", facts, ["sticky", "flat:3"], 10)
+    ids = np.load(tmp_path / "r.npy")
+    assert ids.shape == (20, 4, 2) and ids.dtype == np.int32
+    for at, name in enumerate(("sticky", "flat:3")):
+        trace = find_trace(name, facts.shape, 10)
+        assert (ids[10 * at : 10 * at + 10] == trace.ids).all()
+        assert about["traces"][at]["sha256"] == trace.sha256
+    two = (find_trace(name, facts.shape, 10) for name in ("flat", "flat:3"))
+    assert len({trace.sha256 for trace in two}) == 2, "another prompt"
+    with pytest.raises(RequestError, match="nowhere: cannot read the trace"):
+        find_trace("nowhere", facts.shape, 10)
+
+
+def test_what_ran_before_a_trace_hardly_matters_after_its_warm_tokens() -> None:
+    """So traces can share one engine: hit rates are those of the trace alone."""
+    names, n, warm = ("sticky", "flat", "recorded"), 320, 96
+    parts = [generate_trace(BIG, n, model=PRESETS[name]) for name in names]
+    whole = replace(parts[0], ids=np.concatenate([part.ids for part in parts]))
+    n_slots = even_slots(40, 256, 0.25)
+
+    def missing(ids: np.ndarray) -> np.ndarray:
+        policy = POLICIES["lfu"]()
+        trace = replace(whole, ids=ids)
+        return simulate(trace, n_slots, policy, MACHINES["h200"], mode="stream").missing
+
+    together = missing(whole.ids)
+    for at, part in enumerate(parts):
+        alone = missing(part.ids)[warm:].sum() / (n - warm) / 320
+        after = together[at * n + warm : (at + 1) * n].sum() / (n - warm) / 320
+        assert after == pytest.approx(alone, abs=0.02), names[at]
+
+
+def test_a_fit_finds_curves_of_a_router_of_another_size() -> None:
+    """Recorded: 32 experts, 4 used. Fitted: 128 experts, 8 used."""
+    model = RoutingModel(0.3, 0.3, 0.3, 0.854, spread=0.0, edge=0.0)
+    recorded = generate_trace(RouterShape(1, 32, 4), 1024, model=model)
+    wanted = fit_routing.curves(recorded, 0)
+    _, error = fit_routing.fit_layer(wanted, RouterShape(1, 128, 8), 640, 40)
+    assert error < 0.08
+    sticky = generate_trace(RouterShape(1, 128, 8), 640)
+    assert np.abs(fit_routing.curves(sticky, 0) - wanted).max() > 0.15, "the curves tell them apart"
+
+
+def test_an_lru_curve_counts_what_a_cache_would() -> None:
+    """Experts 0..7 in turn, one a token: with fewer slots nothing hits, with all everything."""
+    ids = (np.arange(fit_routing.SKIP + 80) % 8).astype(np.uint8)[:, None, None]
+    trace = replace(generate_trace(RouterShape(1, 8, 1), 1), ids=ids)
+    assert fit_routing.lru_curve(trace, 0).tolist() == [0.0] * 7
+    assert fit_routing.popularity_curve(trace, 0).tolist() == [k / 8 for k in range(1, 8)]
