@@ -207,7 +207,8 @@ class Upstream(Side):
 
     def about(self) -> dict[str, Any]:
         """Return upstream's commit and library files."""
-        return self._server.op_info({})
+        about: dict[str, Any] = self._server.op_info({})
+        return about
 
     def load(
         self, model: str, config: dict[str, Any], routing: str | None = None
@@ -229,7 +230,8 @@ class Upstream(Side):
         if self._context is not None:
             self._llama.llama_batch_free(self._batch)
             self._context = None
-        return self._server.op_unload({})
+        self._server.op_unload({})
+        return {}
 
     def forget(self) -> None:
         """Empty the sequence."""

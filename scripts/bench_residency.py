@@ -244,7 +244,7 @@ class Comparison:
         if args.threads:
             config["n_threads"] = args.threads
         left = max(0, facts.n_layer - ncmoe)
-        fitting = {"vram": f"{budget}B"} if budget else {"pin_layers": 0}
+        fitting: dict[str, Any] = {"vram": f"{budget}B"} if budget else {"pin_layers": 0}
         if not budget:
             fitting["cache_slots"] = left * facts.n_expert
         request = {"model": str(args.model), "routing": str(path) if args.traces else None}
