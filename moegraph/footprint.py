@@ -25,11 +25,11 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     """
     hp = model.hparams
     padded = round_up(n_ctx, KV_PAD)
-    packings = [Packing.of(expert_tensors(model, il)) for il in range(hp.n_layer)]
+    sizes = slot_bytes(model)
     dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
-    kinds = {stack_kind(expert_tensors(model, il)): p.stride for il, p in enumerate(packings)}
+    kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
     rows = min(config.n_ubatch, padded) * config.n_seq
     compute = _compute_bytes(hp, rows, padded, config.n_seq)
     if config.type_k != "f16" or config.type_v != "f16":
@@ -38,7 +38,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
-        slot_bytes=tuple(p.stride for p in packings),
+        slot_bytes=sizes,
         weights=sum(info.nbytes for info in dense),
         kv=kv_bytes_per_token(hp, config.type_k, config.type_v) * padded * config.n_seq,
         state=state_bytes(hp, config.n_seq),
@@ -46,6 +46,12 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),
     )
+
+
+def slot_bytes(model: ModelFile) -> tuple[int, ...]:
+    """Return the bytes of one expert of each layer, padding included, [n_layer]."""
+    layers = range(model.hparams.n_layer)
+    return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
 def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:

@@ -57,6 +57,12 @@ def format_count(n: int) -> str:
     return f"{_three_digits(n / 10**12)} T"
 
 
+def format_share(share: float) -> str:
+    """Return a share, 0 to 1, as '16.2 %', '25 %' or '100 %'; not quite all is '99.9 %'."""
+    percent = min(100.0 * share, 99.9) if share < 1.0 else 100.0 * share
+    return f"{percent:.1f}".removesuffix(".0") + " %"
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration as '850 ns', '12.3 us', '4.56 ms', '7.89 s', '3m 05s' or '2h 04m'."""
     if not math.isfinite(seconds):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .measure import BenchRow, BenchSpec, run_bench
+from .measure import BenchRow, BenchSpec, BenchTest, run_bench
 
-__all__ = ["BenchRow", "BenchSpec", "run_bench"]
+__all__ = ["BenchRow", "BenchSpec", "BenchTest", "run_bench"]

@@ -1,15 +1,16 @@
 """Time prompt passes (pp) and single-token passes (tg) at a depth, as llama-bench does.
 
 Tokens are random, nothing is sampled, every repetition starts from an empty sequence, and one
-repetition before the first is not counted (it builds and captures the graphs). A tg pass includes
-the argmax on the device and its read-back.
+repetition before the first is not counted (it builds and captures the graphs), unless that is not
+wanted. A tg pass includes the argmax on the device and its read-back. A pp+tg test is a prompt and
+the tokens after it, timed together.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,10 @@ from ..experts.cachestats import ExpertStats
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What to measure: every depth with every prompt length, then with every generation length.
+    """What to measure: every depth with every prompt length, every generation length, every pair.
 
     n_prompt, n_gen, depth: tokens; repetitions: timed runs a row; seed: of the random tokens.
+    pairs: tokens of prompt and generation of pp+tg tests. warm_up: run each test once uncounted.
     """
 
     n_prompt: tuple[int, ...] = (512,)
@@ -32,21 +34,55 @@ class BenchSpec:
     depth: tuple[int, ...] = (0,)
     repetitions: int = 5
     seed: int = 1
+    pairs: tuple[tuple[int, int], ...] = ()
+    warm_up: bool = True
+
+    @property
+    def tests(self) -> list[BenchTest]:
+        """All tests, in order."""
+        lengths = [(n, 0) for n in self.n_prompt] + [(0, n) for n in self.n_gen]
+        return [
+            BenchTest(n_prompt, n_gen, depth)
+            for depth in self.depth
+            for n_prompt, n_gen in (*lengths, *self.pairs)
+            if n_prompt + n_gen > 0
+        ]
+
+
+@dataclass(frozen=True)
+class BenchTest:
+    """One test: a prompt of n_prompt tokens, then n_gen single ones, after depth positions."""
+
+    n_prompt: int
+    n_gen: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        """As llama-bench has it: pp512, tg128, pp512+tg128, tg128 @ d4096."""
+        parts = [f"{kind}{n}" for kind, n in (("pp", self.n_prompt), ("tg", self.n_gen)) if n]
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row: seconds of each repetition of a test of n_tokens tokens.
+    """One row: seconds of each repetition of a test of n_prompt + n_gen tokens.
 
     experts: what the expert cache did in these repetitions, fillings of a depth included; None
     without one.
     """
 
     test: str
-    n_tokens: int
+    n_prompt: int
+    n_gen: int
     depth: int
     seconds: tuple[float, ...]
     experts: ExpertStats | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a repetition, those that only fill the depth left out."""
+        return self.n_prompt + self.n_gen
 
     @property
     def samples_tps(self) -> list[float]:
@@ -70,44 +106,32 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
     Raises:
         ContextOverflow: a test needs more positions than the context has; found before measuring.
     """
-    tests = [
-        (kind, n, depth)
-        for depth in spec.depth
-        for kind, lengths in (("pp", spec.n_prompt), ("tg", spec.n_gen))
-        for n in lengths
-        if n > 0
-    ]
-    longest = max((depth + n for _, n, depth in tests), default=0)
+    longest = max((test.depth + test.n_prompt + test.n_gen for test in spec.tests), default=0)
     if longest > engine.n_ctx:
         raise ContextOverflow(
             f"a test needs {longest} positions, the context holds {engine.n_ctx}; raise -c"
         )
     rng = np.random.default_rng(spec.seed)
-    for kind, n, depth in tests:
-        run = _prefill if kind == "pp" else _decode
-        _timed(engine, run, n, depth, rng)
+    for test in spec.tests:
+        if spec.warm_up:
+            _timed(engine, test, rng)
         before = engine.expert_stats()
-        seconds = tuple(_timed(engine, run, n, depth, rng) for _ in range(spec.repetitions))
+        seconds = tuple(_timed(engine, test, rng) for _ in range(spec.repetitions))
         after = engine.expert_stats()
         experts = after.since(before) if after and before else None
-        name = f"{kind}{n}" + (f" @ d{depth}" if depth else "")
-        yield BenchRow(name, n, depth, seconds, experts)
+        yield BenchRow(test.name, test.n_prompt, test.n_gen, test.depth, seconds, experts)
     engine.reset()
 
 
-def _timed(
-    engine: Engine,
-    run: Callable[[Engine, npt.NDArray[np.int32]], None],
-    n: int,
-    depth: int,
-    rng: np.random.Generator,
-) -> float:
-    tokens = rng.integers(0, engine.hparams.n_vocab, depth + n, dtype=np.int32)
+def _timed(engine: Engine, test: BenchTest, rng: np.random.Generator) -> float:
+    depth, start = test.depth, test.depth + test.n_prompt
+    tokens = rng.integers(0, engine.hparams.n_vocab, start + test.n_gen, dtype=np.int32)
     engine.reset()
     _prefill(engine, tokens[:depth])
-    start = time.perf_counter()
-    run(engine, tokens[depth:])
-    return time.perf_counter() - start
+    began = time.perf_counter()
+    _prefill(engine, tokens[depth:start])
+    _decode(engine, tokens[start:])
+    return time.perf_counter() - began
 
 
 def _prefill(engine: Engine, tokens: npt.NDArray[np.int32]) -> None:

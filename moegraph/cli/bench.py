@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import itertools
 import statistics
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,34 +14,81 @@ import click
 from click.core import ParameterSource
 
 from .. import __version__
+from ..config import KV_TYPES, EngineConfig
 from ..errors import ConfigError, RequestError
-from ..units import format_bytes, format_count
 from . import options, svg, ui
+from .benchrows import STYLES
 from .outputs import OutputFile
 from .report import config_report
 
 if TYPE_CHECKING:
-    from ..bench import BenchRow
+    from ..bench import BenchRow, BenchSpec
     from ..engine import Engine
     from ..experts.trace import Trace
 
 _MAX_TOKENS = 1 << 20
 _MAX_TESTS = 1000
+# Settings that may be lists; an engine is loaded for each combination.
+_SWEPT = ("n_threads", "n_ubatch", "type_k", "type_v")
 
 
-def _lengths(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
-    """Parse a comma list such as 512,1024; llama-bench's ranges 0-1024+256 work, too."""
+def _lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Parse comma lists such as 512,1024; llama-bench's ranges 0-1024+256 work, too."""
     found: list[int] = []
-    for part in text.split(","):
+    for part in _parts(texts):
         try:
-            found += _range(part.strip())
+            found += _range(part)
         except ValueError:
             raise click.BadParameter(
                 f"{part!r}; write lengths as 512,1024 or as a range 0-4096+1024"
             ) from None
     if len(found) > _MAX_TESTS or any(not 0 <= n <= _MAX_TOKENS for n in found):
-        raise click.BadParameter(f"{text!r}; at most {_MAX_TESTS} lengths of 0 to {_MAX_TOKENS}")
+        given = ",".join(texts)
+        raise click.BadParameter(f"{given!r}; at most {_MAX_TESTS} lengths of 0 to {_MAX_TOKENS}")
     return tuple(found)
+
+
+def _parts(texts: tuple[str, ...]) -> list[str]:
+    """Return the entries of comma lists, in order; an option that is repeated adds to them."""
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
+def _pairs(
+    _: click.Context, __: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Parse '512,128', one prompt and one generation each."""
+    found = []
+    for text in texts:
+        try:
+            n_prompt, n_gen = (int(part) for part in text.split(","))
+        except ValueError:
+            raise click.BadParameter(
+                f"{text!r}; write a prompt and a generation, 512,128"
+            ) from None
+        if not (0 < n_prompt <= _MAX_TOKENS and 0 < n_gen <= _MAX_TOKENS):
+            raise click.BadParameter(f"{text!r}; both are 1 to {_MAX_TOKENS}")
+        found.append((n_prompt, n_gen))
+    return tuple(found)
+
+
+def _numbers(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Parse comma lists and ranges of numbers; EngineConfig knows what is allowed."""
+    try:
+        found = tuple(n for part in _parts(texts) for n in _range(part))
+    except ValueError:
+        raise click.BadParameter(f"{','.join(texts)!r}; write numbers as 1,2 or 1-8") from None
+    if len(found) > _MAX_TESTS:
+        raise click.BadParameter(f"{','.join(texts)!r}; at most {_MAX_TESTS} numbers")
+    return found
+
+
+def _kv_types(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Parse comma lists of cache types."""
+    found = tuple(_parts(texts))
+    wrong = [name for name in found if name not in KV_TYPES]
+    if wrong:
+        raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KV_TYPES)}")
+    return found
 
 
 def _range(text: str) -> list[int]:
@@ -68,32 +113,50 @@ def _range(text: str) -> list[int]:
     return found
 
 
+def _list_option(*flags: str, **described: Any) -> Any:
+    """Return an option that takes comma lists and may be repeated; all of it is measured."""
+    return click.option(*flags, multiple=True, **described)
+
+
 @click.command(short_help="Measure speed as llama-bench does.")
 @click.argument("target", required=False, metavar="TARGET")
-@click.option("-m", "--model", metavar="TARGET", help="The model, in place of the argument.")
-@click.option(
+@_list_option(
+    "-m",
+    "--model",
+    "models",
+    metavar="TARGET",
+    help="The model, in place of the argument; repeatable.",
+)
+@_list_option(
     "-p",
     "--n-prompt",
     callback=_lengths,
-    default="512",
+    default=("512",),
     show_default=True,
     metavar="LIST",
-    help="Prompt lengths (pp); 0 for none.",
+    help="Prompt lengths (pp), as 512,1024; 0 for none.",
 )
-@click.option(
+@_list_option(
     "-n",
     "--n-gen",
     callback=_lengths,
-    default="128",
+    default=("128",),
     show_default=True,
     metavar="LIST",
     help="Generation lengths (tg); 0 for none.",
 )
-@click.option(
+@_list_option(
+    "-pg",
+    "pairs",
+    callback=_pairs,
+    metavar="PP,TG",
+    help="A prompt and a generation timed together; repeatable.",
+)
+@_list_option(
     "-d",
     "--n-depth",
     callback=_lengths,
-    default="0",
+    default=("0",),
     show_default=True,
     metavar="LIST",
     help="Positions that are filled before each test.",
@@ -108,13 +171,56 @@ def _range(text: str) -> list[int]:
     help="Timed runs of each test.",
 )
 @click.option(
+    "--no-warmup",
+    is_flag=True,
+    help="Time each test cold; without it, one run before the timed ones is not counted.",
+)
+@click.option(
     "-o",
     "--output",
     "style",
-    type=click.Choice(["md", "json", "csv"]),
+    type=click.Choice(tuple(STYLES)),
     default="md",
     show_default=True,
     help="Format of the rows.",
+)
+@_list_option(
+    "-t",
+    "--threads",
+    "n_threads",
+    callback=_numbers,
+    metavar="LIST",
+    help="CPU threads, as 1,2; default: physical cores.",
+)
+@_list_option(
+    "-ub",
+    "--ubatch-size",
+    "n_ubatch",
+    callback=_numbers,
+    default=("512",),
+    show_default=True,
+    metavar="LIST",
+    help="Prompt tokens computed in one pass.",
+)
+@_list_option(
+    "-ctk",
+    "--cache-type-k",
+    "type_k",
+    callback=_kv_types,
+    default=("f16",),
+    show_default=True,
+    metavar="LIST",
+    help="Types of the K cache, as f16,q8_0.",
+)
+@_list_option(
+    "-ctv",
+    "--cache-type-v",
+    "type_v",
+    callback=_kv_types,
+    default=("f16",),
+    show_default=True,
+    metavar="LIST",
+    help="Types of the V cache.",
 )
 @click.option(
     "--routing",
@@ -123,68 +229,118 @@ def _range(text: str) -> list[int]:
     metavar="TRACE",
     help="In tg tests, replay a routing trace in place of the router's choice.",
 )
-@click.option(
+@options.svg_option(
     "--phases",
     "phases_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE.svg",
-    help="Write what the host does in a pass, in ms by phase; for --mode layered.",
+    help="Write what the host does in a pass, by phase; for --mode layered.",
 )
-@options.engine_options
+@options.engine_options_but(*_SWEPT)
 def bench(
-    target: str | None, model: str | None, n_prompt: tuple[int, ...],
-    n_gen: tuple[int, ...], n_depth: tuple[int, ...], repetitions: int, style: str,
-    trace_path: Path | None, phases_path: Path | None, **given: Any,
+    target: str | None, models: tuple[str, ...], n_prompt: tuple[int, ...],
+    n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
+    repetitions: int, no_warmup: bool, style: str, trace_path: Path | None,
+    phases_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Measure the model TARGET: prompt processing (pp) and generation (tg), tokens a second.
 
-    Rows, names and JSON fields are llama-bench's. Tokens are random and nothing is sampled; one
-    run before the timed ones is not counted. The context is as large as the tests need unless -c
-    says otherwise.
+    Rows, names and JSON fields are llama-bench's, and so are lists: all combinations are measured,
+    each on a freshly loaded engine. Tokens are random and nothing is sampled. The context is as
+    large as the tests need unless -c says otherwise.
 
     \b
     Examples:
       moegraph bench tiny
       moegraph bench model.gguf -p 512,2048 -n 64 -d 0,4096 -r 3
-      moegraph bench model.gguf --mode layered -o json
+      moegraph bench model.gguf -t 4,8 -ctk f16,q8_0 -pg 512,128 -o json
       moegraph bench model.gguf --vram 12 -p 0 --routing my.trace
     """
-    from ..bench import BenchSpec, run_bench
+    from ..bench import BenchSpec
 
-    name = model or target
-    if name is None or (model and target):
-        raise click.UsageError("give one model: a GGUF file or a shipped model's name")
-    if not any(n_prompt) and not any(n_gen):
+    names = models or ((target,) if target else ())
+    if not names or (models and target):
+        raise click.UsageError("give a model: a GGUF file or a shipped model's name")
+    spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup)
+    if not spec.tests:
         raise RequestError("nothing to measure; -p and -n are both 0")
-    ctx = click.get_current_context()
-    if ctx.get_parameter_source("n_ctx") is ParameterSource.DEFAULT:
-        needed = max(n_depth) + max(*n_prompt, *n_gen)
+    if click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.DEFAULT:
+        needed = max(test.depth + test.n_prompt + test.n_gen for test in spec.tests)
         given["n_ctx"] = -(-needed // 256) * 256
-    spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions)
     trace = _read_routing(trace_path) if trace_path else None
-    config = options.build_config(given)
+    configs = _configs(given)
+    config = configs[0]
     if config.profile not in ("", "none") and not Path(config.profile).is_file():
         raise RequestError(f"{config.profile}: no such profile, and bench writes none")
     if phases_path and config.mode != "layered":
         raise ConfigError("--phases needs --mode layered; one graph a pass has no phases")
-    with ExitStack() as stack:
-        plot = stack.enter_context(OutputFile(phases_path)) if phases_path else None
-        engine = stack.enter_context(options.load_engine(name, config, trace))
-        facts: dict[str, Any] = _facts(engine)
-        bars: dict[str, dict[str, float]] = {}
-        records = (_noted(_record(facts, row), bars) for row in run_bench(engine, spec))
-        {"md": _print_markdown, "json": _print_json, "csv": _print_csv}[style](records)
+    with OutputFile(phases_path) if phases_path else nullcontext() as plot:
+        phases = _Phases(_varied(names, configs))
+        records = (
+            phases.noted(record)
+            for name in names
+            for config in configs
+            for record in _measure(name, config, spec, trace)
+        )
+        STYLES[style](records, [test.name for test in spec.tests], _varied(names, configs))
         if plot:
-            title = f"Host time of a pass, {facts['model_type']}, {facts['device_info']}"
-            plot.write(svg.stacked_bars(title, "ms", bars).encode())
+            plot.write(phases.plot().encode())
+
+
+def _configs(given: dict[str, Any]) -> list[EngineConfig]:
+    """Return a configuration for each combination of the settings that are lists."""
+    return [
+        options.build_config({**given, **dict(zip(_SWEPT, values))})
+        for values in itertools.product(*(given[name] or (None,) for name in _SWEPT))
+    ]
+
+
+def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[str]:
+    """Return the columns that differ from row to row by more than the test."""
+    found = {name for name in _SWEPT if len({getattr(c, name) for c in configs}) > 1}
+    return frozenset(found | ({"size", "params"} if len(names) > 1 else set()))
+
+
+def _measure(
+    name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None
+) -> Iterator[dict[str, Any]]:
+    """Load a model and yield its records."""
+    from ..bench import run_bench
+
+    with options.load_engine(name, config, trace) as engine:
+        facts = _facts(engine)
+        for row in run_bench(engine, spec):
+            yield _record(facts, row)
         options.show_messages(engine)
 
 
-def _noted(record: dict[str, Any], bars: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Return a record, its phases added to bars."""
-    if record["experts"]:
-        bars[record["test"]] = record["experts"]["phases_ms_per_step"]
-    return record
+class _Phases:
+    """What the host did in a pass of each test, in ms by phase, for the plot."""
+
+    _NOTES = (
+        "launch: enqueues the graphs; on the CPU it computes them",
+        "wait: until the router's choice has arrived",
+        "resolve: finds the slots of what was chosen; fetches and computes what is missing",
+    )
+
+    def __init__(self, varied: frozenset[str]) -> None:
+        self._bars: dict[str, dict[str, float]] = {}
+        self._title = ""
+        self._varied = [name for name in _SWEPT if name in varied]
+
+    def noted(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record, its phases kept."""
+        experts = record["experts"]
+        if experts:
+            self._title = f"{record['model_type']}, {record['device_info']}"
+            settings = [f"{name.removeprefix('n_')} {record[name]}" for name in self._varied]
+            name = ", ".join([record["test"], *settings])
+            self._bars[name] = {
+                phase: 1e-3 * us for phase, us in experts["phases_us_per_pass"].items()
+            }
+        return record
+
+    def plot(self) -> str:
+        """Return the phases of all tests as SVG."""
+        return svg.share_bars(f"Host time of a pass, {self._title}", "ms", self._bars, self._NOTES)
 
 
 def _read_routing(path: Path) -> Trace:
@@ -204,13 +360,14 @@ def _facts(engine: Engine) -> dict[str, Any]:
 
     summary = summarize(engine.hparams, engine.file.tensors)
     kv = engine.file.kv
-    label = kv.get("general.size_label") or format_count(summary.n_params).replace(" ", "")
+    label = kv.get("general.size_label")
+    words = [kv["general.architecture"], *([label] if label else []), summary.by_type[0].type]
     return {
         "moegraph": __version__,
         "llama_commit": llama_commit(),
         "patchset": patchset(),
         "model_filename": str(engine.file.path),
-        "model_type": f"{kv['general.architecture']} {label} {summary.by_type[0].type}",
+        "model_type": " ".join(words),
         "model_size": summary.n_bytes,
         "model_n_params": summary.n_params,
         "backends": "CPU" if engine.device_name == "cpu" else "CUDA",
@@ -221,11 +378,10 @@ def _facts(engine: Engine) -> dict[str, Any]:
 
 def _record(facts: dict[str, Any], row: BenchRow) -> dict[str, Any]:
     samples_ns = [round(s * 1e9) for s in row.seconds]
-    is_prompt = row.test.startswith("pp")
     return {
         **facts,
-        "n_prompt": row.n_tokens if is_prompt else 0,
-        "n_gen": 0 if is_prompt else row.n_tokens,
+        "n_prompt": row.n_prompt,
+        "n_gen": row.n_gen,
         "n_depth": row.depth,
         "test_time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.fmean(samples_ns)),
@@ -237,76 +393,3 @@ def _record(facts: dict[str, Any], row: BenchRow) -> dict[str, Any]:
         "test": row.test,
         "experts": row.experts.report() if row.experts else None,
     }
-
-
-def _print_json(records: Iterator[dict[str, Any]]) -> None:
-    rows = [json.dumps(record, ensure_ascii=False) for record in records]
-    click.echo("[\n  " + ",\n  ".join(rows) + "\n]")
-
-
-def _print_csv(records: Iterator[dict[str, Any]]) -> None:
-    for at, record in enumerate(records):
-        flat = {**record, **_expert_columns(record)}
-        flat.pop("experts", None)
-        fields = {k: v for k, v in flat.items() if not k.startswith("samples")}
-        line = io.StringIO()
-        writer = csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        if at == 0:
-            writer.writerow(fields)
-        writer.writerow(fields.values())
-        ui.write_text(line.getvalue())
-
-
-def _expert_columns(record: dict[str, Any]) -> dict[str, str]:
-    """Return the columns about experts that may be missing from the device; none otherwise."""
-    experts = record.get("experts")
-    if not experts:
-        return {}
-    return {
-        "hit_rate": f"{experts['hit_rate']:.3f}",
-        "mib_step": f"{experts['fetched_mib_per_step']:.1f}",
-    }
-
-
-def _print_markdown(records: Iterator[dict[str, Any]]) -> None:
-    widths: list[int] = []
-    for at, record in enumerate(records):
-        cells = _markdown_cells(record)
-        if at == 0:
-            widths = [max(len(name), len(cell)) for name, cell in cells.items()]
-            # Later tests have longer names and larger numbers than the first.
-            widths[-2:] = [max(widths[-2], 16), max(widths[-1], 20)]
-            _print_row(list(cells), widths)
-            rules = [("-" * (w + 1)) + ("-" if name in _LEFT else ":")
-                     for name, w in zip(cells, widths, strict=True)]  # fmt: skip
-            ui.write_text("|" + "|".join(rules) + "|\n")
-        _print_row(list(cells.values()), widths)
-
-
-_LEFT = ("model", "backend", "mode", "type_k", "type_v")
-
-
-def _markdown_cells(record: dict[str, Any]) -> dict[str, str]:
-    cells = {
-        "model": record["model_type"],
-        "size": format_bytes(record["model_size"]),
-        "params": format_count(record["model_n_params"]),
-        "backend": record["backends"],
-        "threads": str(record["n_threads"]),
-        "mode": record["mode"],
-    }
-    for name, usual in (("n_ubatch", 512), ("type_k", "f16"), ("type_v", "f16")):
-        if record[name] != usual:
-            cells[name] = str(record[name])
-    cells |= _expert_columns(record)
-    cells["test"] = record["test"]
-    cells["t/s"] = f"{record['avg_ts']:.2f} \u00b1 {record['stddev_ts']:.2f}"
-    return cells
-
-
-def _print_row(cells: list[str], widths: list[int]) -> None:
-    padded = [
-        cell.ljust(width) if at in (0, 3, 5) else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    ui.write_text("| " + " | ".join(padded) + " |\n")

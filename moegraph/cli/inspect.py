@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from ..config import KV_TYPES
-from ..errors import ModelFileError, RequestError
-from ..units import MiB, format_bytes, format_count, parse_bytes
+from ..config import KV_TYPES, EngineConfig
+from ..errors import ModelFileError, RequestError, UnsupportedModel
+from ..units import format_bytes, format_count, parse_bytes
 from . import options, ui
+from .budget import (
+    RESERVE_BYTES,
+    Budget,
+    budget_fields,
+    memory_rows,
+    plan_budget,
+    resident_text,
+)
 
 if TYPE_CHECKING:
-    from ..modelfile import ModelFile, TensorInfo
+    from ..modelfile import GgufFile, ModelFile, TensorInfo
     from ..modelfile.check import BadTensor
-    from ..modelfile.summary import Fit, ModelSummary
+    from ..modelfile.summary import LayerSummary, ModelSummary, TypeTotal
 
-# Compute buffers, the driver's context and alignment: what a device holds besides the model.
-SCRATCH_BYTES = 512 * MiB
 _MAX_VALUE_CHARS = 72
 _MAX_LISTED = 8
+_MAX_RUNS = 5
+_TEMPLATE = "tokenizer.chat_template"
 
 
 @click.command(short_help="Show what a model file holds and what fits.")
 @click.argument("target")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
+@click.option(
+    "--tensor",
+    "globs",
+    multiple=True,
+    metavar="GLOB",
+    help="List the tensors whose names match, as 'blk.0.*'; repeatable.",
+)
+@click.option("--key", metavar="KEY", help="Print only the value of one metadata key, in full.")
+@click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE",
     help="Show what fits into this much device memory, in GiB or as 8GiB, 512MiB; repeatable.",
@@ -70,47 +89,132 @@ _MAX_LISTED = 8
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
-    target: str, with_tensors: bool, vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str,
-    with_check: bool, as_json: bool,
+    target: str, with_tensors: bool, globs: tuple[str, ...], key: str | None, with_template: bool,
+    vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str, with_check: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Show metadata, sizes and experts of the model TARGET; its weights are not loaded.
+
+    A GGUF file of an architecture that moegraph does not run is shown as far as that goes:
+    metadata, types and tensors. --vram asks the planner; `moegraph plan` tells more.
 
     \b
     Examples:
       moegraph inspect tiny
       moegraph inspect model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
-      moegraph inspect model.gguf --tensors --json | jq .layers
+      moegraph inspect model.gguf --tensor 'blk.0.*' --json | jq .tensors
+      moegraph inspect model.gguf --key general.name
       moegraph inspect model.gguf --check
     """
-    from ..modelfile.summary import fit, summarize
-
-    budgets = [parse_bytes(size, unit="g") for size in vram]
+    sizes = [parse_bytes(size, unit="g") for size in vram]
     if not 0 <= n_ctx <= 1 << 22:
         raise RequestError(f"n_ctx is {n_ctx} (-c/--ctx-size); allowed: 0 to {1 << 22}")
-    with options.open_header(target) as model:
-        summary = summarize(model.hparams, model.tensors)
-        fits = [
-            fit(
-                summary, model.hparams, budget, n_ctx=n_ctx, scratch_bytes=SCRATCH_BYTES,
-                type_k=type_k, type_v=type_v,
-            )
-            for budget in budgets
-        ]  # fmt: skip
-        bad = _check(model) if with_check else None
-        if as_json:
-            report = _report(model, summary, fits, with_tensors)
-            if bad is not None:
-                report["nonfinite"] = [dataclasses.asdict(tensor) for tensor in bad]
-            click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
-        else:
-            _show(model, summary, fits, with_tensors)
-            if bad is not None:
-                _show_check(bad, len(model.tensors))
-        if bad:
-            raise ModelFileError(
-                f"{model.path}: {len(bad)} of {len(model.tensors)} tensors hold NaN or infinity, "
-                f"the first is {bad[0].name}; the file is damaged, get it again"
-            )
+    if key is not None and with_template:
+        raise click.UsageError("--key and --template each print one value; give one")
+    wanted = _TEMPLATE if with_template else key
+    if wanted is not None:
+        with options.open_any(target) as file:
+            _print_value(file, wanted, as_json)
+        return
+    globs = globs or (("*",) if with_tensors else ())
+    try:
+        model = options.open_header(target)
+    except UnsupportedModel as error:
+        if sizes or with_check:
+            raise
+        with options.open_any(target) as file:
+            _show_foreign(file, globs, as_json, str(error))
+        return
+    with model:
+        config = EngineConfig(n_ctx=n_ctx, type_k=type_k, type_v=type_v).validate()
+        _inspect(model, globs, _budgets(model, config, sizes), config, with_check, as_json)
+
+
+def _budgets(model: ModelFile, config: EngineConfig, sizes: Sequence[int]) -> list[Budget]:
+    """Ask the planner about budgets, as `moegraph plan` does."""
+    from ..footprint import needed_bytes
+
+    if not sizes:
+        return []
+    need = needed_bytes(model, config, config.n_ctx or model.hparams.n_ctx_train)
+    return [plan_budget(need, config, n, RESERVE_BYTES) for n in sizes]
+
+
+def _inspect(
+    model: ModelFile, globs: Sequence[str], budgets: list[Budget], config: EngineConfig,
+    with_check: bool, as_json: bool,
+) -> None:  # fmt: skip
+    from ..modelfile.summary import summarize
+
+    summary = summarize(model.hparams, model.tensors)
+    bad = _check(model) if with_check else None
+    if as_json:
+        report = _report(model, summary, budgets, globs)
+        if bad is not None:
+            report["nonfinite"] = [dataclasses.asdict(tensor) for tensor in bad]
+        _print_json(report)
+    else:
+        ui.heading("Model")
+        ui.table(_facts(model, summary))
+        _show_metadata(model)
+        _show_types(summary.by_type)
+        _section("Layers")
+        header = ("layers", "n", "kind", "dense", "experts", "one expert", "types")
+        ui.table(_layer_rows(summary.layers), header)
+        _show_tensors(model, globs)
+        for budget in budgets:
+            _show_budget(budget, config.n_ctx or model.hparams.n_ctx_train)
+        for warning in model.warnings:
+            ui.note(f"warning: {warning}")
+        if bad is not None:
+            _show_check(bad, len(model.tensors))
+    if bad:
+        raise ModelFileError(
+            f"{model.path}: {len(bad)} of {len(model.tensors)} tensors hold NaN or infinity, "
+            f"the first is {bad[0].name}; the file is damaged, get it again"
+        )
+
+
+def _print_value(file: GgufFile, key: str, as_json: bool) -> None:
+    """Print one metadata value, in full; text as it is."""
+    if key not in file.kv:
+        near = difflib.get_close_matches(key, file.kv, 3)
+        hint = f"near it: {', '.join(near)}" if near else "`moegraph inspect TARGET` lists all"
+        raise RequestError(f"{file.path}: there is no metadata key {key!r}; {hint}")
+    value = file.kv[key]
+    if isinstance(value, str) and not as_json:
+        ui.write_text(value + ("" if value.endswith("\n") else "\n"))
+        return
+    listed = value if isinstance(value, (bool, int, float, str)) else [_scalar(v) for v in value]
+    _print_json(_scalar(listed) if isinstance(listed, float) else listed)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: str) -> None:
+    """Show a file that moegraph cannot run, and say so."""
+    from ..modelfile.summary import types_of
+
+    totals = types_of(file.tensors.values())
+    if as_json:
+        report = {
+            **_file_fields(file), "unsupported": reason,
+            "n_params": sum(total.n_params for total in totals),
+            "types": [dataclasses.asdict(total) for total in totals],
+        }  # fmt: skip
+        _print_json(_with_tensors(report, file, globs))
+        return
+    ui.heading("File")
+    ui.table([
+        ("file", _path_text(file)), ("size", format_bytes(file.n_bytes)),
+        ("parameters", format_count(sum(total.n_params for total in totals))),
+        ("tensors", f"{len(file.tensors):,}"),
+    ])  # fmt: skip
+    _show_metadata(file)
+    _show_types(totals)
+    _show_tensors(file, globs)
+    ui.note(f"warning: {reason}")
 
 
 def _check(model: ModelFile) -> list[BadTensor]:
@@ -121,42 +225,67 @@ def _check(model: ModelFile) -> list[BadTensor]:
 
 
 def _show_check(bad: list[BadTensor], n_tensors: int) -> None:
-    click.echo()
-    ui.heading("Check")
+    _section("Check")
     if not bad:
         ui.table([("weights", f"no NaN and no infinity in {n_tensors} tensors")])
         return
     ui.table(
-        [(t.name, t.type, f"{t.n_bad}", f"{t.n_blocks}", f"{t.first}") for t in bad],
+        [(t.name, t.type, f"{t.n_bad:,}", f"{t.n_blocks:,}", f"{t.first:,}") for t in bad],
         ("tensor", "type", "bad blocks", "of", "first"),
     )
 
 
+def _file_fields(file: GgufFile) -> dict[str, Any]:
+    return {
+        "paths": [str(path) for path in file.paths],
+        "n_bytes": file.n_bytes,
+        "warnings": list(file.warnings),
+        "metadata": {key: _plain(value) for key, value in file.kv.items()},
+    }
+
+
+def _with_tensors(report: dict[str, Any], file: GgufFile, globs: Sequence[str]) -> dict[str, Any]:
+    if globs:
+        report["tensors"] = [_tensor(info) for info in _matching(file, globs)]
+    return report
+
+
 def _report(
-    model: ModelFile, summary: ModelSummary, fits: list[Fit], with_tensors: bool
+    model: ModelFile, summary: ModelSummary, budgets: Sequence[Budget], globs: Sequence[str]
 ) -> dict[str, Any]:
     layers = [
         {**dataclasses.asdict(layer), "expert_types": dict(layer.expert_types)}
         for layer in summary.layers
     ]
     report = {
-        "paths": [str(path) for path in model.paths],
-        "n_bytes": model.n_bytes,
-        "warnings": list(model.warnings),
+        **_file_fields(model),
         "hparams": dataclasses.asdict(model.hparams),
         "n_params": summary.n_params,
-        "active_params": summary.active_params,
+        "n_active_params": summary.active_params,
         "dense_bytes": summary.dense_bytes,
         "expert_bytes": summary.expert_bytes,
         "unused_bytes": summary.unused_bytes,
         "types": [dataclasses.asdict(total) for total in summary.by_type],
         "layers": layers,
-        "fits": [dataclasses.asdict(entry) for entry in fits],
-        "metadata": {key: _plain(value) for key, value in model.kv.items()},
+        "budgets": [budget_fields(budget) for budget in budgets],
     }
-    if with_tensors:
-        report["tensors"] = [_tensor(info) for info in model.tensors.values()]
-    return report
+    return _with_tensors(report, model, globs)
+
+
+def _matching(file: GgufFile, globs: Sequence[str]) -> list[TensorInfo]:
+    """Return the tensors whose names match one of the globs.
+
+    Raises:
+        RequestError: none does.
+    """
+    found = [
+        info
+        for info in file.tensors.values()
+        if any(fnmatch.fnmatchcase(info.name, glob) for glob in globs)
+    ]
+    if globs and not found:
+        raise RequestError(f"{file.path}: no tensor matches {' or '.join(map(repr, globs))}")
+    return found
 
 
 def _tensor(info: TensorInfo) -> dict[str, Any]:
@@ -172,66 +301,107 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a metadata value for JSON: long arrays by their length, odd floats as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     if isinstance(value, (bool, int, float, str)):
-        return value
+        return _scalar(value)
     if len(value) > _MAX_LISTED:
         kind = value.dtype.name if isinstance(value, np.ndarray) else "string"
         return {"array": kind, "length": len(value)}
-    return [_plain(entry.item() if isinstance(entry, np.generic) else entry) for entry in value]
+    return [_scalar(entry) for entry in value]
 
 
-def _show(model: ModelFile, summary: ModelSummary, fits: list[Fit], with_tensors: bool) -> None:
-    ui.heading("Metadata")
-    ui.table((key, _brief(value)) for key, value in model.kv.items())
+def _scalar(value: Any) -> Any:
+    """Return a scalar for JSON, odd floats as text."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _section(title: str) -> None:
     click.echo()
-    ui.heading("Model")
-    ui.table(_facts(model, summary))
-    click.echo()
-    ui.heading("Types")
+    ui.heading(title)
+
+
+def _show_metadata(file: GgufFile) -> None:
+    _section("Metadata")
+    ui.table(
+        ((key, _brief(value) + _meaning(key, value)) for key, value in file.kv.items()),
+        is_text=True,
+    )
+
+
+def _show_types(totals: Iterable[TypeTotal]) -> None:
+    _section("Types")
     ui.table(
         [
-            (total.type, total.n_tensors, format_count(total.n_params), format_bytes(total.n_bytes))
-            for total in summary.by_type
+            (total.type, f"{total.n_tensors:,}", format_count(total.n_params),
+             format_bytes(total.n_bytes))
+            for total in totals
         ],
         ("type", "tensors", "parameters", "size"),
+    )  # fmt: skip
+
+
+def _show_tensors(file: GgufFile, globs: Sequence[str]) -> None:
+    if not globs:
+        return
+    found = _matching(file, globs)
+    _section("Tensors")
+    ui.table(
+        [
+            (info.name, info.type.name, list(info.ne[: info.n_dims]), format_bytes(info.nbytes))
+            for info in found
+        ],
+        ("name", "type", "shape", "size"),
     )
-    click.echo()
-    ui.heading("Layers")
-    ui.table(_layer_rows(summary), ("layer", "kind", "dense", "experts", "one expert", "types"))
-    if with_tensors:
-        click.echo()
-        ui.heading("Tensors")
-        ui.table(
-            [
-                (info.name, info.type.name, list(info.ne[: info.n_dims]), format_bytes(info.nbytes))
-                for info in model.tensors.values()
-            ],
-            ("name", "type", "shape", "size"),
-        )
-    for entry in fits:
-        click.echo()
-        ui.heading(f"In {format_bytes(entry.budget_bytes)}, {entry.n_ctx} positions")
-        ui.table(_fit_rows(entry))
-    for warning in model.warnings:
-        ui.note(f"warning: {warning}")
+
+
+def _show_budget(budget: Budget, n_ctx: int) -> None:
+    what = resident_text(budget.plan) if budget.plan else "does not fit"
+    _section(f"In {format_bytes(budget.n_bytes)}, {n_ctx:,} positions: {what}")
+    ui.table(memory_rows(budget) or [(budget.refusal,)])
 
 
 def _brief(value: Any) -> str:
-    """Return a metadata value in one short piece."""
+    """Return a metadata value for people in one short piece."""
     plain = _plain(value)
     if isinstance(plain, Mapping):
-        return f"{plain['length']} x {plain['array']}"
-    text = json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else str(plain)
+        return f"{plain['length']:,} x {plain['array']}"
+    if isinstance(plain, list):
+        text = f"[{', '.join(_number_text(entry) for entry in plain)}]"
+    else:
+        text = _number_text(plain)
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+
+
+def _number_text(value: Any) -> str:
+    """Return a scalar: digits grouped, an F32 as it was written and not as its nearest F64."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else f"{value}"
+    short = str(np.float32(value))
+    return short if float(np.float32(value)) == value else repr(value)
+
+
+def _meaning(key: str, value: Any) -> str:
+    """Return the name of a file type; '' for all else."""
+    from gguf.constants import LlamaFileType
+
+    if key != "general.file_type" or value not in [kind.value for kind in LlamaFileType]:
+        return ""
+    return f" ({LlamaFileType(value).name.removeprefix('MOSTLY_').removeprefix('ALL_')})"
+
+
+def _path_text(file: GgufFile) -> str:
+    n_parts = len(file.paths)
+    return f"{file.path}" + (f" and {n_parts - 1} more" if n_parts > 1 else "")
 
 
 def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
     hp = model.hparams
-    n_parts = len(model.paths)
     return [
-        ("file", f"{model.path}" + (f" and {n_parts - 1} more" if n_parts > 1 else "")),
+        ("file", _path_text(model)),
         ("size", format_bytes(model.n_bytes)),
         (
             "parameters",
@@ -244,47 +414,43 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
             + (f"; {hp.n_layer_nextn} for prediction, not run" if hp.n_layer_nextn else ""),
         ),
         ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token, and one shared"),
-        ("context", f"{hp.n_ctx_train} positions in training"),
-        ("vocabulary", f"{hp.n_vocab} tokens"),
-        (
-            "dense",
-            f"{format_bytes(summary.dense_bytes)}: all that runs for every token",
-        ),
+        ("context", f"{hp.n_ctx_train:,} positions in training"),
+        ("vocabulary", f"{hp.n_vocab:,} tokens"),
+        ("dense", f"{format_bytes(summary.dense_bytes)}: all that runs for every token"),
         ("routed experts", format_bytes(summary.expert_bytes)),
     ]
 
 
-def _layer_rows(summary: ModelSummary) -> list[tuple[object, ...]]:
-    return [
-        (
-            layer.il,
-            "DeltaNet" if layer.recurrent else "attention",
-            format_bytes(layer.dense_bytes),
-            format_bytes(layer.expert_bytes),
-            format_bytes(layer.bytes_per_expert),
-            " ".join(f"{name.removeprefix('ffn_')}:{kind}" for name, kind in layer.expert_types),
-        )
-        for layer in summary.layers
-    ]
+def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:
+    """Return one row for all layers that are alike."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer in layers:
+        what = (
+            "DeltaNet" if layer.recurrent else "attention", format_bytes(layer.dense_bytes),
+            format_bytes(layer.expert_bytes), format_bytes(layer.bytes_per_expert),
+            _types_text(layer.expert_types),
+        )  # fmt: skip
+        groups.setdefault(what, []).append(layer.il)
+    return [(_runs(at), f"{len(at)}", *what) for what, at in groups.items()]
 
 
-def _fit_rows(entry: Fit) -> list[tuple[str, str]]:
-    rows = [
-        ("dense weights", format_bytes(entry.dense_bytes)),
-        ("KV cache", format_bytes(entry.kv_bytes)),
-        ("recurrent state", format_bytes(entry.state_bytes)),
-        ("compute and driver", format_bytes(entry.scratch_bytes)),
-    ]
-    if entry.shortfall_bytes:
-        rows.append(("short of", format_bytes(entry.shortfall_bytes)))
-        return rows
-    rows.append(("left for experts", format_bytes(entry.free_bytes)))
-    if entry.everything_fits:
-        rows.append(("fits", "everything"))
-    else:
-        rows.append(("whole layers", f"{entry.n_layers}"))
-        rows.append((
-            "single experts",
-            f"{entry.n_slots} of {entry.n_experts_total} ({100 * entry.slot_share:.0f} %)",
-        ))  # fmt: skip
-    return rows
+def _types_text(types: Sequence[tuple[str, str]]) -> str:
+    """Return the types of expert tensors by type, as 'gate, up Q4_K; down Q6_K'."""
+    by_type: dict[str, list[str]] = {}
+    for name, kind in types:
+        by_type.setdefault(kind, []).append(name.removeprefix("ffn_").removesuffix("_exps"))
+    return "; ".join(f"{', '.join(names)} {kind}" for kind, names in by_type.items())
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Return rising numbers as '0-2, 4-6, 9', the middle left out where there are many runs."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    if len(texts) > _MAX_RUNS:
+        texts = [*texts[: _MAX_RUNS - 2], "...", texts[-1]]
+    return ", ".join(texts)

@@ -23,7 +23,7 @@ from . import ui
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..experts.trace import Trace
-    from ..modelfile import ModelFile
+    from ..modelfile import GgufFile, ModelFile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -119,6 +119,20 @@ def length_options(command: Command) -> Command:
             help=r"Read \n, \t, \\ and \" in the prompt and in stop texts as escapes.",
         ),
     ])  # fmt: skip
+
+
+def svg_path(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a plot that is not named as SVG; devices and pipes are what the user makes of them."""
+    if path is None or path.suffix.lower() == ".svg" or str(path).startswith("/dev/"):
+        return path
+    raise click.BadParameter(f"{str(path)!r}; plots are SVG: name it {path.with_suffix('.svg')}")
+
+
+def svg_option(*flags: str, help: str) -> Callable[[Command], Command]:
+    """Return the option of a plot's file."""
+    return click.option(
+        *flags, type=click.Path(path_type=Path), callback=svg_path, metavar="FILE.svg", help=help
+    )
 
 
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -223,6 +237,13 @@ def open_header(target: str | Path) -> ModelFile:
     from ..modelfile import open_model, resolve_target
 
     return open_model(resolve_target(target))
+
+
+def open_any(target: str | Path) -> GgufFile:
+    """Open a GGUF file by name or path whatever its architecture is, to look into it."""
+    from ..modelfile import open_gguf, resolve_target
+
+    return open_gguf(resolve_target(target))
 
 
 def load_engine(

@@ -11,15 +11,23 @@ import click
 
 from ..config import EngineConfig
 from ..config import settings as engine_settings
-from ..errors import ConfigError, OutOfDeviceMemory
-from ..units import format_bytes, parse_bytes
+from ..errors import OutOfDeviceMemory
+from ..units import format_bytes, format_share, parse_bytes
 from . import options, ui
-from .simulate import simulation_fields, trace_fields
+from .budget import (
+    Budget,
+    budget_fields,
+    memory_rows,
+    plan_budget,
+    refusals,
+    slots_text,
+)
+from .simulate import Sizes, find_sizes, simulation_fields, trace_fields
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.identity import RouterShape
-    from ..experts.planner import Footprint, Plan
+    from ..experts.planner import Footprint
     from ..experts.policy import Policy
     from ..experts.profile import Profile
     from ..experts.simulate import Simulation
@@ -32,7 +40,7 @@ _SETTINGS = (
 # Enough to warm up and to average over; a generated trace does not drift further.
 _N_GENERATED, _N_WARM = 512, 192
 _HEADER = (
-    "budget", "experts resident", "pinned", "slots a layer", "left over", "hit rate", "tok/s",
+    "budget", "experts resident", "full layers", "slots a layer", "left over", "hit rate", "tok/s",
     "-ncmoe",
 )  # fmt: skip
 
@@ -42,17 +50,6 @@ def _plan_options(command: Any) -> Any:
     for setting in reversed([s for s in engine_settings() if s.name in _SETTINGS]):
         command = options.setting_option(setting)(command)
     return command
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One budget: its plan and replay, or why there is none."""
-
-    budget: int
-    plan: Plan | None
-    found: Simulation | None
-    n_cpu_layers: int | None
-    refusal: str = ""
 
 
 @click.command("plan", short_help="Show what fits into a card, and the predicted speed.")
@@ -103,8 +100,8 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Show how the planner divides device memory for the model TARGET; its weights are not loaded.
 
-    The last column is what upstream would need for the same memory: the experts of so many layers
-    in host memory.
+    A full layer has all its experts on the device; the others share slots. The last column is what
+    upstream would need for the same memory: the experts of so many layers in host memory.
 
     \b
     Examples:
@@ -119,7 +116,7 @@ def plan_command(
     from ..footprint import needed_bytes
 
     config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
-    budgets = [parse_bytes(size, unit="g") for size in vram]
+    sizes = [parse_bytes(size, unit="g") for size in vram]
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
@@ -128,32 +125,35 @@ def plan_command(
         profile = read_profile(profile_path, shape) if profile_path else None
         trace = _trace(trace_path, shape)
         need = needed_bytes(model, config, config.n_ctx or model.hparams.n_ctx_train)
-        size = sum(need.slot_bytes) // need.n_layer
-        scaled = times.scaled(need.n_layer, size)
         job = _Job(
-            config, parse_policy(config.policy), scaled or times, scaled is not None, trace,
-            profile, profile_class,
+            config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
+            trace, profile, profile_class,
         )  # fmt: skip
-        rows = [_row(need, budget, reserve, job) for budget in budgets]
-        if len(rows) == 1 and rows[0].refusal:
-            raise OutOfDeviceMemory(rows[0].refusal)
+        demand = profile.demand().tolist() if profile else None
+        budgets = [plan_budget(need, config, n, reserve, demand) for n in sizes]
+        if len(budgets) == 1 and budgets[0].refusal:
+            raise OutOfDeviceMemory(budgets[0].refusal)
+        rows = [(budget, _replay(need, budget, job)) for budget in budgets]
         if as_json:
-            click.echo(json.dumps(_report(model, need, job, rows, reserve)))
+            click.echo(json.dumps(_report(model, need, job, rows)))
         else:
-            _show(job, rows)
+            _show(model, need, job, rows)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all budgets have in common. predicts: the machine's times are near this model's."""
+    """What all budgets have in common. sizes: of experts, and the machine's times for them."""
 
     config: EngineConfig
     policy: Policy
     machine: Machine
-    predicts: bool
+    sizes: Sizes
     trace: Trace
     profile: Profile | None
     profile_class: str | None
+
+
+_Rows = list[tuple[Budget, "Simulation | None"]]
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
@@ -167,97 +167,81 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
     return trace
 
 
-def _row(need: Footprint, budget: int, reserve: int, job: _Job) -> _Row:
-    from ..experts.planner import make_plan, upstream_cpu_layers
+def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
     from ..experts.simulate import simulate
 
-    usable = budget - reserve
-    config, profile = job.config, job.profile
-    upstream = upstream_cpu_layers(need, usable)
-    try:
-        plan = make_plan(
-            need, usable,
-            None if config.pin_layers < 0 else config.pin_layers,
-            None if config.cache_slots < 0 else config.cache_slots,
-            f"--vram {format_bytes(budget)} less {format_bytes(reserve)} for the driver",
-            profile.demand().tolist() if profile else None,
-        )  # fmt: skip
-    except (OutOfDeviceMemory, ConfigError) as error:
-        if isinstance(error, ConfigError) and usable >= need.fixed + need.staging:
-            raise
-        return _Row(budget, None, None, upstream, str(error))
+    if budget.plan is None:
+        return None
     trace = job.trace
-    found = simulate(
-        trace, plan.n_slots, job.policy, job.machine, mode=config.miss, profile=profile,
-        profile_class=job.profile_class, slot_bytes=need.slot_bytes,
+    return simulate(
+        trace, budget.plan.n_slots, job.policy, job.sizes.machine or job.machine,
+        mode=job.config.miss, profile=job.profile, profile_class=job.profile_class,
+        slot_bytes=need.slot_bytes,
         skip=_N_WARM if trace.n_tokens - trace.n_prompt > 2 * _N_WARM else 0,
     )  # fmt: skip
-    return _Row(budget, plan, found, upstream)
 
 
-def _show(job: _Job, rows: list[_Row]) -> None:
-    cells = []
-    for row in rows:
-        upstream = "does not fit" if row.n_cpu_layers is None else f"{row.n_cpu_layers}"
-        if row.plan is None or row.found is None:
-            cells.append([format_bytes(row.budget), "does not fit", *[""] * 5, upstream])
-            continue
-        plan, found = row.plan, row.found
-        rest = [n for il, n in enumerate(plan.n_slots) if il not in plan.pinned]
-        spread = f"{min(rest)} to {max(rest)}" if rest and min(rest) < max(rest) else ""
-        cells.append([
-            format_bytes(row.budget), f"{plan.resident_share:.1%}", f"{len(plan.pinned)}",
-            spread or (f"{rest[0]}" if rest else "-"), format_bytes(plan.margin or 0),
-            f"{found.hit_rate:.3f}",
-            f"{found.tokens_per_s:.0f}" if job.predicts else "-",
-            upstream,
-        ])  # fmt: skip
+def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
+    ui.heading("Plan")
+    ui.table(_head(model, need, job))
+    click.echo()
+    cells = [_cells(budget, found, job) for budget, found in rows]
     ui.table(cells, _HEADER)
-    if len(rows) == 1 and rows[0].plan is not None:
-        ui.heading("device memory")
-        ui.table([(name, format_bytes(n)) for name, n in rows[0].plan.bytes.items() if n])
-    for row in rows:
-        if row.refusal:
-            ui.note(row.refusal)
-    speed = f"speed predicted for machine {job.machine.name}"
-    if not job.predicts:
-        speed = f"no speed: machine {job.machine.name} was measured with far other experts"
-    ui.note(f"routing: {job.trace.source or 'as recorded'}; {speed}")
+    if len(rows) == 1:
+        click.echo()
+        ui.heading("Device memory")
+        ui.table(memory_rows(rows[0][0]))
+    for line in refusals([budget for budget, _ in rows]):
+        ui.note(line)
+    if not job.sizes.machine:
+        ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
 
 
-def _report(
-    model: ModelFile, need: Footprint, job: _Job, rows: list[_Row], reserve: int
-) -> dict[str, Any]:
+def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]:
+    """Return what the plans are for: model, context, machine and routing, in words."""
+    hp, config = model.hparams, job.config
+    name = model.kv.get("general.name") or model.path.name
+    machine = job.sizes.machine
+    kinds = config.type_k if config.type_k == config.type_v else f"{config.type_k}/{config.type_v}"
+    return [
+        ("model", f"{name}: {hp.n_layer} layers of {hp.n_expert} experts, {hp.n_expert_used} used; "
+                  f"{format_bytes(model.n_bytes)}"),
+        ("context", f"{config.n_ctx or hp.n_ctx_train:,} positions, KV cache {kinds}, "
+                    f"{format_bytes(need.kv)}"),
+        ("machine", machine.title if machine else f"none: {job.sizes.why}"),
+        ("routing", job.trace.source or "as recorded"),
+        ("policy", f"{config.policy}, missing experts: {config.miss}"),
+    ]  # fmt: skip
+
+
+def _cells(budget: Budget, found: Simulation | None, job: _Job) -> list[str]:
+    upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
+    plan = budget.plan
+    if plan is None or found is None:
+        return [format_bytes(budget.n_bytes), *[ui.NONE] * 6, upstream]
+    return [
+        format_bytes(budget.n_bytes), format_share(plan.resident_share), f"{len(plan.pinned)}",
+        slots_text(plan), format_bytes(plan.margin or 0), f"{found.hit_rate:.3f}",
+        f"{found.tokens_per_s:.0f}" if job.sizes.machine else ui.NONE, upstream,
+    ]  # fmt: skip
+
+
+def _report(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> dict[str, Any]:
+    has_times = job.sizes.machine is not None
     return {
-        "model": str(model.path),
-        "n_layer": need.n_layer, "n_expert": need.n_expert,
-        "slot_bytes": list(need.slot_bytes),
-        "driver_bytes": reserve,
+        "path": str(model.path),
+        "n_layer": need.n_layer, "n_expert": need.n_expert, "n_expert_used": need.n_expert_used,
+        "n_ctx": job.config.n_ctx or model.hparams.n_ctx_train,
+        "type_k": job.config.type_k, "type_v": job.config.type_v,
+        "policy": job.config.policy, "miss": job.config.miss,
+        "slot_bytes_by_layer": list(need.slot_bytes),
         "machine": job.machine.name,
         "trace": trace_fields(job.trace),
         "budgets": [
             {
-                "budget": row.budget,
-                "refusal": row.refusal or None,
-                "upstream_n_cpu_moe": row.n_cpu_layers,
-                "plan": _plan_fields(row.plan) if row.plan else None,
-                "predicted": _predicted(row.found, job) if row.found else None,
+                **budget_fields(budget),
+                "predicted": None if found is None else simulation_fields(found, has_times),
             }
-            for row in rows
+            for budget, found in rows
         ],
-    }  # fmt: skip
-
-
-def _predicted(found: Simulation, job: _Job) -> dict[str, Any]:
-    fields = simulation_fields(found)
-    if not job.predicts:
-        fields |= {"ms_per_token": None, "tokens_per_s": None}
-    return fields
-
-
-def _plan_fields(plan: Plan) -> dict[str, Any]:
-    return {
-        "n_slots": list(plan.n_slots), "pinned": list(plan.pinned), "bytes": plan.bytes,
-        "total_bytes": plan.total, "margin_bytes": plan.margin,
-        "all_resident": plan.all_resident, "resident_share": round(plan.resident_share, 5),
     }  # fmt: skip

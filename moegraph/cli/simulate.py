@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ import click
 import numpy as np
 
 from ..config import settings as engine_settings
+from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import options, ui
 from .outputs import OutputFile
 
@@ -23,9 +26,32 @@ if TYPE_CHECKING:
     from ..experts.trace import Trace
 
 _HEADER = (
-    "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s"
+    "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s",
+    "best",
 )  # fmt: skip
 _MAX_SHARES = 100
+HEAT_ORDERS = ("rank", "id")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one expert of each layer, [n_layer], as far as known, and a machine's times for it.
+
+    machine: None where its times say nothing about experts of this size.
+    """
+
+    slot_bytes: tuple[int, ...]
+    machine: Machine | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The replay of one policy at one budget, a share of 0 to 1."""
+
+    share: float
+    policy: str
+    found: Simulation
 
 
 def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[float, ...]:
@@ -37,6 +63,18 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     if len(found) > _MAX_SHARES or not all(0 <= share <= 100 for share in found):
         raise click.BadParameter(f"{text!r}; at most {_MAX_SHARES} percentages of 0 to 100")
     return found
+
+
+def heat_options(command: Any) -> Any:
+    """Add the options of a heat map."""
+    order = click.option(
+        "--heat-order", type=click.Choice(HEAT_ORDERS), default="rank", show_default=True,
+        help="Order of the experts in the heat map: most chosen first, or by their ids.",
+    )  # fmt: skip
+    path = options.svg_option(
+        "--heat-map", "heat_path", help="Write how often each layer's experts were chosen."
+    )
+    return path(order(command))
 
 
 @click.command("simulate", short_help="Replay a routing trace under policies and budgets.")
@@ -67,12 +105,23 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     help="Times to predict with: h200, desktop, or a JSON file of measured ones.",
 )
 @click.option(
+    "--model",
+    "target",
+    metavar="TARGET",
+    help="Take the sizes of experts from this model; default: as the trace has them.",
+)
+@click.option(
+    "--expert-size",
+    metavar="SIZE",
+    help="Bytes of one expert, such as 1.8MiB, where no model is at hand.",
+)
+@click.option(
     "--skip",
     type=click.IntRange(0),
     default=0,
     show_default=True,
     metavar="N",
-    help="Tokens behind the prompt that only warm the cache.",
+    help="Tokens after the prompt that only warm the cache.",
 )
 @click.option(
     "--profile",
@@ -82,30 +131,20 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
     help="Fill the slots from a routing profile; without one, with the lowest ids.",
 )
 @click.option("--profile-class", metavar="NAME", help="Prompt class of the profile; default: all.")
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE.svg",
-    help="Write hit rate against budget.",
-)
-@click.option(
-    "--heat-map",
-    "heat_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE.svg",
-    help="Write how often each layer's experts were chosen, most chosen first.",
-)
+@options.svg_option("--plot", "plot_path", help="Write misses and predicted speed by budget.")
+@heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
     trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...], miss: str,
-    machine: str, skip: int, profile_path: Path | None, profile_class: str | None,
-    plot_path: Path | None, heat_path: Path | None, as_json: bool,
+    machine: str, target: str | None, expert_size: str | None, skip: int,
+    profile_path: Path | None, profile_class: str | None, plot_path: Path | None,
+    heat_path: Path | None, heat_order: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Replay TRACE, the routing of a real run or a generated one, under policies and budgets.
 
-    Hits and bytes are counted by the same cache that serves decode; only times are predicted, from
-    the machine's measured ones. `moegraph trace` records traces.
+    Hits and bytes are counted by the same cache that serves decode. Only times are predicted: from
+    the machine's, and only for experts of about the size that the machine was measured with.
+    `moegraph trace` records traces, `moegraph doctor --measure` measures a machine.
 
     \b
     Examples:
@@ -117,99 +156,224 @@ def simulate_command(
     from ..experts.policy import parse_policy
     from ..experts.profile import read_profile
     from ..experts.trace import read_trace
-    from . import svg
 
     with ExitStack() as stack:
         chosen = {text: parse_policy(text) for text in policies}
         times = find_machine(machine)
         trace = read_trace(trace_path)
-        times = times.scaled(trace.shape.n_layer, times.expert_bytes) or times
+        sizes = find_sizes(times, trace, _given_sizes(trace, trace_path, target, expert_size))
         profile = read_profile(profile_path, trace.shape) if profile_path else None
         if profile_class is not None and profile is None:
             raise click.UsageError("--profile-class needs --profile")
         plot = stack.enter_context(OutputFile(plot_path)) if plot_path else None
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
-        replays = _replays(
-            trace, resident, chosen, times, miss, profile, profile_class, skip
-        )  # fmt: skip
-        rows = list(replays)
+        rows = list(_replays(
+            trace, resident, chosen, sizes, times, miss, profile, profile_class, skip
+        ))  # fmt: skip
         if plot:
-            plot.write(svg.line_chart(
-                "Hit rate against budget", "experts with a slot, %", "hit rate", _series(rows),
-                (0.0, 1.0),
-            ).encode())  # fmt: skip
+            plot.write(_plot(trace, times, sizes, rows).encode())
         if heat:
-            heat.write(heat_map(trace).encode())
+            heat.write(heat_map(trace, heat_order).encode())
         if as_json:
-            click.echo(json.dumps(_report(trace, times, miss, rows)))
+            click.echo(json.dumps(_report(trace, times, sizes, miss, rows)))
         else:
-            _show(trace, times, rows)
+            _show(trace, times, sizes, rows, profile is not None)
+
+
+def _given_sizes(
+    trace: Trace, path: Path, target: str | None, expert_size: str | None
+) -> tuple[int, ...]:
+    """Return the bytes of an expert of each layer as the user gave them, or as the trace has."""
+    if target is not None and expert_size is not None:
+        raise click.UsageError("--model and --expert-size both give the size of experts; give one")
+    if expert_size is not None:
+        return (max(1, parse_bytes(expert_size)),) * trace.shape.n_layer
+    if target is None:
+        return trace.slot_bytes
+    from ..experts.identity import router_shape
+    from ..footprint import slot_bytes
+
+    with options.open_header(target) as model:
+        trace.shape.require(router_shape(model), f"{path}: the trace")
+        return slot_bytes(model)
+
+
+def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:
+    """Return what is known about sizes, and the machine's times for them if they are near."""
+    if not slot_bytes:
+        why = "the trace does not tell the size of an expert; give --model or --expert-size"
+        return Sizes((), None, why)
+    mean = sum(slot_bytes) // len(slot_bytes)
+    scaled = machine.scaled(trace.shape.n_layer, mean)
+    if scaled is None:
+        why = (
+            f"experts of {format_bytes(mean)} are far from the {format_bytes(machine.expert_bytes)}"
+            f" of machine {machine.name}"
+        )
+        return Sizes(slot_bytes, None, why)
+    return Sizes(slot_bytes, scaled)
 
 
 def _replays(
-    trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], machine: Machine,
-    mode: str, profile: Profile | None, profile_class: str | None, skip: int,
-) -> Iterator[tuple[float, str, Simulation]]:  # fmt: skip
+    trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], sizes: Sizes,
+    machine: Machine, mode: str, profile: Profile | None, profile_class: str | None, skip: int,
+) -> Iterator[_Row]:  # fmt: skip
     from ..experts.simulate import even_slots, simulate
 
     shape = trace.shape
     with ui.Bars() as bars:
-        for at, share in enumerate(resident):
-            n_slots = even_slots(shape.n_layer, shape.n_expert, share / 100)
+        for at, percent in enumerate(resident):
+            n_slots = even_slots(shape.n_layer, shape.n_expert, percent / 100)
             for name, policy in policies.items():
                 bars("simulate", at, len(resident))
-                yield share, name, simulate(
-                    trace, n_slots, policy, machine, mode=mode, profile=profile,
-                    profile_class=profile_class, skip=skip,
-                )  # fmt: skip
+                yield _Row(percent / 100, name, simulate(
+                    trace, n_slots, policy, sizes.machine or machine, mode=mode, profile=profile,
+                    profile_class=profile_class, skip=skip, slot_bytes=sizes.slot_bytes or None,
+                ))  # fmt: skip
 
 
-def heat_map(trace: Trace) -> str:
-    """Return how often the experts of each layer were chosen, as SVG, most chosen first."""
+def heat_map(trace: Trace, order: str = "rank") -> str:
+    """Return how often the experts of each layer were chosen, as SVG; order: of HEAT_ORDERS."""
     from . import svg
 
-    rows = (-np.sort(-trace.counts(), axis=1)).tolist()
-    title = f"How often experts were chosen in {trace.n_tokens} tokens"
-    return svg.heat_map(title, "experts of a layer, most chosen first", "layer", rows)
+    shares = trace.counts() / max(trace.n_tokens, 1)
+    x_label = "experts of a layer, by their ids"
+    if order == "rank":
+        shares = -np.sort(-shares, axis=1)
+        x_label = "experts of a layer, most chosen first"
+    return svg.heat_map(
+        "How often experts were chosen", _origin(trace), x_label, shares.tolist(), order == "rank"
+    )
 
 
-def _series(
-    rows: list[tuple[float, str, Simulation]]
-) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
-    """Return (share, hit rate) by policy, the smallest share first."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for share, name, found in sorted(rows, key=lambda row: row[0]):
-        series.setdefault(name, []).append((share, found.hit_rate))
-    return series
+def _origin(trace: Trace) -> str:
+    """Return where a trace comes from and how long it is."""
+    source = trace.source or f"trace {trace.sha256[:16]}"
+    return f"{source}; {trace.n_tokens:,} tokens"
 
 
-def _show(trace: Trace, machine: Machine, rows: list[tuple[float, str, Simulation]]) -> None:
+def _plot(trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row]) -> str:
+    """Return missing experts a token, and predicted speed or else the hit rate, by budget."""
+    from . import svg
+
+    def series(value: Any) -> dict[str, list[tuple[float, float]]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for row in sorted(rows, key=lambda row: row.share):
+            found.setdefault(row.policy, []).append((100 * row.share, value(row.found)))
+        return found
+
+    second = svg.Panel("hit rate", series(lambda found: found.hit_rate))
+    if sizes.machine:
+        label = f"predicted tok/s, {machine.name}"
+        second = svg.Panel(label, series(lambda found: found.tokens_per_s))
+    missing = series(lambda found: found.stats.missing_per_step)
+    total = trace.shape.n_expert * sum(sizes.slot_bytes)
+    name, unit = ("GiB", GiB) if total >= GiB else ("MiB", MiB)
+    return svg.line_panels(
+        "Missing experts and speed by budget" if sizes.machine
+        else "Missing experts and hit rate by budget",
+        _origin(trace), "experts with a slot, %",
+        [svg.Panel("missing experts a token", missing, log=True), second],
+        (f"{name} of experts on the device", total / 100 / unit) if total else None,
+    )  # fmt: skip
+
+
+def _show(
+    trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row], has_profile: bool
+) -> None:
     from ..experts.tracestats import trace_stats
 
     ui.note(trace_stats(trace).line())
-    ui.note(f"times of machine {machine.name}: {1e3 * machine.whole:.2f} ms a token, all resident")
-    shape = trace.shape
-    cells = [
-        (f"{share:g} %", f"{share / 100 * shape.n_expert:.0f}", name, f"{found.hit_rate:.3f}",
-         f"{found.stats.missing_per_step:.2f}", f"{found.bytes_per_token / 2**20:.1f}",
-         f"{1e3 * found.step_s.mean():.2f}", f"{found.tokens_per_s:.1f}")
-        for share, name, found in rows
-    ]  # fmt: skip
+    times = sizes.machine
+    if times:
+        ui.note(f"times of {times.title}: {1e3 * times.whole:.2f} ms a token, all resident")
+    else:
+        ui.note(f"no times: {sizes.why}")
+    cells: list[tuple[str, ...]] = []
+    notes: list[str] = []
+    for share, group in groupby(rows, key=lambda row: row.share):
+        tried = list(group)
+        ranks = [row.found.tokens_per_s if times else row.found.hit_rate for row in tried]
+        best = max(ranks) if max(ranks) > min(ranks) else None
+        if cells and len(tried) > 1:
+            cells.append(())
+        cells += [_cells(trace, sizes, r, rank == best) for r, rank in zip(tried, ranks)]
+        notes += [f"at {format_share(share)}: {line}" for line in _equal(tried)]
     ui.table(cells, _HEADER)
+    for line in [*_folded(notes), *_reasons(notes, has_profile)]:
+        ui.note(line)
+
+
+def _cells(trace: Trace, sizes: Sizes, row: _Row, is_best: bool) -> tuple[str, ...]:
+    found, has_times = row.found, sizes.machine is not None
+    return (
+        format_share(row.share), f"{row.share * trace.shape.n_expert:.0f}", row.policy,
+        f"{found.hit_rate:.3f}", f"{found.stats.missing_per_step:.2f}",
+        f"{found.bytes_per_token / 2**20:.2f}" if sizes.slot_bytes else ui.NONE,
+        f"{1e3 * found.step_s.mean():.2f}" if has_times else ui.NONE,
+        f"{found.tokens_per_s:.1f}" if has_times else ui.NONE,
+        "best" if is_best else "",
+    )  # fmt: skip
+
+
+def _equal(rows: Sequence[_Row]) -> list[str]:
+    """Return which policies did exactly the same at one budget, as 'lfu = lru'."""
+    groups: list[list[_Row]] = []
+    for row in rows:
+        # where all is resident, nothing is there to be done
+        if not row.found.stats.misses.any():
+            continue
+        same = next(
+            (g for g in groups if np.array_equal(g[0].found.missing, row.found.missing)), None
+        )
+        if same:
+            same.append(row)
+        else:
+            groups.append([row])
+    return [" = ".join(row.policy for row in group) for group in groups if len(group) > 1]
+
+
+def _end(note: str) -> str:
+    """Return what a note says, without where."""
+    return note.partition(": ")[2]
+
+
+def _folded(notes: Sequence[str]) -> list[str]:
+    """Return notes 'at 10 %: lfu = lru', those with the same end as one."""
+    by_end: dict[str, list[str]] = {}
+    for note in notes:
+        by_end.setdefault(_end(note), []).append(note.partition(": ")[0].removeprefix("at "))
+    return [f"at {', '.join(shares)}: {end}" for end, shares in by_end.items()]
+
+
+def _reasons(notes: Sequence[str], has_profile: bool) -> list[str]:
+    """Return why policies may do the same, for those that notes name."""
+    equal = [{name.partition(":")[0] for name in _end(note).split(" = ")} for note in notes]
+    found = []
+    if any("lfu" in names and names & {"lru", "adaptive"} for names in equal):
+        found.append("with fewer slots than a token chooses experts, lru and adaptive are lfu")
+    if any({"adaptive", "lru"} <= names for names in equal) and not has_profile:
+        found.append("without --profile, adaptive is lru")
+    return found
 
 
 def _report(
-    trace: Trace, machine: Machine, mode: str, rows: list[tuple[float, str, Simulation]]
+    trace: Trace, machine: Machine, sizes: Sizes, mode: str, rows: Sequence[_Row]
 ) -> dict[str, Any]:
+    has_times = sizes.machine is not None
     return {
         "trace": trace_fields(trace),
         "machine": machine.name,
         "miss": mode,
+        "slot_bytes_by_layer": list(sizes.slot_bytes) or None,
         "rows": [
-            {"resident_percent": share, "policy": name, **simulation_fields(found)}
-            for share, name, found in rows
+            {
+                "resident_share": round(row.share, 6), "policy": row.policy,
+                **simulation_fields(row.found, has_times, bool(sizes.slot_bytes)),
+            }
+            for row in rows
         ],
-    }
+    }  # fmt: skip
 
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
@@ -222,20 +386,29 @@ def trace_fields(trace: Trace) -> dict[str, Any]:
         "sha256": trace.sha256, "source": trace.source, "n_tokens": trace.n_tokens,
         "n_prompt": trace.n_prompt, "n_layer": n_layer, "n_expert": n_expert,
         "n_expert_used": n_expert_used, "overlap": round(stats.overlap, 4),
-        "entropy": round(stats.entropy, 4), "lru": [round(rate, 4) for rate in stats.lru],
+        "entropy": round(stats.entropy, 4),
+        "lru_hit_rate_by_quarter": [round(rate, 4) for rate in stats.lru],
+        "slot_bytes_by_layer": list(trace.slot_bytes) or None,
     }  # fmt: skip
 
 
-def simulation_fields(found: Simulation) -> dict[str, Any]:
-    """Return what a replay found, for JSON."""
+def simulation_fields(
+    found: Simulation, has_times: bool = True, has_bytes: bool = True
+) -> dict[str, Any]:
+    """Return what a replay found, for JSON; times and bytes are null where they are not known."""
+    stats = found.stats
     return {
         "n_tokens": found.n_tokens,
+        "hits": int(stats.hits.sum()), "misses": int(stats.misses.sum()),
         "hit_rate": round(found.hit_rate, 5),
-        "hit_rate_by_layer": [round(rate, 4) for rate in found.stats.hit_rates],
-        "missing_per_token": round(found.stats.missing_per_step, 4),
+        "hit_rate_by_layer": [round(rate, 4) for rate in stats.hit_rates],
+        "missing_per_token": round(stats.missing_per_step, 4),
         "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
-        "bytes_per_token": round(found.bytes_per_token),
-        "streamed": found.n_streamed, "on_cpu": found.n_cpu, "promoted": found.n_promoted,
-        "ms_per_token": round(1e3 * float(found.step_s.mean()), 4),
-        "tokens_per_s": round(found.tokens_per_s, 2),
+        "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
+        "declined": int(stats.declined.sum()),
+        "fetched_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
+        "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
+        "n_promoted": found.n_promoted,
+        "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,
+        "decode_tps": round(found.tokens_per_s, 2) if has_times else None,
     }  # fmt: skip

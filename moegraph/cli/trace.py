@@ -14,7 +14,7 @@ from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from . import options, ui
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
-from .simulate import heat_map, trace_fields
+from .simulate import heat_map, heat_options, trace_fields
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -60,20 +60,14 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Prompt class of the profile to add to.",
 )
-@click.option(
-    "--heat-map",
-    "heat_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE.svg",
-    help="Write how often each layer's experts were chosen, most chosen first.",
-)
+@heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.engine_options_but("profile", "profile_class")
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,
-    profile_path: Path | None, profile_class: str, heat_path: Path | None, as_json: bool,
-    **given: Any,
+    profile_path: Path | None, profile_class: str, heat_path: Path | None, heat_order: str,
+    as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Continue a prompt with the model TARGET and record the routing of every token.
 
@@ -122,7 +116,7 @@ def trace_command(
             if kept.why:
                 raise ConfigError(f"the routing profile stays as it was: {kept.why}")
         if heat:
-            heat.write(heat_map(trace).encode())
+            heat.write(heat_map(trace, heat_order).encode())
         if as_json:
             click.echo(json.dumps(trace_fields(trace)))
         ui.note(trace_stats(trace).line())
@@ -135,13 +129,14 @@ def _record(
 ) -> tuple[Trace, bool]:
     """Return the trace of a run, and whether it was interrupted."""
     from ..experts.trace import TraceRecorder
+    from ..footprint import slot_bytes
     from ..runner import LayeredRunner
 
     ids = engine.tokenizer.encode(text)
     sampling = replace(
         sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}
     )
-    recorder = TraceRecorder(shape)
+    recorder = TraceRecorder(shape, slot_bytes(engine.file))
     runner = engine.runner
     if not isinstance(runner, LayeredRunner):
         raise InternalError("a trace needs mode 'layered'")

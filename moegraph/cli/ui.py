@@ -26,6 +26,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "error": {"fg": "red", "bold": True},
     "good": {"fg": "green"},
     "head": {"bold": True},
+    "columns": {"bold": True, "underline": True},
     "muted": {"dim": True},
     "prompt": {"fg": "cyan", "bold": True},
 }
@@ -34,6 +35,12 @@ _STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checkin
 _BAR_DELAY_S = 0.25
 # A model can write any character; a terminal must not obey it. Tab and newline are harmless,
 # and a carriage return only belongs to the newline behind it.
+# What a column of numbers holds: a number, perhaps with digits grouped, and a unit.
+_NUMBER = re.compile(
+    r"[-+]?\d[\d,.]*( ?(%|[KMGT]?i?B|[KMBT]|[mun]?s|tok/s))?( (\u00b1|to) [\d.]+)?"
+)
+# What such a column may hold instead, where there is no number.
+NONE = "-"
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 } | {13: ""}
@@ -92,24 +99,41 @@ def heading(text: str) -> None:
     click.echo(styled(text, "head", sys.stdout))
 
 
-def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), indent: int = 2) -> None:
-    """Print aligned columns to stdout, numbers to the right; text is made printable."""
+def table(
+    rows: Iterable[Sequence[object]], header: Sequence[str] = (), indent: int = 2,
+    is_text: bool = False,
+) -> None:  # fmt: skip
+    """Print aligned columns to stdout; text is made printable. An empty row is an empty line.
+
+    A column of which all cells are numbers, but for empty ones and NONE, goes to the right; with
+    is_text, none does.
+    """
     lines = [[one_line(str(cell)) for cell in row] for row in rows]
     cells = [list(header), *lines] if header else lines
-    if not cells:
+    full = [row for row in cells if row]
+    if not full:
         return
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    right = [
-        bool(lines) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in lines)
-        for i in range(len(cells[0]))
-    ]
+    widths = [max(len(row[i]) for row in full) for i in range(len(full[0]))]
+    columns = [[row[i] for row in lines if row] for i in range(len(full[0]))]
+    right = [not is_text and _is_numeric(column) for column in columns]
     for at, row in enumerate(cells):
+        if not row:
+            click.echo()
+            continue
         padded = (
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
-        line = " " * indent + "  ".join(padded).rstrip()
-        click.echo(styled(line, "muted", sys.stdout) if header and at == 0 else line)
+        line = "  ".join(padded).rstrip()
+        if header and at == 0:
+            line = styled(line, "columns", sys.stdout)
+        click.echo(" " * indent + line)
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    """Return whether a column holds numbers, and nothing else but cells without one."""
+    found = [cell for cell in column if cell]
+    return bool(found) and all(cell == NONE or _NUMBER.fullmatch(cell) for cell in found)
 
 
 def checks(findings: Iterable[tuple[str, bool, bool, str]]) -> None:

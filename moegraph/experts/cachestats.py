@@ -64,8 +64,8 @@ class ExpertStats:
     n_cpu_experts: experts computed on the CPU, one for each layer and pass. n_fetching: layers
     whose graphs fetch by themselves in passes of one row, as things stand. prefetch: experts
     guessed, guessed right and fetched ahead, from the start on; None where nobody guesses.
-    phases_s: seconds of the host by phase: launch, wait, look. guard: what the guard over the cache
-    found, from the start on; None where no slot can change.
+    phases_s: seconds of the host by phase: launch, wait, resolve. guard: what the guard over the
+    cache found, from the start on; None where no slot can change.
     """
 
     cache: CacheStats
@@ -89,21 +89,25 @@ class ExpertStats:
         )
 
     def report(self) -> dict[str, Any]:
-        """Return plain numbers for JSON; per step means one forward pass."""
+        """Return plain numbers for JSON; a pass is one forward pass, of a token or of many."""
         steps, cache = max(self.cache.n_steps, 1), self.cache
         return {
-            "n_steps": cache.n_steps,
+            "n_passes": cache.n_steps,
             "hits": int(cache.hits.sum()),
             "misses": int(cache.misses.sum()),
+            "missing": int(cache.missing.sum()),
+            "admitted": int(cache.admitted.sum()),
+            "evicted": int(cache.evicted.sum()),
+            "declined": int(cache.declined.sum()),
             "hit_rate": round(cache.hit_rate, 5),
             "hit_rate_by_layer": [round(rate, 4) for rate in cache.hit_rates],
             "fetched_bytes": self.n_bytes_to_device,
-            "fetched_mib_per_step": round(self.n_bytes_to_device / steps / 2**20, 3),
-            "cpu_experts": self.n_cpu_experts,
-            "fetching_layers": self.n_fetching,
+            "fetched_bytes_per_pass": round(self.n_bytes_to_device / steps),
+            "n_cpu_experts": self.n_cpu_experts,
+            "n_fetching_layers": self.n_fetching,
             "prefetch": self.prefetch,
-            "phases_ms_per_step": {
-                name: round(1000.0 * s / steps, 4) for name, s in self.phases_s.items()
+            "phases_us_per_pass": {
+                name: round(1e6 * s / steps, 2) for name, s in self.phases_s.items()
             },
             "guard": self.guard,
         }

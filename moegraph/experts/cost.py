@@ -51,12 +51,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured times of one machine and model, in seconds.
+    """Times of one machine and model, in seconds, measured or reckoned.
 
     n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
     everything resident. Added for each layer that is not pinned: look (graph boundary, look-up of
     slots), or lookup where its graph fetches by itself.
-    fixed, overlap, stream, cpu, fetch: see above.
+    fixed, overlap, stream, cpu, fetch: see above. about: what the machine is, in words.
     """
 
     name: str
@@ -70,6 +70,12 @@ class Machine:
     cpu: Curve
     lookup: float
     fetch: Curve
+    about: str = ""
+
+    @property
+    def title(self) -> str:
+        """Return its name and what it is, in words."""
+        return f"{self.name} ({self.about})" if self.about else self.name
 
     def stall(self, n_cpu: float, n_streamed: float) -> float:
         """Return how long a layer waits for its missing experts, 0 when there are none."""
@@ -115,11 +121,13 @@ MACHINES = {
             stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
             cpu=Curve(((1, 43e-6), (2, 63e-6), (4, 107e-6), (8, 189e-6))),
             lookup=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
+            about="H200 and 16 threads of a Xeon, measured",
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
             lookup=2e-6, fetch=_line(86e-6, 76e-6),
+            about="24 GB card, PCIe 4.0, DDR5; reckoned from data sheets",
         ),
     )
 }  # fmt: skip
@@ -292,23 +300,36 @@ def find_machine(name: str) -> Machine:
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
     """Return a machine as its JSON file has it: times in microseconds."""
-    fields = {name: getattr(machine, name) * 1e6 for name in _TIMES}
-    curves = {name: [[n, s * 1e6] for n, s in getattr(machine, name).points] for name in _CURVES}
-    times = {f"{name}_us": value for name, value in {**fields, **curves}.items()}
     sizes = {name: getattr(machine, name) for name in _SIZES}
-    return {"name": machine.name, **sizes, **times}
+    times = {key: _us(getattr(machine, name)) for key, name in _TIMES.items()}
+    curves = {
+        key: [[n, _us(s)] for n, s in getattr(machine, name).points]
+        for key, name in _CURVES.items()
+    }
+    return {"name": machine.name, "about": machine.about, **sizes, **times, **curves}
+
+
+def _us(seconds: float) -> float:
+    """Return microseconds to the picosecond, so that 8e-6 s is written as 8.0."""
+    return round(seconds * 1e6, 6)
 
 
 _SIZES = ("n_layer", "expert_bytes")
-_TIMES = ("whole", "look", "lookup", "fixed", "overlap")
-_CURVES = ("stream", "cpu", "fetch")
+# Fields of the file, and of a Machine.
+_TIMES = {
+    "whole_us": "whole", "host_layer_us": "look", "fetch_layer_us": "lookup", "fixed_us": "fixed",
+    "overlap_us": "overlap",
+}  # fmt: skip
+_CURVES = {"stream_us": "stream", "cpu_us": "cpu", "fetch_us": "fetch"}
+# Texts, and what a measurement tells beside the times; nothing is computed from them.
+_WORDS = ("name", "about", "measured")
 
 
 def _machine(path: str, content: dict[str, Any]) -> Machine:
     def wrong(field: str, expected: str) -> RequestError:
         return RequestError(f"{path}: {field} is {content.get(field)!r}; expected {expected}")
 
-    known = {"name", *_SIZES, *(f"{name}_us" for name in (*_TIMES, *_CURVES))}
+    known = {*_WORDS, *_SIZES, *_TIMES, *_CURVES}
     unknown = sorted(set(content) - known)
     if unknown:
         listed = ", ".join(sorted(known))
@@ -318,25 +339,27 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
     for field, size in sizes.items():
         if type(size) is not int or size < 1:
             raise wrong(field, "a positive integer")
-    if not isinstance(name, str) or len(name) > 200:
-        raise wrong("name", "a short text")
+    texts = {"name": name, "about": content.get("about", "")}
+    for field, text in texts.items():
+        if not isinstance(text, str) or len(text) > 200:
+            raise wrong(field, "a short text")
     times = {}
-    for field in _TIMES:
-        value = content.get(f"{field}_us", 0.0)
-        if not _is_time(value) or (field == "whole" and not value):
-            raise wrong(f"{field}_us", "microseconds")
-        times[field] = value / 1e6
+    for field, attribute in _TIMES.items():
+        value = content.get(field, 0.0)
+        if not _is_time(value) or (field == "whole_us" and not value):
+            raise wrong(field, "microseconds")
+        times[attribute] = value / 1e6
     curves: dict[str, Curve] = {}
-    for field in _CURVES:
-        points: Any = content.get(f"{field}_us")
-        if field == "fetch" and f"{field}_us" not in content:
-            curves[field] = curves["stream"]  # the same bytes on the same way
+    for field, attribute in _CURVES.items():
+        points: Any = content.get(field)
+        if field == "fetch_us" and field not in content:
+            curves[attribute] = curves["stream"]  # the same bytes on the same way
             continue
         if not _is_curve(points):
-            raise wrong(f"{field}_us", "[[n, microseconds], ...], both rising")
-        curves[field] = Curve(tuple((n, us / 1e6) for n, us in points))
-    fields: dict[str, Any] = {**sizes, **times, **curves}
-    return Machine(name=name, **fields)
+            raise wrong(field, "[[n, microseconds], ...], both rising")
+        curves[attribute] = Curve(tuple((n, us / 1e6) for n, us in points))
+    fields: dict[str, Any] = {**texts, **sizes, **times, **curves}
+    return Machine(**fields)
 
 
 def _is_time(value: Any) -> bool:

@@ -254,7 +254,7 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
         "KV cache": need.kv,
         "states": need.state,
         "compute": need.compute,
-        "driver and tables": need.other,
+        "kernels and tables": need.other,
         "staging": need.staging,
     }
     needed = sum(parts.values())

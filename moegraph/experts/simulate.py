@@ -174,7 +174,8 @@ def simulate(
 
     n_slots [n_layer]: as a plan has them. mode: 'auto', 'cpu' or 'stream'. profile: fills the slots
     at the start, the lowest ids without. skip: tokens behind the prompt that are replayed and not
-    counted. slot_bytes [n_layer]: bytes of one expert, the machine's without. exchange: at the end
+    counted. slot_bytes [n_layer]: bytes of one expert; without, as the trace has them, or else as
+    the machine's. exchange: at the end
     of the prompt, the slots get the experts that the policy prefers by then. is_pinned: the experts
     are in pinned host memory, so graphs may fetch them by themselves.
 
@@ -202,7 +203,7 @@ def simulate(
     replay.fetched = [0] * shape.n_layer
     rows = trace.ids[first:].tolist()
     step_s = [replay.token(row, missing[at]) for at, row in enumerate(rows)]
-    sizes = slot_bytes or [machine.expert_bytes] * shape.n_layer
+    sizes = slot_bytes or trace.slot_bytes or [machine.expert_bytes] * shape.n_layer
     return Simulation(
         cache.stats.since(before), missing, np.array(step_s), replay.n_streamed, replay.n_cpu,
         replay.n_promoted, sum(n * size for n, size in zip(replay.fetched, sizes)),

@@ -3,13 +3,15 @@
 Layout, little-endian:
 
     8 bytes   b"MOETRACE"
-    u32       version, 1
+    u32       version, 2
     u32       length of the header
     header    JSON object: n_layer n_expert n_expert_used n_tokens n_prompt model source sha256
+              slot_bytes
     ids       u8 (n_expert <= 256) or u16 [n_tokens][n_layer][n_expert_used], best expert first
 
 sha256 is that of the ids. `model` is the fingerprint of the router that chose (identity.py), empty
-for generated traces, which fit every model of their shape.
+for generated traces, which fit every model of their shape. slot_bytes lists the bytes of one expert
+of each layer, padding included; it is empty where no model was loaded, and version 1 has none.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from ..units import format_bytes
 from .identity import RouterShape
 
 MAGIC = b"MOETRACE"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)
 _MAX_HEADER = 64 * 1024
 _MAX_TOKENS = 1 << 24
+_MAX_SLOT_BYTES = 1 << 40
 _PREFIX = struct.Struct("<8sII")
 
 
@@ -44,13 +48,15 @@ _PREFIX = struct.Struct("<8sII")
 class Trace:
     """ids numpy u8 or u16 [n_tokens, n_layer, n_expert_used]; the first n_prompt were a prompt.
 
-    source: where the ids come from, for people.
+    source: where the ids come from, for people. slot_bytes [n_layer]: bytes of one expert of each
+    layer; empty where they are not known.
     """
 
     shape: RouterShape
     ids: npt.NDArray[Any] = field(repr=False)
     n_prompt: int = 0
     source: str = ""
+    slot_bytes: tuple[int, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -87,11 +93,13 @@ def ids_dtype(n_expert: int) -> np.dtype[Any]:
 class TraceRecorder:
     """Collect a trace from the ids of each layer; usable as an observer of a runner.
 
-    Passes may have several rows; their layers come in order, 0 to n_layer - 1.
+    Passes may have several rows; their layers come in order, 0 to n_layer - 1. slot_bytes: as of
+    a Trace.
     """
 
-    def __init__(self, shape: RouterShape) -> None:
+    def __init__(self, shape: RouterShape, slot_bytes: Sequence[int] = ()) -> None:
         self._shape = shape
+        self._slot_bytes = tuple(slot_bytes)
         self._passes: list[npt.NDArray[Any]] = []
         self._pass: npt.NDArray[Any] | None = None
 
@@ -118,7 +126,7 @@ class TraceRecorder:
         shape = self._shape
         empty = np.empty((0, shape.n_layer, shape.n_expert_used), ids_dtype(shape.n_expert))
         ids = np.concatenate([empty, *self._passes])
-        return Trace(shape, ids, min(n_prompt, len(ids)), source)
+        return Trace(shape, ids, min(n_prompt, len(ids)), source, self._slot_bytes)
 
 
 def write_trace(path: str | Path, trace: Trace) -> None:
@@ -133,6 +141,7 @@ def write_trace(path: str | Path, trace: Trace) -> None:
         "n_layer": shape.n_layer, "n_expert": shape.n_expert, "n_expert_used": shape.n_expert_used,
         "n_tokens": len(ids), "n_prompt": trace.n_prompt, "model": shape.model,
         "source": trace.source[:1000], "sha256": hashlib.sha256(ids.data).hexdigest(),
+        "slot_bytes": list(trace.slot_bytes),
     }).encode()  # fmt: skip
     replace_file(path, (_PREFIX.pack(MAGIC, VERSION, len(header)), header, ids.tobytes()))
 
@@ -166,7 +175,7 @@ def read_trace(path: str | Path) -> Trace:
     ordered = np.sort(ids, axis=2)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
         raise _damaged(path, "a token chose the same expert twice")
-    return Trace(shape, ids, header.n_prompt, header.source)
+    return Trace(shape, ids, header.n_prompt, header.source, header.slot_bytes)
 
 
 def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
@@ -217,14 +226,17 @@ class _Header:
     source: str
     sha256: str
     start: int
+    slot_bytes: tuple[int, ...]
 
 
 def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
     if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
         raise RequestError(f"{path}: not a routing trace; `moegraph trace` writes them")
     _, version, length = _PREFIX.unpack(prefix)
-    if version != VERSION:
-        raise RequestError(f"{path}: trace format {version}; this moegraph reads format {VERSION}")
+    if version not in _READABLE:
+        raise RequestError(
+            f"{path}: trace format {version}; this moegraph reads formats 1 to {VERSION}"
+        )
     if length > len(rest):
         raise _damaged(path, f"its header of {format_bytes(length)} is cut off or too long")
     try:
@@ -242,7 +254,18 @@ def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
         raise _damaged(path, f"n_tokens is {n_tokens!r}; allowed: 0 to {_MAX_TOKENS}")
     if type(n_prompt) is not int or not 0 <= n_prompt <= n_tokens:
         raise _damaged(path, f"n_prompt is {n_prompt!r}; allowed: 0 to {n_tokens}")
-    return _Header(shape, n_tokens, n_prompt, source, sha256, _PREFIX.size + length)
+    return _Header(
+        shape, n_tokens, n_prompt, source, sha256, _PREFIX.size + length,
+        _slot_bytes(path, fields.get("slot_bytes", []), shape.n_layer),
+    )  # fmt: skip
+
+
+def _slot_bytes(path: str, sizes: Any, n_layer: int) -> tuple[int, ...]:
+    """Return the sizes of a header: one for each layer, or none."""
+    right = isinstance(sizes, list) and len(sizes) in (0, n_layer)
+    if not right or not all(type(n) is int and 0 < n <= _MAX_SLOT_BYTES for n in sizes):
+        raise _damaged(path, f"slot_bytes is not empty and does not list {n_layer} sizes")
+    return tuple(sizes)
 
 
 def _damaged(path: str | Path, what: str) -> RequestError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..units import format_share
 from .trace import Trace
 
 # The share of experts at which hit rates of models of this kind were published.
@@ -35,7 +36,8 @@ class TraceStats:
         rates = " ".join(f"{rate:.3f}" for rate in self.lru)
         return (
             f"trace {self.sha256[:16]}: {self.n_tokens} tokens, lag-1 overlap {self.overlap:.3f}, "
-            f"entropy {self.entropy:.3f}, LRU of {LRU_SHARE:.1%} of the experts hits {rates}"
+            f"entropy {self.entropy:.3f}, LRU of {format_share(LRU_SHARE)} of the experts hits "
+            f"{rates}"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .file import ModelFile, open_model
+from .file import GgufFile, ModelFile, open_gguf, open_model
 from .resolve import resolve_target
 from .scan import TensorInfo
 
-__all__ = ["ModelFile", "TensorInfo", "open_model", "resolve_target"]
+__all__ = [
+    "GgufFile", "ModelFile", "TensorInfo", "open_gguf", "open_model", "resolve_target"
+]  # fmt: skip

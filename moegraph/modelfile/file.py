@@ -16,7 +16,7 @@ import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from .scan import Part, TensorInfo, scan_part
 from .tensors import check_tensors
 from .vocab import check_vocab
 
+Opened = TypeVar("Opened", bound="GgufFile")
+
 MAX_PARTS = 1024
 _ARCHITECTURE = "general.architecture"
 _SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -35,12 +37,14 @@ _PART_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.A
 _MAX_TRANSFER = 0x7FFF_F000
 
 
-class ModelFile:
-    """A validated qwen35moe model. A context manager; `open_model` makes one.
+class GgufFile:
+    """A well-formed GGUF file of any architecture. A context manager; `open_gguf` makes one.
 
     path is the first part, kv its key-value pairs, tensors those of all parts in file order.
-    warnings holds one line for each oddity that does not stop the model from running.
+    warnings holds one line for each oddity that does no harm.
     """
+
+    warnings: tuple[str, ...]
 
     def __init__(self, path: Path) -> None:
         """Open path and the parts that belong to it, and check everything.
@@ -61,13 +65,12 @@ class ModelFile:
             self._meta = self._parts[0].metadata
             self.kv: dict[str, Any] = self._meta.values
             self.tensors = _merge(self._parts)
-            self.hparams, warnings = _validate(path, self._meta, self.tensors)
-            self.warnings = tuple(warnings + _trailing(self._parts))
+            self._check()
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> ModelFile:
+    def __enter__(self: Opened) -> Opened:
         return self
 
     def __exit__(
@@ -79,10 +82,10 @@ class ModelFile:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a ModelFile owns open files: it cannot be copied or pickled")
+        raise TypeError(f"a {type(self).__name__} owns open files: it cannot be copied or pickled")
 
     def __repr__(self) -> str:
-        return f"ModelFile({str(self.path)!r}, {len(self.tensors)} tensors)"
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self.tensors)} tensors)"
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -215,13 +218,20 @@ class ModelFile:
         if self._closed:
             raise InternalError(f"{self.path}: the model file is closed")
 
+    def _check_metadata(self, meta: Metadata) -> None:
+        """Refuse a file by the metadata of its first part."""
+
+    def _check(self) -> None:
+        """Check all parts together, and set what only a checked file has."""
+        self.warnings = tuple(_trailing(self._parts))
+
     def _open_parts(self) -> list[Part]:
         """Open and scan the first part, then the others that it announces."""
         first = self._open_part(self.path, 0)
         meta = first.metadata
         n_parts = meta.integer(_SPLIT_COUNT, 0, 65_535, 1)
         names = _part_names(self.path, meta, n_parts) if n_parts > 1 else [self.path]
-        _check_arch(self.path, meta)
+        self._check_metadata(meta)
         if len(names) == 1:
             return [first]
         parts = [first]
@@ -252,6 +262,19 @@ class ModelFile:
         return scan_part(fd, path, status.st_size, no)
 
 
+class ModelFile(GgufFile):
+    """A validated qwen35moe model. A context manager; `open_model` makes one."""
+
+    hparams: HParams
+
+    def _check_metadata(self, meta: Metadata) -> None:
+        _check_arch(self.path, meta)
+
+    def _check(self) -> None:
+        self.hparams, warnings = _validate(self.path, self._meta, self.tensors)
+        self.warnings = tuple(warnings + _trailing(self._parts))
+
+
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     """Return what changes when a file is written to."""
     return status.st_size, status.st_mtime_ns
@@ -270,6 +293,15 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
         UnsupportedModel: well-formed, but not a model that moegraph runs.
     """
     return ModelFile(Path(path))
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
+    """Open a well-formed GGUF file of any architecture, to look into it.
+
+    Raises:
+        ModelFileError: missing, unreadable, foreign, truncated or malformed.
+    """
+    return GgufFile(Path(path))
 
 
 def _check_arch(path: Path, meta: Metadata) -> None:

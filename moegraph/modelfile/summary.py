@@ -1,4 +1,4 @@
-"""What a model needs, in bytes: by type, by layer, by expert, by token, and what fits where.
+"""What a model needs, in bytes: by type, by layer, by expert, by token.
 
 Pure functions over a tensor table and HParams; they print nothing and touch no device. Sizes are
 those of the tensors themselves: allocators add alignment on top, which the scratch term covers.
@@ -16,8 +16,6 @@ from ..hparams import HParams
 from .scan import TensorInfo
 from .tensors import block_index, expected_tensors, merged_layers
 
-# llama.cpp pads the context to this many positions; attention reads whole such blocks.
-KV_PADDING = 256
 _F32_BYTES = 4
 _EXPERT_NAMES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 _KV_TYPES = {
@@ -73,34 +71,6 @@ class ModelSummary:
         return max(layer.bytes_per_expert for layer in self.layers)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What fits into a memory budget. All sizes in bytes.
-
-    n_layers: layers, counted from the first, whose experts all fit after the fixed parts.
-    n_slots: experts of the largest size that fit instead, at most all of them.
-    shortfall_bytes: what the fixed parts (dense, KV, state, scratch) lack; 0 when they fit.
-    """
-
-    budget_bytes: int
-    n_ctx: int
-    dense_bytes: int
-    kv_bytes: int
-    state_bytes: int
-    scratch_bytes: int
-    free_bytes: int
-    shortfall_bytes: int
-    n_layers: int
-    n_slots: int
-    n_experts_total: int
-    everything_fits: bool
-
-    @property
-    def slot_share(self) -> float:
-        """Return the share of all experts that fit, 0 to 1."""
-        return self.n_slots / self.n_experts_total
-
-
 def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
     """Return the sizes of a model."""
     names = expected_tensors(hp, merged_layers(hp, tensors))
@@ -121,7 +91,7 @@ def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
         dense_bytes=used_bytes - expert_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=n_bytes - used_bytes,
-        by_type=_by_type(tensors.values()),
+        by_type=types_of(tensors.values()),
         layers=layers,
     )
 
@@ -145,51 +115,6 @@ def state_bytes(hp: HParams, n_seq: int = 1) -> int:
     conv = (hp.ssm_d_conv - 1) * hp.conv_dim
     delta = hp.head_v_dim * hp.head_k_dim * hp.n_v_heads
     return n_seq * hp.n_layer_recurrent * (conv + delta) * _F32_BYTES
-
-
-def fit(
-    summary: ModelSummary,
-    hp: HParams,
-    budget_bytes: int,
-    *,
-    n_ctx: int,
-    scratch_bytes: int,
-    type_k: str = "f16",
-    type_v: str = "f16",
-    n_seq: int = 1,
-) -> Fit:
-    """Return how many layers or expert slots fit into budget_bytes of device memory.
-
-    n_ctx: positions of each sequence, 0 for the model's own; rounded up to KV_PADDING.
-    scratch_bytes: margin for compute buffers, the device's own use and alignment.
-    """
-    n_ctx = -(-(n_ctx or hp.n_ctx_train) // KV_PADDING) * KV_PADDING
-    kv = kv_bytes_per_token(hp, type_k, type_v) * n_ctx * n_seq
-    state = state_bytes(hp, n_seq)
-    rest = budget_bytes - summary.dense_bytes - kv - state - scratch_bytes
-    free = max(0, rest)
-    n_layers, left = 0, free
-    for layer in summary.layers:
-        if layer.expert_bytes > left:
-            break
-        left -= layer.expert_bytes
-        n_layers += 1
-    total = hp.n_layer * hp.n_expert
-    everything = rest >= summary.expert_bytes
-    return Fit(
-        budget_bytes=budget_bytes,
-        n_ctx=n_ctx,
-        dense_bytes=summary.dense_bytes,
-        kv_bytes=kv,
-        state_bytes=state,
-        scratch_bytes=scratch_bytes,
-        free_bytes=free,
-        shortfall_bytes=max(0, -rest),
-        n_layers=n_layers,
-        n_slots=total if everything else min(total, free // summary.bytes_per_expert),
-        n_experts_total=total,
-        everything_fits=everything,
-    )
 
 
 def _is_expert(name: str) -> bool:
@@ -223,7 +148,7 @@ def _active_params(hp: HParams, tensors: Mapping[str, TensorInfo]) -> int:
     return total
 
 
-def _by_type(tensors: Iterable[TensorInfo]) -> tuple[TypeTotal, ...]:
+def types_of(tensors: Iterable[TensorInfo]) -> tuple[TypeTotal, ...]:
     """Return totals by type, the largest first."""
     groups: dict[str, list[TensorInfo]] = {}
     for info in tensors:

@@ -308,6 +308,16 @@ def test_bench_prints_rows() -> None:
     assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
 
 
+def test_bench_measures_lists_of_settings() -> None:
+    tests = ("-p", 8, "-p", 12, "-n", 0, "-pg", "4,3", "-r", 1, "--no-warmup", "--device", "cpu")
+    done = moegraph("bench", "tiny", *tests, "-t", "1,2", "-ub", "4,512", "-o", "jsonl")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["test"] for row in rows] == 4 * ["pp8", "pp12", "pp4+tg3"]
+    settings = [(row["n_threads"], row["n_ubatch"]) for row in rows[::3]]
+    assert settings == [(1, 4), (1, 512), (2, 4), (2, 512)]
+    assert (rows[2]["n_prompt"], rows[2]["n_gen"]) == (4, 3)
+
+
 def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
     plot = tmp_path / "phases.svg"
     tests = ("-p", 8, "-n", 4, "-r", 1, *CPU, "--phases", plot)
@@ -315,4 +325,4 @@ def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
     assert not plot.exists()
     assert moegraph("bench", "tiny", "--mode", "layered", *tests).returncode == 0
     shown = "".join(ElementTree.parse(plot).getroot().itertext())
-    assert all(word in shown for word in ("pp8", "tg4", "launch", "wait", "look"))
+    assert all(word in shown for word in ("pp8", "tg4", "launch", "wait", "resolve"))

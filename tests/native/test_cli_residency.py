@@ -24,6 +24,7 @@ from moegraph.experts.trace import TraceRecorder, read_trace
 from moegraph.footprint import needed_bytes
 from moegraph.modelfile import open_model, resolve_target
 from moegraph.sampling import SamplingParams
+from moegraph.units import parse_bytes
 
 PROMPT = "def fibonacci(n):\n"
 CPU = ("--device", "cpu", "-t", "1", "--temp", "0")
@@ -148,10 +149,12 @@ def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
     report = json.loads(result.stdout)
     row = report["budgets"][0]
     plan = make_plan(need, budget << 20)
-    assert row["plan"]["n_slots"] == list(plan.n_slots) and not plan.all_resident
-    assert row["plan"]["total_bytes"] == plan.total <= budget << 20
+    assert row["plan"]["n_slots_by_layer"] == list(plan.n_slots) and not plan.all_resident
+    sizes = row["plan"]["bytes"]
+    assert sum(sizes.values()) == budget << 20 and sizes["left_over"] == plan.margin
+    assert sizes["slots"] == plan.bytes["slots"] and sizes["driver"] == 0
     assert 0 < row["predicted"]["hit_rate"] < 1
-    assert row["predicted"]["tokens_per_s"] is None, "no machine was measured with such experts"
+    assert row["predicted"]["decode_tps"] is None, "no machine was measured with such experts"
     assert row["upstream_n_cpu_moe"] >= 1
 
 
@@ -161,21 +164,43 @@ def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint)
         *SMALL, "--routing", recorded / "t", "--profile", recorded / "p.json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    rows = result.stdout.splitlines()[1:]
-    assert "does not fit" in rows[0] and "100.0%" in rows[2]
+    head, _, table = result.stdout.partition("\n\n")
+    assert "moegraph tiny: 8 layers of 32 experts, 4 used" in head and "512 positions" in head
+    rows = table.splitlines()[1:]
+    assert rows[0].split() == ["100", "MiB", *"-------"] and "100 %" in rows[2]
     assert " to " in rows[1], "with a profile, layers get different numbers of slots"
+    assert len({len(row) for row in rows}) == 1, "columns of numbers end together"
     assert "without its experts needs" in result.stderr
+
+
+def test_equal_refusals_are_one_line() -> None:
+    sizes = ("--vram", "0.1", "--vram", "0.2", "--vram", "0.6", "--vram", "0.7", "--vram", "1")
+    result = invoke("plan", "tiny", *sizes)
+    assert result.exit_code == 0, result.output
+    too_small = [line for line in result.stderr.splitlines() if "the driver" in line]
+    assert len(too_small) == 2
+    assert "--vram 205 MiB is less than the 512 MiB" in too_small[0] and "102 MiB" in too_small[0]
+    assert "without its experts needs" in too_small[1] and "614 MiB" in too_small[1]
+    line = refused("plan", "tiny", "--vram", "0", code=4)
+    assert "--vram 0 B is less than the 512 MiB that the driver takes for itself" in line
 
 
 def test_a_single_budget_shows_where_memory_goes() -> None:
     result = invoke("plan", "tiny", "--vram", "1", "--pin-layers", 2, "--cache-slots", 9)
     assert result.exit_code == 0, result.output
-    listed = result.stdout.partition("device memory\n")[2].split()
-    assert " ".join(listed[::3]) == "weights kv state compute other staging pinned slots"
+    rows = [line.rsplit(maxsplit=2) for line in
+            result.stdout.partition("Device memory\n")[2].splitlines()]  # fmt: skip
+    assert [row[0].strip() for row in rows] == [
+        "driver", "weights outside experts", "KV cache", "recurrent state", "compute buffers",
+        "kernels and tables", "staging of experts", "experts of full layers", "expert slots",
+        "left over", "together",
+    ]  # fmt: skip
+    sizes = [parse_bytes(f"{number}{unit}") for _, number, unit in rows]
+    assert sum(sizes[:-1]) == pytest.approx(sizes[-1], rel=0.005)
 
 
 def test_impossible_plans_are_one_line(tmp_path: Path, recorded: Path, need: Footprint) -> None:
-    assert "without its experts needs" in refused("plan", "tiny", "--vram", "0.1", code=4)
+    assert "without its experts needs" in refused("plan", "tiny", "--vram", "0.6", code=4)
     assert "--pin-layers is 99" in refused("plan", "tiny", "--vram", 1, "--pin-layers", 99)
     few = f"{mib_for(need, 0.5)}MiB"
     line = refused("plan", "tiny", "--vram", few, *SMALL, "--pin-layers", 6)

@@ -132,7 +132,8 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
         path = tmp_path / f"{machine.name}.json"
         path.write_text(json.dumps(machine_fields(machine)))
         back = find_machine(str(path))
-        assert back.name == machine.name and back.expert_bytes == machine.expert_bytes
+        assert (back.name, back.about) == (machine.name, machine.about)
+        assert back.expert_bytes == machine.expert_bytes
         for n in (1, 2, 5, 9):
             assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
             assert back.fetch(n) == pytest.approx(machine.fetch(n))
@@ -143,7 +144,7 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
 
 def test_files_need_not_say_how_graphs_fetch(tmp_path: Path) -> None:
     fields = machine_fields(SIMPLE)
-    del fields["lookup_us"], fields["fetch_us"]
+    del fields["fetch_layer_us"], fields["fetch_us"], fields["about"]
     (tmp_path / "m").write_text(json.dumps(fields))
     machine = find_machine(str(tmp_path / "m"))
     assert machine.lookup == 0 and machine.fetch == machine.stream
@@ -155,16 +156,18 @@ def test_files_need_not_say_how_graphs_fetch(tmp_path: Path) -> None:
      ({"expert_bytes": 0}, "expert_bytes is 0; expected a positive integer"),
      ({"expert_bytes": True}, "expert_bytes is True"), ({"name": 5}, "name is 5"),
      ({"whole_us": 0}, "whole_us is 0"), ({"whole_us": "x"}, "whole_us is 'x'"),
-     ({"look_us": -1}, "look_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
+     ({"host_layer_us": -1}, "host_layer_us is -1"), ({"overlap_us": None}, "overlap_us is None"),
      ({"stream_us": []}, "stream_us is []; expected [[n, microseconds], ...], both rising"),
-     ({"lookup_us": -1}, "lookup_us is -1; expected microseconds"),
-     ({"lookup_us": "2"}, "lookup_us is '2'"), ({"fetch_us": None}, "fetch_us is None; expected"),
+     ({"fetch_layer_us": -1}, "fetch_layer_us is -1; expected microseconds"),
+     ({"fetch_layer_us": "2"}, "fetch_layer_us is '2'"), ({"about": 3}, "about is 3"),
+     ({"look_us": 1}, "unknown field 'look_us'; known: about"),
+     ({"fetch_us": None}, "fetch_us is None; expected"),
      ({"fetch_us": 9}, "fetch_us is 9; expected [[n, microseconds], ...], both rising"),
      ({"fetch_us": [[2, 5], [1, 6]]}, "fetch_us is"),
      ({"cpu_us": [[1, 5], [1, 6]]}, "cpu_us is"), ({"cpu_us": [[1, 5], [2, 4]]}, "cpu_us is"),
      ({"cpu_us": [[0, 5]]}, "cpu_us is"), ({"cpu_us": [[1, 0]]}, "cpu_us is"),
      ({"cpu_us": [[1, float("nan")]]}, "cpu_us is"), ({"cpu_us": [1, 2]}, "cpu_us is"),
-     ({"speed": 1}, "unknown field 'speed'; known: cpu_us")],
+     ({"speed": 1}, "unknown field 'speed'; known: about")],
 )  # fmt: skip
 def test_wrong_machine_files_are_refused(tmp_path: Path, change: dict[str, Any], say: str) -> None:
     path = tmp_path / "m.json"

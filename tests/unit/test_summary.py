@@ -1,4 +1,4 @@
-"""Sizes of a model, and what fits into a budget, against sums done by hand."""
+"""Sizes of a model against sums done by hand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from moegraph.errors import ConfigError
 from moegraph.hparams import HParams
 from moegraph.modelfile import open_model
 from moegraph.modelfile.scan import TensorInfo
-from moegraph.modelfile.summary import (
-    Fit,
-    ModelSummary,
-    fit,
-    kv_bytes_per_token,
-    state_bytes,
-    summarize,
-)
+from moegraph.modelfile.summary import kv_bytes_per_token, state_bytes, summarize
 from moegraph.modelfile.tensors import expected_tensors
-from moegraph.units import GiB, MiB
+from moegraph.units import MiB
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 
@@ -146,46 +139,6 @@ def test_the_35b_shape_has_the_published_sizes() -> None:
     # 96 KiB of convolution and 2 MiB of DeltaNet state in each of 30 layers.
     assert state_bytes(hp) == 30 * (96 * 1024 + 2 * MiB)
     assert state_bytes(hp, 4) == 4 * state_bytes(hp)
-
-
-def run_fit(budget: int, **changes: object) -> tuple[ModelSummary, Fit]:
-    hp, tensors = big()
-    s = summarize(hp, tensors)
-    settings: dict[str, object] = {"n_ctx": 8192, "scratch_bytes": 512 * MiB} | changes
-    return s, fit(s, hp, budget, **settings)  # type: ignore[arg-type]
-
-
-def test_what_fits_is_what_the_fixed_parts_leave() -> None:
-    s, f = run_fit(12 * GiB)
-    assert f.kv_bytes == 8192 * 20_480 and f.n_ctx == 8192 and f.scratch_bytes == 512 * MiB
-    assert f.free_bytes == 12 * GiB - s.dense_bytes - f.kv_bytes - f.state_bytes - 512 * MiB
-    per_layer = s.layers[0].expert_bytes
-    assert f.n_layers == f.free_bytes // per_layer and 0 < f.n_layers < 40
-    assert f.n_slots == f.free_bytes // s.bytes_per_expert
-    assert f.slot_share == f.n_slots / (40 * 256)
-    assert (f.shortfall_bytes, f.everything_fits) == (0, False)
-
-
-def test_everything_fits_exactly_at_its_own_size_and_not_one_byte_below() -> None:
-    s, small = run_fit(0)
-    need = s.dense_bytes + s.expert_bytes + small.kv_bytes + small.state_bytes + 512 * MiB
-    assert run_fit(need)[1].everything_fits and run_fit(need)[1].n_layers == 40
-    assert run_fit(need)[1].n_slots == run_fit(100 * GiB)[1].n_slots == 40 * 256
-    almost = run_fit(need - 1)[1]
-    assert (almost.everything_fits, almost.n_layers, almost.n_slots) == (False, 39, 40 * 256 - 1)
-
-
-def test_a_budget_below_the_fixed_parts_has_a_shortfall() -> None:
-    s, f = run_fit(GiB)
-    fixed = s.dense_bytes + f.kv_bytes + f.state_bytes + f.scratch_bytes
-    assert f.shortfall_bytes == fixed - GiB > 0
-    assert (f.n_layers, f.n_slots, f.free_bytes) == (0, 0, 0)
-
-
-def test_context_is_padded_and_defaults_to_the_models() -> None:
-    assert run_fit(GiB, n_ctx=257)[1].n_ctx == 512
-    assert run_fit(GiB, n_ctx=0)[1].n_ctx == 262_144
-    assert run_fit(GiB, n_seq=3)[1].kv_bytes == 3 * run_fit(GiB)[1].kv_bytes
 
 
 def test_cache_types_that_cannot_hold_a_row_are_refused(tmp_path: Path) -> None:

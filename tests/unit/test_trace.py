@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,20 @@ def test_a_file_gives_back_what_was_written(
     assert [p.name for p in tmp_path.iterdir()] == ["t"], "no temporary file stays"
 
 
+def test_sizes_of_experts_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
+    trace = replace(small_trace(), slot_bytes=(10, 20, 30))
+    write_trace(tmp_path / "t", trace)
+    assert read_trace(tmp_path / "t").slot_bytes == (10, 20, 30)
+    write_trace(tmp_path / "t", small_trace())
+    assert read_trace(tmp_path / "t").slot_bytes == ()
+    data = edited(lambda fields: fields.pop("slot_bytes"))((tmp_path / "t").read_bytes())
+    (tmp_path / "old").write_bytes(data[:8] + b"\1" + data[9:])
+    old = read_trace(tmp_path / "old")
+    assert old.slot_bytes == () and (old.ids == trace.ids).all()
+    recorder = TraceRecorder(SHAPE, [1, 2, 3])
+    assert recorder.trace(0, "").slot_bytes == (1, 2, 3)
+
+
 def test_the_file_is_little_more_than_its_ids(tmp_path: Path) -> None:
     trace = generate_trace(BIG, 16)
     write_trace(tmp_path / "t", trace)
@@ -74,7 +89,10 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut in the header": (lambda d: d[:40], "cut off or too long"),
     "cut in the ids": (lambda d: d[:-1], "its header announces"),
     "something behind it": (lambda d: d + b"x", "its header announces"),
-    "format 2": (lambda d: d[:8] + b"\2" + d[9:], "trace format 2; this moegraph reads format 1"),
+    "format 3": (lambda d: d[:8] + b"\3" + d[9:], "trace format 3; this moegraph reads formats 1"),
+    "sizes of two layers": (edited(lambda f: f.update(slot_bytes=[1, 2])), "list 3 sizes"),
+    "a size of nothing": (edited(lambda f: f.update(slot_bytes=[1, 2, 0])), "list 3 sizes"),
+    "sizes in words": (edited(lambda f: f.update(slot_bytes="big")), "list 3 sizes"),
     "giant header": (lambda d: d[:12] + b"\xff\xff\xff\xff" + d[16:], "4.00 GiB is cut off"),
     "no JSON": (lambda d: d[:16] + b"[" + d[17:], "not a JSON object"),
     "a list": (lambda d: d[:12] + struct.pack("<I", 2) + b"[]", "not a JSON object"),

@@ -1,0 +1,166 @@
+"""The rows of `moegraph bench` as Markdown, JSON, JSON lines, CSV or SQL, one after the other."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..units import format_bytes, format_count
+from . import ui
+
+Records = Iterator[dict[str, Any]]
+
+_MAX_WIDTH = 100
+_LEFT = ("model", "backend", "mode", "type_k", "type_v")
+# Constant over a run, so the first to go where a table is too wide; they are then noted.
+_SPARED = ("mode", "params", "size", "threads", "backend")
+# Settings that llama-bench shows only where they are not usual.
+_USUAL = {"n_ubatch": 512, "type_k": "f16", "type_v": "f16"}
+_SQL_TABLE = "moegraph_bench"
+# Of columns that may be NULL in the first row.
+_SQL_KINDS = {"hit_rate": "REAL", "fetched_bytes_per_pass": "INTEGER"}
+
+
+def print_json(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
+    """Print one array, valid also when the run is interrupted or a later test fails."""
+    n_rows = 0
+    try:
+        for record in records:
+            ui.write_text(",\n  " if n_rows else "[\n  ")
+            ui.write_text(json.dumps(record, ensure_ascii=False))
+            n_rows += 1
+    finally:
+        if n_rows:
+            ui.write_text("\n]\n")
+    if not n_rows:
+        ui.write_text("[]\n")
+
+
+def print_jsonl(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
+    """Print one object a line."""
+    for record in records:
+        ui.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def print_csv(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
+    """Print a header and quoted rows, without the samples."""
+    for at, record in enumerate(records):
+        fields = _flat(record)
+        line = io.StringIO()
+        writer = csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        if at == 0:
+            writer.writerow(fields)
+        writer.writerow(fields.values())
+        ui.write_text(line.getvalue())
+
+
+def print_sql(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
+    """Print a table's definition and one INSERT a row, as sqlite3 reads them."""
+    for at, record in enumerate(records):
+        fields = _flat(record)
+        if at == 0:
+            kinds = ",\n  ".join(
+                f"{name} {_SQL_KINDS.get(name) or _sql_type(value)}"
+                for name, value in fields.items()
+            )
+            ui.write_text(f"CREATE TABLE IF NOT EXISTS {_SQL_TABLE} (\n  {kinds}\n);\n\n")
+        values = ", ".join(_sql_value(value) for value in fields.values())
+        ui.write_text(f"INSERT INTO {_SQL_TABLE} ({', '.join(fields)}) VALUES ({values});\n")
+
+
+def _sql_type(value: Any) -> str:
+    if isinstance(value, (bool, int)):
+        return "INTEGER"
+    return "REAL" if isinstance(value, float) else "TEXT"
+
+
+def _sql_value(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, (bool, int, float)):
+        return repr(int(value) if isinstance(value, bool) else value)
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row, the same in each: no samples, of the experts two figures."""
+    experts = record.get("experts") or {}
+    fields = {k: v for k, v in record.items() if not k.startswith("samples") and k != "experts"}
+    return {
+        **fields,
+        "hit_rate": experts.get("hit_rate"),
+        "fetched_bytes_per_pass": experts.get("fetched_bytes_per_pass"),
+    }
+
+
+def print_markdown(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
+    """Print llama-bench's table, in at most 100 columns where that can be.
+
+    tests: the names of all tests to come; varied: settings of which several values are measured.
+    """
+    widths: dict[str, int] = {}
+    for at, record in enumerate(records):
+        cells = _markdown_cells(record, varied)
+        if at == 0:
+            widths = _fitting(cells, tests, varied)
+            _print_row({name: name for name in widths}, widths)
+            rules = [
+                "-" * (width + 1) + ("-" if name in _LEFT else ":")
+                for name, width in widths.items()
+            ]
+            ui.write_text("|" + "|".join(rules) + "|\n")
+        _print_row(cells, widths)
+
+
+def _fitting(cells: dict[str, str], tests: Sequence[str], varied: frozenset[str]) -> dict[str, int]:
+    """Return the widths of the columns to show; what is left out is constant, and noted."""
+    widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
+    # later tests have longer names and larger numbers than the first
+    widths["test"] = max([widths["test"], *map(len, tests)])
+    widths["t/s"] = max(widths["t/s"], 16)
+    for name in _SPARED:
+        if sum(widths.values()) + 3 * len(widths) + 1 <= _MAX_WIDTH:
+            break
+        if name in widths and not {name, f"n_{name}"} & varied:
+            del widths[name]
+    left_out = [f"{name} {cell}" for name, cell in cells.items() if name not in widths]
+    if left_out:
+        ui.note(", ".join(left_out))
+    return widths
+
+
+def _markdown_cells(record: dict[str, Any], varied: frozenset[str]) -> dict[str, str]:
+    n_params, mode = format_count(record["model_n_params"]), record["mode"]
+    cells = {"model": record["model_type"], "size": format_bytes(record["model_size"])}
+    if n_params.replace(" ", "") not in record["model_type"]:
+        cells["params"] = n_params
+    cells |= {"backend": record["backends"], "threads": str(record["n_threads"])}
+    if mode != "whole" or "mode" in varied:
+        cells["mode"] = mode
+    for name, usual in _USUAL.items():
+        if name in varied or record[name] != usual:
+            cells[name] = str(record[name])
+    experts = record.get("experts")
+    if experts:
+        cells["hit rate"] = f"{experts['hit_rate']:.3f}"
+        cells["MiB/pass"] = f"{experts['fetched_bytes_per_pass'] / 2**20:.1f}"
+    cells["test"] = record["test"]
+    cells["t/s"] = f"{record['avg_ts']:.2f} \u00b1 {record['stddev_ts']:.2f}"
+    return cells
+
+
+def _print_row(cells: dict[str, str], widths: dict[str, int]) -> None:
+    padded = [
+        cells.get(name, "").ljust(width) if name in _LEFT else cells.get(name, "").rjust(width)
+        for name, width in widths.items()
+    ]
+    ui.write_text("| " + " | ".join(padded) + " |\n")
+
+
+STYLES: dict[str, Callable[[Records, Sequence[str], frozenset[str]], None]] = {
+    "md": print_markdown, "json": print_json, "jsonl": print_jsonl, "csv": print_csv,
+    "sql": print_sql,
+}  # fmt: skip

@@ -1,0 +1,134 @@
+"""What fits into so much device memory: one answer for `plan` and `inspect`, by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config import EngineConfig
+from ..errors import ConfigError, OutOfDeviceMemory
+from ..units import MiB, format_bytes, format_share
+
+if TYPE_CHECKING:
+    from ..experts.planner import Footprint, Plan
+
+# What a CUDA driver takes of a card for itself, where nobody measured it.
+RESERVE_BYTES = 512 * MiB
+_PURPOSES = {
+    "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
+    "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
+    "pinned": "experts of full layers", "slots": "expert slots",
+}  # fmt: skip
+# Keys of the same in JSON.
+_KEYS = {"pinned": "full_layers"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget in bytes and its plan, or why there is none. n_cpu_layers: upstream's -ncmoe."""
+
+    n_bytes: int
+    reserve: int
+    plan: Plan | None
+    n_cpu_layers: int | None
+    refusal: str = ""
+
+
+def plan_budget(
+    need: Footprint, config: EngineConfig, n_bytes: int, reserve: int,
+    demand: list[list[float]] | None = None,
+) -> Budget:  # fmt: skip
+    """Plan a budget of n_bytes, of which the driver takes `reserve`.
+
+    demand: as of `make_plan`.
+
+    Raises:
+        ConfigError: the slots or layers that config asks for do not fit, though the rest does.
+    """
+    from ..experts.planner import make_plan, upstream_cpu_layers
+
+    usable = n_bytes - reserve
+    if usable < 0:
+        return Budget(n_bytes, reserve, None, None, (
+            f"--vram {format_bytes(n_bytes)} is less than the {format_bytes(reserve)} that the "
+            "driver takes for itself (--context of `moegraph plan`); allow more memory"
+        ))  # fmt: skip
+    upstream = upstream_cpu_layers(need, usable)
+    try:
+        plan = make_plan(
+            need, usable,
+            None if config.pin_layers < 0 else config.pin_layers,
+            None if config.cache_slots < 0 else config.cache_slots,
+            f"--vram {format_bytes(n_bytes)} less {format_bytes(reserve)} for the driver",
+            demand,
+        )  # fmt: skip
+    except (OutOfDeviceMemory, ConfigError) as error:
+        if isinstance(error, ConfigError) and usable >= need.fixed + need.staging:
+            raise
+        return Budget(n_bytes, reserve, None, upstream, str(error))
+    return Budget(n_bytes, reserve, plan, upstream)
+
+
+def memory_rows(budget: Budget) -> list[tuple[str, str]]:
+    """Return what takes device memory; the bytes add up to the budget. Empty without a plan."""
+    if budget.plan is None:
+        return []
+    rows = [("driver", budget.reserve)]
+    rows += [(_PURPOSES[name], n) for name, n in budget.plan.bytes.items()]
+    rows.append(("left over", budget.plan.margin or 0))
+    return [(name, format_bytes(n)) for name, n in rows if n] + [
+        ("together", format_bytes(budget.n_bytes))
+    ]
+
+
+def slots_text(plan: Plan) -> str:
+    """Return the slots of a layer that is not full, as '126' or '100 to 126'; '-' if all are."""
+    rest = [n for il, n in enumerate(plan.n_slots) if il not in plan.pinned]
+    if not rest:
+        return "-"
+    return f"{rest[0]}" if min(rest) == max(rest) else f"{min(rest)} to {max(rest)}"
+
+
+def resident_text(plan: Plan) -> str:
+    """Return in words which experts are resident."""
+    if plan.all_resident:
+        return "all experts resident"
+    text = f"{format_share(plan.resident_share)} of the experts resident"
+    full = f", {len(plan.pinned)} full layers" if plan.pinned else ""
+    return f"{text}, {slots_text(plan)} slots a layer{full}"
+
+
+def refusals(budgets: Sequence[Budget]) -> list[str]:
+    """Return one line for each reason why budgets do not fit, not one for each budget."""
+    refused = [b for b in budgets if b.refusal]
+    lines = []
+    for below in (True, False):
+        group = [b for b in refused if (b.n_bytes < b.reserve) is below]
+        if group:
+            # what is too little for the largest is too little for all
+            largest = max(group, key=lambda b: b.n_bytes)
+            others = ", ".join(format_bytes(b.n_bytes) for b in group if b is not largest)
+            lines.append(largest.refusal + (f" (nor does it fit into {others})" if others else ""))
+    return lines
+
+
+def budget_fields(budget: Budget) -> dict[str, Any]:
+    """Return a budget for JSON; bytes by purpose and what is left add up to budget_bytes."""
+    plan = budget.plan
+    return {
+        "budget_bytes": budget.n_bytes,
+        "refusal": budget.refusal or None,
+        "upstream_n_cpu_moe": budget.n_cpu_layers,
+        "plan": None if plan is None else {
+            "n_slots_by_layer": list(plan.n_slots),
+            "full_layers": list(plan.pinned),
+            "all_resident": plan.all_resident,
+            "resident_share": round(plan.resident_share, 5),
+            "bytes": {
+                "driver": budget.reserve,
+                **{_KEYS.get(name, name): n for name, n in plan.bytes.items()},
+                "left_over": plan.margin,
+            },
+        },
+    }  # fmt: skip

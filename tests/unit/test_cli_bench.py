@@ -1,0 +1,184 @@
+"""`moegraph bench`: its rows, its lists, its formats."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import sqlite3
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moegraph.bench import BenchRow, BenchSpec
+from moegraph.cli import bench, benchrows, main
+
+if TYPE_CHECKING:
+    from conftest import Cli
+
+
+def invoke(*args: object) -> Result:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert "\x1b" not in result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+RECORDS = [
+    {
+        "model_type": "qwen35moe 33M Q4_K", "model_size": 23 << 20, "model_n_params": 33_000_000,
+        "backends": "CPU", "n_threads": 2, "mode": "whole", "n_ubatch": 512, "type_k": "f16",
+        "type_v": "f16", "test": test, "avg_ts": 123.456, "stddev_ts": 1.5, "samples_ns": [1, 2],
+        "samples_ts": [1.0, 2.0],
+    }
+    for test in ("pp512", "tg128 @ d4096")
+]  # fmt: skip
+
+
+class TestBench:
+    def out(
+        self, style: str, capsys: pytest.CaptureFixture[str],
+        records: list[dict[str, Any]] = RECORDS, varied: frozenset[str] = frozenset(),
+    ) -> str:  # fmt: skip
+        tests = [record["test"] for record in records]
+        benchrows.STYLES[style](iter(records), tests, varied)
+        return capsys.readouterr().out
+
+    def test_markdown_is_a_table_like_llama_bench_prints(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = self.out("md", capsys).splitlines()
+        assert len({len(line) for line in lines}) == 1
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert cells[0] == ["model", "size", "params", "backend", "threads", "test", "t/s"]
+        assert cells[2][-2:] == ["pp512", "123.46 \u00b1 1.50"]
+        assert cells[3][-2] == "tg128 @ d4096"
+
+    def test_unusual_and_varied_settings_get_a_column(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        record = {**RECORDS[0], "n_ubatch": 64, "type_v": "q8_0"}
+        header = self.out("md", capsys, [record]).splitlines()[0]
+        assert "n_ubatch" in header
+        assert "type_v" in header
+        assert "type_k" not in header
+        varied = frozenset({"type_k"})
+        assert "type_k" in self.out("md", capsys, [record], varied).splitlines()[0]
+
+    def test_a_wide_table_keeps_to_100_columns_and_notes_what_is_constant(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        experts = {"hit_rate": 0.5, "fetched_bytes_per_pass": 3 << 20}
+        wide = [{**record, "model_type": "qwen35moe 35B.A3B Q4_K", "mode": "layered",
+                 "experts": experts} for record in RECORDS]  # fmt: skip
+        benchrows.STYLES["md"](iter(wide), ["pp512", "tg128 @ d4096"], frozenset({"n_threads"}))
+        out, err = capsys.readouterr()
+        assert max(len(line) for line in out.splitlines()) <= 100
+        assert "| 0.500 |" in " ".join(out.split()) and "| 3.0 |" in " ".join(out.split())
+        assert "mode layered" in err and "params 33.0 M" in err and "threads" in out
+
+    def test_all_formats_hold_the_same_rows(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert json.loads(self.out("json", capsys)) == RECORDS
+        assert [json.loads(line) for line in self.out("jsonl", capsys).splitlines()] == RECORDS
+        rows = list(csv.DictReader(io.StringIO(self.out("csv", capsys))))
+        assert [row["test"] for row in rows] == ["pp512", "tg128 @ d4096"]
+        assert "samples_ns" not in rows[0]
+        with sqlite3.connect(":memory:") as base:
+            named = [{**record, "model_type": "it's"} for record in RECORDS]
+            base.executescript(self.out("sql", capsys, named))
+            found = base.execute("SELECT test, avg_ts, model_type, hit_rate FROM moegraph_bench")
+            assert found.fetchall() == [(row["test"], 123.456, "it's", None) for row in RECORDS]
+
+    def test_no_rows_are_still_an_array(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert json.loads(self.out("json", capsys, [])) == []
+
+    @pytest.mark.parametrize(
+        ("text", "lengths"),
+        [
+            ("512", (512,)), ("0", (0,)), ("1,2,8", (1, 2, 8)), ("1-4", (1, 2, 3, 4)),
+            ("0-512+256", (0, 256, 512)), ("1-16*4", (1, 4, 16)), ("2,4-5", (2, 4, 5)),
+        ],
+    )  # fmt: skip
+    def test_lists_and_ranges_as_in_llama_bench(self, text: str, lengths: tuple[int, ...]) -> None:
+        assert bench._lengths(None, None, (text,)) == lengths
+        assert bench._lengths(None, None, (text, "7")) == (*lengths, 7)
+
+    @pytest.mark.parametrize(
+        "text", ["", "x", "1,", "-5", "4-1", "1-", "1-9+0", "1-9*1", "0-9*2", "1-9+", "99999999",
+                 "0-1000000"],
+    )  # fmt: skip
+    def test_lengths_that_make_no_sense(self, text: str) -> None:
+        result = invoke("bench", "m", "-p", text)
+        assert result.exit_code == 2
+        assert "Invalid value for '-p'" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("args", "say"),
+        [(("-pg", "5"), "write a prompt and a generation, 512,128"),
+         (("-pg", "0,5"), "both are 1 to"), (("-t", "x"), "write numbers as 1,2 or 1-8"),
+         (("-t", "0"), "n_threads is 0"), (("-ctk", "f16,q5"), "'q5' is not one of f16"),
+         (("--phases", "p.png"), "plots are SVG"), (("-p", "0", "-n", "0"), "nothing to measure"),
+         (("-m", "other"), "give a model")],
+    )  # fmt: skip
+    def test_other_lists_that_make_no_sense(
+        self, cli: Cli, args: tuple[str, ...], say: str
+    ) -> None:
+        assert say in cli.refused("bench", "m", *args)
+        assert cli.loaded == []
+
+    @pytest.fixture
+    def specs(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> list[BenchSpec]:
+        """The specs that were measured, each test in no time."""
+        seen: list[BenchSpec] = []
+
+        def measure(engine: Any, spec: BenchSpec) -> Iterator[BenchRow]:
+            seen.append(spec)
+            for test in spec.tests:
+                yield BenchRow(test.name, test.n_prompt, test.n_gen, test.depth, (0.5, 1.0))
+
+        monkeypatch.setattr("moegraph.bench.run_bench", measure)
+        facts = {key: RECORDS[0][key] for key in list(RECORDS[0])[:9]}
+        monkeypatch.setattr(bench, "_facts", lambda engine: dict(facts))
+        return seen
+
+    def test_the_context_is_as_large_as_the_tests_need(
+        self, cli: Cli, specs: list[BenchSpec]
+    ) -> None:
+        cli("bench", "m", "-p", "100,300", "-n", "8", "-d", "0,1000", "-r", "2", "-o", "json")
+        assert cli.engine.config.n_ctx == 1536
+        assert specs == [BenchSpec((100, 300), (8,), (0, 1000), 2)]
+        cli("bench", "m", "-c", "2048")
+        assert cli.engine.config.n_ctx == 2048
+        cli("bench", "m", "-pg", "500,100", "-p", "0", "-n", "0")
+        assert cli.engine.config.n_ctx == 768
+
+    def test_repeated_options_and_lists_are_all_measured(
+        self, cli: Cli, specs: list[BenchSpec]
+    ) -> None:
+        args = ("-p", "16", "-p", "32,64", "-n", "0", "-pg", "4,2", "-m", "a", "-m", "b",
+                "-ctk", "f16,q8_0", "--no-warmup", "-o", "json")  # fmt: skip
+        rows = json.loads(cli("bench", *args).stdout)
+        assert [row["test"] for row in rows[:4]] == ["pp16", "pp32", "pp64", "pp4+tg2"]
+        assert len(rows) == 16 and cli.loaded == ["a", "a", "b", "b"]
+        assert not specs[0].warm_up and specs[0].pairs == ((4, 2),)
+        assert rows[3]["n_prompt"] == 4 and rows[3]["n_gen"] == 2
+        assert rows[3]["samples_ts"] == [12, 6]
+
+    def test_an_interrupted_run_leaves_the_rows_that_are_finished(
+        self, cli: Cli, specs: list[BenchSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measure = importlib.import_module("moegraph.bench").run_bench
+
+        def interrupted(engine: Any, spec: BenchSpec) -> Iterator[BenchRow]:
+            rows = measure(engine, spec)
+            yield next(rows)
+            yield next(rows)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("moegraph.bench.run_bench", interrupted)
+        result = cli("bench", "m", "-p", "1,2,3", "-o", "json")
+        assert result.exit_code == 130
+        assert [row["test"] for row in json.loads(result.stdout)] == ["pp1", "pp2"]

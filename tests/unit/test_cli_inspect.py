@@ -1,0 +1,185 @@
+"""`moegraph inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
+
+from moegraph.cli import inspect, main
+
+
+def invoke(*args: object) -> Result:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert "\x1b" not in result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_file().build())
+    return path
+
+
+class TestInspect:
+    def test_json_describes_the_model(self, model: Path) -> None:
+        report = json.loads(invoke("inspect", model, "--json").stdout)
+        assert report["paths"] == [str(model)]
+        assert report["n_bytes"] == model.stat().st_size
+        assert report["metadata"]["general.architecture"] == "qwen35moe"
+        layers = report["layers"]
+        assert len(layers) == report["hparams"]["n_layer"]
+        assert sum(layer["expert_bytes"] for layer in layers) == report["expert_bytes"]
+        assert {layer["recurrent"] for layer in layers} == {True, False}
+        assert "tensors" not in report
+        assert report["budgets"] == []
+
+    def test_check_looks_at_the_weights(self, model: Path) -> None:
+        assert "no NaN and no infinity" in invoke("inspect", model, "--check").stdout
+        assert "Check" not in invoke("inspect", model).stdout
+
+    def test_check_names_what_is_damaged(self, tmp_path: Path) -> None:
+        path, name = tmp_path / "m.gguf", "output_norm.weight"
+        (info,) = (t for t in model_file().tensors if t.name == name)
+        values = np.ones(info.ne[0], np.float32)
+        values[3:5] = np.nan
+        path.write_bytes(model_file(tensors=edit(name, data=values.tobytes())).build())
+        for extra in ([], ["--json"]):
+            result = invoke("inspect", path, "--check", *extra)
+            assert result.exit_code == 3
+            assert f"the first is {name}; the file is damaged" in result.stderr
+        assert json.loads(result.stdout)["nonfinite"] == [
+            {"name": name, "type": "F32", "n_bad": 2, "n_blocks": len(values), "first": 3}
+        ]
+
+    def test_tensors_are_listed_on_request(self, model: Path) -> None:
+        tensors = json.loads(invoke("inspect", model, "--json", "--tensors").stdout)["tensors"]
+        by_name = {tensor["name"]: tensor for tensor in tensors}
+        embedding = by_name["token_embd.weight"]
+        assert embedding["ne"] == [Shape().n_embd, Shape().n_vocab]
+        assert embedding["type"] in ("F32", "F16", "Q8_0")
+
+    def test_what_fits_is_what_plan_says(self, model: Path) -> None:
+        settings = ("-c", 1000, "--vram", "100MiB", "--vram", "730MiB", "--vram", "2", "--json")
+        budgets = json.loads(invoke("inspect", model, *settings).stdout)["budgets"]
+        small, _, large = budgets
+        assert (small["budget_bytes"], large["budget_bytes"]) == (100 << 20, 2 << 30)
+        assert "less than the 512 MiB that the driver takes" in small["refusal"]
+        assert large["plan"]["all_resident"] and large["refusal"] is None
+        assert sum(large["plan"]["bytes"].values()) == large["budget_bytes"]
+        planned = json.loads(invoke("plan", model, *settings).stdout)["budgets"]
+        assert [{k: v for k, v in row.items() if k != "predicted"} for row in planned] == budgets
+
+    def test_for_people(self, model: Path) -> None:
+        result = invoke("inspect", model, "--tensors", "--vram", "2", "--vram", "0.6")
+        assert result.stderr == ""
+        for part in ("Metadata", "general.architecture", "DeltaNet", "one expert",
+                     "In 2.00 GiB, 4,096 positions: all experts resident", "left over",
+                     "In 614 MiB, 4,096 positions: does not fit", "without its experts needs",
+                     "blk.0.ffn_gate_inp.weight"):  # fmt: skip
+            assert part in result.stdout
+        assert result.stdout.index("Model") < result.stdout.index("Metadata")
+
+    def test_layers_that_are_alike_share_a_row(self, model: Path) -> None:
+        shown = invoke("inspect", model).stdout
+        rows = shown[shown.index("Layers") :].splitlines()[2:]
+        assert [row.split()[:3] for row in rows] == [["0-2", "3", "DeltaNet"],
+                                                     ["3", "1", "attention"]]  # fmt: skip
+        assert inspect._runs([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+        assert inspect._runs(range(0, 20, 2)) == "0, 2, 4, ..., 18"
+
+    def test_numbers_are_written_for_people(self, tmp_path: Path) -> None:
+        pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
+        extra = (("general.file_type", T.UINT32, 15), ("a.big", T.UINT32, 262144),
+                 ("a.eps", T.FLOAT32, 1e-6), ("a.f64", T.FLOAT64, 0.1))  # fmt: skip
+        for key, kind, value in extra:
+            pairs[key] = kv(key, kind, value)
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model_file(pairs=pairs).build())
+        lines = [line.split(maxsplit=1) for line in invoke("inspect", path).stdout.splitlines()]
+        shown = {line[0]: line[1] for line in lines if len(line) == 2}
+        assert shown["general.file_type"] == "15 (Q4_K_M)" and shown["a.big"] == "262,144"
+        assert (shown["a.eps"], shown["a.f64"]) == ("1e-06", "0.1")
+        report = json.loads(invoke("inspect", path, "--json").stdout)
+        assert report["metadata"]["a.big"] == 262144
+
+    def test_one_value_of_the_metadata(self, tmp_path: Path) -> None:
+        pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
+        template = "{% for m in messages %}\n" + 100 * "x" + "{% endfor %}"
+        for key, text in (("general.name", "a name"), ("tokenizer.chat_template", template)):
+            pairs[key] = kv(key, T.STRING, text)
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model_file(pairs=pairs).build())
+        assert invoke("inspect", path, "--key", "general.name").stdout == "a name\n"
+        assert invoke("inspect", path, "--key", "general.name", "--json").stdout == '"a name"\n'
+        assert invoke("inspect", path, "--template").stdout == template + "\n"
+        tokens = json.loads(invoke("inspect", path, "--key", "tokenizer.ggml.tokens").stdout)
+        assert len(tokens) == Shape().n_vocab
+        result = invoke("inspect", path, "--key", "general.nam")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "no metadata key 'general.nam'; near it: general.name" in result.stderr
+
+    def test_tensors_by_name(self, model: Path) -> None:
+        globs = ("--tensor", "blk.0.*_exps.*", "--tensor", "output*")
+        tensors = json.loads(invoke("inspect", model, "--json", *globs).stdout)["tensors"]
+        assert {t["name"] for t in tensors} == {
+            "blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight", "blk.0.ffn_down_exps.weight",
+            "output.weight", "output_norm.weight",
+        }  # fmt: skip
+        result = invoke("inspect", model, "--tensor", "nothing*", "--json")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "no tensor matches 'nothing*'" in result.stderr
+
+    def test_a_file_of_another_architecture_is_shown_and_not_run(self, tmp_path: Path) -> None:
+        pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
+        pairs["general.architecture"] = kv("general.architecture", T.STRING, "llama")
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model_file(pairs=pairs).build())
+        result = invoke("inspect", path, "--tensor", "output*")
+        assert result.exit_code == 0
+        assert "architecture 'llama' is not supported; moegraph runs" in result.stderr
+        assert "output_norm.weight" in result.stdout and "Layers" not in result.stdout
+        report = json.loads(invoke("inspect", path, "--json").stdout)
+        assert "'llama' is not supported" in report["unsupported"] and report["n_params"] > 0
+        assert invoke("inspect", path, "--key", "general.architecture").stdout == "llama\n"
+        for option in (("--vram", "8"), ("--check",)):
+            result = invoke("inspect", path, *option)
+            assert result.exit_code == 3 and "'llama' is not supported" in result.stderr
+
+    def test_hostile_metadata_cannot_reach_the_terminal(self, tmp_path: Path) -> None:
+        pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
+        pairs["general.name"] = kv("general.name", T.STRING, "\x1b[2J\x07evil\nname")
+        pairs["general.odd"] = kv("general.odd", T.FLOAT32, float("nan"))
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model_file(pairs=pairs).build())
+        assert "evil" in invoke("inspect", path).stdout
+        report = json.loads(invoke("inspect", path, "--json").stdout)
+        assert report["metadata"]["general.odd"] == "nan"
+
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            (("--vram", "lots"), "not a size: 'lots'"),
+            (("-c", "-1"), "n_ctx is -1"),
+            (("-c", "x"), "'x' is not a valid integer"),
+            (("-ctk", "q5"), "'q5' is not one of"),
+        ],
+    )
+    def test_wrong_options(self, model: Path, args: tuple[str, ...], line: str) -> None:
+        result = invoke("inspect", model, *args)
+        assert result.exit_code == 2
+        assert line in result.stderr
+
+    def test_files_that_are_no_model(self, tmp_path: Path) -> None:
+        (tmp_path / "x.gguf").write_bytes(b"not a model")
+        for target in (tmp_path / "x.gguf", tmp_path / "none.gguf", tmp_path):
+            result = invoke("inspect", target)
+            assert result.exit_code == 3
+            assert result.stdout == ""
+            assert len(result.stderr.splitlines()) == 1
