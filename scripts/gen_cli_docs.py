@@ -46,10 +46,98 @@ RUN_JSON = {
     "timings": "`load_s`, `prefill_s` (to the first token), `decode_s` (from there to the last)",
     "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
     "of experts), and the parts that take device memory",
-    "experts": "hits, misses, bytes, CPU experts, layers whose graphs fetch by themselves, "
-    "prefetch, phases, guard; null in mode whole",
+    "experts": "what the expert cache did, see below; null in mode whole",
     "profile": "path, class, tokens, whether written and why not; null without a profile or misses",
 }
+
+
+EXPERTS_JSON = {
+    "n_slots_by_layer": "expert slots of each layer (`run` only)",
+    "n_passes": "forward passes, of one token or of many",
+    "hits, misses, hit_rate, hit_rate_by_layer": "choices of the router whose expert was resident",
+    "missing": "distinct experts that were not resident, summed over passes",
+    "admitted, evicted, declined": "experts that got a slot, lost it, or were refused one",
+    "fetched_bytes, fetched_bytes_per_pass": "expert bytes sent to the device",
+    "n_cpu_experts": "experts that the CPU computed",
+    "n_fetching_layers": "layers whose graphs fetch missing experts",
+    "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
+    "phases_us_per_pass": "time of the host by phase: `launch`, `wait`, `resolve`",
+    "guard": "whether the cache is bypassed because it does not pay",
+}
+PLAN_JSON = {
+    "path, n_layer, n_expert, n_expert_used": "the model",
+    "n_ctx, type_k, type_v, policy, miss": "the settings",
+    "slot_bytes_by_layer": "bytes of one expert of each layer",
+    "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
+    "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
+    "`upstream_n_cpu_moe`, `plan`, `predicted`",
+    "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, and "
+    "`bytes` by purpose, which add up to the budget",
+    "budgets[].predicted": "as a row of `moegraph simulate --json`",
+}
+SIMULATE_JSON = {
+    "trace, machine, miss, slot_bytes_by_layer": "what was replayed",
+    "rows[]": "`resident_share`, `policy`, `n_tokens`, `hits`, `misses`, `hit_rate`, "
+    "`hit_rate_by_layer`, `missing_per_token`, `missing_per_token_by_quarter`, `admitted`, "
+    "`evicted`, `declined`, `n_streamed`, `n_cpu_experts`, `n_promoted`",
+    "rows[].fetched_bytes_per_token": "null where the size of an expert is not known",
+    "rows[].token_us, rows[].decode_tps": "predicted; null where the machine's experts are of a "
+    "far other size",
+}
+TRACE_JSON = {
+    "sha256, source": "what identifies the trace",
+    "n_tokens, n_prompt, n_layer, n_expert, n_expert_used": "its sizes",
+    "overlap, entropy": "experts in common with the token before, and how evenly they are chosen",
+    "lru_hit_rate_by_quarter": "of one LRU over 26.9 % of all experts, over the first 256 tokens",
+    "slot_bytes_by_layer": "bytes of one expert of each layer; null where they are not known",
+}
+INSPECT_JSON = {
+    "paths, n_bytes, warnings, metadata": "the file; long arrays by their length",
+    "hparams": "sizes of the model; not for other architectures",
+    "n_params, n_active_params": "parameters, and those that one token uses",
+    "dense_bytes, expert_bytes, unused_bytes": "what the weights add up to",
+    "types[], layers[], tensors[]": "totals by type, by layer, and on request each tensor",
+    "budgets[]": "one for each --vram, as `moegraph plan --json` has them, without `predicted`",
+    "nonfinite[]": "with --check: tensors that hold NaN or infinity",
+    "unsupported": "why moegraph does not run the file; only where it does not",
+}
+BENCH_JSON = {
+    "(llama-bench's)": "`model_filename`, `model_type`, `model_size`, `n_prompt`, `n_gen`, "
+    "`n_depth`, `test_time`, `avg_ns`, `stddev_ns`, `avg_ts`, `stddev_ts`, `samples_ns`, "
+    "`samples_ts` and the settings",
+    "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096",
+    "experts": "as in `moegraph run --json`; csv and sql have `hit_rate` and "
+    "`fetched_bytes_per_pass` in its place",
+}
+DOCTOR_JSON = {
+    "moegraph, python, platform, packages, native, driver": "versions",
+    "checks[]": "`name`, `ok`, `detail`, `required`",
+    "devices[]": "`device`, `kind`, `description`, `free_bytes`, `total_bytes`",
+    "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host",
+    "cpu": "`model`, `logical` CPUs, `threads` by default, `features`",
+}
+MACHINE_JSON = {
+    "name, about": "texts",
+    "n_layer, expert_bytes": "of the model it was measured with",
+    "whole_us": "a token with everything resident",
+    "host_layer_us, fetch_layer_us": "what a layer adds that is not full, where the host or its "
+    "graph sees to what is missing",
+    "fixed_us, overlap_us": "of a stall: what it always takes, and what is hidden behind work",
+    "stream_us, cpu_us, fetch_us": "points [experts, microseconds]: streamed by the host, computed "
+    "by the CPU, fetched by a graph",
+    "measured": "the model, the device, notes, bandwidths, `cpu_us_by_threads`; for people",
+}
+JSON_TABLES = {
+    "run": [("`--json` prints one object:", RUN_JSON),
+            ("`experts`, counted over all passes:", EXPERTS_JSON)],
+    "inspect": [("`--json` prints one object:", INSPECT_JSON)],
+    "plan": [("`--json` prints one object:", PLAN_JSON)],
+    "trace": [("`--json` prints one object:", TRACE_JSON)],
+    "simulate": [("`--json` prints one object:", SIMULATE_JSON)],
+    "bench": [("`-o json` prints an array of objects, `-o jsonl` one a line:", BENCH_JSON)],
+    "doctor": [("`--json` prints one object:", DOCTOR_JSON),
+               ("`--measure` prints one, which `--machine FILE` reads:", MACHINE_JSON)],
+}  # fmt: skip
 
 
 def page() -> str:
@@ -58,8 +146,7 @@ def page() -> str:
     parts = [HEAD, exit_codes()]
     for name, command in program.commands.items():
         parts.append(section(command, context))
-        if name == "run":
-            parts.append(run_json())
+        parts += [json_table(*table) for table in JSON_TABLES.get(name, [])]
     return "\n".join(parts)
 
 
@@ -81,11 +168,18 @@ def exit_codes() -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_json() -> str:
-    """Return the table of what run --json prints."""
-    lines = ["`--json` prints one object:", "", "| key | value |", "|---|---|"]
-    lines += [f"| `{key}` | {value} |" for key, value in RUN_JSON.items()]
+def json_table(title: str, keys: dict[str, str]) -> str:
+    """Return the table of what a command prints as JSON; several keys may share a row."""
+    lines = [title, "", "| key | value |", "|---|---|"]
+    lines += [f"| {_code(key)} | {value} |" for key, value in keys.items()]
     return "\n".join(lines) + "\n"
+
+
+def _code(keys: str) -> str:
+    """Return keys as code; a remark in parentheses stays text."""
+    if keys.startswith("("):
+        return keys
+    return ", ".join(f"`{key}`" for key in keys.split(", "))
 
 
 def section(command: click.Command, parent: click.Context) -> str:

@@ -15,11 +15,12 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..config import default_threads
+from ..config import EngineConfig, default_threads
+from ..config import settings as engine_settings
 from ..errors import MoegraphError, NativeError
 from ..hostmem import host_memory
 from ..units import format_bytes
-from . import ui
+from . import options, ui
 
 _VERSIONS = "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}"
 # Its structures are those of the pinned llama.cpp.
@@ -30,6 +31,7 @@ _CPU_FLAGS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx_vnni", "avx512f", "avx512vbmi",
     "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
 )  # fmt: skip
+_MEMORY_KEYS = {"memory_free": "free_bytes", "memory_total": "total_bytes"}
 _ARM_FLAGS = ("asimd", "asimddp", "i8mm", "sve", "sve2", "sme")
 
 
@@ -45,14 +47,32 @@ class Check:
 
 @click.command(short_help="Check the installation and the machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
+@click.option(
+    "--measure",
+    "target",
+    is_flag=False,
+    flag_value="tiny",
+    metavar="[TARGET]",
+    help="Print the times of this machine with a model, by default the shipped one, as "
+    "plan and simulate read them: --machine FILE.",
+)
+@options.setting_option(next(s for s in engine_settings() if s.name == "device"))
+@options.setting_option(next(s for s in engine_settings() if s.name == "n_threads"))
+def doctor(as_json: bool, target: str | None, **given: Any) -> None:
     """Show libraries, patch set, devices, driver, memory and CPU features, and what is missing.
+
+    With --measure, load a model instead and time tokens, missing experts, and copies. Measure with
+    the model to be planned: times hold for experts of about its size.
 
     \b
     Examples:
       moegraph doctor
       moegraph doctor --json | jq .devices
+      moegraph doctor --measure model.gguf > mine.json
     """
+    if target is not None:
+        _measure(target, options.build_config(given))
+        return
     native, libraries, devices = _native()
     checks = [native, _tokenizer(), _cuda(devices)]
     report = {
@@ -75,6 +95,20 @@ def doctor(as_json: bool) -> None:
         raise NativeError(f"moegraph cannot run a model here: {native.detail}")
 
 
+def _measure(target: str, config: EngineConfig) -> None:
+    """Print what the machine takes for the model, as `--machine` reads it."""
+    from ..bench.machine import measure_machine, summary_line
+
+    fields = measure_machine(
+        lambda changed, routing: options.load_engine(target, changed, routing),
+        "mine", config,
+    )  # fmt: skip
+    click.echo(json.dumps(fields, ensure_ascii=False))
+    ui.note(summary_line(fields))
+    for line in fields["measured"]["notes"]:
+        ui.note(f"note: {line}")
+
+
 def native_summary() -> str:
     """Return what the native libraries are, in a few words."""
     try:
@@ -92,12 +126,18 @@ def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
         from ..ggml.device import list_devices
         from ..ggml.lib import library_dir, versions
 
-        devices = [{k: v for k, v in d.items() if k != "handle"} for d in list_devices()]
+        devices = [_device(device) for device in list_devices()]
         found = {**versions(), "folder": str(library_dir())}
     except MoegraphError as error:
         return Check("native libraries", False, str(error)), None, []
     detail = f"{_VERSIONS.format(**found)}, in {found['folder']}"
     return Check("native libraries", True, detail), found, devices
+
+
+def _device(device: dict[str, Any]) -> dict[str, Any]:
+    """Return a device for JSON."""
+    fields = {k: v for k, v in device.items() if k not in ("handle", *_MEMORY_KEYS)}
+    return {**fields, **{new: device[old] for old, new in _MEMORY_KEYS.items()}}
 
 
 def _tokenizer() -> Check:
@@ -198,5 +238,5 @@ def _memory_line(memory: dict[str, int | None]) -> str:
 
 
 def _free_line(device: dict[str, Any]) -> str:
-    free, total = device["memory_free"], device["memory_total"]
+    free, total = device["free_bytes"], device["total_bytes"]
     return f"{format_bytes(free)} of {format_bytes(total)} free"

@@ -155,6 +155,11 @@ class MissHandler:
     def _fetch_mode(self) -> MissMode:
         return MissMode(self._fetch_layers)
 
+    @property
+    def store(self) -> ExpertStore:
+        """Experts that may be missing, in host memory."""
+        return self._store
+
     def source(self, il: int) -> Tensor:
         """Return the experts of a layer that fetches, packed: F32 [bytes / 4, n_expert], pinned."""
         return self._store.rows[il]
@@ -256,10 +261,7 @@ class MissHandler:
         if self.cpu_experts is None or mode != "auto":
             return MissSplit.fixed(n_used, self.cpu_experts is not None and mode == "cpu")
         on_cpu = [0.0] + [self.cpu_experts.measure(n) for n in range(1, n_used + 1)]
-        streamed = [0.0]
-        for n in range(1, n_used + 1):
-            at_once = min(n, N_STAGING)
-            streamed.append(self._measure_stream(at_once) * n / at_once)
+        streamed = [0.0] + [self.stream_seconds(n) for n in range(1, n_used + 1)]
         n_slots, n_expert = self.cache.n_slots, self.cache.n_expert
         usual = usual_slots(n_slots, n_used, n_expert)
         self._fetch_allowed = fetches_in_graph(on_cpu, streamed, usual, n_expert)
@@ -270,6 +272,11 @@ class MissHandler:
         rows = ADMIT_ROWS // 2
         per_row = (self.cpu_experts.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
         return MissSplit(on_cpu, streamed, max(per_row, 0.0))
+
+    def stream_seconds(self, n_experts: int) -> float:
+        """Return the seconds that fetching n experts takes, as measured; many go in turns."""
+        at_once = min(n_experts, N_STAGING)
+        return self._measure_stream(at_once) * n_experts / at_once
 
     def _measure_stream(self, n_experts: int) -> float:
         """Return the seconds that fetching n experts into a staging bank takes; median of five.
@@ -315,7 +322,11 @@ class MissHandler:
         if not self._banks.n_prefetch_slots or self._fetch_layers:
             return None
         seen = self.prefetcher
-        return {"guessed": seen.n_predicted, "right": seen.n_right, "fetched": self.n_prefetched}
+        return {
+            "predicted": seen.n_predicted,
+            "correct": seen.n_right,
+            "fetched": self.n_prefetched,
+        }
 
     def resolve(
         self,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
-from moegraph.experts.cost import MACHINES
+from moegraph.experts.cost import MACHINES, find_machine
 from moegraph.experts.identity import router_shape
 from moegraph.experts.planner import Footprint, make_plan
 from moegraph.experts.policy import parse_policy
 from moegraph.experts.profile import Profile, read_profile
 from moegraph.experts.simulate import simulate
 from moegraph.experts.trace import TraceRecorder, read_trace
-from moegraph.footprint import needed_bytes
+from moegraph.footprint import needed_bytes, slot_bytes
 from moegraph.modelfile import open_model, resolve_target
 from moegraph.sampling import SamplingParams
 from moegraph.units import parse_bytes
@@ -197,6 +199,76 @@ def test_a_single_budget_shows_where_memory_goes() -> None:
     ]  # fmt: skip
     sizes = [parse_bytes(f"{number}{unit}") for _, number, unit in rows]
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], rel=0.005)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the times of this machine and the shipped model."""
+    result = invoke("doctor", "--measure", "tiny", "--device", "cpu", "-t", 1)
+    assert result.exit_code == 0, result.output
+    path = tmp_path_factory.mktemp("machine") / "mine.json"
+    path.write_text(result.stdout)
+    return path
+
+
+def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
+    fields, machine = json.loads(measured.read_text()), find_machine(str(measured))
+    with open_model(resolve_target("tiny")) as model:
+        sizes = slot_bytes(model)
+    assert (machine.n_layer, machine.expert_bytes) == (8, sum(sizes) // 8)
+    assert "measured with moegraph tiny" in machine.about
+    assert machine.whole > 0 and machine.look >= 0 and machine.lookup >= 0
+    for curve in (machine.stream, machine.cpu, machine.fetch):
+        assert 0 < curve(1) <= curve(4)
+    told = fields["measured"]
+    assert "streaming an expert is a copy within host memory" in told["notes"][0]
+    assert "link_bytes_per_s" not in told, "there is no link"
+    assert told["host_copy_bytes_per_s"] > 1e8 and list(told["cpu_us_by_threads"]) == ["1"]
+    # the graphs of this device can fetch, so a miss was timed there, too
+    assert [n for n, _ in fields["fetch_us"]] == [1, 4]
+
+
+def test_plan_and_simulate_predict_with_a_measured_machine(
+    measured: Path, recorded: Path, need: Footprint
+) -> None:
+    whole_us = json.loads(measured.read_text())["whole_us"]
+    budgets = ("--vram", f"{mib_for(need, 0.5)}MiB", "--vram", "1")
+    result = invoke("plan", "tiny", *budgets, *SMALL, "--machine", measured, "--json")
+    half, whole = (row["predicted"] for row in json.loads(result.stdout)["budgets"])
+    assert whole["decode_tps"] == pytest.approx(1e6 / whole_us, rel=1e-3)
+    assert 0 < half["decode_tps"] < whole["decode_tps"]
+    assert "no speed" not in result.stderr
+    result = invoke("simulate", recorded / "t", "--machine", measured, "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert all(row["token_us"] > 0 and row["fetched_bytes_per_token"] is not None for row in rows)
+    assert rows[-1]["token_us"] == pytest.approx(whole_us, rel=1e-3), "all resident"
+    # bytes are those of the model that was traced: at most all it chose
+    with open_model(resolve_target("tiny")) as model:
+        most = 4 * sum(slot_bytes(model))
+    assert 0 < rows[0]["fetched_bytes_per_token"] <= most
+
+
+def test_json_has_the_keys_that_the_docs_name(recorded: Path) -> None:
+    docs = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "gen_cli_docs.py"))
+
+    def known(command: str) -> set[str]:
+        tables = [table for _, table in docs["JSON_TABLES"][command]]
+        words = " ".join(word for table in tables for word in (*table, *table.values()))
+        return set(re.findall(r"[a-z_0-9]+", words))
+
+    plan = json.loads(invoke("plan", "tiny", "--vram", "1", "--json").stdout)
+    simulated = json.loads(invoke("simulate", recorded / "t", "--json").stdout)
+    row = plan["budgets"][0]
+    assert set(plan) | set(row) | set(row["plan"]) <= known("plan")
+    rows = set(simulated["rows"][0])
+    assert set(simulated) | rows <= known("simulate") and set(row["predicted"]) <= rows
+    assert set(json.loads((recorded / "report.json").read_text())) <= known("trace")
+    inspected = json.loads(invoke("inspect", "tiny", "--tensors", "--check", "--json").stdout)
+    assert set(inspected) <= known("inspect")
+    given = ("-p", "x", "-n", 3, "-c", 256, "--cache-slots", 90, "--json", *CPU)
+    experts = json.loads(invoke("run", "tiny", *given).stdout)["experts"]
+    assert set(experts) <= known("run") and experts["n_passes"] > 0 and experts["hits"] > 0
+    assert set(json.loads(invoke("doctor", "--json").stdout)) <= known("doctor")
 
 
 def test_impossible_plans_are_one_line(tmp_path: Path, recorded: Path, need: Footprint) -> None:

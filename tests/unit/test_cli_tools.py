@@ -56,6 +56,14 @@ class TestDoctor:
             assert all(text in native["detail"] for text in report["native"].values())
         assert result.exit_code == (0 if native["ok"] else NativeError.exit_code)
 
+    def test_devices_tell_their_memory_in_bytes(self) -> None:
+        found = doctor._device({
+            "device": "cuda:0", "kind": "cuda", "name": "CUDA0", "description": "a card",
+            "address": "", "handle": object(), "memory_free": 5, "memory_total": 7,
+        })  # fmt: skip
+        assert json.loads(json.dumps(found))["free_bytes"] == 5 and found["total_bytes"] == 7
+        assert "memory_free" not in found
+
     @pytest.mark.parametrize("version", [None, "0.2.0"])
     def test_another_tokenizer_is_named_with_the_remedy(
         self, monkeypatch: pytest.MonkeyPatch, version: str | None
