@@ -189,7 +189,7 @@ def _print_value(file: GgufFile, key: str, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    ui.write_text(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: str) -> None:
@@ -380,8 +380,9 @@ def _number_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else f"{value}"
-    short = str(np.float32(value))
-    return short if float(np.float32(value)) == value else repr(value)
+    with np.errstate(over="ignore"):
+        as_f32 = np.float32(value)
+    return str(as_f32) if float(as_f32) == value else repr(value)
 
 
 def _meaning(key: str, value: Any) -> str:

@@ -97,7 +97,8 @@ class TestInspect:
     def test_numbers_are_written_for_people(self, tmp_path: Path) -> None:
         pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}
         extra = (("general.file_type", T.UINT32, 15), ("a.big", T.UINT32, 262144),
-                 ("a.eps", T.FLOAT32, 1e-6), ("a.f64", T.FLOAT64, 0.1))  # fmt: skip
+                 ("a.eps", T.FLOAT32, 1e-6), ("a.f64", T.FLOAT64, 0.1),
+                 ("a.huge", T.FLOAT64, 1e300))  # fmt: skip
         for key, kind, value in extra:
             pairs[key] = kv(key, kind, value)
         path = tmp_path / "m.gguf"
@@ -105,7 +106,7 @@ class TestInspect:
         lines = [line.split(maxsplit=1) for line in invoke("inspect", path).stdout.splitlines()]
         shown = {line[0]: line[1] for line in lines if len(line) == 2}
         assert shown["general.file_type"] == "15 (Q4_K_M)" and shown["a.big"] == "262,144"
-        assert (shown["a.eps"], shown["a.f64"]) == ("1e-06", "0.1")
+        assert (shown["a.eps"], shown["a.f64"], shown["a.huge"]) == ("1e-06", "0.1", "1e+300")
         report = json.loads(invoke("inspect", path, "--json").stdout)
         assert report["metadata"]["a.big"] == 262144
 
