@@ -70,13 +70,17 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
     with load(_changed(config, {**partial, "host_pin": "none"}), routing) as engine:
         by_host = [_segment(engine) for _ in plan]
         host_misses = _handler(engine)
-        stream = [host_misses.stream_seconds(n) for n in range(1, k + 1)]
+        unpinned = stream = [host_misses.stream_seconds(n) for n in range(1, k + 1)]
         threads = _thread_counts(config.n_threads)
         on_cpu = {n: _cpu_seconds(engine, host_misses, n, k) for n in threads}
-    with load(_changed(config, {**partial, "host_pin": "all"}), routing) as engine:
+    # as in a run: a card has what it may lack in pinned memory where that can be had
+    pin = "all" if words["is_cpu"] else "auto"
+    with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
+        if not words["is_cpu"]:
+            stream = [_handler(engine).stream_seconds(n) for n in range(1, k + 1)]
         n_fetching = len(_handler(engine).miss_mode.fetching)
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
-    machine = _machine(name, words, hp.n_layer, sizes, whole, stream, on_cpu[config.n_threads],
+    machine = _machine(name, words, sizes, whole, stream, on_cpu[config.n_threads], unpinned,
                        by_host, by_graph)  # fmt: skip
     return {**machine_fields(machine), "measured": _beside(
         words, config.n_threads, whole is not None, machine, stream, on_cpu
@@ -151,22 +155,29 @@ def _cpu_seconds(engine: Engine, misses: MissHandler, n_threads: int, k: int) ->
 
 
 def _machine(
-    name: str, words: dict[str, Any], n_layer: int, sizes: Sequence[int], whole: float | None,
-    stream: Sequence[float], on_cpu: Sequence[float], by_host: Sequence[_Segment],
-    by_graph: Sequence[_Segment],
+    name: str, words: dict[str, Any], sizes: Sequence[int], whole: float | None,
+    stream: Sequence[float], on_cpu: Sequence[float], unpinned: Sequence[float],
+    by_host: Sequence[_Segment], by_graph: Sequence[_Segment],
 ) -> Machine:  # fmt: skip
-    """Return the machine whose law gives the times that were measured."""
+    """Return the machine whose law gives the times that were measured.
+
+    unpinned: seconds of streams as they were in the tokens of by_host.
+    """
+    n_layer = len(sizes)
     bare = by_host[0].seconds  # nothing missing, the host looks at every layer
     whole = bare if whole is None else min(whole, bare)
-    streamed = _curve([(n, s) for n, s in enumerate(stream, 1)])
+    streamed = _curve(list(enumerate(stream, 1)))
     stalls = _stalls(by_host, n_layer)
-    fixed = max(0.0, stalls[0][1] - streamed(stalls[0][0])) if stalls else 0.0
+    fixed = 0.0
+    if stalls:
+        n, seconds = stalls[0]
+        fixed = max(0.0, seconds - _curve(list(enumerate(unpinned, 1)))(n))
     fetched = _stalls(by_graph, n_layer)
     lookup = max(0.0, (by_graph[0].seconds - whole) / n_layer) if by_graph else 0.0
     about = f"{words['device']}, measured with {words['model']}"
     return Machine(
         name, n_layer, sum(sizes) // len(sizes), whole, (bare - whole) / n_layer, fixed, 0.0,
-        streamed, _curve([(n, s) for n, s in enumerate(on_cpu, 1)]) if on_cpu else streamed,
+        streamed, _curve(list(enumerate(on_cpu, 1))) if on_cpu else streamed,
         lookup, _curve(fetched) if fetched else streamed, about[:200],
     )  # fmt: skip
 

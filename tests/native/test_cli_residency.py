@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from moegraph.bench.machine import _machine, _Segment
 from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -226,6 +227,24 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     assert told["host_copy_bytes_per_s"] > 1e8 and list(told["cpu_us_by_threads"]) == ["1"]
     # the graphs of this device can fetch, so a miss was timed there, too
     assert [n for n, _ in fields["fetch_us"]] == [1, 4]
+
+
+def test_the_law_of_a_measured_machine_gives_back_what_was_timed() -> None:
+    """Ten layers; 1 ms whole, 5 us a look, 40 us around a stream of 20 us; graphs are quicker."""
+    by_host = [_Segment(1.05e-3, 0.0), _Segment(1.65e-3, 1.0), _Segment(1.9e-3, 4.0)]
+    by_graph = [_Segment(1.01e-3, 0.0), _Segment(1.26e-3, 1.0), _Segment(2.01e-3, 4.0)]
+    words = {"device": "a card", "model": "a model"}
+    machine = _machine(
+        "m", words, [100] * 10, 1e-3, [10e-6, 15e-6], [30e-6, 29e-6], [20e-6, 25e-6], by_host,
+        by_graph,
+    )  # fmt: skip
+    assert machine.whole + 10 * machine.look == pytest.approx(by_host[0].seconds)
+    assert machine.fixed == pytest.approx(40e-6), "what the stream itself took is not in it"
+    assert machine.stream(1) == pytest.approx(10e-6), "pinned, as in a run"
+    assert machine.whole + 10 * (machine.lookup + machine.fetch(4)) == pytest.approx(2.01e-3)
+    assert machine.cpu(2) == machine.cpu(1), "curves do not fall"
+    bare = _machine("m", words, [100] * 10, None, [1e-6], [], [1e-6], by_host[:1], [])
+    assert bare.whole == by_host[0].seconds and bare.look == 0 and bare.fetch == bare.stream
 
 
 def test_plan_and_simulate_predict_with_a_measured_machine(
