@@ -12,6 +12,8 @@ from .units import parse_bytes
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
+# The headings of --help, in order.
+GROUPS = ("Common", "Sampling", "Context", "Expert", "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -22,6 +24,7 @@ class Setting:
     kind: 'int', 'float', 'choice', 'flag', or one of the strings 'device', 'size' (of memory) and
     'path'. minimum and maximum bound a number, both inclusive.
     flags: the option's spellings, long one last; empty for a field of the Python API only.
+    group: the heading under which --help lists the option, one of GROUPS.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     metavar: str | None = None
+    group: str = "Common"
 
     @property
     def allowed(self) -> str:
@@ -97,6 +101,7 @@ class EngineConfig:
         ("--mode",),
         "whole: one graph for a token, needs every expert on the device. layered: several graphs.",
         choices=("auto", "layered", "whole"),
+        group="Diagnostic",
     )
     n_ctx: int = _setting(
         "int",
@@ -105,6 +110,7 @@ class EngineConfig:
         "Context length in tokens; 0 takes the model's own.",
         minimum=0,
         maximum=1 << 22,
+        group="Context",
     )
     n_ubatch: int = _setting(
         "int",
@@ -113,6 +119,7 @@ class EngineConfig:
         "Prompt tokens computed in one pass.",
         minimum=1,
         maximum=1 << 16,
+        group="Context",
     )
     n_threads: int = _setting(
         "int",
@@ -123,10 +130,20 @@ class EngineConfig:
         maximum=512,
     )
     type_k: str = _setting(
-        "choice", "f16", ("-ctk", "--cache-type-k"), "Type of the K cache.", choices=KV_TYPES
+        "choice",
+        "f16",
+        ("-ctk", "--cache-type-k"),
+        "Type of the K cache.",
+        choices=KV_TYPES,
+        group="Context",
     )
     type_v: str = _setting(
-        "choice", "f16", ("-ctv", "--cache-type-v"), "Type of the V cache.", choices=KV_TYPES
+        "choice",
+        "f16",
+        ("-ctv", "--cache-type-v"),
+        "Type of the V cache.",
+        choices=KV_TYPES,
+        group="Context",
     )
     pin_layers: int = _setting(
         "int",
@@ -135,6 +152,7 @@ class EngineConfig:
         "Layers whose experts all stay on the device; -1 lets the planner choose.",
         minimum=-1,
         maximum=1 << 10,
+        group="Expert",
     )
     cache_slots: int = _setting(
         "int",
@@ -143,6 +161,7 @@ class EngineConfig:
         "Expert slots on the device for the other layers, in all; -1 lets the planner choose.",
         minimum=-1,
         maximum=1 << 20,
+        group="Expert",
     )
     vram: str = _setting(
         "size",
@@ -150,6 +169,7 @@ class EngineConfig:
         ("--vram",),
         "Device memory for everything, such as 8GiB; auto takes what is free, less a margin.",
         metavar="SIZE|auto",
+        group="Expert",
     )
     profile: str = _setting(
         "path",
@@ -158,6 +178,7 @@ class EngineConfig:
         "Routing profile, new or not: fills the slots, and run and chat add what they saw. "
         "Default: MODEL.routing.json if there is one.",
         metavar="FILE|none",
+        group="Expert",
     )
     profile_class: str = _setting(
         "path",
@@ -165,9 +186,15 @@ class EngineConfig:
         ("--profile-class",),
         "Prompt class to fill from and to add to; without it, all fill and 'default' grows.",
         metavar="NAME",
+        group="Expert",
     )
     policy: str = _setting(
-        "choice", "lfu", ("--policy",), "Which experts keep their slots.", choices=EXPERT_POLICIES
+        "choice",
+        "lfu",
+        ("--policy",),
+        "Which experts keep their slots.",
+        choices=EXPERT_POLICIES,
+        group="Expert",
     )
     miss: str = _setting(
         "choice",
@@ -177,6 +204,7 @@ class EngineConfig:
         "device after streaming it there, or both, by what this machine measured at start. For one "
         "row, the device fetches it without the host's help, if pinned; with auto, where quicker.",
         choices=("auto", "cpu", "stream"),
+        group="Expert",
     )
     prefetch: str = _setting(
         "choice",
@@ -185,6 +213,7 @@ class EngineConfig:
         "Where the host fetches experts: also what the next layer will probably choose, if trying "
         "it made tokens quicker.",
         choices=("auto", "off"),
+        group="Expert",
     )
     host_pin: str = _setting(
         "choice",
@@ -193,6 +222,7 @@ class EngineConfig:
         "Pin host copies of experts that may be needed: faster uploads, and the device can fetch "
         "them without the host's help; auto leaves the host some free memory.",
         choices=("auto", "all", "none"),
+        group="Expert",
     )
     n_seq: int = _setting(
         "int",
@@ -207,6 +237,7 @@ class EngineConfig:
         False,
         ("--cpu-reference",),
         "On the CPU, use kernels whose result does not depend on batch width or threads.",
+        group="Diagnostic",
     )
 
     def problems(self) -> list[str]:

@@ -19,11 +19,11 @@ from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
 from .experts.cachestats import ExpertStats
 from .experts.identity import router_shape
-from .experts.prefetch import MAX_PREFETCH
 from .experts.planner import make_plan
 from .experts.policy import POLICIES
+from .experts.prefetch import MAX_PREFETCH
 from .experts.profile import profile_path
-from .experts.profilefile import ProfileUpdate, ProfileFile, open_profile
+from .experts.profilefile import ProfileFile, ProfileUpdate, open_profile
 from .experts.store import ExpertStore
 from .footprint import needed_bytes
 from .generation import Events, Generation
@@ -35,7 +35,7 @@ from .modelfile import ModelFile, open_model, resolve_target
 from .ownership import Ownership
 from .passes import Passes, checked_ids
 from .runner import LayeredRunner, Output, Runner, WholeRunner
-from .runner.cpu_experts import KernelCpuExperts, CpuExperts
+from .runner.cpu_experts import CpuExperts, KernelCpuExperts
 from .runner.cpu_experts_graph import GraphCpuExperts
 from .runner.misses import ADMIT_ROWS, MissHandler
 from .runner.replay import Replay

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .config import EngineConfig
-from .experts.prefetch import MAX_PREFETCH
 from .experts.planner import Footprint
+from .experts.prefetch import MAX_PREFETCH
 from .experts.store import N_STAGING, Packing, expert_tensors, stack_kind
 from .hparams import HParams
 from .modelfile import ModelFile

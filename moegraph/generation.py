@@ -73,7 +73,7 @@ class Generation:
         self.sampler = Sampler(sampling, engine.hparams.n_vocab)
         self.sampler.accept_all(ids.tolist())
         self.prefill_s = self.decode_s = 0.0
-        self.n_reused = 0
+        self.n_reused = self.n_read = 0
 
     def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
         """Yield the events; reuse: continue what the sequence holds if the prompt begins so."""
@@ -84,7 +84,7 @@ class Generation:
         if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
             passes.reset(0)
             n_reused = 0
-        self.n_reused = n_reused
+        self.n_reused = self.n_read = n_reused
         self.started = time.perf_counter()
         engine.device.bind_cancel(self.cancel.flag)
         finished = False
@@ -137,10 +137,11 @@ class Generation:
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
             output = self.engine.passes.collect()
+            self.n_read = min(start + step, n)
             if self.keep_logits:
                 rows.append(output.require_logits())
             if self.progress:
-                self.progress("prefill", min(start + step, n), n)
+                self.progress("prefill", self.n_read, n)
         if output is None:
             raise InternalError("a prompt without tokens reached the prefill")
         return output, np.concatenate(rows) if rows else None
@@ -178,4 +179,5 @@ class Generation:
             reason,
             logits,
             self.n_reused,
+            self.n_read,
         )

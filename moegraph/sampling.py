@@ -34,7 +34,8 @@ _TOP_P_GUESS = 256
 
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
     """Return a dataclass field that carries a Setting (less its name) as metadata."""
-    return field(default=default, metadata={"kind": kind, "flags": flags, "help": help, **limits})
+    meta = {"kind": kind, "flags": flags, "help": help, "group": "Sampling", **limits}
+    return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class GenerationEvent:
     finish_reason: None, or in the last event "stop", "length" or "cancelled".
     logits: ``[n_rows, n_vocab]`` F32, the rows computed since the event before, if kept.
     n_reused: prompt tokens that an earlier request had computed already.
+    n_read: prompt tokens in the sequence, n_reused included; fewer than n_prompt when the prompt
+        was cancelled. None: all of them.
     """
 
     token: int | None
@@ -55,11 +57,17 @@ class GenerationEvent:
     finish_reason: str | None = None
     logits: npt.NDArray[np.float32] | None = None
     n_reused: int = 0
+    n_read: int | None = None
+
+    @property
+    def n_computed(self) -> int:
+        """Return how many prompt tokens were computed."""
+        return (self.n_prompt if self.n_read is None else self.n_read) - self.n_reused
 
     @property
     def prefill_tps(self) -> float:
         """Return prompt tokens computed per second."""
-        return (self.n_prompt - self.n_reused) / self.prefill_s if self.prefill_s > 0 else 0.0
+        return self.n_computed / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tps(self) -> float:

@@ -28,6 +28,7 @@ from moegraph.experts.identity import router_shape
 from moegraph.experts.policy import parse_policy
 from moegraph.experts.simulate import simulate
 from moegraph.experts.trace import TraceRecorder
+from moegraph.runner import LayeredRunner
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 from moegraph import errors
 from moegraph.cli import main as program
+from moegraph.cli.command import group_of
+from moegraph.config import GROUPS
 
 PAGE = ROOT / "docs" / "cli.md"
 
@@ -29,17 +31,30 @@ line; `MOEGRAPH_DEBUG=1` also shows where it came from. Every command has `-h/--
 `moegraph --version` names the libraries, the commit of llama.cpp and the patch set. On a machine
 with up to 4 CPUs, CPU threads sleep while they wait for each other, so that other programs do not
 slow them down; `OMP_WAIT_POLICY=active` makes them spin, as llama.cpp's do.
+
+`moegraph completion bash` (or `zsh`, `fish`) prints a script with which the shell completes
+commands, options and files; `eval "$(moegraph completion bash)"` in `~/.bashrc` turns it on.
+
+Options of llama.cpp that are not here say so, and what to use instead. Letters are not run
+together: `-pg` is refused; only a number may follow its letter, as in `-n128`.
 """
+
+CHAT_HEAD = """\
+`--json` prints one object for each answer, on one line. A message that is empty or cannot be
+answered has only `question`, an empty `answer`, and `error`, which says why (null for an empty
+message)."""
 
 RUN_JSON = {
     "model": "path, name, architecture, size and the main dimensions of the model",
     "config": "the settings as they took effect: device, mode, n_ctx, n_ubatch, n_threads, ...",
-    "sampling": "the sampler settings, the seed that was used included",
+    "sampling": "the sampler settings, the seed that was used included; `from_file` names those "
+    "that the model file recommends",
     "prompt_tokens": "ids of the prompt",
     "tokens": "generated ids, the end token included",
     "text": "generated text, up to a stop text",
     "finish_reason": "`stop` (end token or stop text), `length` (-n or context) or `cancelled`",
     "n_prompt": "number of prompt tokens",
+    "n_computed": "prompt tokens that were computed; fewer than n_prompt after Ctrl-C",
     "n_generated": "number of generated tokens",
     "prefill_tps": "prompt tokens a second",
     "decode_tps": "generated tokens a second, the first one left out",
@@ -48,6 +63,24 @@ RUN_JSON = {
     "of experts), and the parts that take device memory",
     "experts": "what the expert cache did, see below; null in mode whole",
     "profile": "path, class, tokens, whether written and why not; null without a profile or misses",
+}
+
+CHAT_JSON = {
+    "question": "the message",
+    "answer": "text of the answer",
+    "reasoning": "text between `<think>` and `</think>`",
+    "finish_reason": "as for run",
+    "n_prompt": "tokens of the whole conversation up to the answer",
+    "n_computed": "those of them that were computed now",
+    "n_generated": "number of generated tokens, reasoning included",
+    "n_forgotten_turns": "oldest turns that were forgotten to make room",
+    "n_held": "positions of the context in use after the answer",
+    "n_ctx": "positions of the context",
+    "prefill_tps": "prompt tokens a second",
+    "decode_tps": "generated tokens a second, the first one left out",
+    "timings": "`prefill_s` (to the first token), `decode_s` (from there to the last)",
+    "hit_rate": "hits of the expert cache over all choices, 0 to 1; null in mode whole",
+    "sampling": "as for run",
 }
 
 
@@ -130,6 +163,7 @@ MACHINE_JSON = {
 JSON_TABLES = {
     "run": [("`--json` prints one object:", RUN_JSON),
             ("`experts`, counted over all passes:", EXPERTS_JSON)],
+    "chat": [(CHAT_HEAD, CHAT_JSON)],
     "inspect": [("`--json` prints one object:", INSPECT_JSON)],
     "plan": [("`--json` prints one object:", PLAN_JSON)],
     "trace": [("`--json` prints one object:", TRACE_JSON)],
@@ -191,7 +225,11 @@ def section(command: click.Command, parent: click.Context) -> str:
     lines += ["```sh", inspect.cleandoc(examples), "```", ""]
     lines += ["| option | default | meaning |", "|---|---|---|"]
     shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-    lines += [row(option, context) for option in shown]
+    for group in GROUPS:
+        options = [row(option, context) for option in shown if group_of(option) == group]
+        if options and group != GROUPS[0]:
+            lines.append(f"| **{group} options** | | |")
+        lines += options
     return "\n".join(lines) + "\n"
 
 

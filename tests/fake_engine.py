@@ -62,6 +62,7 @@ class FakeEngine:
         self.tokenizer = ByteTokenizer()
         self.device_name, self.mode = "cpu", "whole"
         self.config: Any = None
+        self.plan = SimpleNamespace(all_resident=True)
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
         self.closed = False

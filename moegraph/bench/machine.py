@@ -21,7 +21,7 @@ from ..experts.cost import Curve, Machine, machine_fields
 from ..experts.identity import RouterShape
 from ..experts.trace import Trace, ids_dtype
 from ..footprint import slot_bytes
-from ..runner.cpu_experts import KernelCpuExperts, CpuExperts
+from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
 from ..runner.misses import MissHandler
 from ..units import MiB, format_bytes

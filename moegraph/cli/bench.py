@@ -18,6 +18,8 @@ from ..config import KV_TYPES, EngineConfig
 from ..errors import ConfigError, RequestError
 from . import options, svg, ui
 from .benchrows import STYLES
+from .command import Command
+from .completion import MODEL_TARGET
 from .outputs import OutputFile
 from .report import config_report
 
@@ -118,12 +120,13 @@ def _list_option(*flags: str, **described: Any) -> Any:
     return click.option(*flags, multiple=True, **described)
 
 
-@click.command(short_help="Measure speed as llama-bench does.")
-@click.argument("target", required=False, metavar="TARGET")
+@click.command(cls=Command, short_help="Measure speed as llama-bench does.")
+@click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
 @_list_option(
     "-m",
     "--model",
     "models",
+    type=MODEL_TARGET,
     metavar="TARGET",
     help="The model, in place of the argument; repeatable.",
 )

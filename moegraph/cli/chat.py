@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,30 +11,64 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..chat import ChatTemplate, History, ReasoningSplitter, require_template
+from ..chat import ChatTemplate, History, require_template
+from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
+from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
-from ..sequence import GenerationEvent
-from . import options, ui
-from .interrupt import cancel_on_interrupt
+from . import options, typed, ui
+from .command import Command
+from .commands import COMMANDS, QUIT, WITH_FILES, find_command, run_command
+from .completion import MODEL_TARGET
+from .conversation import Answer, Conversation
+from .filesampling import recommended
+from .report import stats_line
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..modelfile import ModelFile
 
-_HELP = """\
-/clear        forget the conversation, keep the system prompt
-/help         show this
-/quit         end (so do /exit, /bye and Ctrl-D)
-\"\"\"           begin and end a message of several lines
-Ctrl-C stops an answer."""
-_QUIT = ("/quit", "/exit", "/bye")
-_BLOCK = '"""'
+# Between two answers to piped questions, on a line of its own.
+_SEPARATOR = "---"
+# What ends the answers of a model that was not trained to end them.
+_SHIPPED_LIMIT = 256
 
 
-@click.command(short_help="Talk with a model.")
-@click.argument("target", required=False, metavar="TARGET")
-@click.option("-m", "--model", metavar="TARGET", help="The model, in place of the argument.")
-@click.option("-p", "--prompt", metavar="TEXT", help="Ask this, print the answer, and quit.")
+@dataclass(frozen=True)
+class _Talk:
+    """A checked command line: whom to ask what, and how."""
+
+    target: str
+    config: EngineConfig
+    sampling: SamplingParams
+    chosen: frozenset[str]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    system: str | None
+    question: str | None
+    each: bool
+    ignore_eos: bool
+    as_json: bool
+    quiet: bool
+    reasoning: str
+
+
+@click.command(cls=Command, short_help="Talk with a model.")
+@click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
+@click.option(
+    "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
+    help="The model, in place of the first argument.",
+)  # fmt: skip
+@click.option(
+    "-p",
+    "--prompt",
+    metavar="TEXT",
+    help="Ask this, print the answer, and quit. Text that is piped in goes before it.",
+)
+@click.option(
+    "-f", "--file", type=click.Path(), metavar="FILE",
+    help="Ask about the text of FILE, - for stdin; with -p, the text goes before the question.",
+)  # fmt: skip
 @click.option(
     "-sys", "--system", "--system-prompt", "system", metavar="TEXT", help="System prompt."
 )
@@ -45,59 +80,126 @@ _BLOCK = '"""'
     "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
     show_default=True, help="Ask the template for reasoning, or for none.",
 )  # fmt: skip
+@click.option("--each", is_flag=True, help="Begin a new conversation for each piped line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no statistics and no notes.")
 @options.length_options
 @options.engine_options
 @options.sampling_options
-def chat(target: str | None, **given: Any) -> None:
+def chat(args: tuple[str, ...], **given: Any) -> int:
     """Talk with the model TARGET: a GGUF file, or a shipped model's name.
 
     The model's own chat template makes prompts of the messages. Answers go to stdout, reasoning
-    and everything else to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation; /clear
-    forgets it, and /help shows more. Without a terminal, each line that is piped in is one
-    message.
+    and everything else to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help
+    lists the commands. When the context is full, the oldest turns are forgotten. A sampling
+    setting that is not given is the one that the model file recommends (general.sampling), if any.
+
+    Without a terminal, each line that is piped in is one message, also if it begins with /. A
+    line of three dashes stands between two answers; an empty line has an empty answer. A message
+    that does not fit is reported, and the status is 2 in the end.
 
     \b
     Examples:
       moegraph chat Qwen3.6-35B-A3B-Q4_K_M.gguf
       moegraph chat model.gguf --system "Answer in one sentence." --reasoning off
-      moegraph chat model.gguf -p "What is a mixture of experts?"
-      moegraph chat model.gguf < questions.txt > answers.txt
+      moegraph chat model.gguf "What is a mixture of experts?"
+      git diff | moegraph chat model.gguf -p "Review this change."
+      moegraph chat model.gguf --each --json < questions.txt > answers.jsonl
     """
-    model = given["model"] or target
-    if model is None or (given["model"] and target):
-        raise click.UsageError("give one model: a GGUF file or a shipped model's name")
-    config = options.build_config(given)
-    sampling = options.build_sampling(given).seeded()
-    length = options.max_tokens(given["n_predict"])
-    stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
-    system, question = (
-        None if text is None else options.argument_text(text, given["escape"])
-        for text in (given["system"], given["prompt"])
-    )
+    job = _check(click.get_current_context(), args, given)
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        header = stack.enter_context(options.open_header(model))
+        header = stack.enter_context(options.open_header(job.target))
         options.require_vocabulary(header)
-        sampling.validate(header.hparams.n_vocab)
+        job.sampling.validate(header.hparams.n_vocab)
         if template is None:
             require_template(header.kv, header.path)
-        engine = stack.enter_context(options.load_engine(header, config))
+        job, from_file = _fit_to_model(job, header)
+        engine = stack.enter_context(options.load_engine(header, job.config))
         if template is None:
             template = stack.enter_context(_template_of(engine))
-        if given["ignore_eos"]:
-            bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
-            sampling = replace(sampling, logit_bias=bans)
-        thinks = {"on": True, "off": False}.get(given["reasoning"])
-        talk = Conversation(
-            engine, template, History(system), sampling, length, stop,
-            {} if thinks is None else {"enable_thinking": thinks},
-        )  # fmt: skip
+        talk = _conversation(job, engine, template, from_file)
         stack.enter_context(options.saving_profile(engine))
-        if question is not None:
-            talk.answer(question)
+        if job.question is not None:
+            _ask_once(talk, job.question)
+        elif ui.stdin_is_terminal():
+            _converse(talk)
         else:
-            _converse(talk, interactive=ui.stdin_is_terminal())
+            return _answer_lines(talk, job.each)
+    return 0
+
+
+def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Talk:
+    """Check everything that can be checked before the model is opened."""
+    rest = list(args)
+    model = given["model"] or (rest.pop(0) if rest else None)
+    if model is None or (given["model"] and rest):
+        raise click.UsageError("give one model: a GGUF file or a shipped model's name", ctx)
+    if rest and given["prompt"] is not None:
+        raise click.UsageError("a question follows the model, and -p gives another", ctx)
+    if rest:
+        given["prompt"] = " ".join(rest)
+    question = _question(given)
+    if given["each"] and (question is not None or ui.stdin_is_terminal()):
+        raise click.UsageError("--each is for questions that are piped in, one a line", ctx)
+    system = given["system"]
+    return _Talk(
+        target=model,
+        config=options.build_config(given),
+        sampling=options.build_sampling(given).seeded(),
+        chosen=options.chosen_sampling(ctx),
+        max_tokens=options.max_tokens(given["n_predict"]),
+        stop=tuple(options.argument_text(text, given["escape"]) for text in given["stop"]),
+        system=None if system is None else options.argument_text(system, given["escape"]),
+        question=question,
+        each=given["each"],
+        ignore_eos=given["ignore_eos"],
+        as_json=given["as_json"],
+        quiet=given["quiet"],
+        reasoning=given["reasoning"],
+    )
+
+
+def _question(given: dict[str, Any]) -> str | None:
+    """Return the one question of the command line, with the text it is about; None without one."""
+    asked, file, escape = given["prompt"], given["file"], given["escape"]
+    if asked is None and file is None:
+        return None
+    asked = "" if asked is None else options.argument_text(asked, escape)
+    text = ""
+    if file is not None or ui.stdin_has_text():
+        text = options.read_text(file or "-")
+        text = options.unescape(text) if escape else text
+    return options.joined_question(text, asked)
+
+
+def _fit_to_model(job: _Talk, header: ModelFile) -> tuple[_Talk, dict[str, float]]:
+    """Return the job with what the model file recommends, and those settings."""
+    sampling, from_file = recommended(job.sampling, header.kv, job.chosen, header.hparams.n_vocab)
+    limit = job.max_tokens
+    if is_shipped(header.path) and limit is None:
+        limit = _SHIPPED_LIMIT
+        if not job.quiet:
+            ui.note(
+                f"note: {header.path.stem} writes Python code and was not trained to talk; its "
+                f"answers are cut at {limit} tokens (-n N for another limit)"
+            )
+    return replace(job, sampling=sampling, max_tokens=limit), from_file
+
+
+def _conversation(
+    job: _Talk, engine: Engine, template: ChatTemplate, from_file: dict[str, float]
+) -> Conversation:
+    sampling = job.sampling
+    if job.ignore_eos:
+        bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
+        sampling = replace(sampling, logit_bias=bans)
+    thinks = {"on": True, "off": False}.get(job.reasoning)
+    return Conversation(
+        engine, template, History(job.system), sampling, job.max_tokens, job.stop,
+        {} if thinks is None else {"enable_thinking": thinks}, from_file, job.as_json, job.quiet,
+    )  # fmt: skip
 
 
 def _template_of(engine: Engine) -> ChatTemplate:
@@ -110,148 +212,85 @@ def _template_of(engine: Engine) -> ChatTemplate:
     return ChatTemplate.from_metadata(engine.file.kv, engine.file.path, tokens)
 
 
-@dataclass
-class Conversation:
-    """A model, its template, and what was said so far."""
+def _ask_once(talk: Conversation, question: str) -> None:
+    answer = talk.answer(question)
+    _remark(talk, answer)
+    if not talk.as_json:
+        talk.note(stats_line(answer.event, talk.engine.memory(), talk.sampling))
+    _require_whole(answer)
 
-    engine: Engine
-    template: ChatTemplate
-    history: History
-    sampling: SamplingParams
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    variables: dict[str, Any]
 
-    def answer(self, message: str) -> GenerationEvent:
-        """Print the answer to a message and remember both; return its last event.
+def _remark(talk: Conversation, answer: Answer) -> None:
+    for line in talk.remarks(answer):
+        talk.note(f"note: {line}")
 
-        Raises:
-            RequestError: the message is empty, refused, or does not fit; it is forgotten again.
-            Cancelled: a second Ctrl-C, or one before the first token.
-        """
-        if not message.strip():
-            raise RequestError("the message is empty")
-        self.history.ask(message)
+
+def _require_whole(answer: Answer) -> None:
+    if answer.event.finish_reason == "cancelled":
+        raise Cancelled
+
+
+def _answer_lines(talk: Conversation, each: bool) -> int:
+    """Answer each line of stdin; return the exit code, 2 if a line could not be answered."""
+    code, number = 0, 0
+    while line := sys.stdin.readline():
+        number += 1
+        question = line.removesuffix("\n").removesuffix("\r")
+        if number > 1 and not talk.as_json:
+            click.echo(_SEPARATOR)
+        if each:
+            talk.history.clear()
+        if not question.strip():
+            _say_nothing(talk, question)
+            continue
         try:
-            prompt = self.template.render(self.history.messages, **self.variables)
-            splitter = ReasoningSplitter.after(prompt)
-            opened = "<think>\n" if splitter.is_thinking else ""
-            text, event = self._generate(prompt, splitter)
-        except BaseException:
-            self.history.retract()
-            raise
-        self.history.answer(opened + text)
-        return event
-
-    def _generate(self, prompt: str, splitter: ReasoningSplitter) -> tuple[str, GenerationEvent]:
-        # A template that prints the BOS itself must not get a second one.
-        ids = self.engine.tokenizer.encode(prompt, add_special=not self._begins_text(prompt))
-        pieces: list[str] = []
-        shown, event = "", None
-        with cancel_on_interrupt() as cancel, ui.Bars() as bars:
-            for event in self.engine.generate(
-                ids, self.sampling, max_tokens=self.max_tokens, stop=self.stop, cancel=cancel,
-                progress=bars, reuse=True,
-            ):  # fmt: skip
-                bars.clear()
-                pieces.append(event.text)
-                shown = _show(splitter.push(event.text)) or shown
-            shown = _show(splitter.flush()) or shown
-        if event is None:
-            raise Cancelled
-        if not shown.endswith("\n"):
-            ui.write_text("\n")
-        options.show_messages(self.engine)
-        return "".join(pieces), event
-
-    def _begins_text(self, prompt: str) -> bool:
-        bos = self.engine.tokenizer.bos
-        if bos is None:
-            return False
-        return prompt.startswith(self.engine.tokenizer.piece(bos, special=True).decode())
-
-
-def _show(parts: tuple[str, str]) -> str:
-    """Write reasoning to stderr and answer to stdout; return what was written last."""
-    reasoning, answer = parts
-    if reasoning:
-        ui.write_text(reasoning, "muted", sys.stderr)
-    if answer:
-        ui.write_text(answer)
-    return answer or reasoning
-
-
-def _converse(talk: Conversation, interactive: bool) -> None:
-    """Read messages until the input or the user ends it."""
-    if interactive:
-        ui.enable_line_editing()
-        ui.note(f"{talk.engine.file.path.name} on {talk.engine.device_name}; /help for help")
-    while (message := _next_message(interactive)) not in (None, *_QUIT):
-        try:
-            _take_turn(talk, message or "", interactive)
+            answer = talk.answer(question)
         except RequestError as error:
-            if not interactive:
-                raise
+            code = error.exit_code
+            _say_nothing(talk, question, str(error))
+            ui.error(f"message {number}: {error}")
+            continue
+        _remark(talk, answer)
+        _require_whole(answer)
+    return code
+
+
+def _say_nothing(talk: Conversation, question: str, error: str | None = None) -> None:
+    """Keep the answers beside their questions where there is no answer."""
+    if talk.as_json:
+        report = {"question": question, "answer": "", "error": error}
+        click.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        click.echo()
+
+
+def _converse(talk: Conversation) -> None:
+    """Take what is typed, until the user ends it."""
+    typed.start_editing((*COMMANDS, *QUIT), WITH_FILES)
+    engine = talk.engine
+    talk.note(
+        f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
+        "/help for help"
+    )
+    while (message := typed.next_message()) is not None and message.strip() not in QUIT:
+        try:
+            _take_turn(talk, message)
+        except RequestError as error:
             ui.error(str(error))
         except KeyboardInterrupt:
-            if not interactive:
-                raise
             ui.note("stopped")
 
 
-def _take_turn(talk: Conversation, message: str, interactive: bool) -> None:
-    if message.startswith("/"):
-        _command(talk, message)
-    elif message.strip():
-        _after_answer(talk.answer(message), interactive)
-
-
-def _after_answer(event: GenerationEvent, interactive: bool) -> None:
-    if not interactive:
-        if event.finish_reason == "cancelled":
-            raise Cancelled
+def _take_turn(talk: Conversation, message: str) -> None:
+    found = find_command(message)
+    if found is not None:
+        question = run_command(talk, found[0], message.split()[0], found[1])
+        if question is None:
+            return
+        message = question
+    if not message.strip():
         return
-    line = f"{event.prefill_tps:.1f} tok/s prefill, {event.decode_tps:.1f} tok/s decode"
-    if event.finish_reason == "cancelled":
-        line = f"stopped; {line}"
-    elif event.finish_reason == "length":
-        line = f"the context or -n is used up; {line}"
-    ui.note(line)
-
-
-def _command(talk: Conversation, message: str) -> None:
-    if message == "/clear":
-        talk.history.clear()
-        talk.engine.reset()
-        ui.note("cleared")
-    elif message == "/help":
-        for line in _HELP.splitlines():
-            ui.note(line)
-    else:
-        ui.note(f"unknown command {message.split()[0]}; /help shows those there are")
-
-
-def _next_message(interactive: bool) -> str | None:
-    """Return what the user says next, None at the end of the input."""
-    if not interactive:
-        line = sys.stdin.readline()
-        return line.removesuffix("\n") if line else None
-    try:
-        message = ui.ask(">>> ")
-        if message.startswith(_BLOCK):
-            message = _read_block(message.removeprefix(_BLOCK))
-        return message
-    except KeyboardInterrupt:
-        ui.write_text("\n", stream=sys.stderr)
-        ui.note("(Ctrl-D or /quit ends the conversation)")
-        return ""
-    except EOFError:
-        ui.write_text("\n", stream=sys.stderr)
-        return None
-
-
-def _read_block(first: str) -> str:
-    lines = [first]
-    while not lines[-1].endswith(_BLOCK):
-        lines.append(ui.ask("... "))
-    return "\n".join(lines).removesuffix(_BLOCK)
+    answer = talk.answer(message)
+    _remark(talk, answer)
+    stopped = "stopped; " if answer.event.finish_reason == "cancelled" else ""
+    talk.note(stopped + talk.summary(answer))

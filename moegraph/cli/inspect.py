@@ -25,6 +25,7 @@ from .budget import (
     plan_budget,
     resident_text,
 )
+from .completion import MODEL_TARGET
 
 if TYPE_CHECKING:
     from ..modelfile import GgufFile, ModelFile, TensorInfo
@@ -38,7 +39,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 @click.command(short_help="Show what a model file holds and what fits.")
-@click.argument("target")
+@click.argument("target", type=MODEL_TARGET)
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option(
     "--tensor",

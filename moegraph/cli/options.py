@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ..config import EngineConfig, Setting
 from ..config import settings as engine_settings
@@ -19,6 +20,8 @@ from ..sequence import room_after
 from ..tokenizer import MAX_PROMPT_BYTES, Tokenizer
 from ..units import format_bytes
 from . import ui
+from .command import Option
+from .refused import refused_options
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -29,28 +32,24 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # The tokens that a tokenizer puts around a text: one at its beginning, one at its end.
 _MAX_ADDED = 2
-# llama.cpp's options that people try. Left alone, -ngl 99 would be read as -n gl, and -fa as -f a.
-_PLACED = "moegraph places experts itself; --vram SIZE limits what it takes on the device"
-_NOT_HERE = {
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu leaves the GPU alone",
-    ("-ncmoe", "--n-cpu-moe"): _PLACED,
-    ("-cmoe", "--cpu-moe"): f"{_PLACED}, --cache-slots 0 keeps no expert there",
-    ("-ot", "--override-tensor"): _PLACED,
-    ("-fa", "--flash-attn"): "flash attention is always on",
-}
+# Settings about experts that are not on the device.
+_FOR_MISSES = ("profile", "profile_class", "policy", "miss", "prefetch", "host_pin")
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
 
 
 def setting_option(setting: Setting) -> Callable[[Command], Command]:
     """Return the click option of a setting."""
-    described: dict[str, Any] = {"help": setting.help, "default": setting.default}
+    described: dict[str, Any] = {
+        "help": setting.help, "default": setting.default, "cls": Option, "group": setting.group,
+    }  # fmt: skip
     if setting.kind == "flag":
         return click.option(*setting.flags, setting.name, is_flag=True, **described)
     if setting.choices:
         described["type"] = click.Choice(setting.choices)
     else:
-        described["type"] = _TYPES.get(setting.kind, click.STRING)
+        is_file = (setting.metavar or "").startswith("FILE")
+        described["type"] = click.Path() if is_file else _TYPES.get(setting.kind, click.STRING)
         described["metavar"] = setting.metavar or ("F" if setting.kind == "float" else "N")
     return click.option(
         *setting.flags, setting.name, show_default=setting.default not in (None, ""), **described
@@ -72,21 +71,8 @@ def engine_options(command: Command) -> Command:
 def engine_options_but(*names: str) -> Callable[[Command], Command]:
     """Return a decorator like engine_options that leaves some fields at their defaults."""
     chosen = [setting_option(s) for s in engine_settings() if s.flags and s.name not in names]
-    refused = [_refused_option(flags, reason) for flags, reason in _NOT_HERE.items()]
-    return lambda command: _apply(command, chosen + refused)
-
-
-def _refused_option(flags: tuple[str, ...], reason: str) -> Callable[[Command], Command]:
-    """Return an option that only says why there is no such option."""
-
-    def refuse(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-        if value is not None and not ctx.resilient_parsing:
-            raise click.UsageError(f"there is no {flags[0]} ({flags[-1]}): {reason}", ctx)
-
-    return click.option(
-        *flags, "_refused", hidden=True, expose_value=False, is_eager=True, callback=refuse,
-        is_flag=False, flag_value="", help=f"Not here: {reason}.",
-    )  # fmt: skip
+    taken = [flag for s in engine_settings() for flag in s.flags]
+    return lambda command: _apply(command, chosen + refused_options(taken))
 
 
 def sampling_options(command: Command) -> Command:
@@ -95,9 +81,13 @@ def sampling_options(command: Command) -> Command:
     options += [
         click.option(
             "-l", "--logit-bias", "logit_bias", multiple=True, metavar="TOKEN(+/-)BIAS",
+            cls=Option, group="Sampling",
             help="Add BIAS to a token's logit, as 15043+1 or 15043-inf; repeatable.",
         ),
-        click.option("--ignore-eos", is_flag=True, help="Never end by itself: ban the end tokens."),
+        click.option(
+            "--ignore-eos", is_flag=True, cls=Option, group="Sampling",
+            help="Go on after the end of the text: ban the end tokens.",
+        ),
     ]  # fmt: skip
     return _apply(command, options)
 
@@ -106,8 +96,8 @@ def length_options(command: Command) -> Command:
     """Add the options that end a generation."""
     return _apply(command, [
         click.option(
-            "-n", "--predict", "--n-predict", "n_predict", type=click.INT, default=-1,
-            metavar="N", show_default=True,
+            "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
+            default=-1, metavar="N", show_default=True,
             help="Tokens to generate at most; -1 goes on to the end token or a full context.",
         ),
         click.option(
@@ -115,8 +105,9 @@ def length_options(command: Command) -> Command:
             help="End before this text; repeatable.",
         ),
         click.option(
-            "-e", "--escape", is_flag=True,
-            help=r"Read \n, \t, \\ and \" in the prompt and in stop texts as escapes.",
+            "-e", "--escape/--no-escape", "escape", default=None,
+            help=r"Read \n, \t, \\ and \" as escapes. Default: in texts on the command line, not "
+            "in files and pipes; -e does both.",
         ),
     ])  # fmt: skip
 
@@ -155,6 +146,19 @@ def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
     """
     given = {s.name: options[s.name] for s in sampling_settings()}
     return SamplingParams(**given, logit_bias=parse_logit_bias(options["logit_bias"]))
+
+
+def chosen_sampling(ctx: click.Context) -> frozenset[str]:
+    """Return the names of the sampling settings that the command line gives."""
+    names = (s.name for s in sampling_settings())
+    return frozenset(n for n in names if ctx.get_parameter_source(n) is not ParameterSource.DEFAULT)
+
+
+def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
+    """Say before the work that a prompt is longer than what the model was trained on."""
+    n_trained = engine.hparams.n_ctx_train
+    if n_prompt > n_trained:
+        ui.note(f"warning: {n_prompt} positions, the model was trained on {n_trained}")
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
@@ -212,8 +216,8 @@ def read_text(path: str) -> str:
     return text.removesuffix("\n")
 
 
-def argument_text(text: str, escape: bool = False) -> str:
-    """Return text from the command line as it was typed, escapes replaced on request.
+def argument_text(text: str, escape: bool | None = None) -> str:
+    """Return text from the command line, escapes replaced unless escape is False.
 
     Raises:
         RequestError: it is not UTF-8.
@@ -223,7 +227,12 @@ def argument_text(text: str, escape: bool = False) -> str:
         text = text.encode(errors="surrogateescape").decode()
     except UnicodeError as error:
         raise RequestError(f"not UTF-8 text on the command line: {text!a}") from error
-    return unescape(text) if escape else text
+    return text if escape is False else unescape(text)
+
+
+def joined_question(text: str, question: str) -> str:
+    """Return a question about a text as one message: first the text, then the question."""
+    return f"{text}\n\n{question}" if text and question else text or question
 
 
 def unescape(text: str) -> str:
@@ -260,9 +269,24 @@ def load_engine(
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
         engine = Engine(model, config, bars, ids)
-    for warning in (*engine.file.warnings, *engine.warnings):
+    for warning in (*engine.file.warnings, *engine.warnings, *_idle_settings(engine)):
         ui.note(f"warning: {warning}")
     return engine
+
+
+def _idle_settings(engine: Engine) -> list[str]:
+    """Return a line about settings that were changed and change nothing; usually none."""
+    if not engine.plan.all_resident:
+        return []
+    idle = [
+        s.flags[-1]
+        for s in engine_settings()
+        if s.name in _FOR_MISSES and getattr(engine.config, s.name) not in (s.default, "none")
+    ]
+    if not idle:
+        return []
+    have = "have no effect" if len(idle) > 1 else "has no effect"
+    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}, none is missing"]
 
 
 def show_messages(engine: Engine) -> None:

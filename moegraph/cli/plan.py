@@ -22,6 +22,7 @@ from .budget import (
     refusals,
     slots_text,
 )
+from .completion import MODEL_TARGET
 from .simulate import Sizes, find_sizes, simulation_fields, trace_fields
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _plan_options(command: Any) -> Any:
 
 
 @click.command("plan", short_help="Show what fits into a card, and the predicted speed.")
-@click.argument("target")
+@click.argument("target", type=MODEL_TARGET)
 @click.option(
     "--vram",
     multiple=True,

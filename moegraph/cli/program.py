@@ -16,9 +16,11 @@ from ..errors import Cancelled, InternalError, MoegraphError, NativeError
 from . import ui
 from .bench import bench
 from .chat import chat
+from .completion import completion
 from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
+from .refused import drop_far_guesses, refuse_clusters
 from .run import run
 from .simulate import simulate_command
 from .trace import trace_command
@@ -57,6 +59,16 @@ class Program(click.Group):
         except BrokenPipeError:
             raise _ReaderGone from None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; its letters must not be run together."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            own = click.Context(command, info_name=name, parent=ctx)
+            refuse_clusters(command, own, rest)
+        return name, command, rest
+
     def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
         """Return the exit code of a command line."""
         try:
@@ -66,6 +78,8 @@ class Program(click.Group):
         except (KeyboardInterrupt, click.Abort):
             return _say("", Cancelled.exit_code)
         except click.UsageError as error:
+            if isinstance(error, click.NoSuchOption):
+                drop_far_guesses(error)
             where = error.ctx.command_path if error.ctx else name
             return _say(f"{error.format_message()} (see {where} -h)", error.exit_code)
         except click.ClickException as error:
@@ -158,6 +172,6 @@ def main(ctx: click.Context) -> None:
 
 
 for command in (
-    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor
+    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor, completion
 ):  # fmt: skip
     main.add_command(command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..sampling import SamplingParams
@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 
-def stats_line(event: GenerationEvent, memory: dict[str, int]) -> str:
-    """Return one line about speed and memory."""
+def stats_line(
+    event: GenerationEvent, memory: dict[str, int], sampling: SamplingParams | None = None
+) -> str:
+    """Return one line about speed and memory, and about the seed if sampling drew with one."""
+    read = f"{event.n_computed} "
+    if event.n_computed + event.n_reused < event.n_prompt:
+        read += f"of {event.n_prompt} "
     line = (
-        f"prefill {event.n_prompt} tokens in {format_duration(event.prefill_s)}, "
-        f"{event.prefill_tps:.1f} tok/s"
+        f"prefill {read}tokens in {format_duration(event.prefill_s)}, {event.prefill_tps:.1f} tok/s"
     )
     if event.n_generated > 1:
+        # The first token comes with the prompt: what is timed are the steps after it.
         line += (
-            f"; decode {event.n_generated} tokens in {format_duration(event.decode_s)}, "
+            f"; decode {event.n_generated - 1} tokens in {format_duration(event.decode_s)}, "
             f"{event.decode_tps:.1f} tok/s"
         )
+    if sampling is not None and not sampling.is_greedy:
+        line += f"; seed {sampling.seed}"
     if memory["device_peak_bytes"]:
         line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
     return f"{line}; peak {format_bytes(memory['host_peak_bytes'])} on the host"
@@ -57,14 +64,17 @@ def config_report(engine: Engine) -> dict[str, Any]:
     }
 
 
-def sampling_report(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampler settings; logit biases by token id, "-inf" where a token is banned."""
+def sampling_report(params: SamplingParams, from_file: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the sampler settings; logit biases by token id, "-inf" where a token is banned.
+
+    from_file: settings that the model file recommends and the command line leaves alone.
+    """
     values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
     bias = {
         str(token): value if value != float("-inf") else "-inf"
         for token, value in params.logit_bias.items()
     }
-    return {**values, "logit_bias": bias}
+    return {**values, "logit_bias": bias, "from_file": list(from_file)}
 
 
 def run_report(
@@ -75,17 +85,19 @@ def run_report(
     text: str,
     event: GenerationEvent,
     load_s: float,
+    from_file: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return the object that --json prints; durations in seconds, sizes in bytes."""
     return {
         "model": model_report(engine),
         "config": config_report(engine),
-        "sampling": sampling_report(params),
+        "sampling": sampling_report(params, from_file),
         "prompt_tokens": list(prompt),
         "tokens": list(tokens),
         "text": text,
         "finish_reason": event.finish_reason,
         "n_prompt": event.n_prompt,
+        "n_computed": event.n_computed,
         "n_generated": event.n_generated,
         "prefill_tps": round(event.prefill_tps, 3),
         "decode_tps": round(event.decode_tps, 3),

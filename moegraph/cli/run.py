@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from click.core import ParameterSource
 
+from ..chat.template import TEMPLATE_KEY
 from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
+from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
 from ..sequence import CancelToken, GenerationEvent, room_after
 from . import options, ui
+from .command import Command, Option
+from .completion import MODEL_TARGET
+from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
 from .outputs import NpyWriter, OutputFile
 from .report import run_report, stats_line
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..modelfile import ModelFile
 
+# How a message begins in the templates of these models: who writes it needs no template.
+_TURN = "<|im_start|>"
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -37,6 +45,7 @@ class _Job:
     target: str
     config: EngineConfig
     sampling: SamplingParams
+    chosen: frozenset[str]  # sampling settings that the file must not change
     max_tokens: int | None
     stop: tuple[str, ...]
     prompt: str | None
@@ -47,30 +56,40 @@ class _Job:
     ignore_eos: bool
     as_json: bool
     display_prompt: bool
+    quiet: bool
+    from_file: dict[str, float] = field(default_factory=dict)
 
 
-@click.command(short_help="Continue a prompt.")
-@click.argument("args", nargs=-1, metavar="TARGET [PROMPT_IDS N_GEN OUT_IDS]")
-@click.option("-m", "--model", metavar="TARGET", help="The model, in place of the first argument.")
+@click.command(cls=Command, short_help="Continue a prompt.")
+@click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [PROMPT_IDS N_GEN OUT_IDS]")
+@click.option(
+    "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
+    help="The model, in place of the first argument.",
+)  # fmt: skip
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE, - for stdin.")
+@click.option(
+    "-f", "--file", type=click.Path(), metavar="FILE",
+    help="Read the prompt from FILE, - for stdin.",
+)  # fmt: skip
 @options.length_options
 @options.engine_options
 @options.sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(
-    "--logits-out", type=click.Path(path_type=Path), metavar="F.npy",
-    help="Write logits as float32 [n_prompt + n_generated - 1, n_vocab].",
+    "--logits-out", type=click.Path(path_type=Path), metavar="F.npy", cls=Option,
+    group="Diagnostic", help="Write logits as float32 [n_prompt + n_generated - 1, n_vocab].",
 )  # fmt: skip
 @click.option(
     "--display-prompt/--no-display-prompt", default=None,
     help="Print the prompt before the text. Default: on a terminal.",
 )  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Print no statistics and no notes.")
 def run(args: tuple[str, ...], **given: Any) -> None:
     """Continue a prompt with the model TARGET: a GGUF file, or a shipped model's name (tiny).
 
     The prompt comes from -p, from -f, or through a pipe. Text goes to stdout, everything else to
-    stderr. It is not put into a chat template; see 'moegraph chat'.
+    stderr. It is not put into a chat template; 'moegraph chat -p' does that. A sampling setting
+    that is not given is the one that the model file recommends (general.sampling), if any.
 
     With token ids: PROMPT_IDS holds raw little-endian 32-bit ids, N_GEN is how many to generate,
     OUT_IDS receives the prompt and the generated ids (/dev/null is fine). This form is greedy
@@ -87,7 +106,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         job = _check(click.get_current_context(), args, given, stack)
         started = time.perf_counter()
         model = stack.enter_context(options.open_header(job.target))
-        _check_request(job, model)
+        job = _check_request(job, model)
         engine = stack.enter_context(options.load_engine(model, job.config))
         _generate(engine, job, time.perf_counter() - started)
 
@@ -124,10 +143,12 @@ def _check(
     stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
     display = given["display_prompt"]
     return _Job(
-        target=model, config=config, sampling=sampling, max_tokens=max_tokens, stop=stop,
+        target=model, config=config, sampling=sampling, chosen=options.chosen_sampling(ctx),
+        max_tokens=max_tokens, stop=stop,
         prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
         ignore_eos=given["ignore_eos"], as_json=given["as_json"],
         display_prompt=ui.is_terminal(sys.stdout) if display is None else display,
+        quiet=given["quiet"],
     )  # fmt: skip
 
 
@@ -160,15 +181,26 @@ def _read_prompt(given: dict[str, Any]) -> str:
     return text
 
 
-def _check_request(job: _Job, model: ModelFile) -> None:
-    """Check prompt and sampling against the file's header, before its weights are loaded."""
+def _check_request(job: _Job, model: ModelFile) -> _Job:
+    """Check prompt and sampling against the file's header, before its weights are loaded.
+
+    Return the job with the sampling settings that the file recommends.
+    """
     hp = model.hparams
     job.sampling.validate(hp.n_vocab)
-    if job.ids is None or job.ids_path is None:
-        options.check_text(model, job.prompt or "", job.config.n_ctx)
-    else:
+    if job.ids is not None and job.ids_path is not None:
         require_ids_in_range(job.ids_path, job.ids, hp.n_vocab)
         room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
+        return job
+    options.check_text(model, job.prompt or "", job.config.n_ctx)
+    talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
+    if talks and not job.quiet and _TURN not in (job.prompt or ""):
+        ui.note(
+            "note: this model has a chat template, and run does not use it; to ask a question, "
+            "use moegraph chat -p"
+        )
+    sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
+    return replace(job, sampling=sampling, from_file=from_file)
 
 
 def _generate(engine: Engine, job: _Job, load_s: float) -> None:
@@ -181,6 +213,7 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     if job.ignore_eos:
         bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
         sampling = replace(sampling, logit_bias=bans)
+    options.warn_beyond_training(engine, len(prompt))
     tokens: list[int] = []
     pieces: list[str] = []
     with cancel_on_interrupt() as cancel:
@@ -205,6 +238,7 @@ def _stream(
         ui.write_text(job.prompt, "muted")
     event = None
     with ui.Bars() as bars:
+        bars.expect("prefill", len(prompt))
         for event in engine.generate(
             prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,
             keep_logits=job.logits_out is not None, progress=bars,
@@ -237,15 +271,16 @@ def _finish(
     load_s: float,
 ) -> None:
     n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
-    if n_held > n_trained:
+    if event.n_prompt <= n_trained < n_held:
         ui.note(f"warning: {n_held} positions, the model was trained on {n_trained}")
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
-    options.show_messages(engine)
+    if not job.quiet:
+        options.show_messages(engine)
     kept = options.save_profile(engine)
     if job.as_json:
-        report = run_report(engine, sampling, prompt, tokens, text, event, load_s)
+        report = run_report(engine, sampling, prompt, tokens, text, event, load_s, job.from_file)
         report["profile"] = kept
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
-    else:
-        ui.note(stats_line(event, engine.memory()))
+    elif not job.quiet:
+        ui.note(stats_line(event, engine.memory(), sampling))

@@ -12,6 +12,8 @@ import click
 
 from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from . import options, ui
+from .command import Command
+from .completion import MODEL_TARGET
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
 from .simulate import heat_map, heat_options, trace_fields
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from ..sampling import SamplingParams
 
 
-@click.command("trace", short_help="Record which experts a run chooses.")
-@click.argument("target")
+@click.command("trace", cls=Command, short_help="Record which experts a run chooses.")
+@click.argument("target", type=MODEL_TARGET)
 @click.option(
     "-o",
     "--output",

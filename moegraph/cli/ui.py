@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -76,9 +78,34 @@ def write_text(text: str, role: str | None = None, stream: TextIO | None = None)
 
 
 def end_line(text: str) -> None:
-    """Put the cursor of a terminal on a new line after text; a pipe gets only the text."""
-    if is_terminal(sys.stdout) and not text.endswith("\n"):
+    """Put the cursor of a terminal on a new line after text; a pipe or a file gets only the text.
+
+    Through a pipe, as in `| tee FILE`, the text may reach the terminal that shows stderr, too.
+    """
+    if text.endswith("\n"):
+        return
+    if is_terminal(sys.stdout):
         write_text("\n")
+    elif is_terminal(sys.stderr) and _is_pipe(sys.stdout):
+        write_text("\n", stream=sys.stderr)
+
+
+def stdin_has_text() -> bool:
+    """Return whether the input is a pipe or a file, and not a terminal or /dev/null."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return not sys.stdin.closed  # a text in memory has no file
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def error(message: str) -> None:
@@ -174,6 +201,8 @@ class Bars:
 
     def __init__(self) -> None:
         self._enabled = is_terminal(sys.stderr)
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
         self._stage = ""
         self._began = 0.0
         self._progress: Progress | None = None
@@ -192,11 +221,28 @@ class Bars:
         elif self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
         elif now - self._began >= _BAR_DELAY_S:
-            self._draw(done, total)
+            with self._lock:
+                if self._progress is None:
+                    self._draw(done, total)
+
+    def expect(self, stage: str, total: int) -> None:
+        """Show a stage that is about to begin, also if its first report comes late."""
+        if not self._enabled:
+            return
+        self.clear()
+        self._stage, self._began = stage, time.monotonic()
+        timer = threading.Timer(_BAR_DELAY_S, self._draw_late, (stage, total))
+        timer.daemon = True
+        self._timer = timer
+        timer.start()
 
     def clear(self) -> None:
         """Remove the bar, so that text can follow."""
-        progress, self._progress, self._task = self._progress, None, None
+        with self._lock:
+            timer, self._timer = self._timer, None
+            progress, self._progress, self._task = self._progress, None, None
+        if timer is not None:
+            timer.cancel()
         if progress is not None:
             progress.stop()
 
@@ -210,6 +256,11 @@ class Bars:
         trace: TracebackType | None,
     ) -> None:
         self.clear()
+
+    def _draw_late(self, stage: str, total: int) -> None:
+        with self._lock:
+            if self._timer is threading.current_thread() and self._progress is None:
+                self._draw(0, total)
 
     def _draw(self, done: int, total: int) -> None:
         # rich takes a tenth of a second to import: only where a bar is drawn.

@@ -32,3 +32,8 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
         known = ", ".join(SHIPPED)
         raise ModelFileError(f"{name}: no such file, and no shipped model ({known}) has that name")
     return path
+
+
+def is_shipped(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is that of a shipped model; those write code and do not talk."""
+    return Path(path).parent == _MODELS

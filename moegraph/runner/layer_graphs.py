@@ -29,15 +29,15 @@ from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
     Model,
     Routed,
-    build_mixer_router,
-    build_moe,
     build_input_norm,
     build_layer_end,
+    build_mixer_router,
+    build_moe,
 )
 from ..graphs.router import build_prediction
 from ..weights import place, round_up
+from .misses import ADMIT_ROWS, MissHandler, MissMode
 from .readback import RoutingReadback
-from .misses import ADMIT_ROWS, MissMode, MissHandler
 from .replay import Replay
 
 

@@ -45,9 +45,9 @@ from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..state import KV_PAD
 from .base import Output, Runner
-from .readback import HostIds, RoutingReadback
-from .misses import ADMIT_ROWS, MissMode, MissHandler
 from .layer_graphs import LayerGraphs
+from .misses import ADMIT_ROWS, MissHandler, MissMode
+from .readback import HostIds, RoutingReadback
 from .replay import Replay
 
 # Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
@@ -200,7 +200,7 @@ class LayeredRunner(Runner):
             name: get(
                 ("add_uploaded", il, name, n_tokens),
                 size,
-                partial(pieces.c, n_tokens=n_tokens, il=il, bank=bank),
+                partial(graphs.add_uploaded, n_tokens=n_tokens, il=il, bank=bank),
             )
             for name, bank in self._banks_for_misses(il, n_tokens).items()
         }

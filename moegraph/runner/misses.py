@@ -397,14 +397,14 @@ class MissHandler:
         graph: BuiltGraph,
     ) -> None:
         """Compute experts on the CPU now and have the device add the result."""
-        candidates = self.cpu_experts
-        if cold is None:
+        cpu = self.cpu_experts
+        if cpu is None:
             raise InternalError(f"layer {il}: nothing is set up on the CPU")
-        cold.compute(il, ids, experts, n_tokens)
+        cpu.compute(il, ids, experts, n_tokens)
         self.n_cpu_experts += len(experts)
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, y, cold.address("y"), 0, C.ggml_nbytes(y)
+            self._device.compute.ptr, y, cpu.address("y"), 0, C.ggml_nbytes(y)
         )
         status = C.mg_launch(self._device.compute.ptr, graph.graph, ffi.NULL, 0)
         if status:

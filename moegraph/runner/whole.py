@@ -11,7 +11,7 @@ from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import Model, build_mixer_router, build_moe, build_input_norm
+from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
 from .base import Runner
 
 

@@ -256,7 +256,8 @@ class TestChat:
         chat.wait_for("/clear ")
         chat.wait_for(">>> ")
         chat.type("def f(x):\r")
-        chat.wait_for(r"def f\(x\):\r\n.")
+        # What readline sends at the end of a line is no answer yet.
+        chat.wait_for(r"def f\(x\):\r\n(\x1b\[\?2004l\r)?[^\x1b\r]")
         chat.type("\x03")
         assert "stopped" in chat.wait_for("tok/s decode")
         chat.wait_for(">>> ")
@@ -275,14 +276,68 @@ class TestChat:
         assert chat.exit_code() == 130
         assert "interrupted" in chat.seen
 
+    def test_pasted_lines_are_one_message(self) -> None:
+        terminal = Terminal("chat", "tiny", "-n", 4, "--ignore-eos", *CPU)
+        terminal.wait_for(">>> ")
+        time.sleep(0.5)  # until readline listens; before that, the terminal itself echoes
+        terminal.type("\x1b[200~def f(x):\r    return x\r\x1b[201~\r")
+        terminal.wait_for("tok/s decode")
+        terminal.wait_for(">>> ")
+        terminal.type("/show\r")
+        assert "so far: 1" in terminal.wait_for(r"so far: \d+")
+        terminal.wait_for(">>> ")
+        # Ctrl-D ends the block, and the block is one message.
+        terminal.type('"""one\r')
+        terminal.wait_for(r"\.\.\. ")
+        terminal.type("\x04")
+        terminal.wait_for("tok/s decode")
+        terminal.wait_for(">>> ")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+        os.close(terminal.fd)
+
     def test_a_piped_session(self) -> None:
-        done = moegraph("chat", "tiny", "-n", 8, "--temp", 0, "--ignore-eos", *CPU,
-                        stdin=b"x = 1\n/clear\nx = 1\n")  # fmt: skip
+        done = moegraph("chat", "tiny", "-n", 8, "--temp", 0, "--ignore-eos", "--each", *CPU,
+                        stdin=b"x = 1\n\nx = 1\n")  # fmt: skip
         assert done.returncode == 0
-        text = done.stdout.decode()
-        first, second = text[: len(text) // 2], text[len(text) // 2 :]
+        first, empty, second = done.stdout.split(b"---\n")
         assert first == second
-        assert first.strip()
+        assert first.strip() and not empty.strip()
+
+    def test_objects_tell_the_hit_rate(self) -> None:
+        done = moegraph("chat", "tiny", "-n", 4, "--cache-slots", 100, "--ignore-eos", "--json",
+                        *CPU, stdin=b"x = 1\ny = 2\n")  # fmt: skip
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(answers) == 2 and all(0 < a["hit_rate"] < 1 for a in answers)
+        # Only what is new of a conversation is computed.
+        assert answers[1]["n_computed"] < answers[1]["n_prompt"]
+
+
+def test_settings_without_an_effect_are_named(tmp_path: Path) -> None:
+    common = ("run", "tiny", "-p", "x", "-n", 1, "-q", *CPU)
+    idle = ("--profile", tmp_path / "p.json", "--miss", "stream")
+    done = moegraph(*common, *idle)
+    assert done.returncode == 0
+    assert done.stderr == (
+        b"warning: --profile, --miss have no effect: all experts fit on cpu, none is missing\n"
+    )
+    assert not (tmp_path / "p.json").exists()
+    assert b"no effect" not in moegraph(*common, *idle, "--cache-slots", 100).stderr
+    assert (tmp_path / "p.json").exists()
+
+
+def test_statistics_begin_on_a_line_of_their_own_after_a_pipe() -> None:
+    master, slave = pty.openpty()
+    args = ("run", "tiny", "-p", "import os", "-n", "2", "--temp", "0", *CPU)
+    done = subprocess.run(
+        [*COMMAND, *args], stdout=subprocess.PIPE, stderr=slave, stdin=subprocess.DEVNULL,
+        env=ENV, cwd=ROOT, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    os.close(slave)
+    shown = os.read(master, 1 << 16)
+    os.close(master)
+    assert done.stdout and not done.stdout.endswith(b"\n")
+    assert shown.startswith(b"\r\n") and b"prefill" in shown
 
 
 def test_a_terminal_sees_prompt_and_text_and_a_pipe_only_text() -> None:

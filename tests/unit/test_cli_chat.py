@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import runpy
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from fake_engine import END, FakeEngine
 from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import ui
 from moegraph.errors import NativeError
+from moegraph.modelfile import resolve_target
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -28,6 +32,12 @@ KV = {TEMPLATE_KEY: TEMPLATE}
 Type = Callable[..., "Result"]
 
 
+@pytest.fixture(scope="module")
+def generator() -> dict[str, dict[str, str]]:
+    """What the script that writes docs/cli.md defines."""
+    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "gen_cli_docs.py"))
+
+
 def prompts(cli: Cli) -> list[str]:
     return [call.prompt for call in cli.engine.calls]
 
@@ -36,7 +46,9 @@ class TestPiped:
     def test_every_line_is_a_turn_of_one_conversation(self, cli: Cli) -> None:
         cli.engine = FakeEngine("one", "two\n", kv=KV)
         result = cli("chat", "m", stdin="first\n\nsecond")
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "one\ntwo\n", "")
+        # An empty line has an empty answer, so that answers and questions stay side by side.
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.split("---\n") == ["one\n", "\n", "two\n"]
         assert prompts(cli) == [
             "[user]first[assistant]",
             "[user]first[assistant]one[user]second[assistant]",
@@ -56,34 +68,82 @@ class TestPiped:
         cli("chat", "m", "--system", "Be brief.", stdin="hi\n")
         assert prompts(cli) == ["[system]Be brief.[user]hi[assistant]"]
 
-    def test_clear_forgets_all_but_the_system_prompt(self, cli: Cli) -> None:
+    @pytest.mark.parametrize("line", ["/clear", "/quit", "/help", "/etc/hosts, what is it?"])
+    def test_a_line_is_a_question_whatever_it_begins_with(self, cli: Cli, line: str) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
-        cli("chat", "m", "-sys", "S", stdin="a\n/clear\nb\n")
-        assert prompts(cli)[1] == "[system]S[user]b[assistant]"
-        assert cli.engine.n_resets == 1
+        result = cli("chat", "m", stdin=f"{line}\n")
+        assert (result.exit_code, result.stdout) == (0, "ok\n")
+        assert prompts(cli) == [f"[user]{line}[assistant]"]
 
-    @pytest.mark.parametrize("command", ["/quit", "/exit", "/bye"])
-    def test_quit_ends_it(self, cli: Cli, command: str) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        result = cli("chat", "m", stdin=f"a\n{command}\nb\n")
-        assert (result.exit_code, len(prompts(cli))) == (0, 1)
+    def test_each_line_can_be_a_conversation_of_its_own(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("one", "two", kv=KV)
+        cli("chat", "m", "--each", "-sys", "S", stdin="a\nb\n")
+        assert prompts(cli) == ["[system]S[user]a[assistant]", "[system]S[user]b[assistant]"]
+        assert "--each is for" in cli.refused("chat", "m", "--each", "-p", "a")
 
-    def test_help_and_unknown_commands_are_not_messages(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV)
-        result = cli("chat", "m", stdin="/help\n/dance now\n")
-        assert "/clear " in result.stderr
-        assert "unknown command /dance" in result.stderr
-        assert (result.stdout, prompts(cli)) == ("", [])
+    def test_json_is_one_object_a_line(
+        self, cli: Cli, generator: dict[str, dict[str, str]]
+    ) -> None:
+        kv = {**KV, "general.sampling.top_k": 20}
+        cli.engine = FakeEngine("<think>\nhm</think>\n\nyes\nand no", kv=kv, n_ctx=100)
+        result = cli("chat", "m", "--json", "-n", 50, stdin="a\n\n" + "b" * 200 + "\n")
+        first, empty, failed = map(json.loads, result.stdout.splitlines())
+        assert (first["question"], first["answer"]) == ("a", "yes\nand no")
+        assert (first["reasoning"], first["finish_reason"]) == ("\nhm", "stop")
+        assert first["n_held"] == first["n_prompt"] + first["n_generated"]
+        assert (first["n_ctx"], first["hit_rate"]) == (100, None)
+        assert first["sampling"]["from_file"] == ["top_k"]
+        assert list(first) == list(generator["CHAT_JSON"])
+        assert empty == {"question": "", "answer": "", "error": None}
+        assert failed["question"] == "b" * 200 and "the context holds 100" in failed["error"]
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: message 3: the prompt has")
 
     def test_one_question_on_the_command_line(self, cli: Cli) -> None:
         cli.engine = FakeEngine("four", kv=KV)
-        result = cli("chat", "m", "-p", "2+2?", stdin="not read")
-        assert (result.stdout, prompts(cli)) == ("four\n", ["[user]2+2?[assistant]"])
+        for args in (["-p", "2+2?"], ["2+2?"], ["2", "+", "2?"]):
+            result = cli("chat", "m", *args)
+            assert (result.exit_code, result.stdout) == (0, "four\n")
+            assert re.match(r"prefill .* decode 4 tokens .* seed \d+;", result.stderr)
+        assert prompts(cli) == ["[user]2+2?[assistant]"] * 2 + ["[user]2 + 2?[assistant]"]
+        assert "and -p gives another" in cli.refused("chat", "m", "a", "-p", "b")
+
+    def test_a_question_about_a_text(self, cli: Cli, tmp_path: Path) -> None:
+        cli.engine = FakeEngine("ok", kv=KV)
+        (tmp_path / "t").write_text(r"a\n" + "\n")
+        cli("chat", "m", "-p", r"b\n?", stdin="piped\n")
+        cli("chat", "m", "-p", "why?", "-f", tmp_path / "t", stdin="not read")
+        cli("chat", "m", "-f", tmp_path / "t")
+        cli("chat", "m", "-f", "-", stdin="two\nlines\n")
+        asked = [p.removeprefix("[user]").removesuffix("[assistant]") for p in prompts(cli)]
+        assert asked == ["piped\n\nb\n?", r"a\n" + "\n\nwhy?", r"a\n", "two\nlines"]
+
+    def test_an_answer_that_was_cut_is_told(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("abcdef", kv=KV, n_ctx=20)
+        assert (
+            "note: the answer was cut at 2 tokens (-n)\n"
+            in cli("chat", "m", "-p", "a", "--max-tokens", 2).stderr
+        )
+        assert "the context of 20 tokens is full" in cli("chat", "m", "-p", "a").stderr
+        assert "cut" not in cli("chat", "m", "-p", "a", "-n", 2, "-q").stderr
+
+    def test_an_answer_of_reasoning_alone_is_told(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("<think>\nhm hm", kv=KV)
+        result = cli("chat", "m", "-p", "a")
+        assert result.stdout == ""
+        assert "note: there is no answer, only reasoning\n" in result.stderr
+
+    def test_the_shipped_model_is_no_chat_model(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("ok", kv=KV)
+        tiny = resolve_target("tiny")
+        assert "was not trained to talk" in cli("chat", tiny, "-p", "a").stderr
+        assert cli("chat", tiny, "-p", "a", "-n", "7", "-q").stderr == ""
+        assert [call.max_tokens for call in cli.engine.calls] == [256, 7]
 
     def test_reasoning_goes_to_stderr(self, cli: Cli) -> None:
         cli.engine = FakeEngine("<think>\nhm</think>\n\nyes", kv=KV)
         result = cli("chat", "m", stdin="a\nb\n")
-        assert result.stdout == "yes\nyes\n"
+        assert result.stdout == "yes\n---\nyes\n"
         assert result.stderr == "\nhm\nhm"
         # The template decides what becomes of old reasoning.
         assert "[assistant]<think>\nhm</think>\n\nyes[user]b" in prompts(cli)[1]
@@ -92,7 +152,7 @@ class TestPiped:
         opens = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
         cli.engine = FakeEngine("hm\n</think>\nyes", kv={TEMPLATE_KEY: opens})
         result = cli("chat", "m", stdin="a\nb\n")
-        assert (result.stdout, result.stderr) == ("yes\nyes\n", "hm\nhm\n")
+        assert (result.stdout, result.stderr) == ("yes\n---\nyes\n", "hm\nhm\n")
         assert "<think>\nhm\n</think>\nyes[user]b" in prompts(cli)[1]
 
     @pytest.mark.parametrize(("choice", "seen"), [("on", "True"), ("off", "False"), ("auto", "")])
@@ -126,12 +186,32 @@ class TestPiped:
         cli("chat", "m", stdin="a\n")
         assert asked == [False, True]
 
-    def test_a_message_that_does_not_fit_ends_it_with_one_line(self, cli: Cli) -> None:
-        cli.engine = FakeEngine("ok", kv=KV, n_ctx=24)
+    def test_a_message_that_does_not_fit_is_left_out(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("ok", kv=KV, n_ctx=80)
         result = cli("chat", "m", stdin="a\n" + "b" * 100 + "\nc\n")
-        assert (result.exit_code, result.stdout) == (2, "ok\n")
-        assert "the context holds 24" in result.stderr
+        assert (result.exit_code, result.stdout) == (2, "ok\n---\n\n---\nok\n")
+        assert "error: message 2: the prompt has" in result.stderr
         assert len(result.stderr.splitlines()) == 1
+        # Making room for it was in vain: nothing was forgotten.
+        assert prompts(cli)[-1] == "[user]a[assistant]ok[user]c[assistant]"
+
+    def test_the_oldest_turns_make_room(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("ok", kv=KV, n_ctx=160)
+        lines = "".join(f"question {i}\n" for i in range(6))
+        result = cli("chat", "m", "-sys", "S", stdin=lines)
+        assert result.exit_code == 0
+        assert len(result.stdout.split("---\n")) == 6
+        full = "note: the context of 160 tokens is full: the oldest 2 turns are forgotten\n"
+        assert full in result.stderr
+        # More go than must, so that the next message need not read everything again.
+        assert [p.count("[user]") for p in prompts(cli)] == [1, 2, 3, 2, 3, 2]
+        assert all(p.startswith("[system]S[user]question") for p in prompts(cli))
+        assert all(f"question {i}" in p for i, p in enumerate(prompts(cli)))
+
+    def test_a_long_prompt_is_told_once_before_the_work(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("ok", kv=KV, n_ctx=99999)
+        result = cli("chat", "m", stdin="a" * 5000 + "\nb\n")
+        assert result.stderr.count("positions, the model was trained on 4096") == 1
 
     def test_ctrl_c_ends_it(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abc", kv=KV, before_token=lambda at: at == 2 and press())
@@ -163,7 +243,7 @@ class TestTemplate:
 
     def test_a_template_may_refuse_a_message(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", kv={TEMPLATE_KEY: "{{ raise_exception('too rude') }}"})
-        assert "refuses the messages: too rude" in cli.refused("chat", "m", stdin="a\n")
+        assert "refuses the messages: too rude" in cli.refused("chat", "m", "-p", "a")
 
     def test_a_model_without_vocabulary(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False, kv=KV)
@@ -210,9 +290,13 @@ class TestTyped:
 
     def test_a_message_of_several_lines(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
-        type_lines('"""one', "", 'two"""', '"""three"""')
+        block = ('"""one', "", 'two"""', '"""three"""')
+        type_lines(*block, '"""four', "five", EOFError, "pasted\nlines")
         assert prompts(cli)[0] == "[user]one\n\ntwo[assistant]"
         assert prompts(cli)[1].endswith("[user]three[assistant]")
+        # Ctrl-D ends the block and not the conversation.
+        assert prompts(cli)[2].endswith("[user]four\nfive[assistant]")
+        assert prompts(cli)[3].endswith("[user]pasted\nlines[assistant]")
 
     def test_ctrl_c_stops_the_answer_and_not_the_program(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine(
@@ -251,7 +335,11 @@ class TestTyped:
 
     def test_a_full_context_is_told(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("abcdef", kv=KV)
-        assert "the context or -n is used up" in type_lines("a", args=("-n", "2")).stderr
+        shown = type_lines("a", args=("-n", "2")).stderr
+        assert "context 4096 tokens; /help" in shown
+        assert "note: the answer was cut at 2 tokens (-n)\ncontext 20 of 4096; read 18" in shown
+        cli.engine = FakeEngine("abcdef", kv=KV, n_ctx=20)
+        assert "cut: the context of 20 tokens is full; the next" in type_lines("a").stderr
 
     def test_a_failure_of_the_engine_ends_it(self, cli: Cli, type_lines: Type) -> None:
         def fail(at: int) -> None:

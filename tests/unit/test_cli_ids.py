@@ -22,7 +22,7 @@ class TestIds:
         result = cli("run", "m", ids_file(tmp_path / "in", 97, 98), 64, tmp_path / "out")
         assert result.exit_code == 0
         assert result.stdout == ""
-        assert "decode 3 tokens" in result.stderr
+        assert "decode 2 tokens" in result.stderr
         assert np.fromfile(tmp_path / "out", "<i4").tolist() == [97, 98, 120, 121, END]
         assert cli.engine.calls[0].max_tokens == 64
 

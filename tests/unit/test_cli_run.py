@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
+from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import ui
 from moegraph.config import EngineConfig
 from moegraph.errors import (
@@ -36,7 +38,8 @@ class TestText:
         assert result.exit_code == 0
         assert result.stdout == "hello world"
         assert "prefill 3 tokens" in result.stderr
-        assert "decode 12 tokens" in result.stderr
+        assert "decode 11 tokens in 2.75 s, 4.0 tok/s" in result.stderr
+        assert re.search(r"; seed \d+;", result.stderr)
         assert cli.engine.calls[0].prompt == "say"
         assert cli.engine.closed
 
@@ -80,10 +83,16 @@ class TestText:
         assert cli("run", "m", "-p", "x", "-e", "--stop", r"\n\n").stdout == "one"
         assert cli("run", "m", "-p", "x", "-r", "tw", "--stop", "zz").stdout == "one\n\n"
 
-    def test_escapes_are_read_only_on_request(self, cli: Cli) -> None:
-        cli("run", "m", "-p", r"a\nb\\n\x\"")
-        cli("run", "m", "-p", r"a\nb\\n\x\"", "--escape")
-        assert [c.prompt for c in cli.engine.calls] == [r"a\nb\\n\x\"", 'a\nb\\n\\x"']
+    def test_escapes_are_read_on_the_command_line_and_in_files_on_request(
+        self, cli: Cli, tmp_path: Path
+    ) -> None:
+        typed, read = r"a\nb\\n\x\"", 'a\nb\\n\\x"'
+        (tmp_path / "p").write_text(typed)
+        for given in (["-p", typed], ["-f", tmp_path / "p"]):
+            for flags in ([], ["-e"], ["--no-escape"]):
+                cli("run", "m", *given, *flags)
+        prompts = [call.prompt for call in cli.engine.calls]
+        assert prompts == [read, read, typed, typed, read, typed]
 
     @pytest.mark.parametrize(("n", "expected"), [("-1", None), ("0", 0), ("7", 7)])
     def test_predict(self, cli: Cli, n: str, expected: int | None) -> None:
@@ -93,6 +102,24 @@ class TestText:
     def test_control_characters_reach_a_pipe_as_they_are(self, cli: Cli) -> None:
         cli.engine = FakeEngine("a\x07b")
         assert cli("run", "m", "-p", "x").stdout == "a\x07b"
+
+    def test_quiet_leaves_only_the_text(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
+        result = cli("run", "m", "-p", "a", "-q")
+        assert (result.stdout, result.stderr) == ("x", "")
+
+    def test_a_chat_model_asked_without_its_template_is_told(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
+        note = cli("run", "m", "-p", "Why?").stderr.splitlines()[0]
+        assert note.startswith("note: this model has a chat template") and "chat -p" in note
+        assert "note:" not in cli("run", "m", "-p", "<|im_start|>user\nWhy?").stderr
+        cli.engine = FakeEngine("x")
+        assert "note:" not in cli("run", "m", "-p", "Why?").stderr
+
+    def test_a_greedy_run_names_no_seed(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x")
+        assert "seed" not in cli("run", "m", "-p", "a", "--temp", 0).stderr
+        assert "; seed 7; " in cli("run", "m", "-p", "a", "--seed", 7).stderr
 
     def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False)
@@ -217,6 +244,16 @@ class TestPrompt:
         warning, _ = cli(*args, "3").stderr.splitlines()
         assert warning == "warning: 4097 positions, the model was trained on 4096"
 
+    def test_a_prompt_beyond_the_trained_context_is_told_before_the_work(self, cli: Cli) -> None:
+        def fail(at: int) -> None:
+            raise NativeError("device lost")
+
+        cli.engine = FakeEngine("abc", n_ctx=8192, before_token=fail)
+        result = cli("run", "m", "-p", "x" * 4097, "-c", "8192")
+        assert result.stderr.splitlines() == [
+            "warning: 4097 positions, the model was trained on 4096", "error: device lost",
+        ]  # fmt: skip
+
     def test_a_prompt_that_just_fits(self, cli: Cli) -> None:
         assert cli("run", "m", "-p", "x" * 256, "-c", "256").exit_code == 0
 
@@ -258,6 +295,28 @@ class TestJson:
         first, second = (self.report(cli, "-p", "x")["sampling"]["seed"] for _ in range(2))
         assert isinstance(first, int)
         assert first != second
+
+    def test_what_the_file_recommends_is_used_unless_told_otherwise(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x", kv={
+            "general.sampling.temp": float(np.float32(0.7)), "general.sampling.top_k": 20,
+            "general.sampling.top_p": 2.0, "general.sampling.min_p": float("nan"),
+            "general.sampling.penalty_last_n": "many", "general.sampling.penalty_repeat": 1.5,
+        })  # fmt: skip
+        sampling = self.report(cli, "-p", "x", "--top-k", "40")["sampling"]
+        assert (sampling["temperature"], sampling["top_k"]) == (0.7, 40)
+        # What is out of range is left alone.
+        assert (sampling["top_p"], sampling["min_p"], sampling["repeat_last_n"]) == (0.95, 0.05, 64)
+        assert sampling["repeat_penalty"] == 1.5
+        assert sampling["from_file"] == ["temperature", "repeat_penalty"]
+
+    def test_token_ids_are_continued_greedily_whatever_the_file_recommends(
+        self, cli: Cli, tmp_path: Path
+    ) -> None:
+        cli.engine = FakeEngine("x", kv={"general.sampling.penalty_repeat": 1.5})
+        ids = ids_file(tmp_path / "in", 97)
+        sampling = self.report(cli, ids, 1, tmp_path / "out")["sampling"]
+        assert (sampling["temperature"], sampling["repeat_penalty"]) == (0.0, 1.0)
+        assert sampling["from_file"] == []
 
     def test_length_is_a_reason(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abcdef")

@@ -1,0 +1,247 @@
+"""A conversation: it asks the model, shows the answers, and keeps within the context."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..chat import ChatTemplate, History, ReasoningSplitter
+from ..errors import Cancelled, RequestError
+from ..sampling import SamplingParams
+from ..sequence import GenerationEvent
+from . import options, ui
+from .interrupt import cancel_on_interrupt
+from .report import sampling_report
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+# The part of the context that an answer should find free; without it, the oldest turns go until
+# half of the context is free, so that they need not go again with each message.
+_ANSWER_SHARE, _FREE_SHARE = 4, 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to a question, and what it cost.
+
+    n_forgotten: turns that had to go to make room. hit_rate: of the expert cache; None without one.
+    """
+
+    question: str
+    text: str
+    reasoning: str
+    event: GenerationEvent
+    n_forgotten: int
+    hit_rate: float | None
+
+    @property
+    def n_held(self) -> int:
+        """Return the positions of the context that are in use."""
+        return self.event.n_prompt + self.event.n_generated
+
+
+@dataclass
+class Conversation:
+    """A model, its template, and what was said so far.
+
+    from_file: sampling settings that the model file recommends and the user left alone.
+    """
+
+    engine: Engine
+    template: ChatTemplate
+    history: History
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    from_file: dict[str, float] = field(default_factory=dict)
+    as_json: bool = False
+    quiet: bool = False
+    n_held: int = 0
+    _warned: bool = False
+
+    def answer(self, question: str) -> Answer:
+        """Print the answer to a question and remember both.
+
+        Raises:
+            RequestError: the question is empty, refused, or does not fit; it is forgotten again.
+            Cancelled: a second Ctrl-C, or one before the first token.
+        """
+        if not question.strip():
+            raise RequestError("the message is empty")
+        before = self.history.messages
+        self.history.ask(question)
+        try:
+            prompt, ids, n_forgotten = self._fitted()
+            splitter = ReasoningSplitter.after(prompt)
+            opened = "<think>\n" if splitter.is_thinking else ""
+            stats = self.engine.expert_stats()
+            raw, (reasoning, text), event = self._generate(ids, splitter)
+        except BaseException:
+            self.history.restore(before)
+            raise
+        self.history.answer(opened + raw)
+        now = self.engine.expert_stats()
+        rate = None if now is None or stats is None else now.since(stats).cache.hit_rate
+        answer = Answer(question, text, reasoning, event, n_forgotten, rate)
+        self.n_held = answer.n_held
+        if self.as_json:
+            click.echo(json.dumps(self.report(answer), ensure_ascii=False, allow_nan=False))
+        return answer
+
+    def forget(self) -> None:
+        """Forget what was said, all but the system prompt."""
+        self.history.clear()
+        self.engine.reset()
+        self.n_held = 0
+
+    def note(self, line: str) -> None:
+        """Print a quiet line, unless the user wants none."""
+        if not self.quiet:
+            ui.note(line)
+
+    def _fitted(self) -> tuple[str, list[int], int]:
+        """Return the prompt, its ids, and how many old turns were forgotten to make it fit."""
+        n_ctx = self.engine.n_ctx
+        reserve = n_ctx // _ANSWER_SHARE
+        if self.max_tokens is not None:
+            reserve = min(reserve, self.max_tokens)
+        prompt, ids = self._rendered()
+        n_forgotten = 0
+        if len(ids) > n_ctx - reserve:
+            while len(ids) > n_ctx // _FREE_SHARE and self.history.forget_oldest():
+                n_forgotten += 1
+                prompt, ids = self._rendered()
+        if n_forgotten and len(ids) <= n_ctx:
+            turns = "turn is" if n_forgotten == 1 else f"{n_forgotten} turns are"
+            self.note(f"note: the context of {n_ctx} tokens is full: the oldest {turns} forgotten")
+        return prompt, ids, n_forgotten
+
+    def _rendered(self) -> tuple[str, list[int]]:
+        prompt = self.template.render(self.history.messages, **self.variables)
+        tokenizer = self.engine.tokenizer
+        bos = tokenizer.bos
+        # A template that prints the BOS itself must not get a second one.
+        has_bos = bos is not None and prompt.startswith(tokenizer.piece(bos, special=True).decode())
+        return prompt, tokenizer.encode(prompt, add_special=not has_bos)
+
+    def _generate(
+        self, ids: list[int], splitter: ReasoningSplitter
+    ) -> tuple[str, tuple[str, str], GenerationEvent]:
+        """Show an answer as it comes; return it raw, as (reasoning, answer), and its last event."""
+        if not self._warned:
+            options.warn_beyond_training(self.engine, len(ids))
+            self._warned = len(ids) > self.engine.hparams.n_ctx_train
+        pieces: list[str] = []
+        shown = _Shown(silent=self.as_json)
+        event = None
+        with cancel_on_interrupt() as cancel, ui.Bars() as bars:
+            bars.expect("prefill", len(ids))
+            for event in self.engine.generate(
+                ids, self.sampling, max_tokens=self.max_tokens, stop=self.stop, cancel=cancel,
+                progress=bars, reuse=True,
+            ):  # fmt: skip
+                bars.clear()
+                pieces.append(event.text)
+                shown.push(splitter.push(event.text))
+            shown.push(splitter.flush())
+        if event is None:
+            raise Cancelled
+        shown.end()
+        if not self.quiet:
+            options.show_messages(self.engine)
+        return "".join(pieces), (shown.reasoning, shown.answer), event
+
+    def remarks(self, answer: Answer) -> list[str]:
+        """Return what a reader of the answer should know: that it was cut, or is none."""
+        event, found = answer.event, []
+        if event.finish_reason == "length":
+            if self.max_tokens is not None and event.n_generated >= self.max_tokens:
+                found.append(f"the answer was cut at {self.max_tokens} tokens (-n)")
+            else:
+                found.append(
+                    f"the answer was cut: the context of {self.engine.n_ctx} tokens is full; "
+                    "the next message makes the oldest turns go, /clear all of them"
+                )
+        if not answer.text.strip() and answer.reasoning.strip():
+            found.append("there is no answer, only reasoning")
+        return found
+
+    def summary(self, answer: Answer) -> str:
+        """Return a line about an answer: context, tokens and speed."""
+        event = answer.event
+        line = (
+            f"context {answer.n_held} of {self.engine.n_ctx}; read {event.n_computed} tokens, "
+            f"{event.prefill_tps:.1f} tok/s prefill; wrote {event.n_generated}, "
+            f"{event.decode_tps:.1f} tok/s decode"
+        )
+        if answer.hit_rate is not None:
+            line += f"; hit rate {answer.hit_rate:.1%}"
+        return line
+
+    def report(self, answer: Answer) -> dict[str, Any]:
+        """Return the object that --json prints for an answer; durations in seconds."""
+        event = answer.event
+        return {
+            "question": answer.question,
+            "answer": answer.text,
+            "reasoning": answer.reasoning,
+            "finish_reason": event.finish_reason,
+            "n_prompt": event.n_prompt,
+            "n_computed": event.n_computed,
+            "n_generated": event.n_generated,
+            "n_forgotten_turns": answer.n_forgotten,
+            "n_held": answer.n_held,
+            "n_ctx": self.engine.n_ctx,
+            "prefill_tps": round(event.prefill_tps, 3),
+            "decode_tps": round(event.decode_tps, 3),
+            "timings": {
+                "prefill_s": round(event.prefill_s, 6),
+                "decode_s": round(event.decode_s, 6),
+            },
+            "hit_rate": answer.hit_rate,
+            "sampling": sampling_report(self.sampling, self.from_file),
+        }
+
+    def draw_anew(self) -> None:
+        """Take another seed, so that the same question gets another answer."""
+        self.sampling = replace(self.sampling, seed=None).seeded()
+
+
+class _Shown:
+    """Writes reasoning to stderr and the answer to stdout as they come, and keeps both."""
+
+    def __init__(self, silent: bool) -> None:
+        self.reasoning = self.answer = ""
+        self._silent = silent
+        self._last: Any = None
+
+    def push(self, parts: tuple[str, str]) -> None:
+        """Take the next pieces of reasoning and answer."""
+        for text, stream, role in zip(parts, (sys.stderr, sys.stdout), ("muted", None)):
+            if not text:
+                continue
+            if self._last is sys.stderr and stream is sys.stdout and not self._silent:
+                self._leave_reasoning()
+            self._last = stream
+            if not self._silent:
+                ui.write_text(text, role, stream)
+        self.reasoning += parts[0]
+        self.answer += parts[1]
+
+    def _leave_reasoning(self) -> None:
+        if ui.is_terminal(sys.stderr) and not self.reasoning.endswith("\n"):
+            ui.write_text("\n", stream=sys.stderr)
+
+    def end(self) -> None:
+        """End the last line, also that of an empty answer."""
+        text = self.reasoning if self._last is sys.stderr else self.answer
+        if self._silent or text.endswith("\n"):
+            return
+        ui.write_text("\n", stream=self._last or sys.stdout)

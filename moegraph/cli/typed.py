@@ -1,0 +1,94 @@
+"""Messages typed at a terminal: editing, pasted lines, blocks of lines, completion with Tab."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import ModuleType
+
+from . import ui
+
+BLOCK = '"""'
+
+
+def start_editing(commands: Sequence[str], with_files: Sequence[str]) -> None:
+    """Have Tab complete commands, and file names after some of them; keep pasted lines together.
+
+    Without Python's readline nothing happens.
+    """
+    ui.enable_line_editing()
+    readline = _readline()
+    if readline is None:
+        return
+    # A terminal marks what is pasted; the lines of a paste are then one message.
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    readline.parse_and_bind("tab: complete")
+    readline.set_completer_delims(" \n")
+
+    def complete(text: str, state: int) -> str | None:
+        found = candidates(readline.get_line_buffer(), text, commands, with_files)
+        return found[state] if state < len(found) else None
+
+    readline.set_completer(complete)
+
+
+def candidates(
+    line: str, text: str, commands: Sequence[str], with_files: Sequence[str]
+) -> list[str]:
+    """Return what Tab can make of text, the last word of a line; usually nothing."""
+    if line == text:
+        return [name for name in commands if text.startswith("/") and name.startswith(text)]
+    if line.split(" ")[0] not in with_files:
+        return []
+    found = sorted(glob.glob(glob.escape(os.path.expanduser(text)) + "*"))
+    return [path + os.sep if os.path.isdir(path) else path for path in found]
+
+
+def next_message() -> str | None:
+    """Return what the user says next, empty after Ctrl-C, None at the end of the input."""
+    readline = _readline()
+    n_before = readline.get_current_history_length() if readline else 0
+    try:
+        message = ui.ask(">>> ")
+        if not message.startswith(BLOCK):
+            return message
+        message = _read_block(message.removeprefix(BLOCK), ui.ask)
+        if readline:
+            _join_history(readline, n_before, message)
+        return message
+    except KeyboardInterrupt:
+        ui.write_text("\n", stream=sys.stderr)
+        ui.note("(Ctrl-D or /quit ends the conversation)")
+        return ""
+    except EOFError:
+        ui.write_text("\n", stream=sys.stderr)
+        return None
+
+
+def _read_block(first: str, ask: Callable[[str], str]) -> str:
+    """Return the lines of a block up to its end, which is the closing mark or Ctrl-D."""
+    lines = [first]
+    while not lines[-1].endswith(BLOCK):
+        try:
+            lines.append(ask("... "))
+        except EOFError:
+            ui.write_text("\n", stream=sys.stderr)
+            break
+    return "\n".join(lines).removesuffix(BLOCK)
+
+
+def _readline() -> ModuleType | None:
+    """Return Python's readline if the program edits lines with it."""
+    return sys.modules.get("readline")
+
+
+def _join_history(readline: ModuleType, n_before: int, message: str) -> None:
+    """Put a block into the history as one entry, in place of its lines."""
+    with suppress(ValueError):
+        for at in range(readline.get_current_history_length() - 1, n_before - 1, -1):
+            readline.remove_history_item(at)
+    if message:
+        readline.add_history(f"{BLOCK}{message}{BLOCK}")

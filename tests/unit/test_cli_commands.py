@@ -1,0 +1,222 @@
+"""What can be typed in `moegraph chat` besides questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from fake_engine import FakeEngine
+
+from moegraph.chat.template import TEMPLATE_KEY
+from moegraph.cli import typed, ui
+from moegraph.cli.commands import COMMANDS, QUIT, WITH_FILES
+
+if TYPE_CHECKING:
+    from click.testing import Result
+    from conftest import Cli
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+KV = {TEMPLATE_KEY: TEMPLATE, "general.sampling.top_k": 20}
+Talk = Callable[..., "Result"]
+
+
+@pytest.fixture
+def talk(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """Return a function that types lines into a conversation, and then Ctrl-D."""
+
+    def run(*lines: str, args: tuple[str, ...] = ()) -> Result:
+        rest: Iterator[str] = iter(lines)
+
+        def ask(prompt: str) -> str:
+            for line in rest:
+                return line
+            raise EOFError
+
+        monkeypatch.setattr(ui, "stdin_is_terminal", lambda: True)
+        monkeypatch.setattr(ui, "ask", ask)
+        result = cli("chat", "m", *args)
+        assert result.exit_code == 0, result.output
+        return result
+
+    cli.engine = FakeEngine("one", "two", "three", kv=KV)
+    return run
+
+
+def prompts(cli: Cli) -> list[str]:
+    return [call.prompt for call in cli.engine.calls]
+
+
+def test_clear_forgets_all_but_the_system_prompt(cli: Cli, talk: Talk) -> None:
+    talk("a", "/clear", "b", args=("-sys", "S"))
+    assert prompts(cli)[1] == "[system]S[user]b[assistant]"
+    assert cli.engine.n_resets == 1
+
+
+@pytest.mark.parametrize("command", QUIT)
+def test_quit_ends_it(cli: Cli, talk: Talk, command: str) -> None:
+    talk("a", command, "b")
+    assert len(prompts(cli)) == 1
+
+
+@pytest.mark.parametrize("name", ["/help", "/?"])
+def test_help_names_every_command(cli: Cli, talk: Talk, name: str) -> None:
+    shown = talk(name).stderr
+    assert all(command in shown for command in COMMANDS)
+    assert prompts(cli) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["/etc/passwd is what?", "/help me", "/dance", "/clear\nthe table", "/save\nme"]
+)
+def test_only_known_commands_are_commands(cli: Cli, talk: Talk, line: str) -> None:
+    talk(line)
+    assert prompts(cli) == [f"[user]{line}[assistant]"]
+
+
+def test_an_argument_that_is_missing_is_told(cli: Cli, talk: Talk) -> None:
+    assert "error: /save takes FILE\n" in talk("/save").stderr
+    assert "error: /read takes FILE [QUESTION]\n" in talk("/read").stderr
+
+
+def test_regen_asks_again_with_another_seed(cli: Cli, talk: Talk) -> None:
+    result = talk("/regen", "a", "b", "/regen")
+    assert "error: there is no answer yet" in result.stderr
+    assert prompts(cli)[2] == prompts(cli)[1] == "[user]a[assistant]one[user]b[assistant]"
+    seeds = [call.sampling.seed for call in cli.engine.calls]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_regen_of_a_greedy_answer_warns(cli: Cli, talk: Talk) -> None:
+    assert "always the same" in talk("a", "/regen", args=("--temp", "0")).stderr
+
+
+def test_system_replaces_the_system_prompt(cli: Cli, talk: Talk) -> None:
+    shown = talk("a", "/system Be brief.", "b", '/system ""', "/system", "c").stderr
+    assert prompts(cli)[1] == "[system]Be brief.[user]a[assistant]one[user]b[assistant]"
+    assert prompts(cli)[2].startswith("[user]a")
+    assert "system prompt: Be brief." in shown and "no system prompt" in shown
+
+
+def test_set_changes_how_tokens_are_drawn(cli: Cli, talk: Talk) -> None:
+    shown = talk("/set temp 0.5", "/set top-k 7", "/set repeat_penalty 1.2", "/set", "a").stderr
+    sampling = cli.engine.calls[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.repeat_penalty) == (0.5, 7, 1.2)
+    assert "temperature is 0.5\n" in shown and "of the model file" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("/set heat 1", "no setting 'heat'; there are temperature, top_k"),
+        ("/set temp warm", "temperature is 'warm'; allowed: -100 to 100"),
+        ("/set temp", "temperature is ''"),
+        ("/set top_p 2", "top_p is 2.0 (--top-p); allowed: 0 to 1"),
+    ],
+)
+def test_a_setting_that_is_wrong_changes_nothing(cli: Cli, talk: Talk, line: str, why: str) -> None:
+    assert why in talk(line, "a").stderr
+    assert cli.engine.calls[0].sampling.temperature == 0.8
+
+
+def test_show_says_what_is_in_force(talk: Talk) -> None:
+    shown = talk("a", "/show", args=("-n", "9", "-sys", "S")).stderr
+    assert "context  31 of 4096 tokens; questions so far: 1" in shown
+    assert "system   S" in shown and "limit    9 (-n)" in shown
+    assert "top_k              20  (of the model file)" in shown
+
+
+def test_a_conversation_can_be_saved_and_continued(cli: Cli, talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "my talk.json"
+    assert f"saved 1 turn to {path}" in talk("a", f"/save {path}", args=("-sys", "S")).stderr
+    talk(f'/load "{path}"', "b")
+    assert prompts(cli)[1] == "[system]S[user]a[assistant]one[user]b[assistant]"
+    # A conversation may be replaced, anything else not.
+    assert "saved 2 turns" in talk(f"/load {path}", "b", f"/save {path}").stderr
+    (tmp_path / "notes").write_text("mine")
+    assert "holds no conversation" in talk(f"/save {tmp_path / 'notes'}").stderr
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert "cannot write: No such file" in talk(f"/save {tmp_path / 'no' / 'x'}").stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", "[" * 100_000, '{"format": "moegraph conversation", "version": 2}',
+        '{"format": "moegraph conversation", "version": 1, "messages": [{"role": "user"}]}',
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_conversation(cli: Cli, talk: Talk, tmp_path: Path, text: str) -> None:
+    (tmp_path / "f").write_text(text)
+    assert "is no conversation that /save wrote" in talk(f"/load {tmp_path / 'f'}").stderr
+
+
+@pytest.mark.parametrize("roles", [["user"], ["assistant", "user"], ["user", "user"], ["root"]])
+def test_messages_that_are_no_turns(talk: Talk, tmp_path: Path, roles: list[str]) -> None:
+    messages = [{"role": role, "content": "x"} for role in roles]
+    saved = {"format": "moegraph conversation", "version": 1, "messages": messages}
+    (tmp_path / "f").write_text(json.dumps(saved))
+    shown = talk(f"/load {tmp_path / 'f'}", "a").stderr
+    assert "error: the messages are not" in shown or "error: message role 'root'" in shown
+
+
+def test_read_asks_about_a_file(cli: Cli, talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("text\n")
+    shown = talk(f"/read {tmp_path / 't'} What is it?", "/read nope", f'/read "{tmp_path}').stderr
+    assert prompts(cli) == ["[user]text\n\nWhat is it?[assistant]"]
+    assert "nope: cannot read the prompt" in shown and "No closing quotation" in shown
+
+
+def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
+    (tmp_path / "talk.json").touch()
+    (tmp_path / "talks").mkdir()
+
+    def found(line: str, text: str) -> list[str]:
+        return typed.candidates(line, text, (*COMMANDS, *QUIT), WITH_FILES)
+
+    assert found("/re", "/re") == ["/regen", "/read"]
+    assert found("what", "what") == [] == found("say /re", "/re")
+    start = str(tmp_path / "ta")
+    assert found(f"/load {start}", start) == [f"{start}lk.json", f"{start}lks/"]
+    assert found(f"cat {start}", start) == []
+
+
+def test_a_block_is_one_entry_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = ["before"]
+    lines = iter(['"""one', "two", 'three"""'])
+
+    def ask(prompt: str) -> str:
+        line = next(lines)
+        entries.append(line)
+        return line
+
+    fake = SimpleNamespace(
+        get_current_history_length=lambda: len(entries),
+        remove_history_item=entries.pop,
+        add_history=entries.append,
+    )
+    monkeypatch.setitem(sys.modules, "readline", fake)
+    monkeypatch.setattr(ui, "ask", ask)
+    assert typed.next_message() == "one\ntwo\nthree"
+    assert entries == ["before", '"""one\ntwo\nthree"""']
+
+
+def test_what_counts_as_piped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def has_text(fd: int) -> bool:
+        with open(fd, encoding="utf-8") as stream:
+            monkeypatch.setattr(sys, "stdin", stream)
+            return ui.stdin_has_text()
+
+    (tmp_path / "f").touch()
+    reader, writer = os.pipe()
+    master, slave = pty.openpty()
+    assert has_text(reader) and has_text(os.open(tmp_path / "f", os.O_RDONLY))
+    assert not has_text(slave) and not has_text(os.open(os.devnull, os.O_RDONLY))
+    os.close(writer)
+    os.close(master)

@@ -1,0 +1,143 @@
+"""Options: those of llama.cpp that are not here, letters run together, headings, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+from click.shell_completion import BashComplete
+from click.testing import CliRunner
+
+from moegraph.cli import main
+from moegraph.cli.command import group_of
+from moegraph.cli.refused import NOT_HERE
+from moegraph.config import GROUPS
+from moegraph.config import settings as engine_settings
+
+if TYPE_CHECKING:
+    from conftest import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("run", "chat", "bench", "trace")
+
+
+def options_of(name: str) -> list[click.Option]:
+    return [p for p in main.commands[name].params if isinstance(p, click.Option)]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_options_of_llama_cpp_say_why_they_are_not_here(self, cli: Cli, name: str) -> None:
+        own = {flag for s in engine_settings() for flag in s.flags}
+        for flags, reason in NOT_HERE.items():
+            for flag in () if own & set(flags) else flags:
+                line = cli.refused(name, "m", flag, "x")
+                assert f"there is no {flags[0]}" in line and reason in line
+
+    def test_none_of_them_hides_an_option_that_is_here(self) -> None:
+        for name in COMMANDS:
+            flags = [flag for p in options_of(name) for flag in (*p.opts, *p.secondary_opts)]
+            assert len(flags) == len(set(flags))
+
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            (["run", "m", "-pg"], "No such option: -pg; for -p, write -p g (see moegraph run -h)"),
+            (["chat", "m", "-xy"], "No such option: -xy (see moegraph chat -h)"),
+            (["run", "m", "-hx"], "No such option: -hx (see"),
+            (["run", "m", "-eq"], "No such option: -eq (see"),
+            (["run", "m", "-n=5"], "No such option: -n; for -n, write -n 5 (see"),
+            (["run", "m", "-temp", "1"], "No such option: -temp; did you mean --temp? (see"),
+            (["bench", "m", "-oe"], "No such option: -oe; for -o, write -o e (see moegraph bench"),
+            (["inspect", "m", "-cq"], "No such option: -cq; for -c, write -c q (see"),
+        ],
+    )
+    def test_letters_run_together(self, cli: Cli, args: list[str], line: str) -> None:
+        assert line in cli.refused(*args)
+
+    def test_a_number_may_follow_its_letter(self, cli: Cli) -> None:
+        assert cli("run", "m", "-p", "-xy", "-n5", "-s-1", "-t2").exit_code == 0
+        call = cli.engine.calls[0]
+        assert (call.prompt, call.max_tokens, cli.engine.config.n_threads) == ("-xy", 5, 2)
+        assert cli("run", "-p", "x", "--", "-xy").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("typed", "guess"), [("--tempreture", "--temperature"), ("--thread", "--threads")]
+    )
+    def test_a_near_miss_is_named(self, cli: Cli, typed: str, guess: str) -> None:
+        assert guess in cli.refused("run", "m", typed, "1")
+
+    @pytest.mark.parametrize("typed", ["--dry-base", "--xtc", "--lora", "--numa", "--parallel"])
+    def test_a_far_one_is_not(self, cli: Cli, typed: str) -> None:
+        assert "Did you mean" not in cli.refused("run", "m", typed, "1")
+
+
+class TestHelp:
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_options_stand_under_headings_in_order(self, name: str) -> None:
+        lines = CliRunner().invoke(main, [name, "-h"]).stdout.splitlines()
+        heads = [line.removesuffix(" options:") for line in lines if line.endswith(" options:")]
+        assert heads == [g for g in GROUPS if any(group_of(p) == g for p in options_of(name))]
+        shown = "\n".join(lines)
+        assert all(p.opts[0] in shown for p in options_of(name) if not p.hidden)
+        assert not any(reason[:40] in shown for reason in NOT_HERE.values())
+
+    def test_every_setting_has_a_known_heading(self) -> None:
+        assert {s.group for s in engine_settings()} <= set(GROUPS)
+
+
+def complete(line: str) -> list[tuple[str, str]]:
+    """Return what the shell is told about a line whose last word is being typed."""
+    *args, incomplete = line.split(" ")[1:]
+    found = BashComplete(main, {}, "moegraph", "_X").get_completions(args, incomplete)
+    return [(item.type, item.value) for item in found]
+
+
+class TestCompletion:
+    @pytest.mark.parametrize("command", ["run", "chat", "bench", "trace", "inspect", "plan"])
+    def test_shipped_names_and_files_are_models(self, command: str) -> None:
+        assert complete(f"moegraph {command} ti") == [("plain", "tiny")]
+        assert complete(f"moegraph {command} ./my") == [("file", "./my")]
+
+    @pytest.mark.parametrize("option", ["-f", "--logits-out", "--profile"])
+    def test_options_that_take_files(self, option: str) -> None:
+        assert complete(f"moegraph run m {option} lon") == [("file", "lon")]
+
+    def test_options_and_choices(self) -> None:
+        assert ("plain", "--max-tokens") in complete("moegraph chat m --max")
+        assert complete("moegraph run m --miss s") == [("plain", "stream")]
+        # Options that only say that they do not exist are not offered.
+        assert complete("moegraph run m --mloc") == []
+
+    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+    def test_the_script_asks_this_program(self, shell: str) -> None:
+        result = CliRunner().invoke(main, ["completion", shell])
+        assert result.exit_code == 0
+        assert f"_MOEGRAPH_COMPLETE={shell}_complete" in result.stdout
+
+    def test_bash_completes_with_it(self, tmp_path: Path) -> None:
+        """The script in a real bash: a command, a shipped name, and files where nothing fits."""
+        (tmp_path / "moegraph").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moegraph "$@"\n')
+        (tmp_path / "moegraph").chmod(0o755)
+        script = """
+        eval "$(moegraph completion bash)"
+        complete -p moegraph
+        ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+                _moegraph_completion moegraph; echo "${COMPREPLY[@]}"; }
+        compopt() { echo "compopt $2"; }
+        ask moegraph simu; ask moegraph run ti; ask moegraph run ./m
+        """
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script], capture_output=True, text=True, env=env, check=False
+        )
+        assert done.stderr == ""
+        # `complete` writes its options in an order of its own, with default among them.
+        first, *rest = done.stdout.splitlines()
+        assert "-o default" in first and first.endswith("-F _moegraph_completion moegraph")
+        assert rest == ["simulate", "tiny", "compopt default", ""]
