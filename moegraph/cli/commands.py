@@ -92,7 +92,7 @@ def _set(talk: Conversation, argument: str) -> None:
         return _list_sampling(talk)
     setting = _setting_named(name)
     try:
-        value = (int if setting.kind == "int" else float)(text.strip())
+        value: Any = (int if setting.kind == "int" else float)(text.strip())
     except ValueError:
         raise RequestError(
             f"{setting.name} is {text.strip()!r}; allowed: {setting.allowed}"

@@ -30,7 +30,7 @@ MODEL_TARGET = ModelTarget()
 
 
 @click.command(short_help="Print the completion script of a shell.")
-@click.argument("shell", type=click.Choice(SHELLS))
+@click.argument("shell", type=click.Choice(SHELLS), metavar="SHELL")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print a script that has SHELL (bash, zsh or fish) complete commands, options and files.

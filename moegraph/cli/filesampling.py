@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..errors import RequestError
 from ..sampling import SamplingParams
@@ -38,7 +39,7 @@ def recommended(
             continue
         if not math.isfinite(value) or (name in _WHOLE and value != int(value)):
             continue
-        number = int(value) if name in _WHOLE else round(float(value), _DECIMALS)
+        number: Any = int(value) if name in _WHOLE else round(float(value), _DECIMALS)
         try:
             params = replace(params, **{name: number}).validate(n_vocab)
         except RequestError:

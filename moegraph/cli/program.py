@@ -20,7 +20,7 @@ from .completion import completion
 from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
-from .refused import drop_far_guesses, refuse_clusters
+from .refused import refuse_clusters, with_close_guesses
 from .run import run
 from .simulate import simulate_command
 from .trace import trace_command
@@ -79,9 +79,11 @@ class Program(click.Group):
             return _say("", Cancelled.exit_code)
         except click.UsageError as error:
             if isinstance(error, click.NoSuchOption):
-                drop_far_guesses(error)
+                error = with_close_guesses(error)
             where = error.ctx.command_path if error.ctx else name
-            return _say(f"{error.format_message()} (see {where} -h)", error.exit_code)
+            # click lists choices on lines of their own
+            message = " ".join(error.format_message().split())
+            return _say(f"{message} (see {where} -h)", error.exit_code)
         except click.ClickException as error:
             return _say(error.format_message(), error.exit_code)
         except (_ReaderGone, BrokenPipeError):

@@ -120,11 +120,12 @@ def _refuse_cluster(arg: str, options: dict[str, click.Option], ctx: click.Conte
     raise click.UsageError(f"No such option: {name}{hint}", ctx)
 
 
-def drop_far_guesses(error: click.NoSuchOption) -> None:
-    """Keep only those suggestions of an error that are close to what was typed."""
+def with_close_guesses(error: click.NoSuchOption) -> click.NoSuchOption:
+    """Return an error with only those of its suggestions that are close to what was typed."""
     typed = error.option_name.lstrip("-")
-    error.possibilities = [
+    close = [
         name
         for name in error.possibilities or ()
         if difflib.SequenceMatcher(None, typed, name.lstrip("-")).ratio() >= _ALIKE
     ]
+    return click.NoSuchOption(error.option_name, possibilities=close, ctx=error.ctx)

@@ -120,6 +120,10 @@ class TestCompletion:
         assert result.exit_code == 0
         assert f"_MOEGRAPH_COMPLETE={shell}_complete" in result.stdout
 
+    def test_a_shell_must_be_named(self, cli: Cli) -> None:
+        assert "Choose from: bash, zsh, fish (see" in cli.refused("completion")
+        assert "'tcsh' is not one of" in cli.refused("completion", "tcsh")
+
     def test_bash_completes_with_it(self, tmp_path: Path) -> None:
         """The script in a real bash: a command, a shipped name, and files where nothing fits."""
         (tmp_path / "moegraph").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moegraph "$@"\n')
