@@ -68,11 +68,6 @@ class History:
             content = ""
         self._messages.append(Message("assistant", content))
 
-    def retract(self) -> None:
-        """Remove the last user message if it has no answer."""
-        if self._messages and self._messages[-1].role == "user":
-            self._messages.pop()
-
     def undo(self) -> str | None:
         """Remove the last question and its answer; return the question, None if there is none."""
         if not self.n_turns:

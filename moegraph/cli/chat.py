@@ -292,5 +292,9 @@ def _take_turn(talk: Conversation, message: str) -> None:
         return
     answer = talk.answer(message)
     _remark(talk, answer)
+    if answer.event.finish_reason == "cancelled" and not answer.event.n_generated:
+        read = f"{answer.event.n_computed} of {answer.event.n_prompt} tokens"
+        ui.note(f"stopped after reading {read}; the message is forgotten")
+        return
     stopped = "stopped; " if answer.event.finish_reason == "cancelled" else ""
     talk.note(stopped + talk.summary(answer))

@@ -67,7 +67,7 @@ class Conversation:
     _warned: bool = False
 
     def answer(self, question: str) -> Answer:
-        """Print the answer to a question and remember both.
+        """Print the answer to a question and remember both, unless Ctrl-C came before a token.
 
         Raises:
             RequestError: the question is empty, refused, or does not fit; it is forgotten again.
@@ -86,11 +86,16 @@ class Conversation:
         except BaseException:
             self.history.restore(before)
             raise
-        self.history.answer(opened + raw)
+        if event.finish_reason == "cancelled" and not event.n_generated:
+            # ProfileUpdate, a message that was too long to wait for would be read with the next
+            # one.
+            self.history.restore(before)
+        else:
+            self.history.answer(opened + raw)
+            self.n_held = event.n_prompt + event.n_generated
         now = self.engine.expert_stats()
         rate = None if now is None or stats is None else now.since(stats).cache.hit_rate
         answer = Answer(question, text, reasoning, event, n_forgotten, rate)
-        self.n_held = answer.n_held
         if self.as_json:
             click.echo(json.dumps(self.report(answer), ensure_ascii=False, allow_nan=False))
         return answer
@@ -177,9 +182,9 @@ class Conversation:
         """Return a line about an answer: context, tokens and speed."""
         event = answer.event
         line = (
-            f"context {answer.n_held} of {self.engine.n_ctx}; read {event.n_computed} tokens, "
-            f"{event.prefill_tps:.1f} tok/s prefill; wrote {event.n_generated}, "
-            f"{event.decode_tps:.1f} tok/s decode"
+            f"context {answer.n_held} of {self.engine.n_ctx}; "
+            f"read {event.n_computed}, {event.prefill_tps:.1f} tok/s; "
+            f"wrote {event.n_generated}, {event.decode_tps:.1f} tok/s"
         )
         if answer.hit_rate is not None:
             line += f"; hit rate {answer.hit_rate:.1%}"

@@ -259,7 +259,7 @@ class TestChat:
         # What readline sends at the end of a line is no answer yet.
         chat.wait_for(r"def f\(x\):\r\n(\x1b\[\?2004l\r)?[^\x1b\r]")
         chat.type("\x03")
-        assert "stopped" in chat.wait_for("tok/s decode")
+        assert "stopped" in chat.wait_for(r"wrote \d+, [\d.]+ tok/s")
         chat.wait_for(">>> ")
         # Python's readline loses a signal between drawing the prompt and waiting for a key.
         time.sleep(0.5)
@@ -281,7 +281,7 @@ class TestChat:
         terminal.wait_for(">>> ")
         time.sleep(0.5)  # until readline listens; before that, the terminal itself echoes
         terminal.type("\x1b[200~def f(x):\r    return x\r\x1b[201~\r")
-        terminal.wait_for("tok/s decode")
+        terminal.wait_for(r"wrote 4, [\d.]+ tok/s")
         terminal.wait_for(">>> ")
         terminal.type("/show\r")
         assert "so far: 1" in terminal.wait_for(r"so far: \d+")
@@ -290,7 +290,7 @@ class TestChat:
         terminal.type('"""one\r')
         terminal.wait_for(r"\.\.\. ")
         terminal.type("\x04")
-        terminal.wait_for("tok/s decode")
+        terminal.wait_for(r"wrote 4, [\d.]+ tok/s")
         terminal.wait_for(">>> ")
         terminal.type("\x04")
         assert terminal.exit_code() == 0

@@ -194,16 +194,33 @@ class TestHistory:
         history.clear()
         assert [m.role for m in history.messages] == ["system"]
 
-    def test_a_question_without_answer_can_be_retracted(self) -> None:
+    def test_turns_can_be_taken_back_from_both_ends(self) -> None:
+        history = History("sys")
+        for turn in "abc":
+            history.ask(turn)
+            history.answer(turn.upper())
+        assert history.forget_oldest()
+        assert history.undo() == "c"
+        assert [m.content for m in history.messages] == ["sys", "b", "B"]
+        assert not history.forget_oldest()
+        assert (history.undo(), history.undo(), history.system) == ("b", None, "sys")
+
+    def test_a_question_that_waits_for_its_answer_is_not_forgotten(self) -> None:
         history = History()
         history.ask("a")
-        history.retract()
-        history.retract()
-        assert history.messages == ()
-        history.ask("a")
         history.answer("b")
-        history.retract()
-        assert [m.content for m in history.messages] == ["a", "b"]
+        history.ask("c")
+        assert history.forget_oldest() and not history.forget_oldest()
+        assert [m.content for m in history.messages] == ["c"]
+
+    def test_the_system_prompt_can_be_set_and_removed(self) -> None:
+        history = History()
+        history.ask("a")
+        history.system = "one"
+        history.system = "two"
+        assert [m.content for m in history.messages] == ["two", "a"]
+        history.system = None
+        assert (history.system, len(history.messages)) == (None, 1)
 
     def test_reasoning_that_was_cut_is_not_an_answer(self) -> None:
         history = History()

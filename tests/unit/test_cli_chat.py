@@ -286,7 +286,7 @@ class TestTyped:
         assert (result.exit_code, result.stdout) == (0, "one\ntwo\n")
         assert len(prompts(cli)) == 2
         assert "/help for help" in result.stderr
-        assert "tok/s decode" in result.stderr
+        assert "; wrote 4, 4.0 tok/s\n" in result.stderr
 
     def test_a_message_of_several_lines(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
@@ -308,6 +308,16 @@ class TestTyped:
         assert "stopped; " in result.stderr
         # What was said before it was stopped was said.
         assert prompts(cli)[1] == "[user]a[assistant]abc[user]b[assistant]"
+
+    def test_ctrl_c_before_the_first_token_forgets_the_question(
+        self, cli: Cli, type_lines: Type
+    ) -> None:
+        cli.engine = FakeEngine(
+            "abc", kv=KV, before_token=lambda at: len(cli.engine.calls) == 1 and press()
+        )
+        result = type_lines("a", "b")
+        assert "stopped after reading 18 of 18 tokens; the message is forgotten" in result.stderr
+        assert prompts(cli)[1] == "[user]b[assistant]"
 
     def test_ctrl_c_twice_forgets_the_question(self, cli: Cli, type_lines: Type) -> None:
         def press_twice(at: int) -> None:

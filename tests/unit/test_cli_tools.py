@@ -180,6 +180,28 @@ class TestDrawing:
                 bars("load", done, 10)
         assert terminal.getvalue() == ""
 
+    def test_a_bar_appears_though_no_report_comes(
+        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.01)
+        with ui.Bars() as bars:
+            bars.expect("prefill", 512)
+            until = time.monotonic() + 20
+            while "Reading the prompt" not in terminal.getvalue():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
+
+    def test_no_bar_after_work_that_was_expected_and_quick(
+        self, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ui, "_BAR_DELAY_S", 0.05)
+        with ui.Bars() as bars:
+            bars.expect("prefill", 512)
+            bars.clear()
+            time.sleep(0.2)
+        assert terminal.getvalue() == ""
+
     def test_nothing_is_drawn_into_a_pipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pipe = io.StringIO()
         monkeypatch.setattr(ui, "sys", SimpleNamespace(stderr=pipe))
