@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigError
+from .threads import MAX_THREADS
 from .units import parse_bytes
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
@@ -51,37 +52,10 @@ class Setting:
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
     """Return a dataclass field that carries a Setting (less its name) as metadata.
 
-    default may be a function: it is then called for each new config.
+    default: None where it is found when the engine is loaded.
     """
     meta = {"kind": kind, "flags": flags, "help": help, **limits}
-    if callable(default):
-        return field(default_factory=default, metadata=meta)
     return field(default=default, metadata=meta)
-
-
-def default_threads() -> int:
-    """Return the number of physical cores this process may use, as llama.cpp counts cores.
-
-    Hyper-threads share the vector units, so counting them makes matrix products slower.
-    """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = _physical_cores()
-    if not cores:
-        logical = usable or 4
-        cores = logical if logical <= 4 else logical // 2
-    return max(1, min(cores, usable or cores, 512))
-
-
-def _physical_cores() -> int:
-    """Count distinct sets of thread siblings in sysfs; 0 where there is no sysfs."""
-    siblings = set()
-    for cpu in range(os.cpu_count() or 0):
-        try:
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings") as file:
-                siblings.add(file.readline())
-        except OSError:
-            continue
-    return len(siblings)
 
 
 @dataclass(frozen=True)
@@ -121,13 +95,29 @@ class EngineConfig:
         maximum=1 << 16,
         group="Context",
     )
-    n_threads: int = _setting(
+    n_threads: int | None = _setting(
         "int",
-        default_threads,
+        None,
         ("-t", "--threads"),
-        "CPU threads; default: physical cores.",
+        "CPU threads of a token; default: measured, up to the physical cores.",
         minimum=1,
-        maximum=512,
+        maximum=MAX_THREADS,
+    )
+    n_threads_batch: int | None = _setting(
+        "int",
+        None,
+        ("-tb", "--threads-batch"),
+        "CPU threads of prompts; default: -t, or the physical cores.",
+        minimum=1,
+        maximum=MAX_THREADS,
+    )
+    poll: int | None = _setting(
+        "int",
+        None,
+        ("--poll",),
+        "How long CPU threads spin before they sleep, 0 to 100; default: measured (50 or 0).",
+        minimum=0,
+        maximum=100,
     )
     type_k: str = _setting(
         "choice",
@@ -263,22 +253,16 @@ class EngineConfig:
 
 
 def settings() -> tuple[Setting, ...]:
-    """Return the Setting of every EngineConfig field, in order.
-
-    The default of n_threads is None: it depends on the machine.
-    """
+    """Return the Setting of every EngineConfig field, in order."""
     return tuple(
-        Setting(
-            name=f.name,
-            default=f.default if isinstance(f.default, (str, int, bool)) else None,
-            **f.metadata,
-        )
-        for f in fields(EngineConfig)
+        Setting(name=f.name, default=f.default, **f.metadata) for f in fields(EngineConfig)
     )
 
 
 def _problem(setting: Setting, value: object) -> str:
     """Return what is wrong with one value, or an empty string."""
+    if value is None and setting.default is None:
+        return ""
     where = f"{setting.name} is {value!r}"
     if setting.flags:
         where += f" ({'/'.join(setting.flags)})"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig
+from .cputhreads import CpuThreads
 from .errors import ConfigError
 from .experts.bank import ExpertBanks
 from .experts.cache import ExpertCache
@@ -119,6 +120,7 @@ class Engine:
         config, hp = self.config, self.hparams
         self._files = self._own(WatchedFiles(self.file.mappings()))
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self.threads = CpuThreads(self.device, config)
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
         n_slots = self._plan_slots()
@@ -149,10 +151,11 @@ class Engine:
             replay = None if routing is None else Replay(self.device, hp, routing)
             self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
         self.runner.reserve_graphs()
-        self.passes = Passes(self.runner, self._files, self.n_ctx)
+        self.passes = Passes(self.runner, self._files, self.n_ctx, self.threads)
         self.device.note_peak()
         self._files.check()
         self.file.check_unchanged()
+        self.threads.measure(self.runner)
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and cache, and fill the slots."""
@@ -167,12 +170,12 @@ class Engine:
                 "use --miss stream"
             )
         cpu_experts: CpuExperts | None = None
-        if config.miss != "stream" and store.is_aligned:
-            common = (self.device, hp, store, config.n_threads, ADMIT_ROWS)
-            if self.device.is_cpu:
-                cpu_experts = GraphCpuExperts(*common, reference=config.cpu_reference)
-            else:
-                cpu_experts = KernelCpuExperts(*common)
+        if config.miss != "stream" and store.is_aligned and self.device.is_cpu:
+            cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
+        elif config.miss != "stream" and store.is_aligned:
+            cpu_experts = KernelCpuExperts(
+                self.device, hp, store, self.device.n_threads, ADMIT_ROWS
+            )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
             self.device, self.banks, store, cache, cpu_experts, config.miss, max_rows
@@ -281,11 +284,10 @@ class Engine:
     @property
     def warnings(self) -> list[str]:
         """What a user should know about this placement, one line each; usually nothing."""
-        misses = self._misses
-        if not misses:
-            return []
-        profile = self._profile.warning if self._profile else ""
-        found = [misses.warning, misses.cache.warning(), profile]
+        found, misses = [self.threads.warning], self._misses
+        if misses:
+            profile = self._profile.warning if self._profile else ""
+            found += [misses.warning, misses.cache.warning(), profile]
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:

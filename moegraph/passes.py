@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .cputhreads import CpuThreads
 from .errors import ContextOverflow, ModelFileError, MoegraphError, NativeError, RequestError
 from .ggml.mapped import WatchedFiles
 from .runner import Batch, Output, Runner
@@ -46,8 +47,11 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
 class Passes:
     """Runs passes, one in flight at a time, and knows what every sequence holds."""
 
-    def __init__(self, runner: Runner, files: WatchedFiles, n_ctx: int) -> None:
+    def __init__(
+        self, runner: Runner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
+    ) -> None:
         self._runner = runner
+        self._threads = threads
         self._files = files
         self._n_ctx = n_ctx
         self._state = runner.model.state
@@ -115,7 +119,9 @@ class Passes:
         self.abandon(*range(seq, seq + n_seqs))  # until all books of the pass are kept
         try:
             batch = Batch(rows, seq, all_rows, greedy)
+            self._threads.begin(rows.size)
             self._runner.submit(batch, cancel.is_set if cancel else bool)
+            self._threads.end()
             for i, row in enumerate(rows.tolist()):
                 self._held[seq + i].extend(row)
         except BaseException:
@@ -154,6 +160,7 @@ class Passes:
         rows = self._checked(tokens, seq)
         self.abandon(seq)
         try:
+            self._threads.begin(rows.size)
             values = node_values(self._runner, Batch(rows, seq, all_rows=True))
             self._files.check()
             self._held[seq].extend(rows[0].tolist())

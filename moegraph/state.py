@@ -30,6 +30,7 @@ class State:
     0.
     n_past: positions held by each sequence; n_written: positions that may hold something, which is
         more after a pass that failed.
+    n_attention_parts: see `Device`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class State:
     ) -> None:
         self.n_ctx = round_up(n_ctx, KV_PAD)
         self.n_seq = n_seq
+        self.n_attention_parts = device.n_attention_parts
         self.n_past = [0] * n_seq
         self.n_written = [0] * n_seq
         self._context = Context(2 * hp.n_layer + 2)

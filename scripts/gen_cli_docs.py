@@ -28,9 +28,14 @@ Text and reports go to stdout, everything else (notes, speed, progress bars, err
 Nothing is drawn, and no colour is used, where a stream is not a terminal; `NO_COLOR` turns
 colour off, too. Option names are llama.cpp's where the meaning is the same. An error is one
 line; `MOEGRAPH_DEBUG=1` also shows where it came from. Every command has `-h/--help`;
-`moegraph --version` names the libraries, the commit of llama.cpp and the patch set. On a machine
-with up to 4 CPUs, CPU threads sleep while they wait for each other, so that other programs do not
-slow them down; `OMP_WAIT_POLICY=active` makes them spin, as llama.cpp's do.
+`moegraph --version` names the libraries, the commit of llama.cpp and the patch set.
+
+On the CPU, the number of threads that compute a token, and whether they spin or sleep while they
+wait for each other, is measured when the model is loaded. It is measured again when tokens become
+slower, as they do when other programs need the cores, and from time to time while the choice is
+not all cores. `-t` and `--poll` fix one or both; `moegraph doctor` shows what is fastest for the
+shipped model at the moment. The number of threads in use changes no result. Results depend on
+`-t`, or on the number of cores where it is not given, as in llama.cpp.
 
 `moegraph completion bash` (or `zsh`, `fish`) prints a script with which the shell completes
 commands, options and files; `eval "$(moegraph completion bash)"` in `~/.bashrc` turns it on.
@@ -46,7 +51,8 @@ message)."""
 
 RUN_JSON = {
     "model": "path, name, architecture, size and the main dimensions of the model",
-    "config": "the settings as they took effect: device, mode, n_ctx, n_ubatch, n_threads, ...",
+    "config": "the settings as they took effect: device, mode, n_ctx, n_ubatch, ...; `n_threads` "
+    "and `poll` are those of the last token, `threads_chosen` is `measured` or `given`",
     "sampling": "the sampler settings, the seed that was used included; `from_file` names those "
     "that the model file recommends",
     "prompt_tokens": "ids of the prompt",

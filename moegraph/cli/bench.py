@@ -311,7 +311,7 @@ def _measure(
     with options.load_engine(name, config, trace) as engine:
         facts = _facts(engine)
         for row in run_bench(engine, spec):
-            yield _record(facts, row)
+            yield _record(facts, row, engine.threads.report())
         options.show_messages(engine)
 
 
@@ -379,10 +379,13 @@ def _facts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _record(facts: dict[str, Any], row: BenchRow) -> dict[str, Any]:
+def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a row; threads: those in use when it ended."""
     samples_ns = [round(s * 1e9) for s in row.seconds]
     return {
         **facts,
+        **threads,
+        "n_threads": threads["n_threads_batch" if row.n_gen == 0 else "n_threads"],
         "n_prompt": row.n_prompt,
         "n_gen": row.n_gen,
         "n_depth": row.depth,

@@ -15,10 +15,11 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..config import EngineConfig, default_threads
+from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import MoegraphError, NativeError
 from ..hostmem import host_memory
+from ..threads import default_threads
 from ..units import format_bytes
 from . import options, ui
 
@@ -86,6 +87,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
         "driver": _driver(),
         "memory": _memory(),
         "cpu": _cpu(),
+        "threads": _threads() if native.ok else None,
     }
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
@@ -191,9 +193,21 @@ def _cpu() -> dict[str, Any]:
     return {
         "model": model[1].strip() if model else platform.processor() or platform.machine(),
         "logical": os.cpu_count(),
-        "threads": default_threads(),
+        "cores": default_threads(),
         "features": [name for name in (*_CPU_FLAGS, *_ARM_FLAGS) if name in present],
     }
+
+
+def _threads() -> dict[str, Any] | None:
+    """Load the shipped model on the CPU; return the threads that this chose, and what it tried."""
+    try:
+        from ..engine import Engine
+
+        config = EngineConfig(device="cpu", n_ctx=256, n_ubatch=64)
+        with Engine.load("tiny", config) as engine:
+            return {**engine.threads.report(), "tried": engine.threads.tried()}
+    except MoegraphError:
+        return None
 
 
 def _read(path: str) -> str:
@@ -217,7 +231,8 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
     ui.heading("Machine")
     cpu, memory = report["cpu"], report["memory"]
     rows = [
-        ("cpu", f"{cpu['model']}, {cpu['logical']} logical, {cpu['threads']} threads by default"),
+        ("cpu", f"{cpu['model']}, {cpu['logical']} logical, {cpu['cores']} cores to use"),
+        ("threads", _threads_line(report["threads"])),
         ("features", " ".join(cpu["features"]) or "none known"),
         ("memory", _memory_line(memory)),
         ("NVIDIA driver", report["driver"] or "none"),
@@ -227,6 +242,22 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
         for device in report["devices"]
     ]
     ui.table(rows)
+
+
+def _threads_line(threads: dict[str, Any] | None) -> str:
+    """Return which threads the shipped model's tokens take, and the speed of each way tried."""
+    if threads is None:
+        return "unknown; the shipped model does not run"
+    if not threads["tried"]:
+        return f"{threads['n_threads']}, there is no choice"
+    tried = ", ".join(f"{_way(t)} {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
+    return f"{_way(threads)} for the shipped model now ({tried})"
+
+
+def _way(threads: dict[str, Any]) -> str:
+    if threads["n_threads"] == 1:
+        return "1"
+    return f"{threads['n_threads']} {'spinning' if threads['poll'] else 'sleeping'}"
 
 
 def _memory_line(memory: dict[str, int | None]) -> str:

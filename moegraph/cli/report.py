@@ -61,6 +61,7 @@ def config_report(engine: Engine) -> dict[str, Any]:
         "device": engine.device_name,
         "mode": engine.mode,
         "n_ctx": engine.n_ctx,
+        **engine.threads.report(),
     }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
 from ..hostmem import host_memory
+from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
@@ -32,6 +33,19 @@ class Backend(Handle["_native.ggml_backend_ptr"]):
 
     def __init__(self, dev: _native.ggml_backend_device_ptr) -> None:
         super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
+
+
+class ThreadPool(Handle):
+    """Threads of the CPU: the caller's and n - 1 more, which wait as `Threads` says."""
+
+    __slots__ = ()
+
+    def __init__(self, threads: Threads) -> None:
+        params = ffi.new(
+            "struct ggml_threadpool_params *", C.ggml_threadpool_params_default(threads.n)
+        )
+        params.poll = threads.poll
+        super().__init__(C.ggml_threadpool_new(params), C.ggml_threadpool_free)
 
 
 class HostBuffer(Buffer):
@@ -132,9 +146,13 @@ class Device:
     Backend instances on one CUDA device are streams of their own; on the CPU all are one instance.
     """
 
-    def __init__(self, name: str = "auto", n_threads: int = 1, reference: bool = False) -> None:
+    def __init__(
+        self, name: str = "auto", n_threads: int | None = 1, reference: bool = False
+    ) -> None:
         """Open a device by its spelling: auto, cpu, cuda or cuda:N.
 
+        n_threads: of the CPU, until `use_threads`; None for one a core. Results are those of so
+            many threads.
         reference: on the CPU, use kernels whose result does not depend on width or threads.
 
         Raises:
@@ -153,12 +171,31 @@ class Device:
         self.upload = self.compute if self.is_cpu else Backend(self._dev)
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
+        self.n_threads = n_threads or default_threads()
+        # the sum over a long context depends on its parts: one a thread, as in llama.cpp
+        self.n_attention_parts = self.n_threads if self.is_cpu else 0
+        self._pools: dict[Threads, ThreadPool] = {}  # the one in use last
         if self.is_cpu:
-            C.ggml_backend_cpu_set_n_threads(self.compute.ptr, n_threads)
+            self.use_threads(Threads(self.n_threads, waiting(self.n_threads)))
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
         self._free_at_start = self.memory()[0]
         self.context_bytes = _context_bytes(chosen["address"], before)
         self.peak_bytes = 0
+
+    def use_threads(self, threads: Threads) -> None:
+        """Have the CPU compute with these threads from the next graph on.
+
+        No result depends on it. Two pools are kept, so that prompts and tokens can take turns.
+        """
+        if self._pools and threads == next(reversed(self._pools)):
+            return
+        pool = self._pools.pop(threads, None) or ThreadPool(threads)
+        self._pools[threads] = pool
+        # this also sends the threads of the pool before to sleep
+        C.ggml_backend_cpu_set_threadpool(self.compute.ptr, pool.ptr)
+        C.ggml_backend_cpu_set_n_threads(self.compute.ptr, threads.n)
+        if len(self._pools) > 2:
+            self._pools.pop(next(iter(self._pools))).close()
 
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes as the driver reports them."""
@@ -267,5 +304,5 @@ class Device:
     def close(self) -> None:
         """Wait for the device and free its streams."""
         self.synchronize()
-        for stream in self._streams():
-            stream.close()
+        for handle in (*self._streams(), *self._pools.values()):
+            handle.close()

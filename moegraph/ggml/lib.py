@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +14,6 @@ if TYPE_CHECKING:
 
 _LIB_DIR = Path(__file__).resolve().parent.parent / "lib"
 _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
-# On so few CPUs, waiting threads sleep. ggml's threads meet after every node of a graph, and
-# libgomp has them spin there for milliseconds before they sleep, as in llama.cpp. That is right
-# on a machine of one's own; but where any other process takes the CPU of one thread, the rest
-# burn their time slices waiting for it. Measured with the shipped model and 2 threads on 2 CPUs
-# beside compilers: spinning 12 to 46 tok/s, sleeping at once 120 to 286; GOMP_SPINCOUNT=1000
-# 41 to 63, 10000 3 to 10. The best moments, 16 undisturbed tokens, were alike. With more CPUs
-# the others find room, and waking many threads after every node takes longer: there, libgomp's
-# own way stays.
-_FEW_CPUS = 4
-_WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def library_dir() -> Path:
@@ -42,8 +29,7 @@ def _load() -> tuple[FFI, Lib]:
     """Import the extension, check the patch set and install the log and abort hooks."""
     require_one_patchset(_EXTENSION, _LIB_DIR)
     try:
-        with _waiting_asleep():
-            from . import _native
+        from . import _native
     except ImportError as error:
         raise NativeError(_load_failure(error)) from error
     ffi, lib = _native.ffi, _native.lib
@@ -58,22 +44,6 @@ def _load() -> tuple[FFI, Lib]:
         )
     lib.mg_install_callbacks(1 if debug_level() >= 2 else 0)
     return ffi, lib
-
-
-@contextmanager
-def _waiting_asleep() -> Iterator[None]:
-    """Have libgomp, if it is loaded meanwhile, let threads sleep while they wait; see _FEW_CPUS.
-
-    What the user set stays as it is, and so does the environment of child processes.
-    """
-    if len(os.sched_getaffinity(0)) > _FEW_CPUS or any(s in os.environ for s in _WAIT_SETTINGS):
-        yield
-        return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    try:
-        yield
-    finally:
-        del os.environ["OMP_WAIT_POLICY"]
 
 
 def _load_failure(error: ImportError) -> str:

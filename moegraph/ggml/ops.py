@@ -308,11 +308,14 @@ class Builder:
             hp.rope_beta_slow,
         )
 
-    def flash_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def flash_attn(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, n_parts: int = 0
+    ) -> Tensor:
         """Attention with F32 accumulation.
 
         q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens,
-        1, s]: F32 [d, n_head, n_tokens, s].
+        1, s]: F32 [d, n_head, n_tokens, s]. On the CPU, a single row sums over a long context in
+        n_parts; 0: one a thread.
         """
         ok = (
             q.ne[0] == k.ne[0] == v.ne[0]
@@ -325,6 +328,7 @@ class Builder:
         _require(ok, "flash_attn", q, k, v, mask)
         y = C.ggml_flash_attn_ext(self.ctx, q, k, v, mask, scale, 0.0, 0.0)
         C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
+        y.op_params[5] = n_parts
         return y
 
     def ssm_conv(self, x: Tensor, kernel: Tensor, parents: Tensor | None = None) -> Tensor:

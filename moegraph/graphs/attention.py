@@ -82,6 +82,7 @@ def _attend(
         b.permute(_cached(b, hp, state, shape, state.v[il]), 0, 2, 1, 3),
         inp.kq_mask,
         1.0 / math.sqrt(d),
+        state.n_attention_parts,
     )
     out = b.expand(b.reshape(out, d * n_head, n_seq_tokens * n_seqs))
     return out if state.rot_v is None else b.mul_mat_hadamard(state.rot_v, out)

@@ -29,13 +29,11 @@ class GraphCpuExperts(CpuExperts):
         device: Device,
         hp: HParams,
         store: ExpertStore,
-        n_threads: int,
         max_rows: int,
-        reference: bool = False,
     ) -> None:
         super().__init__(device, hp, store, max_rows, y_rows=hp.n_expert_used)
-        self._cpu = Device("cpu", n_threads, reference)
-        self._graphs = GraphCache(self._cpu)
+        self._device = device
+        self._graphs = GraphCache(device)
 
     def _graph(self, il: int, n_tokens: int) -> BuiltGraph:
         return self._graphs.get((il, n_tokens), 64, lambda b: self._build(b, il, n_tokens))
@@ -56,11 +54,11 @@ class GraphCpuExperts(CpuExperts):
         self._graph(il, n_tokens)
 
     def _run(self, il: int, n_tokens: int) -> None:
-        status = C.mg_launch(self._cpu.compute.ptr, self._graph(il, n_tokens).graph, ffi.NULL, 0)
-        self._cpu.check(status, f"the experts of layer {il} on the CPU")
+        graph = self._graph(il, n_tokens).graph
+        status = C.mg_launch(self._device.compute.ptr, graph, ffi.NULL, 0)
+        self._device.check(status, f"the experts of layer {il} on the CPU")
 
     def close(self) -> None:
         """Free graphs and host memory."""
         self._graphs.close()
         super().close()
-        self._cpu.close()

@@ -361,6 +361,14 @@ def test_bench_prints_rows() -> None:
     rows = json.loads(done.stdout)
     assert [row["test"] for row in rows] == ["pp8 @ d16", "tg4 @ d16"]
     assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
+    assert all({"n_threads", "poll", "threads_chosen"} <= set(row) for row in rows)
+
+
+def test_threads_and_waiting_can_be_given() -> None:
+    given = ("-t", 1, "-tb", 2, "--poll", 7, "-p", 8, "-n", 4, "-r", 1, "-o", "json")
+    prompt, tokens = json.loads(moegraph("bench", "tiny", *given, "--device", "cpu").stdout)
+    assert (prompt["n_threads"], tokens["n_threads"], tokens["poll"]) == (2, 1, 7)
+    assert tokens["threads_chosen"] == "given"
 
 
 def test_bench_measures_lists_of_settings() -> None:

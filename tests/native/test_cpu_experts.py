@@ -27,9 +27,8 @@ def test_kernel_and_graph_agree_on_every_layer(model_path, no_leak, preset):
         hp, device = model.hparams, Device("cpu", 1)
         k = hp.n_expert_used
         store = ExpertStore(device, model, range(hp.n_layer), "auto")
-        own, graph = (
-            kind(device, hp, store, 2, MAX_ROWS) for kind in (KernelCpuExperts, GraphCpuExperts)
-        )
+        own = KernelCpuExperts(device, hp, store, 2, MAX_ROWS)
+        graph = GraphCpuExperts(device, hp, store, MAX_ROWS)
         for il in store.layers:
             for n_rows in (1, MAX_ROWS):
                 ids = np.concatenate([rng.permutation(hp.n_expert)[:k] for _ in range(n_rows)])

@@ -140,13 +140,15 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
     monkeypatch.setattr(cpu_experts, "CpuFfn", start)
     monkeypatch.setattr(
-        engine_module, "GraphCpuExperts", lambda *common, reference: KernelCpuExperts(*common)
+        engine_module,
+        "GraphCpuExperts",
+        lambda *common: KernelCpuExperts(*common[:3], 3, common[3]),
     )
     settings = EngineConfig(
         device="cpu", n_threads=3, n_ctx=256, n_ubatch=16, cache_slots=30, miss="cpu"
     )
     result, kind = FAULTS.get(name, (ffi.NULL, ConfigError))
-    Engine.load(model_path("legacy32"), settings).close()  # libgomp's threads stay
+    Engine.load(model_path("legacy32"), settings).close()
     gc.collect()
     before, at, late = (live_handles(), n_threads()), 0, 0
     while True:

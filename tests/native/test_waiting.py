@@ -1,43 +1,145 @@
-"""How ggml's threads wait for each other: asleep where there are few CPUs, else as libgomp does."""
+"""CPU threads: how they wait, and that neither their number nor a change of it changes a bit."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-LOAD = """
-import os, sys
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-before = dict(os.environ)
-import moegraph.ggml.lib
-assert dict(os.environ) == before, "child processes would inherit it"
-"""
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Context, live_handles
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, Builder
+from moegraph.graphs.cache import GraphCache
+from moegraph.threads import SLEEP, SPIN, Threads
+
+N_NODES = 400
 
 
-def settings(**given: str) -> dict[str, str]:
-    """Load the libraries in a child process on one CPU; return what libgomp says it was set to."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    child = subprocess.run(
-        [sys.executable, "-c", LOAD], env={**env, "OMP_DISPLAY_ENV": "verbose", **given},
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    pairs = (line.split("=", 1) for line in child.stderr.splitlines() if "=" in line)
-    return {name.split()[-1]: value.strip(" '") for name, value in pairs}
+def n_tasks() -> int:
+    """Return how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))
 
 
-def test_threads_sleep_while_they_wait_on_few_cpus() -> None:
-    found = settings()
-    if not found:
-        pytest.skip("ggml was built without OpenMP")
-    assert (found["OMP_WAIT_POLICY"], found["GOMP_SPINCOUNT"]) == ("PASSIVE", "0")
+@pytest.fixture
+def one_cpu() -> Iterator[None]:
+    """Keep this process, and the threads it starts, on one CPU."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("name, value", [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "777")])
-def test_what_the_user_set_stays(name: str, value: str) -> None:
-    found = settings(**{name: value})
-    if not found:
-        pytest.skip("ggml was built without OpenMP")
-    assert found[name] == value
+def seconds_of_a_graph(device: Device) -> float:
+    """Return the CPU and other time that a graph of many small nodes takes; the best of three."""
+    with Context(N_NODES + 8) as leaves:
+        x = C.ggml_new_tensor_2d(leaves.ptr, F32, 64, 64)
+        buffer = C.ggml_backend_alloc_ctx_tensors_from_buft(leaves.ptr, device.buft)
+        graphs = GraphCache(device)
+
+        def build(b: Builder) -> None:
+            y = x
+            for _ in range(N_NODES):
+                y = b.add(y, x)
+            b.expand(y)
+
+        graph, best = graphs.get("adds", N_NODES + 8, build).graph, float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            device.check(C.mg_launch(device.compute.ptr, graph, ffi.NULL, 0), "adds")
+            best = min(best, time.perf_counter() - start)
+        graphs.close()
+        C.ggml_backend_buffer_free(buffer)
+    return best
+
+
+def test_threads_that_wait_at_a_barrier_leave_the_cpu_to_others(one_cpu: None) -> None:
+    """Spinning, each of three threads on one CPU would burn its time slice at each of 400 nodes."""
+    device = Device("cpu", n_threads=3)  # more threads than CPUs sleep
+    try:
+        assert seconds_of_a_graph(device) < 0.4
+        device.use_threads(Threads(3, SPIN))
+        assert seconds_of_a_graph(device) < 1.0, "spinning ends, too"
+    finally:
+        device.close()
+
+
+def test_two_pools_are_kept_and_their_threads_end_with_the_device() -> None:
+    before, handles = n_tasks(), live_handles()
+    device = Device("cpu", n_threads=3)
+    assert n_tasks() == before + 2
+    device.use_threads(Threads(1, SPIN))
+    device.use_threads(Threads(3, SLEEP))
+    assert n_tasks() == before + 2, "of (3, SPIN), which was used longest ago"
+    device.use_threads(Threads(1, SPIN))
+    device.use_threads(Threads(3, SLEEP))
+    assert live_handles()["ThreadPool"] == handles.get("ThreadPool", 0) + 2
+    device.close()
+    assert (n_tasks(), live_handles()) == (before, handles)
+
+
+def rows(engine: Engine, change: bool) -> list[np.ndarray]:
+    """Return the logits of single rows up to and after position 512; change: other threads each."""
+    ids = np.random.default_rng(3).integers(0, engine.hparams.n_vocab, 540).astype(np.int32)
+    found, settings = [], [Threads(1, SLEEP), Threads(3, SLEEP), Threads(2, SLEEP)]
+    engine.reset()
+    engine.forward(ids[:250])
+    for at in range(250, 270):
+        if change:
+            engine.threads.tuner.current = settings[at % 3]
+        found.append(engine.forward(ids[at : at + 1]).logits)
+    engine.forward(ids[270:530])
+    for at in range(530, 540):
+        if change:
+            engine.threads.tuner.current = settings[at % 3]
+        found.append(engine.forward(ids[at : at + 1]).logits)
+    return found
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_threads_may_change_between_tokens_without_a_bit_of_difference(
+    model_path, preset: str, mode: str
+) -> None:
+    config = EngineConfig(device="cpu", mode=mode, n_threads=3, poll=SLEEP, n_ctx=768)
+    with Engine.load(model_path(preset), config) as engine:
+        fixed = rows(engine, change=False)
+        changing = rows(engine, change=True)
+    for at, (a, b) in enumerate(zip(fixed, changing, strict=True)):
+        assert np.array_equal(a, b), f"single row {at}"
+
+
+def test_the_sum_over_a_long_context_depends_on_the_threads_that_were_asked_for(model_path) -> None:
+    """As in llama.cpp; this is why the graph has to name its parts."""
+    found = []
+    for n in (1, 3):
+        config = EngineConfig(device="cpu", n_threads=n, poll=SLEEP, n_ctx=768)
+        with Engine.load(model_path("legacy32"), config) as engine:
+            found.append(rows(engine, change=False)[-1])
+    assert not np.array_equal(*found)
+
+
+def test_measuring_at_load_leaves_no_trace(model_path) -> None:
+    path, prompt = model_path("legacy32"), [5, 6, 7]
+    texts = []
+    for poll in (None, SLEEP):
+        config = EngineConfig(device="cpu", n_threads=2, poll=poll, n_ctx=256)
+        with Engine.load(path, config) as engine:
+            assert engine.held(0) == [] and engine.state.n_past == [0]
+            chosen = engine.threads.report()
+            texts.append([e.token for e in engine.generate(prompt, max_tokens=12, text=False)])
+        assert chosen["n_threads"] == chosen["n_threads_batch"] == 2
+        assert chosen["threads_chosen"] == ("given" if poll is not None else "measured")
+        assert poll in (None, chosen["poll"])
+    assert texts[0] == texts[1]
+
+
+def test_too_many_threads_are_worth_a_note(model_path, one_cpu: None) -> None:
+    config = EngineConfig(device="cpu", n_threads=2, poll=SLEEP, n_ctx=256)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        assert engine.warnings == ["2 threads take turns on 1 usable CPUs; use -t 1 or less"]

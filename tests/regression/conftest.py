@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# libgomp's threads spin for milliseconds after each graph. Two processes take turns here, so that
-# would be time taken from the other one. Read when the library loads, in the oracle's process, too.
+# libgomp's threads, which upstream uses, spin for milliseconds after each graph. Two processes take
+# turns here, so that would be time taken from the other one. Read in the oracle's process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from regression.harness import Models, Upstream, start_oracle

@@ -101,7 +101,8 @@ def open_engine(model: Path, **settings: Any) -> Iterator[Engine]:
         from moegraph.engine import Engine
     except ImportError as error:
         pytest.skip(f"the native libraries are not usable: {error}")
-    chosen = {"device": "cpu", "n_threads": THREADS, "n_ctx": 1024, **settings}
+    # threads that wait sleep: upstream's process and ours take turns
+    chosen = {"device": "cpu", "n_threads": THREADS, "poll": 0, "n_ctx": 1024, **settings}
     with Engine.load(model, EngineConfig(**chosen)) as engine:
         yield engine
 

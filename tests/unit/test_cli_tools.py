@@ -54,6 +54,9 @@ class TestDoctor:
         if native["ok"]:
             assert set(report["native"]) == {"ggml", "llama_commit", "patchset", "folder"}
             assert all(text in native["detail"] for text in report["native"].values())
+            tried = report["threads"]["tried"]
+            assert all(way["tokens_per_s"] > 0 for way in tried)
+            assert report["threads"]["threads_chosen"] == ("measured" if tried else "given")
         assert result.exit_code == (0 if native["ok"] else NativeError.exit_code)
 
     def test_devices_tell_their_memory_in_bytes(self) -> None:
@@ -63,6 +66,25 @@ class TestDoctor:
         })  # fmt: skip
         assert json.loads(json.dumps(found))["free_bytes"] == 5 and found["total_bytes"] == 7
         assert "memory_free" not in found
+
+    @pytest.mark.parametrize(
+        ("threads", "line"),
+        [
+            (None, "unknown; the shipped model does not run"),
+            ({"n_threads": 1, "poll": 50, "tried": []}, "1, there is no choice"),
+            (
+                {"n_threads": 2, "poll": 0, "tried": [
+                    {"n_threads": 2, "poll": 50, "tokens_per_s": 1810.4},
+                    {"n_threads": 1, "poll": 50, "tokens_per_s": 1525.0},
+                    {"n_threads": 2, "poll": 0, "tokens_per_s": 87.2},
+                ]},
+                "2 sleeping for the shipped model now "
+                "(2 spinning 1,810 tok/s, 1 1,525 tok/s, 2 sleeping 87 tok/s)",
+            ),
+        ],
+    )  # fmt: skip
+    def test_threads_are_told_in_one_line(self, threads: dict[str, Any] | None, line: str) -> None:
+        assert doctor._threads_line(threads) == line
 
     @pytest.mark.parametrize("version", [None, "0.2.0"])
     def test_another_tokenizer_is_named_with_the_remedy(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 
 from moegraph import errors
-from moegraph.config import EngineConfig, default_threads, settings
+from moegraph.config import EngineConfig, settings
 from moegraph.errors import ConfigError, MoegraphError, one_line
 
 
@@ -36,6 +35,11 @@ def test_the_defaults_are_valid_and_llama_cpps() -> None:
         ("n_ubatch", 0),
         ("n_threads", 0),
         ("n_threads", 513),
+        ("n_threads_batch", 0),
+        ("poll", -1),
+        ("poll", 101),
+        ("poll", "50"),
+        ("n_ctx", None),
         ("type_k", "q3_K"),
         ("type_v", None),
         ("n_seq", 0),
@@ -67,6 +71,10 @@ def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
         {"n_ubatch": 1},
         {"n_threads": 512},
         {"type_k": "q4_0"},
+        {"n_threads": None},
+        {"poll": 0},
+        {"poll": 100},
+        {"n_threads_batch": 1},
         {"mode": "whole"},
         {"cpu_reference": True, "device": "cpu"},
     ],
@@ -93,14 +101,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_every_default_of_the_metadata_is_the_one_a_config_has() -> None:
     config = EngineConfig()
     for setting in settings():
-        if setting.name != "n_threads":
-            assert setting.default == getattr(config, setting.name)
-    assert config.n_threads == default_threads()
-
-
-def test_default_threads_never_exceed_what_the_process_may_use() -> None:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= default_threads() <= (usable or 1)
+        assert setting.default == getattr(config, setting.name)
 
 
 def test_option_spellings_are_unique_and_long_ones_come_last() -> None:

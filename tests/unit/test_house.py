@@ -23,7 +23,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Low to high: a room imports rooms of its own line and of the lines above it.
 ROOMS = (
-    ("errors", "config", "units", "hostmem"),
+    ("errors", "threads", "config", "units", "hostmem"),
     ("modelfile", "hparams"),
     ("ggml",),
     ("weights", "state"),
@@ -41,13 +41,14 @@ ROOMS = (
         "footprint",
         "ownership",
         "passes",
+        "cputhreads",
         "engine",
     ),
     ("bench", "cli", "server", "__main__"),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "units", "hostmem", "hparams", "modelfile", "modelfile.summary", "sampling",
+    "config", "threads", "units", "hostmem", "hparams", "modelfile", "modelfile.summary", "sampling",
     "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",

@@ -77,3 +77,15 @@ size_t ggml_gallocr_get_buffer_size(ggml_gallocr_t galloc, int buffer_id);
 
 void ggml_backend_cpu_set_n_threads(ggml_backend_t backend_cpu, int n_threads);
 void ggml_backend_cpu_set_use_ref(ggml_backend_t backend_cpu, bool use_ref);
+
+struct ggml_threadpool;
+
+struct ggml_threadpool_params {
+    uint32_t poll;
+    ...;
+};
+
+struct ggml_threadpool_params ggml_threadpool_params_default(int n_threads);
+struct ggml_threadpool * ggml_threadpool_new(struct ggml_threadpool_params * params);
+void ggml_threadpool_free(struct ggml_threadpool * threadpool);
+void ggml_backend_cpu_set_threadpool(ggml_backend_t backend_cpu, struct ggml_threadpool * threadpool);
