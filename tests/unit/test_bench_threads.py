@@ -1,6 +1,4 @@
-"""scripts/bench_threads.py: its arguments, what it would run, and its table; nothing is
-measured.
-"""
+"""scripts/bench_threads.py: its arguments, what it would run, and its table. Nothing is timed."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ ROOMS = (
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "threads", "units", "hostmem", "hparams", "modelfile", "modelfile.summary", "sampling",
-    "sequence",
+    "config", "threads", "units", "hostmem", "hparams", "modelfile", "modelfile.summary",
+    "sampling", "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
     "experts.profilefile", "experts.guard",
