@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,11 +12,13 @@ import pytest
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.errors import Cancelled
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
+from moegraph.sequence import CancelToken
 from moegraph.threads import SLEEP, SPIN, Threads
 
 N_NODES = 400
@@ -36,7 +39,7 @@ def one_cpu() -> Iterator[None]:
 
 
 def seconds_of_a_graph(device: Device) -> float:
-    """Return the CPU and other time that a graph of many small nodes takes; the best of three."""
+    """Return the time that a graph of many small nodes takes; the best of three."""
     with Context(N_NODES + 8) as leaves:
         x = C.ggml_new_tensor_2d(leaves.ptr, F32, 64, 64)
         buffer = C.ggml_backend_alloc_ctx_tensors_from_buft(leaves.ptr, device.buft)
@@ -137,6 +140,29 @@ def test_measuring_at_load_leaves_no_trace(model_path) -> None:
         assert chosen["threads_chosen"] == ("given" if poll is not None else "measured")
         assert poll in (None, chosen["poll"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("poll", [SLEEP, SPIN])
+def test_a_cancelled_pass_leaves_no_thread_behind(model_path, poll: int) -> None:
+    config = EngineConfig(device="cpu", n_threads=3, poll=poll, n_ctx=512, n_ubatch=256)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        expected = engine.forward(np.arange(200, dtype=np.int32)).logits
+        for delay in (0.0, 0.002, 0.01):
+            engine.reset()
+            cancel = CancelToken()
+            engine.device.bind_cancel(cancel.flag)
+            timer = threading.Timer(delay, cancel.set)
+            timer.start()
+            try:
+                while True:
+                    engine.forward(np.arange(200, dtype=np.int32), cancel=cancel)
+                    engine.reset()
+            except Cancelled:
+                pass
+            timer.join()
+            engine.device.bind_cancel(None)
+            again = engine.forward(np.arange(200, dtype=np.int32)).logits
+            assert np.array_equal(again, expected)
 
 
 def test_too_many_threads_are_worth_a_note(model_path, one_cpu: None) -> None:
