@@ -25,6 +25,7 @@ from fetching_engines import (
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
+from moegraph.experts.guard import FIRST_LOOK
 from moegraph.ggml.lib import C
 from moegraph.runner import layered, misses
 
@@ -265,6 +266,26 @@ def test_the_guard_switches_it_off_and_on(
     for (_, before), (bypassed, now) in zip(turns, turns[1:]):
         moved[bypassed] += now - before
     assert moved[True] == 0 < moved[False]
+
+
+@pytest.mark.parametrize("is_suspect", [False, True], ids=["as it is", "suspicious"])
+def test_the_guard_looks_by_its_own_clock_while_graphs_fetch(open_engine, is_suspect: bool) -> None:
+    """Default settings, past the guard's first look. What it decides changes no bit."""
+    engines = [open_engine(PRESET), open_engine(PRESET, **FETCHING)]
+    handler, guard = engines[1].runner.misses, engines[1].runner.misses.guard
+    if is_suspect:
+        guard._move_s = 1.0  # whatever is moved seems to take long
+    manners, began, looks = set(), [], guard._consider_probe
+    guard._consider_probe = lambda: (began.append(guard._n), looks())
+    for at, token in enumerate(prompt(engines[0], 3 * FIRST_LOOK, seed=9).tolist()):
+        np.testing.assert_array_equal(*(e.forward_logits([token], at) for e in engines))
+        assert handler.miss_mode.fetch_layers == (frozenset() if guard.bypassed else ALL)
+        manners.add(handler.miss_mode.fetch_layers)
+        if at % 16 == 0:
+            check_sound(engines[1])
+    assert began and began[0] == FIRST_LOOK, "the guard never looked"
+    if is_suspect:
+        assert guard.n_probes > 0 and manners == {ALL, frozenset()}
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
