@@ -214,6 +214,13 @@ class EngineConfig:
         choices=("auto", "all", "none"),
         group="Expert",
     )
+    deterministic: bool = _setting(
+        "flag",
+        False,
+        ("--deterministic",),
+        "Let no timing decide who computes a missing expert: with --miss auto the device computes "
+        "all, nothing is fetched on a guess, and the cache is never bypassed. Often slower.",
+    )
     n_seq: int = _setting(
         "int",
         1,

@@ -70,6 +70,9 @@ class Engine:
     An engine belongs to the first thread that uses it; `hand_over` lets another one have it. A
     generation owns it while it runs: passes by hand and a second generation are refused until it
     has ended or was closed. Closing an engine is allowed from any thread, once no call is running.
+
+    Errors are those of `moegraph.errors`, except where ggml aborts, as on any error of a CUDA call:
+    that ends the whole process with status 4 and cannot be caught.
     """
 
     def __init__(
@@ -132,7 +135,10 @@ class Engine:
         loader = Loader(self.device, self.file, progress)
         try:
             self.weights = self._own(Weights(loader, self.file))
-            n_prefetch_slots = MAX_PREFETCH if config.prefetch == "auto" and routing is None else 0
+            may_prefetch = (
+                config.prefetch == "auto" and not config.deterministic and routing is None
+            )
+            n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
             self.banks = self._own(
                 ExpertBanks(self.device, loader, self.file, n_slots, n_prefetch_slots)
             )
@@ -164,21 +170,23 @@ class Engine:
         store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        if config.miss == "cpu" and not store.is_aligned:
+        # 'auto' goes by what was measured
+        miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
+        if miss == "cpu" and not store.is_aligned:
             raise ConfigError(
                 "miss 'cpu' needs tensors aligned to 32 bytes, which this file's are not; "
                 "use --miss stream"
             )
         cpu_experts: CpuExperts | None = None
-        if config.miss != "stream" and store.is_aligned and self.device.is_cpu:
+        if miss != "stream" and store.is_aligned and self.device.is_cpu:
             cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
-        elif config.miss != "stream" and store.is_aligned:
+        elif miss != "stream" and store.is_aligned:
             cpu_experts = KernelCpuExperts(
                 self.device, hp, store, self.device.n_threads, ADMIT_ROWS
             )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
-            self.device, self.banks, store, cache, cpu_experts, config.miss, max_rows
+            self.device, self.banks, store, cache, cold, miss, max_rows, not config.deterministic
         )
         profile = self._profile
         starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer

@@ -64,7 +64,11 @@ class UnsupportedModel(ModelFileError):
 
 
 class NativeError(MoegraphError):
-    """ggml or CUDA reported a failure: the message names op, tensor and shapes."""
+    """ggml or CUDA reported a failure: the message names op, tensor and shapes.
+
+    Not every failure can be caught: where ggml aborts, as it does on any error of a CUDA call, the
+    process ends at once with status 4 and one line, without Python's clean-up.
+    """
 
     exit_code = 4
 

@@ -79,8 +79,8 @@ class MissHandler:
     """Fetches missing experts and has them computed.
 
     cpu_experts: computes experts on the CPU; None when the device computes all. split: who takes
-    how many. guard: notices that moving experts does not pay; None where no slot can change. n_*:
-    sums so far, over all layers and passes.
+    how many. guard: notices that moving experts does not pay; None where no slot can change, or if
+    not guarded. n_*: sums so far, over all layers and passes.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class MissHandler:
         cpu_experts: CpuExperts | None,
         mode: str,
         max_rows: int,
+        guarded: bool = True,
     ) -> None:
         self._device = device
         self._banks = banks
@@ -118,7 +119,7 @@ class MissHandler:
         self.clock = PassClock()
         self._fetch_allowed = mode != "cpu"  # in graphs
         self.split = self._split(mode)
-        self.guard = self._open_guard()
+        self.guard = self._open_guard() if guarded else None
         n_predictable = (
             sum(n < n_expert for n in cache.n_slots[1:]) if banks.n_prefetch_slots else 0
         )
@@ -204,8 +205,9 @@ class MissHandler:
             self._tables.write(il, with_victims=il in victim_layers)
         self._tables.send()
         self.cache.begin_pass()
-        may_prefetch = n_tokens == 1 and not self._fetch_layers and not self._is_bypassed
-        self._began = self.clock() if may_prefetch else None
+        may_prefetch = n_tokens == 1 and self._banks.n_prefetch_slots > 0
+        is_trial = may_prefetch and not self._fetch_layers and not self._is_bypassed
+        self._began = self.clock() if is_trial else None
 
     def end_launch(self) -> None:
         """Note that all of a pass is enqueued and its choices are known."""

@@ -121,6 +121,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
         "ConfigError": 2,
         "RequestError": 2,
         "ContextOverflow": 2,
+        "EngineBusy": 2,
         "ModelFileError": 3,
         "UnsupportedModel": 3,
         "NativeError": 4,
