@@ -1,8 +1,13 @@
-"""What all tests share: the helper modules in this folder, and patience on a busy machine."""
+"""What all tests share: what they need of the machine, helper modules, patience on a busy one.
+
+Tests that need what is not there are skipped with the reason (pytest -rs shows it). --require
+turns that into a failure, and what is there but broken always is one: see needs.py.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +15,96 @@ from hypothesis import HealthCheck, settings
 
 from moegraph.experts.prefetch import PrefetchController
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+
+import needs  # noqa: E402
 
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# Folder under tests/ -> why its tests are skipped.
+MISSING = pytest.StashKey[dict[str, str]]()
+# Their modules import the native module, so without it they cannot even be collected.
+NATIVE_FOLDERS = ("native", "cuda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --require."""
+    parser.addoption(
+        "--require", action="append", default=[], metavar="NAMES",
+        help="fail where tests would be skipped because this is missing: "
+        + ", ".join(needs.NEEDS) + " (several with commas)",
+    )  # fmt: skip
+
+
+def required(config: pytest.Config) -> list[str]:
+    """Return the names that --require lists."""
+    names = [n for given in config.getoption("require") for n in given.split(",") if n]
+    for name in names:
+        if name not in needs.NEEDS:
+            raise pytest.UsageError(f"--require {name}: known are {', '.join(needs.NEEDS)}")
+    return names
+
+
+def asked_for(config: pytest.Config, folder: Path) -> bool:
+    """Return whether the arguments of pytest may select tests of a folder."""
+    for arg in config.args:
+        path = (config.invocation_params.dir / arg.partition("::")[0]).resolve()
+        if path == folder or path in folder.parents or folder in path.parents:
+            return True
+    return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look once for what the selected tests need; end with one line if it must be there."""
+    config.stash[MISSING] = found = {}
+    must = required(config)
+    for name in needs.NEEDS:
+        if name not in must and not asked_for(config, TESTS / name):
+            continue
+        try:
+            reason = needs.missing(name)
+        except needs.Broken as error:
+            raise pytest.UsageError(str(error)) from None
+        if reason and name in must:
+            raise pytest.UsageError(f"--require {name}: {reason}")
+        if reason:
+            found[name] = reason
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder under tests/ that holds a file, "" for others."""
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+
+
+class Unavailable(pytest.Module):
+    """A module that cannot be imported without native libraries: reported as skipped."""
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        """Skip."""
+        pytest.skip(needs.NOT_BUILT, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Do not import what cannot be imported."""
+    folder = folder_of(module_path)
+    reason = parent.config.stash[MISSING].get(folder)
+    if folder in NATIVE_FOLDERS and reason == needs.NOT_BUILT:
+        return Unavailable.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests of a folder that lacks something: one line of -rs for all of them."""
+    folder = folder_of(item.path)
+    reason = item.config.stash[MISSING].get(folder)
+    if reason:
+        pytest.skip(f"tests/{folder}: {reason}")
 
 
 @pytest.fixture

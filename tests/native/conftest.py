@@ -1,22 +1,18 @@
-"""Small random models and engines on the CPU; skipped with a reason when nothing is built."""
+"""Small random models and engines on the CPU."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from conftest_helpers import model_writer
 
 from moegraph.config import EngineConfig
 
-try:
+if TYPE_CHECKING:  # the fixtures import it: it needs the native libraries
     from moegraph.engine import Engine
-    from moegraph.ggml.handles import live_handles
-except Exception as error:  # noqa: BLE001 - whatever the reason, it is the skip's reason
-    collect_ignore_glob = ["test_*.py"]
-    print(f"tests/native is skipped: {error}", file=sys.stderr)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +24,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture
 def open_engine(model_path: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     """Return a function that loads an engine on the CPU and closes it after the test."""
+    from moegraph.engine import Engine
+
     opened: list[Engine] = []
 
     def load(preset: str = "legacy32", **settings: object) -> Engine:
@@ -44,6 +42,8 @@ def open_engine(model_path: Callable[[str], Path]) -> Iterator[Callable[..., Eng
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """Assert that a test closes as many native handles as it opens."""
+    from moegraph.ggml.handles import live_handles
+
     before = live_handles()
     yield
     assert live_handles() == before

@@ -1,0 +1,153 @@
+"""Tests cannot vanish: what is missing is skipped with a reason, what is broken is a failure.
+
+Each case runs pytest in a process of its own, on a small tree with this checkout's conftest.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = ("tests/conftest.py", "tests/needs.py", "tests/oracle/client.py", "pyproject.toml")
+NOT_BUILT = "the native libraries are not built; scripts/test builds them"
+LIBRARY = "moegraph/ggml/_native.abi3.so"
+# A package that works and sees no GPU, without the cost of a real one; and of hypothesis.
+WORKS = {
+    "hypothesis.py": "class HealthCheck: too_slow = None\n"
+    "class settings: register_profile = load_profile = staticmethod(lambda *a, **k: None)",
+    "moegraph/__init__.py": "",
+    "moegraph/experts/prefetch.py": "class PrefetchController: ...",
+    "moegraph/engine.py": "class Engine: ...",
+    "moegraph/ggml/device.py": "def list_devices(): return [{'kind': 'cpu'}]",
+    LIBRARY: "",
+    ".oracle/llama_cpp/__init__.py": "",
+}
+NATIVE_TEST = "from moegraph.engine import Engine\ndef test_one(): assert Engine"
+TESTS = {
+    "tests/native/test_native.py": NATIVE_TEST,
+    "tests/cuda/test_cuda.py": NATIVE_TEST,
+    "tests/regression/test_regression.py": "def test_one(): pass\ndef test_two(): pass",
+    "tests/unit/test_unit.py": "def test_one(): pass",
+}
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a checkout in small, in which everything is there but a GPU."""
+    for name in HELPERS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    write(tmp_path, WORKS | TESTS)
+    return tmp_path
+
+
+def run(tree: Path, *args: str) -> tuple[int, str]:
+    """Run pytest in a tree; return its exit code and all it said."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MOEGRAPH", "PYTEST"))}
+    env |= {"PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *args],
+        cwd=tree, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def refused(tree: Path, *args: str) -> str:
+    """Run pytest, which must end with one line and not with 0; return the line."""
+    code, said = run(tree, *args)
+    lines = [line for line in said.splitlines() if line]
+    assert code != 0 and len(lines) == 1, said
+    return lines[0]
+
+
+def test_no_gpu_skips_the_tests_of_its_folder_one_by_one(tree: Path) -> None:
+    code, said = run(tree)
+    assert code == 0 and "4 passed, 1 skipped" in said, said
+    assert ": tests/cuda: no CUDA device" in said
+    assert refused(tree, "--require", "native,cuda").startswith("ERROR: --require cuda: no CUDA")
+
+
+def test_libraries_that_are_not_built_skip_and_say_so(tree: Path) -> None:
+    (tree / LIBRARY).unlink()
+    write(tree, {"moegraph/engine.py": "raise ImportError('no _native')"})
+    code, said = run(tree)
+    assert code == 0 and "1 passed, 4 skipped" in said, said
+    assert said.count(NOT_BUILT) >= 2, "the modules of native and cuda, the tests of regression"
+    assert refused(tree, "--require", "native") == f"ERROR: --require native: {NOT_BUILT}"
+    assert refused(tree, "--require=cuda") == f"ERROR: --require cuda: {NOT_BUILT}"
+
+
+def test_a_missing_judge_skips_and_says_so(tree: Path) -> None:
+    shutil.rmtree(tree / ".oracle")
+    code, said = run(tree, "tests/regression", "tests/native")
+    assert code == 0 and "1 passed, 2 skipped" in said, said
+    assert ": tests/regression: no unpatched llama.cpp" in said
+    line = refused(tree, "tests/unit", "--require", "native", "--require", "regression")
+    assert line.startswith("ERROR: --require regression: no unpatched llama.cpp to compare with")
+
+
+def test_an_import_error_is_never_a_reason_to_skip(tree: Path) -> None:
+    write(tree, {"moegraph/engine.py": "import math\n\nfrom math import no_such_name\n"})
+    for args in (("tests/native/test_native.py::test_one",), ("tests/unit", "--require=native")):
+        line = refused(tree, *args)
+        assert line.startswith("ERROR: moegraph.engine cannot be imported: ImportError: cannot")
+        assert line.endswith("(engine.py:3)")
+    assert run(tree, "tests/unit")[0] == 0, "asks for nothing native"
+
+
+def test_an_import_error_in_a_test_fails_where_the_folder_is_skipped(tree: Path) -> None:
+    write(tree, {"tests/cuda/test_cuda.py": "from moegraph.engine import Motor"})
+    code, said = run(tree, "tests/cuda")
+    assert code == 2 and "cannot import name 'Motor'" in said, said
+
+
+def test_libraries_that_do_not_load_are_a_failure(tree: Path) -> None:
+    """The real package, and a library that is none."""
+    shutil.rmtree(tree / "moegraph")
+    skipped = shutil.ignore_patterns("*.so", "models", "lib", "__pycache__")
+    shutil.copytree(ROOT / "moegraph", tree / "moegraph", ignore=skipped)
+    write(tree, {LIBRARY: "not a library"})
+    line = refused(tree)
+    assert "cannot be imported: NativeError: the native libraries cannot be loaded" in line
+
+
+def test_wrong_names_are_refused(tree: Path) -> None:
+    assert refused(tree, "--require=gpu") == (
+        "ERROR: --require gpu: known are native, regression, cuda"
+    )
+
+
+def test_scripts_test_ends_as_pytest_does(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    loader = importlib.machinery.SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
+    spec = importlib.util.spec_from_loader("scripts_test", loader)
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    loader.exec_module(script)
+    monkeypatch.setattr(script, "ROOT", tree)
+    for name in ("prepare", "make_oracle"):  # what builds
+        monkeypatch.setattr(script._venv, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(script._venv, "python", lambda: Path(sys.executable))
+    monkeypatch.setenv("PYTHONPATH", str(tree))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("MOEGRAPH_ORACLE", str(tree / "nowhere"))
+    monkeypatch.setattr(sys, "argv", ["scripts/test", "-q", "--require", "native,regression"])
+    assert script.main() != 0
+    said = "".join(capfd.readouterr())
+    assert said.split() == f"ERROR: MOEGRAPH_ORACLE is {tree}/nowhere, which is no folder".split()
