@@ -1,0 +1,125 @@
+"""How the CUDA contract is judged: each kind of error is noticed, and noise is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regression.contract import (
+    Report,
+    judge_rows,
+    parted_rows,
+    parting_difference,
+    row_errors,
+)
+
+N_VOCAB = 64
+KVS = ("f16", "q8_0")
+Key = tuple[str, str]
+
+
+def noisy(rows: dict[Key, np.ndarray], seed: int, size: float) -> dict[Key, np.ndarray]:
+    """Add noise of a relative size, and to one row in twenty what a flipped expert does."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for key, value in rows.items():
+        noise = size * rng.standard_normal(value.shape)
+        noise[rng.random(len(value)) < 0.05] *= 5
+        made[key] = value + noise
+    return made
+
+
+@pytest.fixture
+def theirs() -> dict[Key, np.ndarray]:
+    rng = np.random.default_rng(0)
+    kinds = {"prompt": 371, "single": 257}
+    sizes = {(kind, kv): (n, N_VOCAB) for kv in KVS for kind, n in kinds.items()}
+    return {key: rng.standard_normal(size) for key, size in sizes.items()}
+
+
+def failing(ours: dict, theirs: dict, other: dict) -> list[str]:
+    return [diff.what for diff in judge_rows(ours, theirs, other) if not diff.within]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_much_noise_as_upstreams_own_passes(theirs: dict, seed: int) -> None:
+    ours, other = noisy(theirs, 2 * seed + 1, 0.03), noisy(theirs, 2 * seed + 2, 0.03)
+    assert failing(ours, theirs, other) == []
+
+
+def test_single_rows_that_are_all_off_are_not_hidden_by_prompts(theirs: dict) -> None:
+    """Times 1.8 in a kind with two fifths of the rows: all together it would be below 2."""
+    other = noisy(theirs, 1, 0.03)
+    ours = noisy(theirs, 2, 0.03) | {
+        key: value for key, value in noisy(theirs, 3, 0.03 * 1.8).items() if key[0] == "single"
+    }
+    wrong = failing(ours, theirs, other)
+    assert "NMSE of all single rows" in wrong and "median single row, KV f16" in wrong
+    assert not any("prompt" in what for what in wrong if "worst" not in what)
+
+
+def test_one_kv_type_that_is_off_is_named(theirs: dict) -> None:
+    ours, other = noisy(theirs, 2, 0.03), noisy(theirs, 1, 0.03)
+    ours["single", "q8_0"] = noisy(theirs, 3, 0.05)["single", "q8_0"]
+    assert "median single row, KV q8_0" in failing(ours, theirs, other)
+
+
+def test_one_wrong_row_is_named(theirs: dict) -> None:
+    ours, other = noisy(theirs, 2, 0.03), noisy(theirs, 1, 0.03)
+    ours["single", "q8_0"][91] += 0.4**0.5 * np.random.default_rng(5).standard_normal(N_VOCAB)
+    assert failing(ours, theirs, other) == ["worst row (single row 91, KV q8_0)"]
+    ours["single", "q8_0"][91, 3] = np.nan
+    assert "worst row (single row 91, KV q8_0)" in failing(ours, theirs, other)
+
+
+def test_where_upstream_equals_itself_ours_must_be_equal(theirs: dict) -> None:
+    assert failing(theirs, theirs, theirs) == []
+    near = {key: value * (1 + 1e-9) for key, value in theirs.items()}
+    assert len(failing(near, theirs, theirs)) == len(judge_rows(near, theirs, theirs))
+
+
+def test_row_errors_are_of_single_rows() -> None:
+    b = np.array([[3.0, 4.0], [1.0, 0.0]])
+    errors = row_errors(b + np.array([[0.0, 1.0], [np.nan, 0.0]]), b)
+    assert errors.tolist() == [[1.0, 25.0], [float("inf"), 1.0]]
+    with pytest.raises(ValueError, match="cannot be compared"):
+        row_errors(b[:1], b)
+
+
+def test_parted_rows_carry_ids_and_margins() -> None:
+    theirs = np.array([[1.0, 2.0, 0.0], [5.0, 4.5, 0.0], [0.0, 0.0, 9.0]])
+    ours, other = theirs.copy(), theirs.copy()
+    ours[1] = [4.5, 5.0, 0.0]
+    other[2] = [9.0, 0.0, 0.0]
+    first, second = parted_rows(ours, theirs, other)
+    assert (first["row"], first["ours"], first["upstream"], first["other"]) == (1, 1, 0, 0)
+    assert first["margin"] == 0.5 and first["nmse"] > 0
+    assert (second["row"], second["ours"], second["other"], second["nmse"]) == (2, 2, 0, 0)
+
+
+def test_partings_are_counted_over_all_models_and_by_what_was_compared() -> None:
+    plain = [[[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 1, 1, 1]]]
+    late = [[[1, 2, 3, 4], [5, 6, 9, 9]], [[1, 1, 1, 1]]]
+    early = [[[1, 2, 3, 4], [5, 6, 7, 8]], [[2, 1, 1, 1]]]
+    diff = parting_difference(late, plain, early)
+    assert (diff.ours, diff.upstream) == (1 / (4 + 3 + 4), 1 / (4 + 4 + 1))
+    assert diff.within
+    both = [[[2, 2, 3, 4], [6, 6, 7, 8]], [[2, 1, 1, 1]]]
+    assert not parting_difference(both, plain, late).within
+    assert not parting_difference(late, plain, plain).within, "upstream never parts"
+
+
+def test_a_report_lists_numbers_and_rows(tmp_path: Path, theirs: dict) -> None:
+    report = Report(tmp_path / "new")
+    report.add("tiny", row=3, margin=0.25)
+    found = judge_rows(noisy(theirs, 2, 0.1), theirs, noisy(theirs, 1, 0.01))
+    with pytest.raises(AssertionError, match="tiny: median prompt row, KV f16 .* upstream from"):
+        report.judge("tiny", found)
+    assert report.path is not None
+    lines = [json.loads(line) for line in report.path.read_text("utf-8").splitlines()]
+    assert lines[0] == {"what": "tiny", "row": 3, "margin": 0.25}
+    assert [line["number"] for line in lines[1:]] == [diff.what for diff in found]
+    Report(None).add("nothing is written")
