@@ -1,0 +1,152 @@
+"""Compile the CUDA sources that the patches touch to PTX: syntax and types, without a GPU.
+
+Machine code would take most of an hour; PTX of one architecture takes a minute or two, and a file
+that the compiler refuses is refused there, too. cuBLAS is needed for its headers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import _cuda
+import _tools
+from _tools import BuildError, fetch, say
+
+# As CMake compiles ggml-cuda, less what is for the host compiler and the choice of attention types.
+FLAGS = (
+    "-ptx", "-std=c++17", "-use_fast_math", "-extended-lambda", "-DGGML_BACKEND_BUILD",
+    "-DGGML_BACKEND_SHARED", "-DGGML_SHARED", "-DGGML_CUDA_USE_GRAPHS", "-DGGML_SCHED_MAX_COPIES=4",
+    "-D_GNU_SOURCE", "-D_XOPEN_SOURCE=600",
+)  # fmt: skip
+STAMP = "ptx-stamp"
+
+
+def touched_by(patches: Sequence[Path]) -> list[str]:
+    """Return the CUDA files that patches change or add, sorted, relative to the tree."""
+    lines = [line for patch in patches for line in patch.read_text("utf-8").splitlines()]
+    names = {line[len("+++ b/") :] for line in lines if line.startswith("+++ b/")}
+    return sorted(name for name in names if name.endswith((".cu", ".cuh")))
+
+
+def units(tree: Path, touched: Sequence[str]) -> list[Path]:
+    """Return what to compile: the sources, and for each header a source that instantiates it.
+
+    Templates of a header are compiled where template-instances/ uses it, if that does.
+    """
+    found = {tree / name for name in touched if name.endswith(".cu")}
+    for name in touched:
+        if not name.endswith(".cuh"):
+            continue
+        line, folder = f'"{Path(name).name}"', (tree / name).parent
+        users = [
+            path for part in ("template-instances", ".")
+            for path in sorted((folder / part).glob("*.cu"))
+            if any(end in path.read_text("utf-8") for end in (line, f"/{line[1:]}"))
+        ]  # fmt: skip
+        if users and users[0] not in found:
+            found.add(users[0])
+    return sorted(found)
+
+
+def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
+    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or those of a fetched wheel.
+
+    Raises:
+        BuildError: there are none, and pip could not fetch the wheel.
+    """
+    try:
+        return _cuda.find_cublas(toolkit, major).include
+    except BuildError:
+        pass
+    folder = cache / f"cublas-{major}"
+    if (folder / "cublas_v2.h").is_file():
+        return folder
+    name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
+    with tempfile.TemporaryDirectory() as tmp:
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+        command += ["--quiet", "--no-deps", "--only-binary", ":all:", "-d", tmp]
+        command.append(f"{name}=={major}.*")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(Path(tmp).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            raise BuildError(f"no headers of cuBLAS {major} here, and pip could not fetch {name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for entry in wheel.namelist():
+                file = Path(entry).name
+                if file.startswith("cublas") and file.endswith(".h"):
+                    (folder / file).write_bytes(wheel.read(entry))
+    return folder
+
+
+def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], arch: str) -> None:
+    """Compile each file and throw the result away; several at a time.
+
+    Raises:
+        BuildError: some do not compile; the compiler's words of each.
+    """
+    flags = [*FLAGS, f"-arch=compute_{arch}", *(f"-I{path}" for path in includes)]
+    jobs = _tools.default_jobs(cuda=True)
+    with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(jobs) as pool:
+
+        def one(source: Path) -> str:
+            out = Path(tmp) / f"{source.stem}.ptx"
+            command = [str(nvcc), *flags, "-o", str(out), str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            out.unlink(missing_ok=True)
+            if done.returncode == 0:
+                return ""
+            return f"{source.name} does not compile:\n{(done.stdout + done.stderr)[:2000]}"
+
+        failures = [text for text in pool.map(one, sources) if text]
+    if failures:
+        raise BuildError("\n".join(failures))
+
+
+def check(arch: str, build: Path, sdist: str | None) -> None:
+    """Compile what the patches touch, unless these patches were compiled here already.
+
+    Prints one line: what was compiled, or why nothing was.
+
+    Raises:
+        BuildError: a file does not compile, or there is no such architecture.
+    """
+    _cuda.check_architectures([arch])
+    try:
+        toolkit, (major, minor) = _cuda.find_toolkit()
+        include = cublas_headers(toolkit, major, build / "cache")
+    except BuildError as error:
+        say(f"CUDA sources NOT compiled: {str(error).partition(';')[0]}")
+        return
+    patches = fetch.patch_files()
+    what = f"{fetch.patchset()} {fetch.PIN['sha256']} CUDA {major}.{minor} compute_{arch}"
+    wanted = f"{what} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    work = build / "check-patches"
+    stamp = work / STAMP
+    if stamp.is_file() and stamp.read_text("utf-8") == wanted:
+        say(f"CUDA sources not compiled again: patch set {fetch.patchset()} compiled here before")
+        return
+    begin = time.monotonic()
+    tree = work / "llama.cpp"
+    fetch.provide(tree, build / "cache", sdist)
+    sources = units(tree, touched_by(patches))
+    # a folder of their own: the wheels share one that may hold another toolkit's headers
+    shutil.rmtree(work / "cublas", ignore_errors=True)
+    (work / "cublas").mkdir(parents=True)
+    for header in include.glob("cublas*.h"):
+        (work / "cublas" / header.name).symlink_to(header.resolve())
+    ggml = tree / "ggml"
+    includes = [ggml / "src", ggml / "include", work / "cublas"]
+    compile_all(toolkit / "bin" / "nvcc", sources, includes, arch)
+    stamp.write_text(wanted, "utf-8")
+    spent = time.monotonic() - begin
+    say(f"CUDA sources: {len(sources)} files compiled to PTX for compute_{arch} in {spent:.0f} s")
