@@ -6,7 +6,8 @@ import math
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +37,9 @@ class Graph:
         """Make a leaf that holds an array of numpy shape (ggml's reversed)."""
         return self._leaf(self.b, dtype, data.shape[::-1], data)
 
-    def weight(self, data: Array) -> Tensor:
+    def weight(self, data: npt.NDArray, dtype: int = F32) -> Tensor:
         """Make a leaf in memory marked as weights, which may be loaded early."""
-        return self._leaf(self._weights, F32, data.shape[::-1], data)
+        return self._leaf(self._weights, dtype, data.shape[::-1], data)
 
     def matrix(self, kind: str, rng: np.random.Generator, *ne: int) -> Tensor:
         """Make a weight with random quantized blocks, extents in ggml order."""
@@ -82,14 +83,20 @@ class Graph:
 
     def _allocate(self, device: Device, stack: ExitStack) -> None:
         """Give every tensor memory of its own: the device may reorder and fuse."""
+        stack.enter_context(self.b.context)
+        stack.enter_context(self.place_weights(device))
+        ptr = C.ggml_backend_alloc_ctx_tensors_from_buft(self.b.context.ptr, device.buft)
+        stack.enter_context(Buffer(ptr))
+
+    @contextmanager
+    def place_weights(self, device: Device) -> Iterator[None]:
+        """Give the weights memory that is marked as such."""
         self.weight(np.zeros(1, np.float32))  # there is one at least
-        for builder in (self._weights, self.b):
-            stack.enter_context(builder.context)
-        for builder in (self._weights, self.b):
-            ptr = C.ggml_backend_alloc_ctx_tensors_from_buft(builder.context.ptr, device.buft)
-            stack.enter_context(Buffer(ptr))
-            if builder is self._weights:
+        with self._weights.context as context:
+            ptr = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
+            with Buffer(ptr):
                 C.ggml_backend_buffer_set_usage(ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+                yield
 
     def _fill(self) -> None:
         """Fill the leaves, and the results with NaN: those of the last run would hide a race."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,3 +28,18 @@ def device() -> Iterator[Device]:
     opened = Device("cuda")
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session")
+def capability() -> int:
+    """Return the compute capability of the first CUDA device: 75, 86, 90, ..."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuInit(0) == 0
+    first = ctypes.c_int()
+    assert driver.cuDeviceGet(ctypes.byref(first), 0) == 0
+    found = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        value = ctypes.c_int()
+        assert driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, first) == 0
+        found.append(value.value)
+    return 10 * found[0] + found[1]
