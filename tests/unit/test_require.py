@@ -144,10 +144,18 @@ def test_scripts_test_ends_as_pytest_does(
     for name in ("prepare", "make_oracle"):  # what builds
         monkeypatch.setattr(script._venv, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(script._venv, "python", lambda: Path(sys.executable))
+    steps: list[list[str]] = []
+    monkeypatch.setattr(
+        script._venv, "run_step", lambda what, command: steps.append([str(c) for c in command])
+    )
     monkeypatch.setenv("PYTHONPATH", str(tree))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("MOEGRAPH_ORACLE", str(tree / "nowhere"))
-    monkeypatch.setattr(sys, "argv", ["scripts/test", "-q", "--require", "native,regression"])
+    arguments = ["-q", "--ptx", "90", "--require", "native,regression"]
+    monkeypatch.setattr(sys, "argv", ["scripts/test", *arguments])
     assert script.main() != 0
+    assert [step[1:] for step in steps] == [
+        [str(tree / "scripts" / "check_patches"), "--ptx", "90"]
+    ]
     said = "".join(capfd.readouterr())
     assert said.split() == f"ERROR: MOEGRAPH_ORACLE is {tree}/nowhere, which is no folder".split()
