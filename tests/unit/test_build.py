@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import _cuda  # noqa: E402
-import _progress  # noqa: E402
-import _tools  # noqa: E402
+import _cuda
+import _progress
+import _tools
 
 
 @pytest.fixture

@@ -14,20 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "make_model.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-import make_model  # noqa: E402
-from modelgen.blocks import TYPES  # noqa: E402
-from modelgen.build import write_model  # noqa: E402
-from modelgen.calibrate import Calibration  # noqa: E402
-from modelgen.fill import Filler  # noqa: E402
-from modelgen.gguf_write import TensorEntry, split_tensors  # noqa: E402
-from modelgen.mix import Mix  # noqa: E402
-from modelgen.presets import PRESETS  # noqa: E402
-from modelgen.shape import Shape, shape_options  # noqa: E402
-from modelgen.tensors import Plan, Tensor  # noqa: E402
-from modelgen.vocab import SPECIALS, vocabulary  # noqa: E402
+import make_model
+from modelgen.blocks import TYPES
+from modelgen.build import write_model
+from modelgen.calibrate import Calibration
+from modelgen.fill import Filler
+from modelgen.gguf_write import TensorEntry, split_tensors
+from modelgen.mix import Mix
+from modelgen.presets import PRESETS
+from modelgen.shape import Shape, shape_options
+from modelgen.tensors import Plan, Tensor
+from modelgen.vocab import SPECIALS, vocabulary
 
-from moegraph.errors import MoegraphError  # noqa: E402
-from moegraph.modelfile import open_model  # noqa: E402
+from moegraph.errors import MoegraphError
+from moegraph.modelfile import open_model
 
 gguf = pytest.importorskip("gguf")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import gen_stubs  # noqa: E402
+import gen_stubs
 
 
 def class_fields(path: Path, name: str) -> dict[str, str]:
