@@ -186,7 +186,14 @@ class Engine:
             )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
-            self.device, self.banks, store, cache, cold, miss, max_rows, not config.deterministic
+            self.device,
+            self.banks,
+            store,
+            cache,
+            cpu_experts,
+            miss,
+            max_rows,
+            not config.deterministic,
         )
         profile = self._profile
         starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
@@ -295,7 +302,7 @@ class Engine:
         found, misses = [self.threads.warning], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
-            found += [misses.warning, misses.cache.warning(), profile]
+            found += [misses.warning, misses.cache.warning() or "", profile]
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:

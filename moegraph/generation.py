@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Cancelled, InternalError
-from .ownership import Ownership
+from .ownership import Ownership, is_live
 from .runner import Output
 from .sampling import Sampler, SamplingParams
 from .sequence import CancelToken, GenerationEvent, Sequence
@@ -31,7 +31,7 @@ class Events(Iterator[GenerationEvent]):
         self._ownership = ownership
 
     def __next__(self) -> GenerationEvent:
-        if self._steps.gi_frame is not None:  # else there is nothing left to compute
+        if is_live(self._steps):  # else there is nothing left to compute
             self._ownership.claim(self._steps)
         return next(self._steps)
 

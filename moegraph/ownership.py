@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Generator
@@ -11,6 +12,11 @@ from .errors import EngineBusy, RequestError
 
 # No thread has this identifier.
 _NO_THREAD = 0
+
+
+def is_live(steps: Generator[Any, None, None]) -> bool:
+    """Return whether a generator has steps left."""
+    return inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED
 
 
 class Ownership:
@@ -102,4 +108,4 @@ class Ownership:
 
     def _owner(self) -> Generator[Any, None, None] | None:
         owner = self._generation() if self._generation else None
-        return owner if owner is not None and owner.gi_frame is not None else None
+        return owner if owner is not None and is_live(owner) else None

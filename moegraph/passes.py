@@ -7,6 +7,8 @@ sequences that are still marked, so a clean-up that was itself interrupted is on
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -153,7 +155,7 @@ class Passes:
                 self._reset_batch()
             raise NativeError(f"{error} after {n_held} positions, {where}") from error
 
-    def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray]:
+    def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
         """Run tokens as one pass and return every named node by (name, il); numpy shapes."""
         self._clean_up()
         self._runner.require_idle()

@@ -13,6 +13,7 @@ versions of the package. Seconds everywhere; whatever a library prints goes to s
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -199,8 +200,7 @@ class Upstream(Side):
     def __init__(self, folder: str) -> None:
         oracle = Path(__file__).resolve().parents[1] / "tests" / "oracle"
         sys.path.insert(0, str(oracle))
-        import upstream
-
+        upstream: Any = importlib.import_module("upstream")
         self._module = upstream
         self._server = upstream.Server(upstream.Upstream(Path(folder)))
         self._context: Any = None

@@ -17,14 +17,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 
-from graph_runs import Graph, random  # noqa: E402
-from modelgen.blocks import TYPES  # noqa: E402
-from test_small_kernels import EPS, Step, moe  # noqa: E402
+from graph_runs import Graph, random
+from modelgen.blocks import TYPES
+from test_small_kernels import EPS, Step, moe
 
-from moegraph.ggml.device import Device  # noqa: E402
-from moegraph.ggml.lib import C  # noqa: E402
-from moegraph.ggml.ops import I32, Tensor  # noqa: E402
-from moegraph.graphs.experts import build_expert_sum  # noqa: E402
+from moegraph.ggml.device import Device
+from moegraph.ggml.lib import C
+from moegraph.ggml.ops import I32, Tensor
+from moegraph.graphs.experts import build_expert_sum
 
 
 class Clock:
@@ -35,7 +35,7 @@ class Clock:
 
     def __call__(self, graph: Graph, outputs: list[Tensor], n_links: int) -> float:
         """Return microseconds of a link."""
-        return graph.run(self.device, outputs, self.repeat)[1] / n_links * 1e6
+        return float(graph.run(self.device, outputs, self.repeat)[1] / n_links * 1e6)
 
 
 def norms(clock: Clock, with_sum: bool) -> float:

@@ -26,12 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moegraph.modelfile import resolve_target  # noqa: E402
-from moegraph.threads import default_threads, usable_cpus  # noqa: E402
+from moegraph.modelfile import resolve_target
+from moegraph.threads import default_threads, usable_cpus
 
 SPIN = "while True: pass"
 
@@ -150,7 +151,7 @@ def run(way: Way) -> tuple[list[float], str]:
     return row["samples_ts"], used
 
 
-def measure(args: argparse.Namespace, n_busy: int) -> list[dict[str, object]]:
+def measure(args: argparse.Namespace, n_busy: int) -> list[dict[str, Any]]:
     """Return a row for each way beside n busy cores."""
     compared = ways(args)
     samples: dict[int, list[float]] = {at: [] for at in range(len(compared))}
@@ -161,7 +162,7 @@ def measure(args: argparse.Namespace, n_busy: int) -> list[dict[str, object]]:
                 tps, threads = run(way)
                 samples[at] += tps
                 used[at].append(threads)
-    rows: list[dict[str, object]] = [
+    rows: list[dict[str, Any]] = [
         {
             "busy": n_busy, "cpus": usable_cpus(), "system": way.system, "way": way.name,
             "median_tps": statistics.median(samples[at]), "samples_tps": samples[at],
@@ -171,19 +172,18 @@ def measure(args: argparse.Namespace, n_busy: int) -> list[dict[str, object]]:
     ]  # fmt: skip
     theirs = [row["median_tps"] for row in rows if row["system"] == "upstream"]
     for row in rows:
-        row["ratio"] = row["median_tps"] / max(theirs) if theirs else None  # type: ignore
+        row["ratio"] = row["median_tps"] / max(theirs) if theirs else None
     return rows
 
 
-def report(rows: list[dict[str, object]]) -> None:
+def report(rows: list[dict[str, Any]]) -> None:
     """Print a table."""
     print("| busy | system | threads | t/s, median | min .. max | used | to upstream's best |")
     print("|---:|---|---|---:|---|---|---:|")
     for row in rows:
         tps = row["samples_tps"]
-        assert isinstance(tps, list)
         ratio = f"{row['ratio']:.3f}" if row["ratio"] else "-"
-        used = ", ".join(dict.fromkeys(row["threads_used"]))  # type: ignore
+        used = ", ".join(dict.fromkeys(row["threads_used"]))
         print(
             f"| {row['busy']} | {row['system']} | {row['way']} | {row['median_tps']:.1f} "
             f"| {min(tps):.1f} .. {max(tps):.1f} | {used} | {ratio} |", flush=True,

@@ -64,6 +64,8 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for part in node.body:
         if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
             decorators = {ast.unparse(d) for d in part.decorator_list}
+            if any(name.endswith(".setter") for name in decorators):
+                continue  # the property itself is listed
             is_value = decorators & {"property", "cached_property"}
             yield f"{part.name}" if is_value else f"{part.name}()", summary(part)
 

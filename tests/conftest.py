@@ -18,7 +18,7 @@ from moegraph.experts.prefetch import PrefetchController
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
-import needs  # noqa: E402
+import needs
 
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -24,6 +24,7 @@ from ..footprint import slot_bytes
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
 from ..runner.misses import MissHandler
+from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes
 
 # Loads the model under a configuration, with recorded routing or with its own.
@@ -71,19 +72,20 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         by_host = [_segment(engine) for _ in plan]
         host_misses = _handler(engine)
         unpinned = stream = [host_misses.stream_seconds(n) for n in range(1, k + 1)]
-        threads = _thread_counts(config.n_threads)
+        n_threads = config.n_threads or default_threads()
+        threads = _thread_counts(n_threads)
         on_cpu = {n: _cpu_seconds(engine, host_misses, n, k) for n in threads}
     # as in a run: a card has what it may lack in pinned memory where that can be had
     pin = "all" if words["is_cpu"] else "auto"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
         if not words["is_cpu"]:
             stream = [_handler(engine).stream_seconds(n) for n in range(1, k + 1)]
-        n_fetching = len(_handler(engine).miss_mode.fetching)
+        n_fetching = len(_handler(engine).miss_mode.fetch_layers)
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
-    machine = _machine(name, words, sizes, whole, stream, on_cpu[config.n_threads], unpinned,
+    machine = _machine(name, words, sizes, whole, stream, on_cpu[n_threads], unpinned,
                        by_host, by_graph)  # fmt: skip
     return {**machine_fields(machine), "measured": _beside(
-        words, config.n_threads, whole is not None, machine, stream, on_cpu
+        words, n_threads, whole is not None, machine, stream, on_cpu
     )}  # fmt: skip
 
 
@@ -146,12 +148,16 @@ def _cpu_seconds(engine: Engine, misses: MissHandler, n_threads: int, k: int) ->
     store, device = misses.store, engine.device
     if not store.is_aligned:
         return []
-    kind = GraphCpuExperts if device.is_cpu else KernelCpuExperts
-    cold: CpuExperts = kind(device, engine.hparams, store, n_threads, 1)
+    cpu_experts: CpuExperts
+    if device.is_cpu:
+        device.use_threads(Threads(n_threads, waiting(n_threads)))
+        cpu_experts = GraphCpuExperts(device, engine.hparams, store, 1)
+    else:
+        cpu_experts = KernelCpuExperts(device, engine.hparams, store, n_threads, 1)
     try:
-        return [cold.measure(n) for n in range(1, k + 1)]
+        return [cpu_experts.measure(n) for n in range(1, k + 1)]
     finally:
-        cold.close()
+        cpu_experts.close()
 
 
 def _machine(

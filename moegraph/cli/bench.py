@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -115,7 +115,7 @@ def _range(text: str) -> list[int]:
     return found
 
 
-def _list_option(*flags: str, **described: Any) -> Any:
+def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], options.Command]:
     """Return an option that takes comma lists and may be repeated; all of it is measured."""
     return click.option(*flags, multiple=True, **described)
 

@@ -11,7 +11,7 @@ from ..modelfile.resolve import SHIPPED
 SHELLS = ("bash", "zsh", "fish")
 
 
-class ModelTarget(click.ParamType):
+class ModelTarget(click.ParamType[str]):
     """A model: the name of a shipped one, or a path; a text like any other until it is opened."""
 
     name = "text"

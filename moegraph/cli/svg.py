@@ -175,7 +175,7 @@ def heat_map(
 
 def _round_step(n: int, n_ticks: int) -> int:
     """Return a round distance of about n_ticks ticks over n cells."""
-    return next(m * 10**p for p in range(9) for m in (1, 2, 5) if m * 10**p * n_ticks >= n)
+    return next(m * int(10**p) for p in range(9) for m in (1, 2, 5) if m * 10**p * n_ticks >= n)
 
 
 def _reached(row: Sequence[float], share: float) -> int:

@@ -287,7 +287,7 @@ class ExpertCache:
         for il, slot in self._given:
             self._layers[il].owner[slot] = -1
         for il in self.in_flight:
-            for slot, _ in self._layers[il].landing:
+            for slot, _ in self._layers[il].victims:
                 self._layers[il].owner[slot] = -1
         for il, layer in enumerate(self._layers):
             if not layer.full:

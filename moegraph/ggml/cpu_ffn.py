@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import _native
 
 
-class CpuFfn(Handle["_native.mg_cold_ptr"]):
+class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
     n_threads: the calling thread is one of them. Only one call at a time.
@@ -29,7 +29,7 @@ class CpuFfn(Handle["_native.mg_cold_ptr"]):
         if min(sizes) < 1:
             raise InternalError(f"expert FFN of sizes {sizes}: each must be at least 1")
         self._n_embd, self._n_ff, self._max_rows = n_embd, n_ff_exp, max_rows
-        ptr: _native.mg_cold_ptr = C.mg_cpu_ffn_new(*sizes)
+        ptr: _native.mg_cpu_ffn_ptr = C.mg_cpu_ffn_new(*sizes)
         if ptr == ffi.NULL:
             raise ConfigError(
                 f"cannot start {n_threads} CPU threads for experts that are not on the device; "

@@ -35,7 +35,7 @@ class Backend(Handle["_native.ggml_backend_ptr"]):
         super().__init__(C.ggml_backend_dev_init(dev, ffi.NULL), C.ggml_backend_free)
 
 
-class ThreadPool(Handle):
+class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
     """Threads of the CPU: the caller's and n - 1 more, which wait as `Threads` says."""
 
     __slots__ = ()
@@ -304,5 +304,7 @@ class Device:
     def close(self) -> None:
         """Wait for the device and free its streams."""
         self.synchronize()
-        for handle in (*self._streams(), *self._pools.values()):
-            handle.close()
+        for stream in self._streams():
+            stream.close()
+        for pool in self._pools.values():
+            pool.close()

@@ -18,7 +18,8 @@ class Tensor(Protocol):
     """A cffi pointer to struct ggml_tensor; its memory belongs to a Context.
 
     type: of its elements, a GGML_TYPE number. ne: extents. nb: strides in bytes. Both have 4
-    elements. src: what it is computed from; data: where it lies, or NULL.
+    elements. src: what it is computed from. data: where it lies, or NULL. op_params: 16 numbers
+    that the op reads.
     """
 
     type: int
@@ -27,6 +28,7 @@ class Tensor(Protocol):
     src: Sequence[Tensor]
     data: Any
     name: Any
+    op_params: MutableSequence[int]
 
 
 F32: int = C.GGML_TYPE_F32

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType, quants
-
 from graph_runs import Array, Graph, nmse, random
 
 from moegraph.experts.bank import Bank

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products
 
-from expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products  # noqa: E402
-
-from moegraph.ggml.device import Device  # noqa: E402
+from moegraph.ggml.device import Device
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 8])

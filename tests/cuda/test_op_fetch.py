@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
 
-from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup  # noqa: E402
-
-from moegraph.ggml.device import Device  # noqa: E402
-from moegraph.ggml.ops import MAX_FETCH_IDS  # noqa: E402
+from moegraph.ggml.device import Device
+from moegraph.ggml.ops import MAX_FETCH_IDS
 
 MIB = 2**20 // 4  # numbers in one
 # One vector of 16 bytes, then around what a thread, a block and all blocks copy at a time.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-
 from graph_runs import random
 
 from moegraph.ggml.device import Device, HostBuffer

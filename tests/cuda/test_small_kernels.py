@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-
 from graph_runs import Array, Graph, nmse, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C, ffi
-from moegraph.ggml.ops import F32, I32, Builder, Tensor
+from moegraph.ggml.ops import I32, Builder, Tensor
 from moegraph.graphs.cache import GraphCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-
 from tree_layer import Layer, verify_and_commit
 from tree_rows import TREES, ConvCase, DeltaCase, path
 

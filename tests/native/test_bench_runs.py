@@ -21,8 +21,8 @@ SCRIPTS = ROOT / "scripts"
 FAKE = ROOT / "tests" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
-import _llama_bench  # noqa: E402
-import bench_residency  # noqa: E402
+import _llama_bench
+import bench_residency
 
 COMMON = ["--device", "cpu", "--threads", "1"]
 SHORT = ["--samples", "2", "--gen", "4"]

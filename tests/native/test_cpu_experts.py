@@ -8,7 +8,7 @@ import pytest
 from moegraph.experts.store import ExpertStore
 from moegraph.ggml.device import Device
 from moegraph.modelfile import open_model
-from moegraph.runner.cpu_experts import KernelCpuExperts, CpuExperts
+from moegraph.runner.cpu_experts import CpuExperts, KernelCpuExperts
 from moegraph.runner.cpu_experts_graph import GraphCpuExperts
 
 MAX_ROWS = 4

@@ -11,16 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from fit_routing import lru_curve, popularity_curve  # noqa: E402
+from fit_routing import lru_curve, popularity_curve
 
-from moegraph.config import EngineConfig  # noqa: E402
-from moegraph.engine import Engine  # noqa: E402
-from moegraph.experts.cost import MACHINES  # noqa: E402
-from moegraph.experts.generator import PRESETS, generate_trace  # noqa: E402
-from moegraph.experts.identity import RouterShape, router_shape  # noqa: E402
-from moegraph.experts.policy import POLICIES  # noqa: E402
-from moegraph.experts.simulate import even_slots, simulate  # noqa: E402
-from moegraph.experts.trace import Trace, TraceRecorder  # noqa: E402
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.experts.cost import MACHINES
+from moegraph.experts.generator import PRESETS, generate_trace
+from moegraph.experts.identity import RouterShape, router_shape
+from moegraph.experts.policy import POLICIES
+from moegraph.experts.simulate import even_slots, simulate
+from moegraph.experts.trace import Trace, TraceRecorder
 
 N_TOKENS = 1536
 

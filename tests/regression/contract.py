@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from regression.compare import Array, Difference, first_differences, margins
 
 # (kind of pass, KV type) -> logits [rows, n_vocab]. Kinds: "prompt", "single".

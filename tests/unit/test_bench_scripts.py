@@ -18,19 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import _bench  # noqa: E402
-import bench_predict  # noqa: E402
-import bench_tables  # noqa: E402
-import fit_routing  # noqa: E402
-from _traces import ModelFacts, find_trace, write_routing  # noqa: E402
+import _bench
+import bench_predict
+import bench_tables
+import fit_routing
+from _traces import ModelFacts, find_trace, write_routing
 
-from moegraph.errors import RequestError  # noqa: E402
-from moegraph.experts.cost import MACHINES, Curve  # noqa: E402
-from moegraph.experts.generator import PRESETS, RoutingModel, generate_trace  # noqa: E402
-from moegraph.experts.identity import RouterShape  # noqa: E402
-from moegraph.experts.policy import POLICIES  # noqa: E402
-from moegraph.experts.simulate import even_slots, simulate  # noqa: E402
-from moegraph.experts.trace import read_trace  # noqa: E402
+from moegraph.errors import RequestError
+from moegraph.experts.cost import MACHINES, Curve
+from moegraph.experts.generator import PRESETS, RoutingModel, generate_trace
+from moegraph.experts.identity import RouterShape
+from moegraph.experts.policy import POLICIES
+from moegraph.experts.simulate import even_slots, simulate
+from moegraph.experts.trace import read_trace
 
 FAKE = str(ROOT / "tests" / "fake_llama_bench.py")
 BIG = RouterShape(40, 256, 8)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from regression.contract import (
     Report,
     judge_rows,

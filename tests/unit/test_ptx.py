@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import _cuda  # noqa: E402
-import _ptx  # noqa: E402
-from _tools import BuildError, fetch  # noqa: E402
+import _cuda
+import _ptx
+from _tools import BuildError, fetch
 
 FOLDER = "ggml/src/ggml-cuda"
 FILES = {
