@@ -33,7 +33,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     device, model = runner.device, runner.model
     if min(model.banks.n_slots) < model.hp.n_expert:
         raise ConfigError(
-            "node values need every expert on the device; drop --cache-slots and --vram"
+            "forward_nodes needs every expert on the device; drop --cache-slots and --vram"
         )
     state, (n_seqs, n_seq_tokens) = model.state, batch.tokens.shape
     pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]

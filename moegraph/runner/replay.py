@@ -31,8 +31,8 @@ class Replay:
         wanted = (hp.n_layer, hp.n_expert_used)
         if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:
             raise ConfigError(
-                f"the routing trace has shape {ids.shape}; this model needs "
-                f"[n_steps, {wanted[0]}, {wanted[1]}] (layers, experts used)"
+                f"the routing trace has shape {ids.shape}; this model needs steps of "
+                f"{wanted[0]} layers with {wanted[1]} experts"
             )
         if ids.min() < 0 or ids.max() >= hp.n_expert:
             raise ConfigError(
