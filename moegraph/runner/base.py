@@ -195,7 +195,7 @@ class Runner(ABC):
 
     @abstractmethod
     def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass: out of memory shows at start, no block moves later.
+        """Build the graphs of the largest pass, so that the shared block never grows later.
 
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
