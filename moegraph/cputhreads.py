@@ -1,4 +1,4 @@
-"""The CPU threads of an engine: those that suit each pass, and what is measured about them."""
+"""Chooses the CPU threads of each pass of an engine by measurement."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .runner import Batch, Runner
 from .runner.base import NotFinite
 from .threads import Threads, Tuner, usable_cpus, waiting, ways
 
-# What measuring at load may take; the rest is measured with the first tokens of an answer.
+# Time limit of measuring at load; the first tokens of an answer are measured for the rest.
 _MEASURE_S = 1.0
 
 
 class CpuThreads:
-    """Sets the threads of each pass; does nothing where the device is not the CPU."""
+    """Sets the threads of each pass; does nothing if the device is not the CPU."""
 
     def __init__(self, device: Device, config: EngineConfig) -> None:
         self._device = device
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
-        choices = [Threads(device.n_threads, 0)]  # of a GPU: only experts on the CPU take them
+        choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
         if device.is_cpu:
             choices = ways(device.n_threads, config.n_threads, config.poll)
         self._is_measured = len(choices) > 1
@@ -32,7 +32,7 @@ class CpuThreads:
         self._started: float | None = None
 
     def begin(self, n_rows: int) -> None:
-        """Have the device compute the next pass, of n_rows, with the threads that suit it."""
+        """Set the threads for the next pass, of n_rows rows."""
         self._started = None
         if self._device.is_cpu:
             self._device.use_threads(self.tuner.current if n_rows == 1 else self._batch)
@@ -40,15 +40,15 @@ class CpuThreads:
                 self._started = time.perf_counter()
 
     def end(self) -> None:
-        """Take note of the time since `begin`: the pass has been computed."""
+        """Record the time since `begin`; call it when the pass has been computed."""
         if self._started is not None:
             self.tuner.took(time.perf_counter() - self._started)
 
     def measure(self, runner: Runner) -> None:
-        """Measure passes of one row, for not much longer than a second; leaves no trace of them.
+        """Measure one-row passes for about a second, then reset sequence 0.
 
-        Where experts can be missing, the cache would learn from such passes: there, all is measured
-        with the first tokens of an answer.
+        Does nothing where experts may be missing, because the cache would learn from these passes.
+        There the first tokens of an answer are measured.
         """
         if not self._is_measured or runner.mode != "whole":
             return
@@ -60,7 +60,7 @@ class CpuThreads:
                 self.begin(1)
                 self._run(runner, batch)
         except NotFinite:
-            pass  # the weights are damaged: the first request says where
+            pass  # the weights are damaged: the first request will say where
         finally:
             runner.model.state.reset(0)
 
@@ -72,21 +72,21 @@ class CpuThreads:
 
     @property
     def warning(self) -> str:
-        """What a user should know about the number of threads; usually nothing."""
+        """One line if there are more threads than usable CPUs; otherwise empty."""
         n, usable = self._device.n_threads, usable_cpus()
         if n <= usable:
             return ""
         return f"{n} threads take turns on {usable} usable CPUs; use -t {usable} or less"
 
     def tried(self) -> list[dict[str, Any]]:
-        """Return what the last trial found: threads, poll, tokens a second; nothing if given."""
+        """Return the results of the last trial: threads, poll, tokens/s; empty without a trial."""
         return [
             {"n_threads": way.n, "poll": way.poll, "tokens_per_s": round(1 / took, 1)}
             for way, took in self.tuner.measured.items()
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return what is used now, for --json: threads and poll of a token, threads of prompts."""
+        """Return the settings in use, for --json: threads and poll in decode, prompt threads."""
         n, poll = self.tuner.current
         return {
             "n_threads": n,

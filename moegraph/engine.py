@@ -1,4 +1,4 @@
-"""The engine: a model on a device, and the loop from prompt ids to events."""
+"""The engine: a model loaded on a device, for passes and generations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from .weights import Loader, Progress, Weights
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# What a device keeps free when it may use all that is free: other programs, and CUDA graphs.
+# Device memory left free with --vram auto, for other programs and for CUDA graphs.
 _MARGIN_BYTES = 256 << 20
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
@@ -65,14 +65,14 @@ Part = TypeVar("Part", bound=_Closes)
 class Engine:
     """One model, loaded on one device, generating for one sequence at a time.
 
-    Use `Engine.load`; close it or use it as a context manager.
+    Create it with `Engine.load`. Close it, or use it as a context manager.
 
-    An engine belongs to the first thread that uses it; `hand_over` lets another one have it. A
-    generation owns it while it runs: passes by hand and a second generation are refused until it
-    has ended or was closed. Closing an engine is allowed from any thread, once no call is running.
+    An engine belongs to the first thread that uses it; `hand_over` releases it for another thread.
+    A generation owns the engine while it runs: until it ends or is closed, passes and a second
+    generation are refused. Any thread may close an engine while no call is running.
 
-    Errors are those of `moegraph.errors`, except where ggml aborts, as on any error of a CUDA call:
-    that ends the whole process with status 4 and cannot be caught.
+    Errors are those of `moegraph.errors`, with one exception: if a CUDA call fails, ggml aborts.
+    That ends the process with status 4 and cannot be caught.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Engine:
         progress: Progress | None,
         routing: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Take ownership of an open model file and load it; see `Engine.load`."""
+        """Load an open model file and own it; see `Engine.load`."""
         self.file = model
         self.config = config
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
-        self._n_saved: npt.NDArray[np.int64] | int = 0  # choices the profile has already
+        self._n_saved: npt.NDArray[np.int64] | int = 0  # choices that are in the profile
         self.ownership = Ownership()
         with closed_on_failure():
             try:
@@ -105,16 +105,16 @@ class Engine:
         progress: Progress | None = None,
         routing: npt.NDArray[np.int32] | None = None,
     ) -> Engine:
-        """Open a GGUF file, or a shipped model by its name, and make it resident.
+        """Load a GGUF file, or a shipped model by its name, onto a device.
 
-        progress: called with (stage, done, total) while bytes are loaded.
-        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], that replace
-            the router's choice in single-row passes; for measuring.
+        progress: called with (stage, bytes done, bytes in total) while loading.
+        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used]; they replace
+            the router's choice in one-row passes, for measuring.
 
         Raises:
-            ConfigError: a setting is wrong or there is no such device.
-            ModelFileError, UnsupportedModel: the file is not one we can run.
-            OutOfDeviceMemory: it does not fit; the message names the setting to lower.
+            ConfigError: a setting is wrong, or there is no such device.
+            ModelFileError, UnsupportedModel: moegraph cannot run the file.
+            OutOfDeviceMemory: the model does not fit; the message names the setting to lower.
         """
         config = (config or EngineConfig()).validate()
         return cls(open_model(resolve_target(path)), config, progress, routing)
@@ -129,7 +129,7 @@ class Engine:
         n_slots = self._plan_slots()
         if n_slots is not None and config.mode == "whole":
             raise ConfigError(
-                "mode 'whole' needs every expert on the device, and not all of them get a slot; "
+                "mode 'whole' needs every expert on the device, but not all experts get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
         loader = Loader(self.device, self.file, progress)
@@ -164,17 +164,17 @@ class Engine:
         self.threads.measure(self.runner)
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
-        """Open the expert store and cache, and fill the slots."""
+        """Open the expert store and the cache, and fill the slots."""
         config, hp = self.config, self.hparams
         partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
         store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        # 'auto' goes by what was measured
+        # 'auto' depends on measured times
         miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
         if miss == "cpu" and not store.is_aligned:
             raise ConfigError(
-                "miss 'cpu' needs tensors aligned to 32 bytes, which this file's are not; "
+                "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
                 "use --miss stream"
             )
         cpu_experts: CpuExperts | None = None
@@ -202,7 +202,7 @@ class Engine:
         return misses
 
     def _read_profile(self) -> ProfileFile | None:
-        """Return the routing profile that was named, or the one beside the model, if any."""
+        """Return the profile that --profile names, or the one beside the model; None without."""
         config, beside = self.config, profile_path(self.file.path)
         return open_profile(
             config.profile, config.profile_class, beside, lambda: router_shape(self.file)
@@ -211,7 +211,7 @@ class Engine:
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
 
-        None: there is no profile, or no expert can be missing and none is needed.
+        Returns None if there is no profile, or if no expert can be missing.
         """
         misses = self._misses
         if self._profile is None or not misses:
@@ -223,12 +223,12 @@ class Engine:
         return update
 
     def _own(self, part: Part) -> Part:
-        """Close a part with the engine, the last one first; return it."""
+        """Have `close` close a part, in reverse order of these calls; return the part."""
         self._stack.callback(part.close)
         return part
 
     def _plan_slots(self) -> list[int] | None:
-        """Return the expert slots of each layer, or None when all experts are resident."""
+        """Return the expert slots of each layer, or None if all experts are resident."""
         config, free = self.config, self.device.memory()[0]
         budget, source = None, "--vram"
         if config.vram != "auto":
@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def device_name(self) -> str:
-        """Spelling of the device in use: cpu or cuda:N."""
+        """Name of the device in use: cpu or cuda:N."""
         return self.device.name
 
     @property
@@ -267,7 +267,7 @@ class Engine:
         return self._own(Tokenizer(self.file))
 
     def memory(self) -> dict[str, int]:
-        """Return bytes: device and host peaks, and what the parts take on the device.
+        """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
 
         Raises:
             RequestError: the engine is closed.
@@ -285,7 +285,7 @@ class Engine:
         }
 
     def expert_stats(self) -> ExpertStats | None:
-        """Return what the expert cache did so far; None in mode 'whole', which has none."""
+        """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
         if not isinstance(self.runner, LayeredRunner):
             return None
         cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
@@ -298,7 +298,7 @@ class Engine:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know about this placement, one line each; usually nothing."""
+        """Warnings about threads, pinned memory, cache and profile, one line each."""
         found, misses = [self.threads.warning], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
@@ -306,7 +306,7 @@ class Engine:
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:
-        """Return what changed since the last call that a user should know, one line each."""
+        """Return the guard's messages since the last call, one line each."""
         misses = self._misses
         if not misses or not misses.guard:
             return []
@@ -314,23 +314,32 @@ class Engine:
         return found
 
     def hand_over(self) -> None:
-        """Give the engine up, so that another thread may use it: the next one that calls.
+        """Release the engine from this thread; the next thread that calls owns it.
 
-        A generation under way goes with it.
+        A running generation goes on there.
+
+        Raises:
+            RequestError: the engine is closed, or it belongs to another thread.
         """
         self.ownership.hand_over()
 
     def reset(self, seq: int = 0) -> None:
-        """Forget a sequence, and the results of a pass in flight over it.
+        """Empty a sequence and drop the results of a pass in flight that includes it.
 
         Raises:
-            RequestError, EngineBusy: as in `submit`; or there is no such sequence.
+            RequestError: there is no such sequence, the engine is closed, or it belongs to another
+                thread.
+            EngineBusy: a generation is running.
         """
         self.ownership.enter_alone()
         self.passes.reset(seq)
 
     def held(self, seq: int) -> list[int]:
-        """Return the token ids that a sequence holds."""
+        """Return the token ids that a sequence holds.
+
+        Raises:
+            RequestError: there is no such sequence.
+        """
         return self.passes.held(seq)
 
     def forward(
@@ -343,11 +352,13 @@ class Engine:
     ) -> Output:
         """Run token rows as one pass and wait for it.
 
-        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for neighbouring sequences
-        from seq.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
+            seq.
+        all_rows: results for every row; otherwise for the last row of each sequence.
+        greedy: return the device's argmax instead of logits.
 
         Raises:
-            RequestError, ContextOverflow, EngineBusy: as in `submit`.
+            RequestError, ContextOverflow, EngineBusy, Cancelled: as in `submit`.
             NativeError, ModelFileError: as in `collect`.
         """
         self.submit(tokens, seq, all_rows, greedy, cancel)
@@ -356,7 +367,11 @@ class Engine:
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
     ) -> npt.NDArray[np.float32]:
-        """Run tokens as one pass from position pos0; return F32, numpy shape [n_out, n_vocab]."""
+        """Run tokens as one pass from position pos0; return logits F32 [n_out, n_vocab] (numpy).
+
+        Raises:
+            RequestError: the sequence does not hold pos0 positions; others as in `forward`.
+        """
         self.ownership.enter_alone()
         self.passes.expect_position(seq, pos0)
         return self.forward(tokens, seq, all_rows).require_logits()
@@ -364,9 +379,13 @@ class Engine:
     def forward_nodes(
         self, tokens: Ids, pos0: int = 0, seq: int = 0
     ) -> dict[tuple[str, int], npt.NDArray[Any]]:
-        """Run tokens as one pass and return every named node by (name, il); numpy shapes.
+        """Run tokens as one pass; return every named node by (name, il), in numpy shapes.
 
-        On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: a fused node has no value of its own.
+        On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: fused nodes have no values.
+
+        Raises:
+            RequestError: as in `forward_logits`.
+            ConfigError: not every expert is resident.
         """
         self.ownership.enter_alone()
         self.passes.expect_position(seq, pos0)
@@ -380,27 +399,30 @@ class Engine:
         greedy: bool,
         cancel: CancelToken | None,
     ) -> None:
-        """Start a pass over rows of tokens without waiting; arguments as for `forward`.
+        """Start a pass without waiting; arguments as in `forward`.
 
-        One pass may be in flight: there is memory for the results of one. Collect it first. When a
-        pass fails or is cancelled, its sequences are empty afterwards.
+        Only one pass may be in flight: collect it before the next. If a pass fails or is cancelled,
+        its sequences are emptied.
 
         Raises:
-            RequestError: ids out of range, too many rows, a pass in flight, a closed engine, or one
-                that belongs to another thread.
-            ContextOverflow: no room left.
+            RequestError: wrong ids or shape, too many rows, a pass is in flight, the engine is
+                closed, or it belongs to another thread.
+            ContextOverflow: the rows do not fit into the context.
             EngineBusy: a generation is running.
+            Cancelled: cancel was set while the pass was launched.
         """
         self.ownership.enter_alone()
         self.passes.submit(tokens, seq, all_rows, greedy, cancel)
 
     def collect(self) -> Output:
-        """Wait for the pass that was submitted and return its results.
+        """Wait for the pass in flight and return its results.
 
         Raises:
-            RequestError: no pass is in flight; or as in `submit`.
-            NativeError: a result is not finite; names the first layer whose output is not.
-            ModelFileError: the model file was cut short; nothing can be computed any more.
+            RequestError: no pass is in flight, the engine is closed, or it belongs to another
+                thread.
+            EngineBusy: a generation is running.
+            NativeError: a result is not finite; the message names the first such layer.
+            ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         self.ownership.enter_alone()
         return self.passes.collect()
@@ -419,23 +441,25 @@ class Engine:
         text: bool = True,
         reuse: bool = False,
     ) -> Events:
-        """Generate from a prompt, one event a token; the last one has a finish_reason.
+        """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
-        Nothing is computed before the first event is asked for. From then on the generation owns
-        the engine, until its last event, `close()`, or the end of the iterator's life.
+        The computation starts when the caller asks for the first event. From then on the generation
+        owns the engine until its last event, `close()`, or the deletion of the iterator.
 
-        prompt: token ids, or text, which is encoded as `tokenizer.encode` does it.
-        max_tokens: at most so many; None until the context is full.
-        keep_logits: events carry the logits computed since the event before.
-        ignore_eos: go on after an end-of-generation token.
-        text: decode tokens to text; False for ids alone (needs no vocabulary).
-        reuse: when the prompt begins with what the sequence holds, compute only the rest.
+        prompt: token ids, or text for `tokenizer.encode`.
+        sampling: None for greedy decoding.
+        max_tokens: limit of generated tokens; None: until the context is full.
+        keep_logits: each event carries the logits computed since the last event.
+        progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
+        ignore_eos: continue after an end-of-generation token.
+        text: decode tokens to text; False gives ids only and needs no vocabulary.
+        reuse: if the prompt starts with the tokens that the sequence holds, compute only the rest.
 
         Raises:
-            RequestError, ContextOverflow: the request is wrong; found before any computation.
-            EngineBusy: another generation is running; found when the first event is asked for.
-            ModelFileError: somebody wrote to the model file, or it was cut short.
-            NativeError: a result was not finite.
+            RequestError, ContextOverflow: the request is wrong; raised by this call.
+            EngineBusy: another generation is running; raised when the first event is asked for.
+            ModelFileError: the model file was changed or cut short.
+            NativeError: a result is not finite.
         """
         self.ownership.enter()
         sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
@@ -455,7 +479,7 @@ class Engine:
         return Events(generation.run(reuse), self.ownership)
 
     def close(self) -> None:
-        """Free everything, last loaded first; a second call does nothing."""
+        """Free everything in reverse order of loading; a second call does nothing."""
         self.ownership.is_closed = True
         self._stack.close()
 

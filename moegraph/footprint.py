@@ -1,4 +1,4 @@
-"""What a model takes on a device, from its header: for the planner, before anything is loaded."""
+"""Device memory that a model needs, from its header alone; the planner reads it before loading."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OTHER_BYTES = 224 << 20
 
 
 def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
-    """Return the footprint of a model under a configuration.
+    """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
-    Weights, caches and states are counted as they will be allocated. Intermediates are bounded from
-    above: the allocator finds their exact layout only once the graphs are built. Logits of all rows
-    (--logits-out) come on top: n_ubatch * n_vocab * 4 bytes.
+    Weights, caches and states are exact. Intermediates are an upper bound, because their layout is
+    known only after the graphs are built. Not included: logits of all rows (--logits-out), n_ubatch
+    * n_vocab * 4 bytes.
     """
     hp = model.hparams
     padded = round_up(n_ctx, KV_PAD)
@@ -33,7 +33,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     rows = min(config.n_ubatch, padded) * config.n_seq
     compute = _compute_bytes(hp, rows, padded, config.n_seq)
     if config.type_k != "f16" or config.type_v != "f16":
-        # attention over many rows converts all it sees of a quantized cache to F16
+        # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
     return Footprint(
         n_expert=hp.n_expert,
@@ -49,13 +49,13 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
 
 
 def slot_bytes(model: ModelFile) -> tuple[int, ...]:
-    """Return the bytes of one expert of each layer, padding included, [n_layer]."""
+    """Return the bytes of one slot of each layer, padding included."""
     layers = range(model.hparams.n_layer)
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
 def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:
-    """Bound inputs, intermediates of the widest layer, and the head of a row for each sequence."""
+    """Return a bound on inputs, one layer's intermediates, and one head row per sequence."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
     row = 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class Events(Iterator[GenerationEvent]):
-    """The events of one generation. Asking for the first one claims the engine.
+    """The events of one generation; it claims the engine when its first event is asked for.
 
-    A call that is refused, by a busy engine or in another thread, leaves the generation as it was.
+    If a call is refused because the engine is busy or belongs to another thread, the generation
+    does not change.
     """
 
     def __init__(self, steps: Generator[GenerationEvent, None, None], ownership: Ownership) -> None:
@@ -31,15 +32,15 @@ class Events(Iterator[GenerationEvent]):
         self._ownership = ownership
 
     def __next__(self) -> GenerationEvent:
-        if is_live(self._steps):  # else there is nothing left to compute
+        if is_live(self._steps):  # an ended generation needs no engine
             self._ownership.claim(self._steps)
         return next(self._steps)
 
     def close(self) -> None:
-        """End the generation; the engine is free then. A second call does nothing.
+        """End the generation and release the engine; a second call does nothing.
 
         Raises:
-            RequestError: the generation is under way and the engine belongs to another thread.
+            RequestError: the generation is running and the engine belongs to another thread.
         """
         if self._ownership.holds(self._steps):
             self._ownership.enter()
@@ -47,10 +48,10 @@ class Events(Iterator[GenerationEvent]):
 
 
 class Generation:
-    """One run of the loop: prompt in chunks, then a token at a time.
+    """One run of the loop: the prompt in chunks, then one token at a time.
 
-    The next pass is started before an event is handed out, so that whatever the consumer does with
-    the text happens while the device computes.
+    The next pass starts before an event is yielded, so that the device computes while the caller
+    handles the text.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Generation:
         self.n_reused = self.n_read = 0
 
     def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
-        """Yield the events; reuse: continue what the sequence holds if the prompt begins so."""
+        """Yield the events; reuse: as in `Engine.generate`."""
         engine, passes = self.engine, self.engine.passes
         engine.file.check_unchanged()
         held = passes.held(0)
@@ -99,7 +100,7 @@ class Generation:
             yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
             if not finished:
-                passes.abandon(0)  # an error, or the consumer left in the middle of a pass
+                passes.abandon(0)  # an error, or the caller closed it
             if not engine.device.compute.is_closed:
                 engine.device.bind_cancel(None)
                 if not finished and engine.ownership.is_here:
@@ -107,27 +108,27 @@ class Generation:
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
         sequence = self.sequence
-        output, kept = self._prefill(n_reused)
+        output, logits = self._prefill(n_reused)
         self._clock()
         if sequence.finish_reason:  # nothing to generate
-            yield self._event(None, "", kept, sequence.finish_reason)
+            yield self._event(None, "", logits, sequence.finish_reason)
             return
         while True:
             token = self._pick(output)
             text = sequence.append(token)
             self._clock()
-            event = self._event(token, text, kept, sequence.finish_reason)
+            event = self._event(token, text, logits, sequence.finish_reason)
             if sequence.finish_reason:
                 yield event
                 return
             try:
                 self._submit(np.array([[token]], dtype=np.int32))
             except Cancelled:
-                yield event  # its token was drawn before
+                yield event  # its token was sampled before the cancellation
                 raise
             yield event
             output = self.engine.passes.collect()
-            kept = output.logits if self.keep_logits else None
+            logits = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
         step, n = self.engine.runner.n_ubatch, len(self.ids)

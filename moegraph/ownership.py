@@ -1,4 +1,4 @@
-"""Who may use an engine: one thread, and one generation at a time."""
+"""Ownership of an engine: by one thread, and by one generation at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _NO_THREAD = 0
 
 
 def is_live(steps: Generator[Any, None, None]) -> bool:
-    """Return whether a generator has steps left."""
+    """Return whether a generator has not ended."""
     return inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED
 
 
 class Ownership:
-    """The one place that knows which thread and which generation an engine belongs to.
+    """Records which thread and which generation own an engine.
 
-    Thread: the first one that calls after loading, or after `hand_over`. Every other one is
-    refused.
+    Thread: the first one that calls after loading or after `hand_over`. Other threads are refused.
 
-    Generation: a running generator owns the engine from its first step to its end. It is known by
-    a weak reference to its frame, so nothing has to be released: a generator that returned, failed,
-    was closed or was dropped owns nothing, wherever an interrupt found it.
+    Generation: a generator owns the engine from its first step until it ends. There is only a weak
+    reference to it, so it never has to release the engine: a generator that returned, failed, was
+    closed or was deleted owns nothing, even if an interrupt ended it.
     """
 
     def __init__(self) -> None:
@@ -37,19 +36,19 @@ class Ownership:
         self._generation: weakref.ref[Generator[Any, None, None]] | None = None
 
     def require_open(self) -> None:
-        """Check that the engine can still be used.
+        """Check that the engine is not closed.
 
         Raises:
-            RequestError: it is closed.
+            RequestError: the engine is closed.
         """
         if self.is_closed:
             raise RequestError("the engine is closed; load the model again")
 
     def enter(self) -> None:
-        """Check that the calling thread may use the engine.
+        """Check that the calling thread owns the engine; make it the owner if no thread is.
 
         Raises:
-            RequestError: the engine is closed, or belongs to another thread.
+            RequestError: the engine is closed, or it belongs to another thread.
         """
         self.require_open()
         if self._thread != threading.get_ident():
@@ -64,7 +63,7 @@ class Ownership:
             self._thread = threading.get_ident()
 
     def enter_alone(self) -> None:
-        """Check that the calling thread may use the engine and no generation does.
+        """Check that the calling thread owns the engine and that no generation is running.
 
         Raises:
             EngineBusy: a generation is running.
@@ -75,7 +74,7 @@ class Ownership:
             raise EngineBusy("another generation is running; close it first")
 
     def claim(self, generation: Generator[Any, None, None]) -> None:
-        """Give the engine to a generation until that ends; again for one that has it is fine.
+        """Make a generation the owner until it ends; no effect if it already is.
 
         Raises:
             EngineBusy: another generation is running.
@@ -89,7 +88,7 @@ class Ownership:
             raise EngineBusy("another generation is running; close it first")
 
     def holds(self, generation: Generator[Any, None, None]) -> bool:
-        """Return whether a generation owns the engine now."""
+        """Return whether this generation owns the engine, and the engine is open."""
         return not self.is_closed and self._owner() is generation
 
     @property
@@ -98,7 +97,7 @@ class Ownership:
         return self._thread == threading.get_ident()
 
     def hand_over(self) -> None:
-        """Give the engine up; the next thread that calls becomes its thread.
+        """Release the engine from the calling thread; the next thread that calls owns it.
 
         Raises:
             RequestError: as in `enter`.

@@ -1,8 +1,8 @@
-"""Passes over the sequences of one model: what is checked before, and cleaned up after a failure.
+"""Passes over the sequences of one model: checks before a pass, clean-up after a failed one.
 
-Books are kept so that an interrupt at any point is made good. A sequence is marked as unfinished
-before anything about it changes, and the mark goes when all is done. The next call empties the
-sequences that are still marked, so a clean-up that was itself interrupted is only late.
+An interrupt may come at any point. So a pass first marks its sequences as unfinished and removes
+the mark when everything is recorded. The next call empties the sequences that are still marked. If
+the clean-up is interrupted too, the call after it does that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .sequence import CancelToken
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return token ids as I32 of the same numpy shape.
+    """Return token ids as I32, in the same numpy shape.
 
     Raises:
-        RequestError: not integers, or an id is out of range.
+        RequestError: tokens are not integers, or an id is outside the vocabulary.
     """
     try:
         ids = np.asarray(tokens)
@@ -47,7 +47,7 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
 
 
 class Passes:
-    """Runs passes, one in flight at a time, and knows what every sequence holds."""
+    """Runs passes, one in flight at a time, and records the tokens of every sequence."""
 
     def __init__(
         self, runner: Runner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
@@ -60,7 +60,7 @@ class Passes:
         self._n_vocab = runner.model.hp.n_vocab
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
-        self._batch = (0, 1, 1)  # of the last pass: first sequence, how many, results of each
+        self._batch = (0, 1, 1)  # last pass: first sequence, sequences, results of each
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds.
@@ -72,7 +72,7 @@ class Passes:
         return [] if seq in self._unfinished else self._held[seq]
 
     def reset(self, seq: int) -> None:
-        """Forget a sequence, and the results of a pass in flight over it.
+        """Empty a sequence and drop the results of a pass in flight that includes it.
 
         Raises:
             RequestError: there is no such sequence.
@@ -83,10 +83,12 @@ class Passes:
 
     def _require_seq(self, seq: int) -> None:
         if not 0 <= seq < len(self._held):
-            raise RequestError(f"sequence {seq}; there are 0 to {len(self._held) - 1}")
+            raise RequestError(
+                f"there is no sequence {seq}; the engine has 0 to {len(self._held) - 1}"
+            )
 
     def abandon(self, *seqs: int) -> None:
-        """Mark sequences as unfinished: the next call empties them. Any thread may do this."""
+        """Mark sequences as unfinished; the next call empties them. Safe from any thread."""
         self._unfinished.update(seqs)
 
     def _clean_up(self) -> None:
@@ -103,22 +105,22 @@ class Passes:
     def submit(
         self, tokens: object, seq: int, all_rows: bool, greedy: bool, cancel: CancelToken | None
     ) -> None:
-        """Start a pass without waiting.
+        """Start a pass without waiting. If it fails or is cancelled, its sequences are emptied.
 
-        tokens: numpy shape [n_tokens], or [n_seqs, n_tokens] for neighbouring sequences from seq.
-
-        When it fails or is cancelled, its sequences are empty afterwards.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
+        seq.
 
         Raises:
-            RequestError: ids or rows are wrong, or a pass is in flight.
-            ContextOverflow: no room left.
+            RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
+            ContextOverflow: the rows do not fit into the context.
+            Cancelled: cancel was set while the pass was launched.
         """
         self._clean_up()
         self._runner.require_idle()
         rows = self._checked(tokens, seq)
         n_seqs, n_tokens = rows.shape
         self._batch = (seq, n_seqs, n_tokens if all_rows else 1)
-        self.abandon(*range(seq, seq + n_seqs))  # until all books of the pass are kept
+        self.abandon(*range(seq, seq + n_seqs))  # until everything is recorded
         try:
             batch = Batch(rows, seq, all_rows, greedy)
             self._threads.begin(rows.size)
@@ -127,8 +129,8 @@ class Passes:
             for i, row in enumerate(rows.tolist()):
                 self._held[seq + i].extend(row)
         except BaseException:
-            self._clean_up()  # states are somewhere between two positions
-            self._files.check()  # of two reasons, the one that explains the other
+            self._clean_up()  # some layers may have advanced and others not
+            self._files.check()  # a file that was cut short explains the failure: raise that
             raise
         self._unfinished.difference_update(range(seq, seq + n_seqs))
 
@@ -137,8 +139,8 @@ class Passes:
 
         Raises:
             RequestError: no pass is in flight.
-            NativeError: a result is not finite; names the first layer whose output is not.
-            ModelFileError: the model file was cut short; nothing can be computed any more.
+            NativeError: a result is not finite; the message names the first such layer.
+            ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         try:
             output = self._runner.collect()
@@ -156,7 +158,12 @@ class Passes:
             raise NativeError(f"{error} after {n_held} positions, {where}") from error
 
     def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
-        """Run tokens as one pass and return every named node by (name, il); numpy shapes."""
+        """Run tokens as one pass; return named nodes by (name, il), as `node_values`.
+
+        Raises:
+            RequestError, ContextOverflow: as in `submit`.
+            ConfigError: not every expert is resident.
+        """
         self._clean_up()
         self._runner.require_idle()
         rows = self._checked(tokens, seq)
@@ -173,17 +180,17 @@ class Passes:
         return values
 
     def expect_position(self, seq: int, pos0: int) -> None:
-        """Check where the next row of a sequence goes.
+        """Check that a sequence holds pos0 positions.
 
         Raises:
-            RequestError: there is no such sequence, or it holds another number of positions.
+            RequestError: it holds another number, or there is no such sequence.
         """
         self._require_seq(seq)
         self._clean_up()
         if pos0 != self._state.n_past[seq]:
             raise RequestError(
                 f"sequence {seq} holds {self._state.n_past[seq]} positions, "
-                f"the pass starts at {pos0}"
+                f"but the pass starts at {pos0}; reset the sequence or change pos0"
             )
 
     def _checked(self, tokens: object, seq: int) -> npt.NDArray[np.int32]:
@@ -196,16 +203,19 @@ class Passes:
         n_seqs, n_tokens = rows.shape
         n_seq, n_ubatch = self._state.n_seq, self._runner.n_ubatch
         if not 0 <= seq < seq + n_seqs <= n_seq:
-            raise RequestError(f"sequences {seq} to {seq + n_seqs - 1}; there are 0 to {n_seq - 1}")
+            raise RequestError(
+                f"the pass needs sequences {seq} to {seq + n_seqs - 1}; "
+                f"the engine has 0 to {n_seq - 1}"
+            )
         if not 1 <= n_tokens <= n_ubatch:
-            raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {n_ubatch}")
+            raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {n_ubatch} (-ub)")
         last = max(self._state.n_past[seq : seq + n_seqs]) + n_tokens
         if last > self._n_ctx:
             raise ContextOverflow(f"{last} positions, the context holds {self._n_ctx}; raise -c")
         return rows
 
     def _require_files(self) -> None:
-        """Refuse a pass that read zeros in place of weights."""
+        """Empty the sequences of a pass that read zeros, because the model file was cut short."""
         try:
             self._files.check()
         except ModelFileError:
@@ -213,11 +223,11 @@ class Passes:
             raise
 
     def _trace_fault(self, seq: int) -> str:
-        """Compute a sequence again to say where it first went wrong."""
+        """Compute a sequence again; return a phrase that says where values stop being finite."""
         try:
             place = first_bad_place(self._runner, self._held[seq], seq)
         except MoegraphError as error:
-            return f"and the layer is not known ({error})"
+            return f"in an unknown layer ({error})"
         if place is None:
             return "but not when computed again; the device may be unstable"
         return f"first in {place}; the model file may be damaged"

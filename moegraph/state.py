@@ -1,6 +1,6 @@
-"""What a sequence leaves behind: KV rows of full-attention layers, states of DeltaNet layers.
+"""KV cache of full-attention layers and recurrent states of DeltaNet layers.
 
-Sequences are contiguous slots of every tensor, so a batch of neighbours is one view.
+In every tensor a sequence is one contiguous block, so consecutive sequences are one view.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .ggml.ops import F32, Tensor, type_id
 from .hparams import HParams
 from .weights import place, round_up
 
-# The KV length that graphs see grows in these steps, as upstream's does: a graph stays valid for
-# 256 positions, and CUDA's attention kernels want the multiple.
+# The KV length of graphs grows in these steps, as upstream's does: a graph stays valid for 256
+# positions, and CUDA's attention kernels need a multiple of it.
 KV_PAD = 256
 _ROT_MIN = 64
 
@@ -23,14 +23,17 @@ _ROT_MIN = 64
 class State:
     """KV cache and recurrent states of `n_seq` sequences on one device.
 
-    k, v: per full-attention layer [n_embd_gqa, n_ctx * n_seq]; row `seq * n_ctx + pos`.
-    conv: per DeltaNet layer F32 [(d_conv - 1) * conv_dim, n_seq].
-    ssm: per DeltaNet layer F32 [head_v_dim^2 * n_v_heads, n_seq].
-    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n] when K or V is quantized and head_dim % 64 ==
-    0.
-    n_past: positions held by each sequence; n_written: positions that may hold something, which is
-        more after a pass that failed.
+    k, v: of each full-attention layer, [n_embd_gqa, n_ctx * n_seq]; row `seq * n_ctx + pos`.
+    conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
+    ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
+    rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
+        head_dim.
+    n_past: positions that each sequence holds.
+    n_written: positions that may have been written; more than n_past after a failed pass.
     n_attention_parts: see `Device`.
+
+    Raises:
+        OutOfDeviceMemory: the tensors do not fit.
     """
 
     def __init__(
@@ -94,14 +97,14 @@ class State:
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
 
     def n_kv(self, n_used: int) -> int:
-        """Return the padded KV length for n_used positions."""
+        """Return the KV length of a graph for n_used positions: a multiple of KV_PAD."""
         return min(self.n_ctx, max(KV_PAD, round_up(n_used, KV_PAD)))
 
     def reset(self, seq: int) -> None:
-        """Forget a sequence. The device must be idle.
+        """Empty a sequence. The device must be idle.
 
-        KV rows are cleared too: a masked row of a failed request may hold NaN, and NaN times zero
-        is NaN.
+        KV rows are cleared too: a failed pass may have left NaN in a row, and masking it would not
+        help, because NaN times zero is NaN.
         """
         for tensor in (*self.conv.values(), *self.ssm.values()):
             C.ggml_backend_tensor_memset(tensor, 0, seq * tensor.nb[1], tensor.nb[1])
@@ -118,7 +121,7 @@ class State:
 
 
 def hadamard(n: int) -> np.ndarray:
-    """Return the orthonormal Walsh-Hadamard matrix of order n (a power of two), F32 [n, n]."""
+    """Return the orthonormal Walsh-Hadamard matrix F32 [n, n]; n: a power of two."""
     matrix = np.array([[np.float32(1.0 / np.sqrt(np.float32(n)))]], dtype=np.float32)
     while matrix.shape[0] < n:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

@@ -1,8 +1,8 @@
-"""CPU threads: how many there may be, and which number and way of waiting make tokens quickest.
+"""CPU threads: how many may run, and the number and poll level that give the fastest tokens.
 
-ggml's threads meet after every node of a graph. Those that come early spin for a while and then
-sleep. Which is quicker depends on the model, on the machine, and on what other programs do at the
-moment, so that it is measured: the tokens of an answer are what is timed.
+ggml's threads wait for each other after every node of a graph. A thread that arrives early spins
+for a while and then sleeps. The fastest way depends on the model, the machine and other programs,
+so it is measured, with the tokens of an answer.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ MAX_THREADS = 512
 SPIN = 50
 SLEEP = 0
 
-# A way is tried for at least so many seconds and tokens, and for twice that time at most: the time
-# of the best way so far for as many tokens. The first one has no such measure.
+# A way is tried for at least _TRY_S seconds and _TRY_TOKENS tokens. A slow way ends earlier: after
+# twice the time that the best way so far needs for that, and the first way after _FIRST_S.
 _TRY_S = 0.012
 _TRY_TOKENS = 3
 _FIRST_S = 0.05
-# With fewer threads than a way that takes so many times the best time, none is tried.
+# If a way takes this many times the best time, fewer threads with its poll level are not tried.
 _HOPELESS = 1.5
-# Another way has to be better by this factor to take over.
+# A way replaces the current one only if it is faster by this factor.
 _BETTER = 1.05
-# Tokens slower than they were by this factor, in two windows in a row, mean that something changed.
+# A window slower than usual by this factor is slow; two in a row start a trial.
 _SLOWER = 1.25
-# What is usual may change by so much from window to window, as it does with a longer context.
+# The usual time follows each window by at most this factor; a longer context raises it slowly.
 _DRIFT = 1.02
-# Between two trials, in token time: so many times what the last one cost, and so many seconds.
+# Token time between two trials: at least this many times the cost of the last, and these seconds.
 _PAUSE_COSTS = 50
 _PAUSE_S = 0.5
 
 
 class Threads(NamedTuple):
-    """A way to compute: n threads, which poll (0 to 100, as in llama.cpp) before they sleep."""
+    """A way to compute: n threads with a poll level (0 to 100, as llama.cpp's --poll)."""
 
     n: int
     poll: int
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return how many CPUs this process may keep busy: its affinity and its control group say."""
+    """Return how many CPUs this process may use, by its affinity and its control group."""
     allowed = len(_affinity())
     quota = _cpu_quota(root / "sys/fs/cgroup")
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
 
 def default_threads() -> int:
-    """Return the number of physical cores this process may use, as llama.cpp counts cores.
+    """Return the number of physical cores that this process may use, counted as llama.cpp does.
 
-    Hyper-threads share the vector units, so counting them makes matrix products slower.
+    Two threads on one core would share its vector units and make matrix products slower.
     """
     usable = usable_cpus()
     cores = _physical_cores()
@@ -63,9 +63,9 @@ def default_threads() -> int:
 
 
 def ways(n_max: int, n_threads: int | None = None, poll: int | None = None) -> list[Threads]:
-    """Return the ways to compute that are worth trying, the likeliest first.
+    """Return the ways to try, the most promising first.
 
-    n_threads, poll: what the user asked for; None where they did not.
+    n_threads, poll: the user's settings; None if not set.
     """
     spin = SPIN if poll is None else poll
     counts = _counts(n_max) if n_threads is None else [n_threads]
@@ -76,12 +76,12 @@ def ways(n_max: int, n_threads: int | None = None, poll: int | None = None) -> l
 
 
 def waiting(n_threads: int) -> int:
-    """Return the poll level for n threads where nothing is measured: too many should sleep."""
+    """Return the poll level without measurement: SLEEP if there are more threads than CPUs."""
     return SPIN if n_threads <= usable_cpus() else SLEEP
 
 
 def _counts(n_max: int) -> list[int]:
-    """Return numbers of threads from n_max to 1: all up to 4, above that a third less each."""
+    """Return thread counts to try, from n_max down to 1, each about a third less."""
     found = [n_max]
     while found[-1] > 1:
         found.append(found[-1] - max(1, found[-1] // 3))
@@ -95,7 +95,7 @@ def _affinity() -> Sequence[int]:
 
 
 def _physical_cores() -> int:
-    """Count the sets of thread siblings among the allowed CPUs; 0 where there is no sysfs."""
+    """Count the sets of thread siblings among the allowed CPUs; 0 without sysfs."""
     siblings = set()
     for cpu in _affinity():
         try:
@@ -107,7 +107,7 @@ def _physical_cores() -> int:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Return the CPUs that a control group allows, version 2 or 1; None without a limit."""
+    """Return the CPUs that the control group (version 2 or 1) allows; None without a limit."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             words = " ".join((folder / name).read_text() for name in names).split()
@@ -119,34 +119,34 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 class Tuner:
-    """Chooses between ways to compute a token by the time that tokens take.
+    """Chooses the fastest way to compute a token.
 
-    Compute each token the way `current` says and tell `took`. At first every way gets a few
-    tokens. Then tokens are watched: when they become slower for a while, and from time to time
-    when the likeliest way is not the chosen one, the ways are tried again. What trials cost more
-    than the best way would have stays below 2 % of the time.
+    The caller computes each token the way `current` says and reports its time to `took`. First a
+    trial gives every way a few tokens. A new trial starts when tokens stay slower for a while, and
+    now and then while the most promising way is not the chosen one. The extra cost of trials stays
+    below 2 % of the time.
     """
 
     def __init__(self, choices: Sequence[Threads]) -> None:
-        """Choose between at least one way, the likeliest first."""
+        """Start; choices: at least one way, the most promising first."""
         self._ways = tuple(choices)
         self.current = self._ways[0]
-        self.measured: dict[Threads, float] = {}  # seconds a token, of the last trial
-        self._usual = 0.0  # seconds a token
-        self._spent, self._n = 0.0, 0  # with the way that is tried, or in the window
-        self._left: list[Threads] = []
-        self._cost = self._since = 0.0  # of the last trial, and token time since it ended
+        self.measured: dict[Threads, float] = {}  # seconds per token, in the last trial
+        self._usual = 0.0  # seconds per token
+        self._spent, self._n = 0.0, 0  # seconds and tokens, of this way or window
+        self._to_try: list[Threads] = []
+        self._cost = self._since = 0.0  # extra cost of the last trial, and token time since then
         self._n_slow = 0
         if len(self._ways) > 1:
             self._begin_trial()
 
     @property
     def is_settled(self) -> bool:
-        """Whether a way is chosen, rather than one tried."""
-        return not self._left
+        """Whether no trial is running."""
+        return not self._to_try
 
     def took(self, seconds: float) -> None:
-        """Take note of what one token took the current way."""
+        """Record the seconds that one token took with `current`."""
         if len(self._ways) == 1:
             return
         self._spent += seconds
@@ -157,9 +157,9 @@ class Tuner:
             self._next_way()
 
     def _begin_trial(self) -> None:
-        """Try the way that is used now, then the others."""
-        self._home = self.current
-        self._left = [self._home, *(way for way in self._ways if way != self._home)]
+        """Try the current way, then the others."""
+        self._before = self.current
+        self._to_try = [self._before, *(way for way in self._ways if way != self._before)]
         self.measured = {}
         self._trial_s, self._trial_tokens = 0.0, 0
         self._spent, self._n, self._n_slow = 0.0, 0, 0
@@ -173,22 +173,22 @@ class Tuner:
 
     def _next_way(self) -> None:
         took = self._spent / self._n
-        way = self._left.pop(0)
+        way = self._to_try.pop(0)
         self.measured[way] = took
         self._trial_s += self._spent
         self._trial_tokens += self._n
         self._spent, self._n = 0.0, 0
         if took > _HOPELESS * min(self.measured.values()):
-            self._left = [w for w in self._left if w.n >= way.n or w.poll != way.poll]
-        if self._left:
-            self.current = self._left[0]
+            self._to_try = [w for w in self._to_try if w.n >= way.n or w.poll != way.poll]
+        if self._to_try:
+            self.current = self._to_try[0]
         else:
             self._settle()
 
     def _settle(self) -> None:
         best = min(self.measured, key=lambda way: self.measured[way])
-        if self.measured[self._home] <= _BETTER * self.measured[best]:
-            best = self._home
+        if self.measured[self._before] <= _BETTER * self.measured[best]:
+            best = self._before
         self.current, self._usual = best, self.measured[best]
         self._cost = max(0.0, self._trial_s - self._trial_tokens * self._usual)
         self._since = 0.0

@@ -1,4 +1,4 @@
-"""Model weights where a device can use them: mapped in place on the CPU, copied once on CUDA."""
+"""Loads weights: the CPU uses them in the mapped file, CUDA gets a copy."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ Progress = Callable[[str, int, int], None]
 
 # Tensor data in host memory must be aligned for the CPU kernels (ggml's TENSOR_ALIGNMENT).
 _HOST_ALIGNMENT = 32
-# Large enough for full PCIe speed, small enough that pinning it takes a few milliseconds.
+# Large enough for full PCIe speed, and small enough to pin in a few milliseconds.
 _STAGING_BYTES = 32 << 20
 _REMEDY = "lower -c or -ub, choose a smaller quantization, or use --device cpu"
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below n."""
+    """Round n up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 class TensorSet:
-    """Tensors of a model file on one device, by GGUF name.
+    """Tensors of a model file on one device.
 
-    tensors: by GGUF name; joined: matrices that lie behind one another, as one matrix of all their
-    rows. n_bytes: the memory they take there, padding included; of a file that is used in place,
-    what of it is theirs.
+    tensors: by GGUF name. joined: groups of adjacent matrices, each as one matrix of all their
+    rows. n_bytes: their device memory, padding included; for a mapped file, their bytes in it.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class TensorSet:
         self.n_bytes = n_bytes
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory; a mapped file stays open."""
         for buffer in self._buffers:
             buffer.close()
         self._context.close()
 
 
 class Loader:
-    """Brings tensors of one model file onto one device and reports progress over all of them."""
+    """Loads tensors of one model file onto one device; reports progress in bytes of all tensors."""
 
     def __init__(self, device: Device, model: ModelFile, progress: Progress | None = None) -> None:
         self._device = device
@@ -76,13 +75,13 @@ class Loader:
     def load(
         self, infos: Iterable[TensorInfo], what: str, join: Sequence[tuple[str, ...]] = ()
     ) -> TensorSet:
-        """Make tensors resident.
+        """Load tensors onto the device.
 
-        join: groups of matrices of one type and one input width that should lie behind one another.
-            Ignored where tensors are used in place (on the CPU): they lie as the file has them.
+        what: what they are, for error messages. join: groups of matrices of the same type and input
+        width to place next to each other; ignored for a mapped file, which has its own order.
 
         Raises:
-            OutOfDeviceMemory: they do not fit.
+            OutOfDeviceMemory: the tensors do not fit.
             ModelFileError: the file is shorter than its header says.
         """
         infos = list(infos)
@@ -94,7 +93,7 @@ class Loader:
         tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
         joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
         if in_place:
-            # spans of several sets lie across one another in the file
+            # the spans of different sets overlap in the file
             buffers, n_bytes = self._map(infos, tensors), sum(info.nbytes for info in infos)
         else:
             buffers = [self._copy(infos, tensors, joined, what)]
@@ -136,7 +135,7 @@ class Loader:
             size = round_up(size + needed, device.alignment)
         buffer = device.buffer(size, what, _REMEDY)
         C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        # placing clears the padding behind a tensor, so all of it comes before any data
+        # place all before copying any data: placing clears the padding after a tensor
         for (names, tensor), offset in zip(blocks, offsets):
             if len(names) > 1:
                 place(buffer, tensor, offset)
@@ -155,7 +154,7 @@ class Loader:
         return buffer
 
     def close(self) -> None:
-        """Wait for the copies and free the staging memory."""
+        """Wait for the copies and free the pinned blocks."""
         if self._staging:
             self._staging.close()
 
@@ -168,13 +167,13 @@ def _new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
 
 
 def _join(context: Context, parts: list[Tensor]) -> Tensor:
-    """Make a matrix [ne0, all rows of parts]."""
+    """Return a matrix [ne0, rows of all parts]."""
     rows = sum(part.ne[1] for part in parts)
     return C.ggml_new_tensor_2d(context.ptr, parts[0].type, parts[0].ne[0], rows)
 
 
 class _Staging:
-    """Two pinned blocks: one is filled from the file while the other goes to the device."""
+    """Two pinned blocks: one is filled from the file while the other is copied to the device."""
 
     def __init__(self, device: Device, report: Callable[[int], None]) -> None:
         self._device = device
@@ -205,7 +204,11 @@ class _Staging:
 
 
 def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
-    """Give a tensor its memory inside a buffer."""
+    """Give a tensor its memory, at a byte offset of a buffer.
+
+    Raises:
+        NativeError: ggml refused.
+    """
     address = ffi.cast("void *", buffer.base + offset)
     status = C.ggml_backend_tensor_alloc(buffer.ptr, tensor, address)
     if status != C.GGML_STATUS_SUCCESS:
@@ -214,9 +217,12 @@ def place(buffer: Buffer, tensor: Tensor, offset: int) -> None:
 
 
 class TokenEmbedding:
-    """Rows of token_embd.weight as F32, looked up on the host.
+    """Rows of token_embd.weight as F32, read on the host.
 
-    The table (1 GB in F16 for the 35B) is read a row at a time, so it need not take device memory.
+    A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
+
+    Raises:
+        ModelFileError: ggml cannot convert the table's type to F32.
     """
 
     def __init__(self, model: ModelFile) -> None:
@@ -233,7 +239,7 @@ class TokenEmbedding:
             raise ModelFileError(f"{model.path}: cannot read embeddings of type {info.type.name}")
 
     def rows(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
-        """Write the embeddings of tokens [n] into out, numpy shape [n, n_embd]."""
+        """Write the embeddings of tokens [n] into out, F32, numpy shape [n, n_embd]."""
         if self._is_f32:
             out[:] = self._data.view(np.float32).reshape(self.n_vocab, self.n_embd)[tokens]
             return
@@ -247,7 +253,7 @@ class TokenEmbedding:
 
 
 class Weights:
-    """All but the routed experts: attention, delta net, routers, shared experts, head."""
+    """All weights except routed experts: attention, DeltaNet, routers, shared experts, head."""
 
     def __init__(self, loader: Loader, model: ModelFile) -> None:
         hp = model.hparams
@@ -269,14 +275,14 @@ class Weights:
         return self._layers[il]
 
     def close(self) -> None:
-        """Free the weights."""
+        """Free the weights; a mapped file stays open."""
         self._set.close()
 
 
 class LayerWeights(dict[str, Tensor]):
-    """A layer's tensors by their name behind `blk.N.`, for example `attn_norm.weight`.
+    """A layer's tensors by their name after `blk.N.`, for example `attn_norm.weight`.
 
-    joined: groups of matrices with the same input, each as one matrix, by the names of its parts.
+    joined: matrices with the same input, joined into one, by the names of the parts.
     """
 
     def __init__(self, source: TensorSet, il: int) -> None:
@@ -290,8 +296,8 @@ class LayerWeights(dict[str, Tensor]):
         }
 
 
-# Projections of the same vector. For one row, a product with all of them at once replaces two to
-# four launches and as many quantizations of that vector.
+# Projections of the same vector. For one row, one product with all of them saves up to three
+# launches and as many quantizations of that vector.
 _SAME_INPUT = (
     ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
     ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
@@ -299,7 +305,7 @@ _SAME_INPUT = (
 
 
 def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
-    """Return the groups of a layer's projections that have one type."""
+    """Return the groups of a layer's projections that have the same type."""
     groups = []
     for names in _SAME_INPUT:
         by_type: dict[object, list[str]] = {}
@@ -311,9 +317,9 @@ def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
 
 
 def is_dense(name: str, n_layer: int) -> bool:
-    """Return whether a tensor is resident on the device whatever experts are."""
+    """Return whether a tensor is always on the device: no routed expert, embedding or MTP block."""
     if name == "token_embd.weight" or "_exps." in name:
         return False
     if name.startswith("blk."):
-        return int(name.split(".")[1]) < n_layer  # the blocks behind are MTP, which is not run
+        return int(name.split(".")[1]) < n_layer  # later blocks are MTP, which is not run
     return name in ("output_norm.weight", "output.weight")

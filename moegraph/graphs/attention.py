@@ -1,4 +1,4 @@
-"""Full attention with an output gate, over a KV cache."""
+"""Full attention over a KV cache, with an output gate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_attention(
     q_full, k, v = project(b, w, ("attn_q.weight", "attn_k.weight", "attn_v.weight"), cur)
     q_full = b.name(q_full, "Qcur_full", il)
 
-    # each head's row holds d query elements and then d gate elements
+    # each head of q_full: d query elements, then d gate elements
     strides = (8 * d, 8 * d * n_head)
     q = b.view(q_full, (d, n_head, n_tokens), strides)
     q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
@@ -61,14 +61,14 @@ def _attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     il: int,
 ) -> Tensor:
-    """Store K and V, attend, and return F32 [head_dim * n_head, n_tokens]."""
+    """Append the writes of K and V to the cache and the attention: F32 [d * n_head, n_tokens]."""
     q, k, v = qkv
     if state.rot_k is not None:
         q = b.mul_mat_hadamard(state.rot_k, q)
         k = b.mul_mat_hadamard(state.rot_k, k)
     if state.rot_v is not None:
         v = b.mul_mat_hadamard(state.rot_v, v)
-    # K last, so that rope, view and set_rows are neighbours and fuse
+    # K last: CUDA fuses rope, view and set_rows only if they follow one another
     for t in (q, v, k):
         b.expand(t)
     b.expand(b.set_rows(state.k[il], _merge_heads(b, k), inp.kv_idx))
@@ -89,9 +89,7 @@ def _attend(
 
 
 def _merge_heads(b: Builder, t: Tensor) -> Tensor:
-    """View [d, n_head_kv, n_tokens] as [d * n_head_kv, n_tokens]; a view, because only that
-    fuses.
-    """
+    """View [d, n_head_kv, n_tokens] as [d * n_head_kv, n_tokens]; CUDA fuses only a view."""
     return b.view(t, (t.ne[0] * t.ne[1], t.ne[2]), (t.nb[2],))
 
 

@@ -1,4 +1,4 @@
-"""Graphs that were built once and are launched many times."""
+"""The cache of built graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..units import format_bytes
 
-# Host memory of all graphs together: those of decoding with a 35B take 3 MiB.
+# Host memory of all graphs; the graphs of decode take 3 MiB with a 35B.
 _MAX_BYTES = 128 << 20
 
 
 class BuiltGraph:
-    """A graph with its memory assigned: launch it as often as its inputs change.
+    """A graph whose tensors have memory; it can be launched any number of times.
 
-    outputs: whatever the build function returned (tensors to read, or inputs to know).
+    outputs: what the build function returned, such as tensors to read or inputs to set.
     """
 
     __slots__ = ("context", "graph", "outputs", "n_bytes")
@@ -33,11 +33,11 @@ class BuiltGraph:
 
 
 class GraphCache:
-    """Built graphs by key, least recently used dropped first.
+    """Built graphs by key; drops the least recently used ones.
 
-    All of them share one block for intermediates: they run one after another on one stream, and
-    what must survive a graph lives in fixed memory. When a larger graph makes the block move, every
-    graph built before is stale: `generation` then changes and the cache is empty.
+    All graphs share one block for intermediates: they run one after another on one stream, and
+    tensors that must outlive a graph are in fixed memory. If a larger graph makes the block move,
+    all earlier graphs are stale: the cache drops them and `generation` changes.
     """
 
     def __init__(self, device: Device) -> None:
@@ -56,9 +56,9 @@ class GraphCache:
         return len(self._graphs)
 
     def get(self, key: Hashable, n_nodes: int, build: Callable[[Builder], Any]) -> BuiltGraph:
-        """Return the graph of a key, building it at first use.
+        """Return the graph of a key; build it if it is not in the cache.
 
-        n_nodes: an upper bound on the nodes and on the leaves of the graph.
+        n_nodes: upper bound on the nodes of the graph, and on its leaves.
 
         Raises:
             UnsupportedModel: the device cannot run one of its nodes.
@@ -68,7 +68,7 @@ class GraphCache:
         if found is not None:
             self._graphs.move_to_end(key)
             return found
-        # nodes and leaves, and the allocator's extra uses
+        # room for nodes, leaves, and the views that mg_graph_alloc adds
         context = Context(4 * n_nodes, 2 * n_nodes)
         builder = Builder(context, n_nodes)
         outputs = build(builder)
@@ -83,10 +83,10 @@ class GraphCache:
         return built
 
     def _allocate(self, context: Context, graph: Any) -> None:
-        """Assign a graph's memory; all others are gone if that made the block move.
+        """Assign memory to a graph; drop all other graphs if the block moved.
 
-        They are out of the cache meanwhile, so an interrupt that comes with the answer cannot
-        leave graphs there that may have addresses of the old block.
+        The other graphs are out of the cache until the allocator has returned, so an interrupt
+        cannot leave graphs there that have addresses of the old block.
         """
         kept, before = (self._n_host_bytes, self._graphs, self.generation), self._allocator.size
         self._graphs = OrderedDict()
@@ -102,7 +102,7 @@ class GraphCache:
             self._n_host_bytes, self._graphs, self.generation = kept
 
     def clear(self) -> None:
-        """Drop all graphs; whoever kept one must ask again."""
+        """Drop all graphs and change `generation`; callers must get their graphs again."""
         self._graphs.clear()
         self._n_host_bytes = 0
         self.generation += 1

@@ -1,4 +1,7 @@
-"""Gated DeltaNet: short convolution and gated delta rule, both states updated in place."""
+"""Gated DeltaNet: a short convolution and the gated delta rule; both update states in place.
+
+In shapes, T is n_seq_tokens and S is n_seqs.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_a
 
 @dataclass(frozen=True)
 class DeltaRows:
-    """What the recurrences of one layer read: enough to run some rows again.
+    """Inputs of one layer's recurrences; enough to run some of the rows again.
 
-    qkv F32 [conv_dim, T, S], before the convolution; gate (log of the decay, <= 0) and beta F32
+    qkv F32 [conv_dim, T, S], before the convolution. gate (log of the decay, <= 0) and beta: F32
     [1, n_v_heads, T, S].
     """
 
@@ -33,8 +36,8 @@ def build_deltanet(
 ) -> Tensor:
     """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
 
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear. The state is read in
-    place; upstream gathers it first, which copies it once more.
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that the
+    state is read in place; upstream copies it first.
     """
     rows, z = project_rows(b, hp, w, shape, cur, il)
     columns = advance_conv_state(b, hp, state, shape, rows.qkv, il)
@@ -47,16 +50,15 @@ def build_deltanet(
 def project_rows(
     b: Builder, hp: HParams, w: LayerWeights, shape: PassShape, cur: Tensor, il: int
 ) -> tuple[DeltaRows, Tensor]:
-    """Project rows F32 [n_embd, n_tokens]: what the recurrences read, and z [value_dim,
-    n_tokens].
-    """
+    """Append the projections of rows F32 [n_embd, n_tokens]; z is F32 [value_dim, n_tokens]."""
     t, s, n_v = shape.n_seq_tokens, shape.n_seqs, hp.n_v_heads
 
     qkv, z, beta, alpha = project(b, w, _PROJECTIONS, cur)
     qkv = b.name(b.reshape(qkv, hp.conv_dim, t, s), "linear_attn_qkv_mixed", il)
     z = b.name(z, "z", il)
     beta = b.name(b.reshape(beta, 1, n_v, t, s), "beta", il)
-    # from here to k in delta_operands, in this order: one kernel on CUDA for few tokens
+    # CUDA runs the nodes from here to k in delta_operands as one kernel, in this order, for few
+    # rows
     beta = b.expand(b.name(b.sigmoid(beta), "beta_sigmoid", il))
     alpha = b.name(b.reshape(alpha, n_v, t, s), "alpha", il)
     softplus = b.name(b.softplus(b.add(alpha, w["ssm_dt.bias"])), "a_softplus", il)
@@ -67,7 +69,10 @@ def project_rows(
 def build_output(
     b: Builder, hp: HParams, w: LayerWeights, shape: PassShape, out: Tensor, z: Tensor, il: int
 ) -> Tensor:
-    """Norm, output gate and projection of F32 [head_v_dim, n_v_heads, T, S]: [n_embd, n_tokens]."""
+    """Append norm, gate z and projection of out F32 [head_v_dim, n_v_heads, T, S].
+
+    Returns F32 [n_embd, n_tokens].
+    """
     d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     out = b.norm(out, w["ssm_norm.weight"], hp.f_norm_rms_eps)
     out = b.mul(out, b.silu(b.reshape(z, d_v, n_v, t, s)))
@@ -79,10 +84,10 @@ def build_output(
 def conv_columns(
     b: Builder, hp: HParams, state: State, shape: PassShape, qkv: Tensor, il: int
 ) -> Tensor:
-    """Put the kept columns in front of qkv's: F32 [d_conv - 1 + n_seq_tokens, conv_dim, n_seqs]."""
-    kept, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
+    """Concatenate the state's columns and qkv's: F32 [d_conv - 1 + T, conv_dim, S]."""
+    n_past, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
     past = b.view(
-        state.conv[il], (kept, hp.conv_dim, shape.n_seqs), (4 * kept, row), shape.seq0 * row
+        state.conv[il], (n_past, hp.conv_dim, shape.n_seqs), (4 * n_past, row), shape.seq0 * row
     )
     return b.name(b.concat(past, b.transpose(qkv), 0), "conv_input", il)
 
@@ -90,21 +95,27 @@ def conv_columns(
 def advance_conv_state(
     b: Builder, hp: HParams, state: State, shape: PassShape, qkv: Tensor, il: int
 ) -> Tensor:
-    """Keep the last d_conv - 1 of conv_columns, and return all of them."""
-    kept, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
-    both = conv_columns(b, hp, state, shape, qkv, il)
+    """Store the last d_conv - 1 columns in the state; return all of `conv_columns`."""
+    n_past, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
+    columns = conv_columns(b, hp, state, shape, qkv, il)
     last = b.view(
-        both, (kept, hp.conv_dim, shape.n_seqs), (both.nb[1], both.nb[2]), 4 * shape.n_seq_tokens
+        columns,
+        (n_past, hp.conv_dim, shape.n_seqs),
+        (columns.nb[1], columns.nb[2]),
+        4 * shape.n_seq_tokens,
     )
-    slot = b.view(state.conv[il], (kept * hp.conv_dim, shape.n_seqs), (row,), shape.seq0 * row)
-    b.expand(b.cpy(last, slot))
-    return both
+    target = b.view(state.conv[il], (n_past * hp.conv_dim, shape.n_seqs), (row,), shape.seq0 * row)
+    b.expand(b.cpy(last, target))
+    return columns
 
 
 def delta_operands(
     b: Builder, hp: HParams, shape: PassShape, conv: Tensor, il: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Activate and split conv F32 [conv_dim, T, S] into q, k (of length 1) and v of all heads."""
+    """Activate conv F32 [conv_dim, T, S]; split it into q, k (L2-normalised) and v of all heads.
+
+    q, k: F32 [head_k_dim, n_k_heads, T, S]; v: F32 [head_v_dim, n_v_heads, T, S].
+    """
     conv = b.name(b.silu(b.name(conv, "conv_output_raw", il)), "conv_output_silu", il)
     q, k, v = _split_qkv(b, hp, shape, conv)
     q = b.expand(b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il))
@@ -130,13 +141,13 @@ def _split_qkv(
 
 
 def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(sum(x^2) + eps), written as rms_norm and scale: one kernel on CUDA."""
+    """x / sqrt(sum(x^2) + eps), as rms_norm and scale, which CUDA runs as one kernel."""
     n = x.ne[0]
     return b.scale(b.rms_norm(x, eps / n), 1.0 / math.sqrt(n))
 
 
 def delta_state(b: Builder, hp: HParams, state: State, shape: PassShape, il: int) -> Tensor:
-    """View the states of a pass's sequences: F32 [head_v_dim, head_v_dim, n_v_heads, S]."""
+    """View the recurrent states of the sequences: F32 [head_v_dim, head_v_dim, n_v_heads, S]."""
     d, row = hp.head_v_dim, state.ssm[il].nb[1]
     ne = (d, d, hp.n_v_heads, shape.n_seqs)
     return b.view(state.ssm[il], ne, (4 * d, 4 * d * d, row), shape.seq0 * row)
@@ -150,15 +161,16 @@ def advance_delta_state(
     operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     il: int,
 ) -> Tensor:
-    """Run the recurrence and write the final state back: F32 [head_v_dim, n_v_heads, T, S].
+    """Append the recurrence and the write of the final state: F32 [head_v_dim, n_v_heads, T, S].
 
-    The copy right behind the op, into a plain view, is what CUDA fuses into an in-place update.
+    operands: q, k, v, gate, beta. CUDA updates the state in place if the copy into a plain view
+    directly follows the op.
     """
     d, h, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     row = state.ssm[il].nb[1]
     both = b.gated_delta_net(*operands, delta_state(b, hp, state, shape, il))
     out = b.view(both, (d, h, t, s), (4 * d, 4 * d * h, 4 * d * h * t))
     after = b.view(both, (d, d, h, s), (4 * d, 4 * d * d, 4 * d * d * h), 4 * d * h * t * s)
-    slot = b.view(state.ssm[il], (d * d * h, s), (row,), shape.seq0 * row)
-    b.expand(b.cpy(b.name(after, "new_state", il), slot))
+    target = b.view(state.ssm[il], (d * d * h, s), (row,), shape.seq0 * row)
+    b.expand(b.cpy(b.name(after, "new_state", il), target))
     return b.name(out, "attn_output", il)

@@ -1,4 +1,4 @@
-"""Expert FFN: routed experts over a bank of slots, the shared expert, their sum."""
+"""Expert FFN: routed experts over a bank of slots, the shared expert, and their sum."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from ..weights import LayerWeights
 
 
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
-    """Look up slot numbers of expert ids in a table [1, n_expert]: I32 [n_expert_used,
-    n_tokens].
+    """Append the look-up of the slots of ids I32 [n_expert_used, n_tokens]; same shape.
+
+    table: I32 [1, n_expert], expert -> slot or -1.
     """
     k, n_tokens = ids.ne[0], ids.ne[1]
     if n_tokens > 1:
-        ids = b.cont(ids)  # the first of many in each row
+        ids = b.cont(ids)  # a view of the first columns of each row
     slots = b.get_rows(table, b.reshape(ids, k * n_tokens))
     return b.reshape(slots, k, n_tokens)
 
@@ -22,10 +23,13 @@ def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
 def build_fetched_slots(
     b: Builder, banks: ExpertBanks, il: int, ids: Tensor, source: Tensor
 ) -> Tensor:
-    """Look up slots of a row's ids I32 [n_expert_used, 1], as `build_slots`; fetch what has none.
+    """Append the look-up of one row's slots, I32 [n_expert_used, 1], and fetch missing experts.
 
-    source: all experts of layer il, packed, F32 [bytes / 4, n_expert], in pinned host memory. What
-    is missing goes to the slots that the layer's victim list names. I32 [n_expert_used, 1].
+    source: packed experts of layer il, F32 [bytes / 4, n_expert], in pinned memory. Missing experts
+    go into the slots of the layer's victim list.
+
+    Raises:
+        InternalError: the layer has no slots.
     """
     n, rows = ids.ne[0], banks.layer(il).rows
     if rows is None:
@@ -39,9 +43,9 @@ def build_expert_rows(
 ) -> Tensor:
     """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
 
-    cur F32 [n_embd, n_tokens], slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of
-    zeros), weights F32 [1, n_expert_used, n_tokens]. Node order matters: gate, up, activation are
-    one CUDA kernel for few rows.
+    cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of
+    zeros); weights F32 [1, n_expert_used, n_tokens]. For few rows, CUDA runs gate, up and
+    activation as one kernel if they are in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
@@ -61,9 +65,9 @@ def build_expert_rows(
 
 
 def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
-    """Append the sum over a token's experts, in routing order: F32 [n_embd, n_tokens].
+    """Append the sum over each row's experts in routing order: F32 [n_embd, n_tokens].
 
-    All views first, then the sums: CUDA runs the product with the weights and this as one kernel.
+    All views come before the sums: CUDA then fuses the sums with the product before them.
     """
     n_embd, k, n_tokens = rows.ne[0], rows.ne[1], rows.ne[2]
     parts = [
@@ -78,7 +82,7 @@ def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
 
 
 def build_shared_expert(b: Builder, w: LayerWeights, cur: Tensor, il: int) -> Tensor:
-    """Append the shared expert, scaled by its own gate: F32 [n_embd, n_tokens] in and out.
+    """Append the shared expert, scaled by its gate: F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_ffn.
     """

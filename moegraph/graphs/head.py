@@ -1,4 +1,4 @@
-"""Head: output matrix, and for greedy decoding the argmax."""
+"""Head: output matrix, argmax if greedy, and a check value for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..weights import Weights
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What the host may read after a pass.
+    """Tensors that the host may read after a pass.
 
-    logits F32 [n_vocab, n_out]; argmax I32 [n_out] or None; check F32 [1, n_out]: the sum of each
-    normalised row, and of its logits too if the host reads only their argmax. It is finite only if
-    all of them are.
+    logits F32 [n_vocab, n_out]; argmax I32 [n_out], or None if not greedy; check F32 [1, n_out]:
+    the sum of each normalised row, plus the sum of its logits if greedy. It is finite only if all
+    these numbers are.
     """
 
     logits: Tensor
@@ -30,10 +30,13 @@ def build_head(
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (everything behind the last layer).
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
+
+    Raises:
+        InternalError: out_ids is None.
     """
     if out_ids is None:
-        raise InternalError("the head of a pass without results")
+        raise InternalError("the head was built for a pass with 0 output rows")
     cur = b.name(b.get_rows(cur, out_ids), "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     outputs = [logits]
@@ -41,7 +44,7 @@ def build_head(
     if greedy:
         argmax = b.expand(b.name(b.argmax(logits), "result_argmax"))
         outputs.append(argmax)
-    # a product may lose what is not finite in its input: quantizing a row of NaN gives zeros
+    # checks the input too: a product can hide NaN, because a row of NaN quantizes to zeros
     check = b.sum_rows(cur)
     if greedy:
         check = b.add(check, _sum_of_logits(b, logits))
@@ -55,8 +58,8 @@ def build_head(
 def _sum_of_logits(b: Builder, logits: Tensor) -> Tensor:
     """Append the sums of the rows of logits [n_vocab, n_out]: F32 [1, n_out].
 
-    In two steps of some 500 numbers each: CUDA gives one block of threads to every row, and a
-    single block would read the logits of a whole vocabulary for 10 us.
+    In two steps of about 500 numbers each: CUDA sums each row with one thread block, which would
+    take 10 us for the logits of a whole vocabulary.
     """
     n_vocab, n_out = logits.ne[0], logits.ne[1]
     n_parts = max(n for n in range(1, math.isqrt(n_vocab) + 1) if n_vocab % n == 0)

@@ -1,4 +1,4 @@
-"""The inputs of one pass: one device block, filled by one copy from pinned host memory."""
+"""The inputs of a pass: one device block, filled by one copy from pinned memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _ALIGN = 256
 
 @dataclass(frozen=True)
 class PassShape:
-    """What a graph depends on, apart from the layer.
+    """Everything that determines the graphs of a pass.
 
-    n_seq_tokens rows for each of n_seqs neighbouring sequences from seq0, attending to n_kv
-    positions; n_out rows reach the head: 0 for none, n_seqs for the last of each sequence, or all
-    rows.
+    n_seq_tokens rows for each of n_seqs consecutive sequences from seq0. Rows attend to n_kv
+    positions. n_out rows reach the head: none, the last of each sequence, or all.
     """
 
     n_seq_tokens: int
@@ -45,8 +44,8 @@ class PassShape:
 class PassInputs:
     """The input tensors of one pass.
 
-    embd F32 [n_embd, n_tokens], pos I32 [n_tokens], kv_idx I64 [n_tokens] (rows of the caches),
-    out_ids I32 [n_out] or None, kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
+    embd F32 [n_embd, n_tokens]; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches;
+    out_ids I32 [n_out], or None if n_out is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
     """
 
     embd: Tensor
@@ -72,10 +71,10 @@ class InputBlock:
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, self._size // 4)
         place(self._buffer, self._all, 0)
         self.n_bytes = self._size
-        self._one: _OneRow | None = None  # while the host block has nothing else
+        self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
     def _offsets(self, n_tokens: int) -> tuple[int, ...]:
-        # room for all rows in out_ids: graphs that differ in n_out agree on where the mask is
+        # out_ids has room for all rows, so that the mask is at one offset for every n_out
         sizes = (4 * self._n_embd * n_tokens, 4 * n_tokens, 8 * n_tokens, 4 * n_tokens)
         offsets = [0]
         for size in sizes:
@@ -83,7 +82,7 @@ class InputBlock:
         return tuple(offsets)
 
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
-        """Make the input tensors of a pass and place them in the block."""
+        """Return the input tensors of a pass, placed in the block."""
         at = self._offsets(shape.n_tokens)
 
         def leaf(dtype: int, ne: tuple[int, ...], name: str, offset: int) -> Tensor:
@@ -128,7 +127,7 @@ class InputBlock:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
-        """Return n numbers of the host block from byte start on."""
+        """View n numbers of the host block from byte `start`."""
         return self._host.array[start : start + n * np.dtype(dtype).itemsize].view(dtype)
 
     def _fill_rows(
@@ -162,10 +161,10 @@ class InputBlock:
 
 
 class _OneRow:
-    """The inputs of a pass of one row in the host block, which change little from pass to pass.
+    """The inputs of one-row passes in the host block; writes only what changes between passes.
 
-    embd: F32, numpy shape [1, n_embd], for the caller to write. The device has nothing to do while
-    all this is written, so it has to be quick.
+    embd: F32, numpy shape [1, n_embd]; the caller writes it. The device is idle meanwhile, so this
+    must be fast.
     """
 
     def __init__(
@@ -180,10 +179,10 @@ class _OneRow:
         self._pos, self._kv_idx = region(at[1], 1, np.int32), region(at[2], 1, np.int64)
         region(at[3], 1, np.int32)[:] = 0
         self._mask = region(at[4], shape.n_kv, np.float16)
-        self._first = -2  # position that the mask is made for
+        self._first = -2  # position of the row that the mask is for
 
     def move_to(self, first: int, n_ctx: int) -> None:
-        """Write all but the embedding for a row at a position."""
+        """Write all inputs but the embedding, for a row at position `first`."""
         self._pos[0] = first
         self._kv_idx[0] = self.shape.seq0 * n_ctx + first
         if first == self._first + 1:
@@ -194,9 +193,7 @@ class _OneRow:
 
 
 def _fill_mask(mask: npt.NDArray[np.float16], pos0: list[int]) -> None:
-    """Let each row see its own position and everything before; mask [n_seqs, n_seq_tokens,
-    n_kv].
-    """
+    """Fill the causal mask, numpy shape [n_seqs, n_seq_tokens, n_kv]; pos0: first positions."""
     n_seq_tokens = mask.shape[1]
     for seq, first in enumerate(pos0):
         mask[seq, :, :first] = 0.0

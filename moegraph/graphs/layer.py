@@ -1,6 +1,7 @@
-"""One layer in two halves: A ends at the router's choice, B is the expert FFN.
+"""One layer in two parts: `mixer_router` ends at the router's choice, `moe` is the expert FFN.
 
-The norm that A begins with is apart: what ends a layer can compute it for the next one.
+The input norm is a part of its own, so that the graph that ends a layer can compute it for the
+next one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .router import Routing, build_router
 
 @dataclass(frozen=True)
 class Model:
-    """Everything resident that graphs refer to."""
+    """What all graphs of a model refer to: its weights, expert banks and state."""
 
     hp: HParams
     weights: Weights
@@ -32,9 +33,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Routed:
-    """What B needs from A: attn_residual, attn_post_norm F32 [n_embd, n_tokens], and the
-    routing.
-    """
+    """Results of mixer and router; residual and post_norm are F32 [n_embd, n_tokens]."""
 
     residual: Tensor
     post_norm: Tensor
@@ -42,7 +41,7 @@ class Routed:
 
 
 def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_tokens]; il == n_layer: of the head's."""
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; n_layer means the head."""
     if il == m.hp.n_layer:
         norm = b.name(b.norm(x, m.weights.output_norm, m.hp.f_norm_rms_eps), "h_nextn")
     else:
@@ -61,10 +60,10 @@ def build_mixer_router(
     il: int,
     predict: Callable[[Tensor], None] | None = None,
 ) -> Routed:
-    """Append mixer, residual, norm and router for the layer input x and its attn_norm, cur.
+    """Append mixer, residual, norm and router for the layer input x and its norm cur.
 
-    Both F32 [n_embd, n_tokens]. predict: called with post_norm to append what runs beside the
-    router.
+    x, cur: F32 [n_embd, n_tokens]. predict: called with post_norm before the router is appended;
+    its nodes run beside the router.
     """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
     if m.hp.is_recurrent(il):
@@ -88,7 +87,10 @@ def build_moe(
     weights: Tensor,
     il: int,
 ) -> Tensor:
-    """Append routed experts, shared expert and residual; return l_out F32 [n_embd, n_tokens]."""
+    """Append the expert FFN and the residual; return l_out F32 [n_embd, n_tokens].
+
+    slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
+    """
     bank, moe = m.banks.layer(il), None
     if bank.n_slots:
         rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
@@ -99,7 +101,10 @@ def build_moe(
 def build_layer_end(
     b: Builder, m: Model, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
 ) -> Tensor:
-    """Append shared expert and residual to the routed experts' sum [n_embd, n_tokens], if any."""
+    """Append shared expert and residual; add moe, the sum of the routed experts, if given.
+
+    All are F32 [n_embd, n_tokens].
+    """
     out = build_shared_expert(b, m.weights.layer(il), post_norm, il)
     if moe is not None:
         out = b.name(b.add(moe, out), "ffn_out", il)

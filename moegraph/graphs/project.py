@@ -1,4 +1,4 @@
-"""Several projections of one input."""
+"""Several projections of the same input."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from ..weights import LayerWeights
 
 
 def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> list[Tensor]:
-    """Multiply rows F32 [n_embd, n_tokens] by each named matrix; F32 [rows of the matrix,
-    n_tokens].
+    """Append the product of cur F32 [n_embd, n_tokens] with each named matrix.
 
-    For a single row, matrices that lie behind one another in memory are one product and its results
-    are views of it; each element is the same dot product either way. For more rows such views would
-    not be contiguous, so each matrix has its own product; they follow one another in the graph,
-    where CUDA runs them as one kernel.
+    Each result is F32 [rows of the matrix, n_tokens]. For one row, matrices that are adjacent in
+    memory become one product, and the results are views of it; every element is the same dot
+    product. For several rows such views would not be contiguous, so each matrix has its own
+    product. CUDA runs these as one kernel if they follow one another.
     """
     parts: dict[str, Tensor] = {}
     if cur.ne[1] == 1:

@@ -1,4 +1,4 @@
-"""Router: which experts each row goes to, and with what weight."""
+"""Router: the experts of each row and their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..ggml.ops import Builder, Tensor
 from ..hparams import HParams
 from ..weights import LayerWeights
 
-# Smallest normal F16: upstream's guard against dividing by a sum of zero.
+# Smallest normal F16; like upstream, avoids a division by zero.
 _MIN_SUM = 6.103515625e-5
 
 
@@ -16,8 +16,8 @@ _MIN_SUM = 6.103515625e-5
 class Routing:
     """A router's choice.
 
-    argsort I32 [n_expert, n_tokens]: all experts, best first; topk I32 [n_expert_used, n_tokens]: a
-    view of its first rows; weights F32 [1, n_expert_used, n_tokens]: normalised to sum 1.
+    argsort I32 [n_expert, n_tokens]: all experts, best first. topk I32 [n_expert_used, n_tokens]: a
+    view of the best ones. weights F32 [1, n_expert_used, n_tokens]: sum 1 in each row.
     weights_data: the node whose memory holds the weights.
     """
 
@@ -28,9 +28,10 @@ class Routing:
 
 
 def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
-    """Append what a layer would choose for rows of another layer [n_embd, n_tokens], best first.
+    """Append a prediction of a layer's choice: I32 [n_expert_used, n_tokens], best first.
 
-    I32 [n_expert_used, n_tokens], not normalised to anything: only the order counts.
+    w: weights of that layer; cur: the router input of the layer before, F32 [n_embd, n_tokens].
+    Softmax is left out, because it does not change the order.
     """
     return b.argsort_top_k(b.mul_mat(w["ffn_gate_inp.weight"], cur), hp.n_expert_used)
 
@@ -38,7 +39,7 @@ def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> T
 def build_router(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor, il: int) -> Routing:
     """Append softmax, top-k and normalisation for rows F32 [n_embd, n_tokens].
 
-    The order of nodes is the one that CUDA runs as one kernel (soft_max to the last reshape).
+    CUDA runs the nodes from soft_max to the last reshape as one kernel, in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """

@@ -1,6 +1,6 @@
-"""Forward passes: token rows in, logits or an argmax out, KV and states advanced.
+"""Forward passes: rows of tokens in, logits or argmax out; KV cache and states advance.
 
-`whole` runs one graph a pass; `layered` runs several and lets Python see the choice of each router.
+`whole` runs a pass as one graph. `layered` runs several and reads the choice of each router.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both runners share: inputs, the head's results, the check for numbers that are none."""
+"""What both runners share: inputs, results, and the NaN/inf check of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model
 from ..weights import round_up
 
-# Results start at multiples of this in the host block.
+# Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
 
@@ -26,10 +26,10 @@ _ALIGN = 64
 class Batch:
     """One pass.
 
-    tokens: I32, numpy shape [n_seqs, n_seq_tokens]; rows of neighbouring sequences from seq0, each
-        starting where its sequence ends.
-    all_rows: logits of every row, else of the last row of each sequence.
-    greedy: the device's argmax instead of logits.
+    tokens: I32, numpy shape [n_seqs, n_seq_tokens]; rows of consecutive sequences from seq0, each
+        continuing its sequence.
+    all_rows: results for every row; otherwise for the last row of each sequence.
+    greedy: the results are the device's argmax instead of logits.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -50,10 +50,10 @@ class Output:
     logits: npt.NDArray[np.float32] | None
 
     def require_logits(self) -> npt.NDArray[np.float32]:
-        """Return the logits of a pass that was not greedy.
+        """Return the logits, F32, numpy shape [n_out, n_vocab].
 
         Raises:
-            InternalError: it was.
+            InternalError: the pass was greedy.
         """
         if self.logits is None:
             raise InternalError("a greedy pass has no logits")
@@ -61,9 +61,9 @@ class Output:
 
 
 class NotFinite(NativeError):
-    """A pass ended in NaN or infinity; whoever holds the tokens can find out where.
+    """A result is NaN or infinite; the caller can replay the tokens to locate the fault.
 
-    row: the first result that is not finite.
+    row: index of the first such result.
     """
 
     def __init__(self, message: str, row: int) -> None:
@@ -74,7 +74,7 @@ class NotFinite(NativeError):
 class Runner(ABC):
     """Runs passes on one device, one at a time: `submit`, then `collect`.
 
-    One pass may be in flight: there is memory for the results of one.
+    Only one pass may be in flight, because there is memory for the results of one.
     """
 
     mode: str
@@ -90,20 +90,20 @@ class Runner(ABC):
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes for inputs and intermediates."""
+        """Device bytes of inputs and intermediates."""
         return self._inputs.n_bytes + self.graphs.n_bytes
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
 
         Raises:
-            RequestError: one is.
+            RequestError: a pass is in flight.
         """
         if self._pending is not None:
             raise RequestError("a pass is in flight; collect its results first")
 
     def drop(self, seq: int) -> None:
-        """Forget the pass in flight if it is over a sequence: its results are not asked for."""
+        """Drop the results of the pass in flight if it includes sequence seq."""
         if self._pending is not None:
             shape, _ = self._pending
             if shape.seq0 <= seq < shape.seq0 + shape.n_seqs:
@@ -112,8 +112,10 @@ class Runner(ABC):
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
+        After any error from launching, the caller must reset the sequences of the pass.
+
         Raises:
-            Cancelled: asked for between two graphs; the sequences must then be reset.
+            Cancelled: cancelled() returned true before a graph.
             RequestError: a pass is in flight.
         """
         self.require_idle()
@@ -128,7 +130,7 @@ class Runner(ABC):
             n_out=n_seqs * n_seq_tokens if batch.all_rows else n_seqs,
         )
         self._grow_results(shape, batch.greedy)
-        # graphs first: building one may need the device, and the upload must not be lost to it
+        # graphs first: building one may use the device, and must not disturb the uploaded inputs
         self._prepare(shape, batch.greedy)
         self._inputs.fill(shape, batch.tokens, pos0, self.model.weights.embedding, state)
         for seq in seqs:
@@ -139,11 +141,11 @@ class Runner(ABC):
         self._pending = (shape, batch.greedy)
 
     def collect(self) -> Output:
-        """Wait for the pass and return its results.
+        """Wait for the pass in flight and return its results.
 
         Raises:
             RequestError: no pass is in flight.
-            NotFinite: a logit, or the hidden state that it comes from, is NaN or infinite.
+            NotFinite: a logit, or a hidden state before the output matrix, is NaN or infinite.
         """
         if self._pending is None:
             raise RequestError("no pass is in flight; submit one first")
@@ -170,13 +172,15 @@ class Runner(ABC):
         per_row = 4 if greedy else 4 * self.model.hp.n_vocab
         needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
         if needed > self._results.array.nbytes:
-            larger = self.device.host_buffer(needed)  # first: it may fail, and passes go on then
+            larger = self.device.host_buffer(
+                needed
+            )  # first: if it fails, the old memory stays usable
             self.device.synchronize()
             smaller, self._results = self._results, larger
             smaller.close()
 
     def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
-        """Return the read-backs of the head: check first, then argmax or logits."""
+        """Return the copies of the head's results to the host: check, then argmax or logits."""
         n_out = shape.n_out
         body = round_up(4 * n_out, _ALIGN)
         main = head.argmax if greedy else head.logits
@@ -191,18 +195,22 @@ class Runner(ABC):
 
     @abstractmethod
     def reserve_graphs(self) -> None:
-        """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
+        """Build the graphs of the largest pass, so that the shared block never grows later.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
 
     @abstractmethod
     def _prepare(self, shape: PassShape, greedy: bool) -> None:
-        """Have every graph of the pass ready."""
+        """Build every graph of the pass that is not built yet."""
 
     @abstractmethod
     def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
-        """Enqueue the pass and its read-backs."""
+        """Enqueue the graphs of the pass and the copies of its results."""
 
     def close(self) -> None:
-        """Free graphs and transfer memory; a pass under way ends first."""
+        """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
         self.graphs.close()
         self._inputs.close()

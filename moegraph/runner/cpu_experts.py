@@ -1,11 +1,11 @@
-"""Missing experts computed on the CPU, from the host memory they are in, while the device runs B.
+"""Computes missing experts on the CPU, from host memory, while the device runs `moe`.
 
-The layer's graph publishes attn_post_norm and the weights in front of the ids. The CPU computes the
-experts it was given and the device adds the result:
+The layer's graph exports attn_post_norm (x) and the routing weights before the ids. The CPU
+computes its experts, and the device adds the result y in the graph `add_cpu`:
 
-    compute: A(l) | B(l) ............ | y from the host | E(l): l_out += y | A(l+1)
-    beside:        x, weights, ids
-    host:                 CPU threads: y = the experts' weighted sum over x
+    compute:  mixer_router(l) | moe(l) ........ | y from the host | add_cpu(l): l_out += y
+    readback:                   x, weights, ids
+    host:                                   CPU threads: y = weighted sum of the experts over x
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from ..weights import place, round_up
 
 
 class CpuExperts(ABC):
-    """Host memory of the experts, and what a layer exchanges with the device about them.
+    """The experts in host memory, and pinned memory for x, weights, ids and y of one layer.
 
-    y_rows: rows of y for each row of x.
+    x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
+    rows of n_embd for each row of x; n_tokens <= max_rows.
+
+    Raises:
+        NativeError: the memory cannot be pinned.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class CpuExperts(ABC):
         for name, n_bytes in sizes.items():
             self._offsets[name] = size
             size = round_up(size + n_bytes, 64)
-        # pinned by the main device, whose graphs write into it
+        # pinned: the device's graphs write into it
         self._host: HostBuffer = device.host_buffer(size, must_pin=True)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
@@ -58,7 +62,7 @@ class CpuExperts(ABC):
         self._banks = {il: self._wrap(store, il) for il in store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:
-        """Make a bank of all of a layer's experts over the host memory they are in."""
+        """Return a bank over a layer's experts in host memory, without a copy."""
         stacks = store.stacks(il)
         context = Context(len(stacks))
         parts = {}
@@ -75,36 +79,40 @@ class CpuExperts(ABC):
         return Bank(self._hp.n_expert, parts)
 
     def export(self, b: Builder, x: Tensor, weights: Tensor) -> None:
-        """Append the copies of a layer's x [n_embd, n_tokens] and weights to the host."""
+        """Append the copies of x [n_embd, n_tokens] and weights [1, n_expert_used, n_tokens]."""
         for name, tensor in (("x", x), ("weights", weights)):
             target = b.leaf(F32, shape(tensor), f"{name}_host")
             place(self._host, target, self._offsets[name])
             b.expand(b.cpy(tensor, target))
 
     def address(self, name: str) -> Any:
-        """Return where x, ids, weights or y is: the device fills x and weights and reads y."""
+        """Return the address of x, weights, ids or y; the device writes the first two, reads y."""
         return self._host.address(self._offsets[name])
 
     def compute(
         self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
     ) -> None:
-        """Compute those of a pass's ids [n_tokens * n_expert_used] that are in `experts` into
-        'y'.
+        """Compute the given experts of layer il into y, for the rows that chose them.
+
+        ids: the choice of all rows, [n_tokens * n_expert_used]. x and weights are set.
         """
-        at, chosen = self._offsets["ids"], set(experts)
-        mine = self._host.array[at : at + ids.nbytes].view(np.int32)
-        mine[:] = [expert if expert in chosen else -1 for expert in ids.tolist()]
+        at, on_cpu = self._offsets["ids"], set(experts)
+        cpu_ids = self._host.array[at : at + ids.nbytes].view(np.int32)
+        cpu_ids[:] = [expert if expert in on_cpu else -1 for expert in ids.tolist()]
         self._run(il, n_tokens)
 
     def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
-        """Do what the first pass of so many rows would do first in a layer."""
+        """Do now what the first `compute` with n_tokens rows in layer il would have to prepare."""
 
     @abstractmethod
     def _run(self, il: int, n_tokens: int) -> None:
-        """Compute the ids that were set into 'y'."""
+        """Compute y from x, weights and ids; an id of -1 is skipped."""
 
     def measure(self, n_experts: int, n_tokens: int = 1, repeat: int = 6) -> float:
-        """Return the seconds that n_experts cold experts take, all rows choosing them; a median."""
+        """Return the median seconds of computing n_experts experts that all rows chose.
+
+        Layers and experts change from sample to sample, so that no cache holds their weights.
+        """
         rng, hp, samples = np.random.default_rng(n_experts), self._hp, []
         layers = sorted(self._banks)
         ids = np.full((n_tokens, hp.n_expert_used), -1, dtype=np.int32)
@@ -124,9 +132,9 @@ class CpuExperts(ABC):
 
 
 class KernelCpuExperts(CpuExperts):
-    """Computes chosen experts of a layer on the CPU for up to max_rows rows.
+    """Computes experts with our CPU kernel (ggml/cpu_ffn.c), for a GPU as the main device.
 
-    y: their weighted sum [n_embd, n_tokens].
+    y: weighted sum of the experts, [n_embd, n_tokens].
     """
 
     def __init__(
@@ -143,6 +151,6 @@ class KernelCpuExperts(CpuExperts):
         self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
 
     def close(self) -> None:
-        """End the threads and free the host memory."""
+        """Stop the threads and free the host memory."""
         self._ffn.close()
         super().close()

@@ -1,8 +1,7 @@
-"""Missing experts computed by ggml itself, where the main device is the CPU.
+"""Computes missing experts with ggml graphs, where the main device is the CPU.
 
-There the point is not speed but that nothing depends on what is resident: every expert goes through
-the kernels that B uses, the reference ones included, and its row stays single until all rows
-of the layer are summed in routing order.
+The aim is not speed: results must not depend on what is resident. So every expert goes through the
+kernels that `moe` uses, reference kernels included, and `sum_rows` sums all rows in routing order.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .cpu_experts import CpuExperts
 
 
 class GraphCpuExperts(CpuExperts):
-    """Computes chosen experts of a layer with a ggml graph for up to max_rows rows.
+    """Computes experts with a ggml graph for each layer and number of rows.
 
-    y: their weighted rows [n_embd, n_expert_used, n_tokens], zeros for the others.
+    y: the experts' weighted rows, [n_embd, n_expert_used, n_tokens]; zeros for other experts.
     """
 
     def __init__(

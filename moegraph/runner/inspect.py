@@ -1,4 +1,4 @@
-"""Look inside a pass: every named node with memory of its own. For tests and for finding faults."""
+"""Runs a pass in which every named node keeps its value, for tests and for locating faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..graphs.inputs import PassShape
 from .base import Batch, Runner
 from .whole import build_whole, n_nodes_whole
 
-# Rows of a pass that is looked into when a sequence is computed again.
+# Rows of a pass when a sequence is computed again: every node takes memory of its own.
 _REPLAY_ROWS = 16
 _DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
 
@@ -23,16 +23,17 @@ _DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
 def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
-    Arrays have numpy shapes (ggml's reversed, leading ones dropped to two dimensions at least). KV
-    and states advance as in any pass.
+    Arrays have numpy shapes: ggml's reversed, without leading dimensions of 1, but at least two
+    dimensions. KV cache and states advance as in any pass.
 
     Raises:
-        ConfigError: some experts are not on the device; one graph cannot compute the pass then.
+        ConfigError: not every expert is resident; a single graph cannot handle missing experts.
+        OutOfDeviceMemory: the nodes do not fit.
     """
     device, model = runner.device, runner.model
     if min(model.banks.n_slots) < model.hp.n_expert:
         raise ConfigError(
-            "looking inside a pass needs every expert on the device; drop --cache-slots and --vram"
+            "forward_nodes needs every expert on the device; drop --cache-slots and --vram"
         )
     state, (n_seqs, n_seq_tokens) = model.state, batch.tokens.shape
     pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
@@ -58,9 +59,9 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
 
 
 def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
-    """Compute a sequence again from its start; say what first gave a value that is not finite.
+    """Compute a sequence again; return where the first value that is not finite appears.
 
-    None if all are finite this time. Few rows at a time, since every node takes memory of its own.
+    None if all values are finite this time.
     """
     runner.device.synchronize()
     runner.model.state.reset(seq)
@@ -76,9 +77,9 @@ def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
 
 
 def read_tensor(tensor: Tensor) -> npt.NDArray[Any]:
-    """Copy a tensor, strided or not, to a contiguous array; quantized ones as raw bytes.
+    """Copy a tensor to a contiguous array, numpy shape as in `node_values`; the device is idle.
 
-    The device must be idle.
+    F32, F16 and I32 keep their type; other types come as raw bytes U8.
     """
     n_bytes = C.ggml_nbytes(tensor)
     raw = np.empty(n_bytes, dtype=np.uint8)

@@ -1,13 +1,13 @@
-"""The graphs that a layered pass is made of, and the memory between them.
+"""The graphs of a layered pass, and the device memory that carries tensors between them.
 
-    layers   A and B of one or more layers: norm of the first one's input (if nothing did it yet);
-             mixer, router (A); experts that are on the device, shared expert, sum (B)
-    C(l)     adds experts that were fetched          E(l)    adds what the CPU computed
-    D(l)     CPU only: the sum, in routing order, of the rows that B, C and E left unsummed
+    layers        mixer_router and moe of one or more layers
+    add_uploaded  adds uploaded experts
+    add_cpu       adds experts that the CPU computed
+    sum_rows      CPU device only: sums the rows of all experts in routing order
 
-Only the last layer of a graph may lack experts, since C, E and D come behind it. A layer that
-fetches what is missing by itself lacks none. What ends a layer also computes the norm that the next
-one begins with.
+The last three complete the last layer of a `layers` graph, so only that layer may lack experts. A
+layer whose graph fetches its missing experts lacks none. The graph that completes a layer also
+computes the input norm of the next one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ from .replay import Replay
 
 
 class CarryBuffers:
-    """Fixed device memory for what passes from graph to graph.
+    """Fixed device memory for tensors that one graph writes and a later one reads.
 
-    l_out, input_norm (of what comes next), residual, post_norm F32 [n_embd, n_tokens]; weights F32
-    [n_expert_used, n_tokens]; slots I32 [n_expert_used, n_tokens], for C; expert_rows F32 [n_embd,
-    n_expert_used, n_tokens], where B and C produce rows only; cpu_out: what the CPU computed.
+    F32 [n_embd, n_tokens]: l_out, input_norm (of the next layer or the head), residual, post_norm.
+    weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
+    cpu_out: result of the CPU, F32 [n_embd, n_tokens].
+    with_rows (CPU device): there is expert_rows, F32 [n_embd, n_expert_used, n_tokens], and
+        cpu_out has that shape.
     """
 
     def __init__(
@@ -73,21 +75,21 @@ class CarryBuffers:
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
 
     def put(self, tensor: Tensor, name: str) -> Tensor:
-        """Place a node's result in the memory of that name; return the node."""
+        """Make a node write its result to the memory of that name; return the node."""
         place(self.buffer, tensor, self.offsets[name])
         return tensor
 
     def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
-        """Make a leaf that reads what another graph left under a name."""
+        """Return a leaf that reads the memory of that name; ne: its shape."""
         return self.put(b.leaf(dtype, ne, name), name)
 
 
 class LayerGraphs:
-    """Build functions of one model's layered pass.
+    """Build functions for the graphs of one model's layered pass.
 
-    sums_last: B and C leave single experts' rows, and D sums them. choices: takes the ids to the
-    host; misses: takes what the CPU needs to compute experts, if it may, and says where graphs
-    fetch them from. miss_mode: of the graphs of one row that are built now.
+    sums_last: graphs leave the rows of single experts, and `sum_rows` sums them. readback: brings
+    the ids to the host. misses: source of fetched experts, and of the CPU's memory if it may
+    compute experts. miss_mode: for one-row graphs that are built from now on.
     """
 
     def __init__(
@@ -112,16 +114,16 @@ class LayerGraphs:
         self.carry = CarryBuffers(device, model, max_rows, sums_last, self._cpu_experts is not None)
 
     def fetches(self, il: int, n_tokens: int) -> bool:
-        """Return whether the graph of a layer fetches by itself what is not there."""
+        """Return whether the graph of a layer fetches its missing experts."""
         return n_tokens == 1 and il in self.miss_mode.fetch_layers
 
     def may_lack(self, il: int, n_tokens: int) -> bool:
-        """Return whether B of a layer may have to leave experts out."""
+        """Return whether `moe` of a layer may have to leave experts out."""
         is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
         return is_partial and not self.fetches(il, n_tokens)
 
     def is_predicted(self, il: int, n_tokens: int) -> bool:
-        """Return whether passes guess in front of a layer what it may lack."""
+        """Return whether the choice of layer il is predicted one layer earlier."""
         if n_tokens > 1 or not self.miss_mode.prefetch:
             return False
         return 0 < il < self._model.hp.n_layer and self.may_lack(il, n_tokens)
@@ -130,7 +132,7 @@ class LayerGraphs:
         return self.carry.leaf(b, name, F32, self._model.hp.n_embd, n_tokens)
 
     def layers(self, b: Builder, shape: PassShape, layers: range) -> None:
-        """Append neighbouring layers, of which only the last may lack experts."""
+        """Append consecutive layers, of which only the last may lack experts."""
         m, n_tokens, inp = self._model, shape.n_tokens, self._inputs.leaves(b, shape)
         if layers[0]:
             x, norm = self._embd(b, "l_out", n_tokens), self._embd(b, "input_norm", n_tokens)
@@ -145,24 +147,24 @@ class LayerGraphs:
             may_lack = self.may_lack(il, n_tokens)
             if may_lack and self._cpu_experts and n_tokens <= ADMIT_ROWS:
                 self._cpu_experts.export(b, r.post_norm, r.routing.weights)
-            self._readback.export(b, ids, il)  # last: whoever sees them sees the others
+            self._readback.export(b, ids, il)  # last: once the ids arrive, the rest has too
             if may_lack:
-                self._b_that_may_lack(b, r, ids, il)
+                self._moe_that_may_lack(b, r, ids, il)
                 return
-            slots = ids  # a layer with all its experts has each in the slot of its number
+            slots = ids  # in a full layer, the slot of an expert is its id
             if self._misses and self.fetches(il, n_tokens):
                 slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
-        self._leave(x, norm)
+        self._put_outputs(x, norm)
 
     def _predict(self, b: Builder, il: int, cur: Tensor) -> None:
-        """Append a guess at what layer il will choose, from what the layer before it reads."""
+        """Append a prediction of layer il's choice from cur, the router input of layer il - 1."""
         m = self._model
         self._readback.export_prediction(b, build_prediction(b, m.hp, m.weights.layer(il), cur), il)
 
-    def _b_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
-        """Append B over the experts that are there; leave what C, E and D need."""
+    def _moe_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
+        """Append `moe` over the resident experts; put what the completing graphs need."""
         c, m = self.carry, self._model
         bank = m.banks.layer(il)
         c.put(r.post_norm, "post_norm")
@@ -170,7 +172,7 @@ class LayerGraphs:
         slots = build_slots(b, m.banks.tables[il], ids)
         if not self._sums_last:
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
-            self._leave(x, build_input_norm(b, m, x, il + 1))
+            self._put_outputs(x, build_input_norm(b, m, x, il + 1))
             return
         c.put(r.residual, "residual")
         if bank.n_slots == 0:
@@ -179,21 +181,21 @@ class LayerGraphs:
             rows = build_expert_rows(b, bank, r.post_norm, slots, r.routing.weights, il)
         c.put(b.expand(rows), "expert_rows")
 
-    def _from_a(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Make the leaves post_norm and weights that A left behind."""
+    def _router_leaves(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return leaves that read post_norm and weights of the `layers` graph."""
         weights = self.carry.leaf(b, "weights", F32, 1, self._model.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
     def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs:
-        """Append the head."""
+        """Append the head; it reads the norm that completes the last layer."""
         norm = self._embd(b, "input_norm", shape.n_tokens)
         out_ids = self._inputs.leaves(b, shape).out_ids
         return build_head(b, self._model.weights, norm, out_ids, greedy)
 
-    def _leave(self, l_out: Tensor, norm: Tensor) -> None:
-        """Keep a layer's output, and the norm of it that comes next.
+    def _put_outputs(self, l_out: Tensor, norm: Tensor) -> None:
+        """Put a layer's output and the norm that follows it.
 
-        CUDA adds and normalises in one kernel; alone, the norm would be a kernel of its own.
+        Both are in one graph because CUDA adds and normalises in one kernel.
         """
         self.carry.put(l_out, "l_out")
         self.carry.put(norm, "input_norm")
@@ -203,44 +205,47 @@ class LayerGraphs:
         return self.carry.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_tokens)
 
     def add_uploaded(self, b: Builder, n_tokens: int, il: int, bank: Bank) -> Tensor:
-        """Append C(il) over experts in a bank; return the tensor that receives their slots."""
+        """Append `add_uploaded` over a bank; return its input slots, I32 [n_expert_used, n_tokens].
+
+        A slot below 0 adds nothing.
+        """
         c = self.carry
-        post_norm, weights = self._from_a(b, n_tokens)
+        post_norm, weights = self._router_leaves(b, n_tokens)
         slots = c.leaf(b, "slots", I32, self._model.hp.n_expert_used, n_tokens)
         rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
         if self._sums_last:
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), rows)), "expert_rows")
         else:
-            self._add(b, build_expert_sum(b, rows, -1), il)
+            self._add_to_output(b, build_expert_sum(b, rows, -1), il)
         return slots
 
     def add_cpu(self, b: Builder, n_tokens: int, il: int) -> Tensor:
-        """Append E(il); return the tensor that receives what the CPU computed."""
+        """Append `add_cpu`; return its input, the CPU's result (shape: see `CarryBuffers`)."""
         c, hp = self.carry, self._model.hp
         if self._sums_last:
             cpu_out = c.leaf(b, "cpu_out", F32, hp.n_embd, hp.n_expert_used, n_tokens)
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), cpu_out)), "expert_rows")
         else:
             cpu_out = self._embd(b, "cpu_out", n_tokens)
-            self._add(b, cpu_out, il)
+            self._add_to_output(b, cpu_out, il)
         return cpu_out
 
-    def _add(self, b: Builder, more: Tensor, il: int) -> None:
-        """Add to the layer's output [n_embd, n_tokens]."""
-        so_far = self._embd(b, "l_out", more.ne[1])
-        x = b.expand(b.add(so_far, more))
-        self._leave(x, build_input_norm(b, self._model, x, il + 1))
+    def _add_to_output(self, b: Builder, delta: Tensor, il: int) -> None:
+        """Add delta [n_embd, n_tokens] to the layer's output, and redo the norm that follows."""
+        l_out = self._embd(b, "l_out", delta.ne[1])
+        x = b.expand(b.add(l_out, delta))
+        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
 
     def sum_rows(self, b: Builder, n_tokens: int, il: int) -> None:
-        """Append D(il)."""
+        """Append the sum of the expert rows, then the shared expert and the residual."""
         moe = build_expert_sum(b, self._rows_leaf(b, n_tokens), il)
         residual, post_norm = (
             self._embd(b, "residual", n_tokens),
             self._embd(b, "post_norm", n_tokens),
         )
         x = build_layer_end(b, self._model, residual, post_norm, moe, il)
-        self._leave(x, build_input_norm(b, self._model, x, il + 1))
+        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
 
     def close(self) -> None:
-        """Free the memory between graphs."""
+        """Free the carry buffers."""
         self.carry.buffer.close()

@@ -1,26 +1,24 @@
-"""One graph a layer where experts may be missing, fewer elsewhere, and Python beside it.
+"""Runs a pass as several graphs and handles missing experts between them.
 
-Protocol of a layer that may lack experts:
+A layer that may lack experts:
 
-    compute: A(l) | B(l) .............................. | C(l), E(l), D(l) if needed | A(l+1)
-    beside B:  ids, in memory of the host
-    host:      sees them, fetches what is missing, then enqueues what follows
+    compute:  mixer_router | moe ............ | add_uploaded, add_cpu, sum_rows if needed | next
+    readback:                ids
+    host:                        reads the ids, handles missing experts, enqueues what follows
 
-A ends at the router's choice, B is the expert FFN; they are built apart and launched as one. B
-finds its slots in the graph, through the table on the device, so it does not wait for the host. In
-between, a small kernel beside B writes the ids into host memory, which the host watches: it has
-the whole of B to look at them.
+`mixer_router` and `moe` are launched as one graph. The graph looks up its slots in a table on the
+device, so it does not wait for the host. A small kernel that runs beside `moe` writes the ids into
+host memory. The host watches that memory and has the whole of `moe` to act on the ids.
 
-Where experts are in pinned memory, the graph of a single row fetches what is missing by itself
-(misses.py), and such a layer counts as having all of them. Elsewhere an expert that is not on the
-device has slot -1, and B leaves it out; misses.py says how it is added by graphs C and E, before
-A(l+1) is enqueued. On CUDA, B ends with the layer's output and they add to it. On the CPU, where
-results have to be bit-equal whatever is resident, they only produce single experts' rows, and D
-sums them in routing order.
+In a pass of one row, a graph may fetch its missing experts (misses.py). Such a layer counts as
+having all its experts. Elsewhere a missing expert has slot -1, and `moe` leaves it out. The graphs
+`add_uploaded` and `add_cpu` add it before the next layer is enqueued. On CUDA they add to the
+layer's output. On the CPU device, results must be bit-equal whatever is resident: there, these
+graphs only make the rows of single experts, and `sum_rows` sums them in routing order.
 
-Behind a layer that has all its experts there is nothing to wait for: several layers are one graph,
-of which the last may lack experts, and the host looks at those that lack none one graph late. Every
-layer has host memory of its own for its ids.
+After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
+into one graph, in which only the last layer may lack experts. The host reads the ids of the others
+one graph late. Each layer has host memory of its own for its ids.
 """
 
 from __future__ import annotations
@@ -50,21 +48,22 @@ from .misses import ADMIT_ROWS, MissHandler, MissMode
 from .readback import HostIds, RoutingReadback
 from .replay import Replay
 
-# Plans kept: decode at two KV lengths and a few prompt chunks. Each refers to all graphs of a pass.
+# Enough for decode at two KV lengths and a few prompt chunks. A plan keeps all graphs of a pass.
 _MAX_PLANS = 8
-# Layers at most in one graph: how soon the device begins, and how soon a prompt is cancelled. Few
-# rows take no time worth cancelling, and a graph boundary takes some 5 us on CUDA.
+# Most layers in one graph: in the first graph and in prompts, and in later graphs of few rows. A
+# short first graph lets the device start early, and a prompt is cancelled between graphs. Few rows
+# are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
 
 
 @dataclass(frozen=True)
 class _LaunchStep:
-    """Consecutive layers in one graph.
+    """Consecutive layers in one graph, and the graphs that complete the last layer.
 
-    ids: where the host finds the choice of each: (il, I32 [n_tokens * n_expert_used]).
-    fetch_layers: the layers that fetch by themselves; lacking: the last layer, if it may lack
-    experts; guess: where a guess about it arrives, I32 [n_expert_used]; c: the graphs that add what
-    it lacks, each C and E by the name that `MissHandler.resolve` knows; d: D.
+    ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
+    whose graph fetches missing experts. lacking: the last layer, if it may lack experts.
+    prediction: the prediction for that layer, I32 [n_expert_used]. add: `add_uploaded` and
+    `add_cpu`, by the names of `MissHandler.resolve`. sum_rows: the graph of that name (CPU device).
     """
 
     graph: BuiltGraph
@@ -78,7 +77,7 @@ class _LaunchStep:
 
 @dataclass(frozen=True)
 class _LaunchPlan:
-    """All launches of one pass: the layers', then the head's."""
+    """All graphs of one pass in order; valid while `GraphCache.generation` is the same."""
 
     steps: list[_LaunchStep]
     head: BuiltGraph
@@ -86,13 +85,13 @@ class _LaunchPlan:
 
 
 class LayeredRunner(Runner):
-    """Runs a pass as several graphs and sees each router's choice while its experts run.
+    """Runs a pass as several graphs and reads each router's choice while the experts run.
 
-    cache: which expert is where, and how often each was chosen.
-    misses: fetches what is not on the device; None when everything is.
-    replay: recorded routing for single-row passes, or None.
-    phases: host seconds so far: launching graphs, waiting for the router's ids, and looking at them
-        (fetching and computing what is missing included).
+    cache: which expert is in which slot, and how often each was chosen.
+    misses: handles missing experts; None when all experts are resident.
+    replay: recorded routing for one-row passes, or None.
+    phases: total host seconds: launching graphs, waiting for ids, and resolving them (uploads of
+        missing experts and their computation on the CPU included).
     observers: called with (il, ids I32 [n_tokens * n_expert_used]) for every layer of every pass.
     """
 
@@ -117,8 +116,8 @@ class LayeredRunner(Runner):
         )
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        # nodes of an A and of a B, C or D, at most
-        self._n_nodes_a, self._n_nodes_b = 160, 48 + 3 * hp.n_expert_used
+        # upper bounds; the second one also holds for add_uploaded and sum_rows
+        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * hp.n_expert_used
         self._sums_last = device.is_cpu and misses is not None
         self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._layer_graphs = LayerGraphs(
@@ -132,23 +131,26 @@ class LayeredRunner(Runner):
             misses,
         )
         self._plans: OrderedDict[tuple[PassShape, bool, MissMode], _LaunchPlan] = OrderedDict()
-        # A pass has changed books and memory, and not all of its own books are kept yet.
+        # set while a pass is launched: if that fails, tables and memory must be rolled back
         self._is_unfinished = False
         self._current: _LaunchPlan | None = None  # the pass that is launched next
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes for inputs, intermediates and what passes between graphs."""
+        """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
     def _plan(self, shape: PassShape, greedy: bool) -> _LaunchPlan:
-        """Return the launches of a pass; no graph moved while the others were built."""
+        """Return the launch plan of a pass, built at first use.
+
+        Building a graph can move the shared block and make earlier graphs stale: then try again.
+        """
         miss_mode = self.misses.miss_mode if self.misses and shape.n_tokens == 1 else MissMode()
         self._layer_graphs.miss_mode = miss_mode
         key = (shape, greedy, miss_mode)
         plan = self._plans.get(key)
         if plan and plan.generation != self.graphs.generation:
-            self._plans.clear()  # the others are as old
+            self._plans.clear()  # all plans have stale graphs
         while plan is None or plan.generation != self.graphs.generation:
             generation = self.graphs.generation
             plan = self._plans[key] = _LaunchPlan(
@@ -160,7 +162,7 @@ class LayeredRunner(Runner):
         return plan
 
     def _steps(self, shape: PassShape) -> list[_LaunchStep]:
-        """Return the graphs of a pass's layers in order, each built at first use."""
+        """Return the launch steps of all layers in order."""
         steps: list[_LaunchStep] = []
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
@@ -175,22 +177,18 @@ class LayeredRunner(Runner):
         return steps
 
     def _step(self, shape: PassShape, layers: range) -> _LaunchStep:
-        """Return the graph of these layers, with what completes the last one if that lacks any."""
-        get, graphs, size, n_tokens = (
-            self.graphs.get,
-            self._layer_graphs,
-            self._n_nodes_b,
-            shape.n_tokens,
-        )
-        # DeltaNet layers do not see the KV length, so one graph serves for ever
-        blind = all(self.model.hp.is_recurrent(il) for il in layers)
-        seen = replace(shape, n_out=0, n_kv=KV_PAD if blind else shape.n_kv)
+        """Return the step of these layers, with the graphs that complete the last one."""
+        get, graphs, n_tokens = self.graphs.get, self._layer_graphs, shape.n_tokens
+        n_nodes = self._n_nodes_moe
+        # the KV length does not matter to DeltaNet layers: one graph serves all lengths
+        is_recurrent = all(self.model.hp.is_recurrent(il) for il in layers)
+        layer_shape = replace(shape, n_out=0, n_kv=KV_PAD if is_recurrent else shape.n_kv)
         predicts = any(graphs.is_predicted(il + 1, n_tokens) for il in layers)
         fetch_layers = frozenset(il for il in layers if graphs.fetches(il, n_tokens))
         graph = get(
-            ("layers", layers, seen, predicts, fetch_layers),
-            len(layers) * (self._n_nodes_a + size),
-            lambda b: graphs.layers(b, seen, layers),
+            ("layers", layers, layer_shape, predicts, fetch_layers),
+            len(layers) * (self._n_nodes_mixer_router + n_nodes),
+            lambda b: graphs.layers(b, layer_shape, layers),
         )
         ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
         il = layers[-1]
@@ -199,7 +197,7 @@ class LayeredRunner(Runner):
         add = {
             name: get(
                 ("add_uploaded", il, name, n_tokens),
-                size,
+                n_nodes,
                 partial(graphs.add_uploaded, n_tokens=n_tokens, il=il, bank=bank),
             )
             for name, bank in self._banks_for_misses(il, n_tokens).items()
@@ -211,7 +209,7 @@ class LayeredRunner(Runner):
         sum_rows = None
         if self._sums_last:
             sum_rows = get(
-                ("sum_rows", il, n_tokens), size, lambda b: graphs.sum_rows(b, n_tokens, il)
+                ("sum_rows", il, n_tokens), n_nodes, lambda b: graphs.sum_rows(b, n_tokens, il)
             )
         prediction = self._readback.prediction_of(il) if graphs.is_predicted(il, n_tokens) else None
         return _LaunchStep(graph, ids, fetch_layers, il, prediction, add, sum_rows)
@@ -231,7 +229,11 @@ class LayeredRunner(Runner):
         return found
 
     def reserve_graphs(self) -> None:
-        """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
+        """Build the graphs of the largest pass, so that the shared block never grows later.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
         state = self.model.state
         self._plan(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
 
@@ -240,7 +242,7 @@ class LayeredRunner(Runner):
 
     def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
         if self._is_unfinished:
-            self._roll_back()  # the last pass failed, and this was interrupted
+            self._roll_back()  # the last pass failed, and its roll-back was interrupted
         self._is_unfinished = True
         try:
             self._launch_all(shape, greedy, cancelled)
@@ -250,7 +252,7 @@ class LayeredRunner(Runner):
         self._is_unfinished = False
 
     def _roll_back(self) -> None:
-        """Undo what a pass that failed left behind; harmless when called again."""
+        """Undo a failed pass; safe to call again."""
         self.device.synchronize()
         if self.misses:
             self.misses.rollback()
@@ -267,7 +269,7 @@ class LayeredRunner(Runner):
             self.misses.begin_pass(shape.n_tokens)
         else:
             self.cache.begin_pass()
-        unseen = None
+        unread = None  # the last step, while the host has not read its ids
         for step in plan.steps:
             if cancelled():
                 raise Cancelled("cancelled")
@@ -277,20 +279,20 @@ class LayeredRunner(Runner):
                 names = ", ".join(str(il) for il, _ in step.ids)
                 self.device.check(status, f"layer {names}")
             start = self._add_phase("launch", start)
-            if unseen:
-                start = self._read_routing(unseen, shape.n_tokens, start)
-            unseen = step
+            if unread:
+                start = self._read_routing(unread, shape.n_tokens, start)
+            unread = step
             if step.lacking is not None:
                 start = self._read_routing(step, shape.n_tokens, start)
-                unseen = None
+                unread = None
         head = plan.head
         reads = self._result_reads(shape, head.outputs, greedy)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
-        if unseen:
-            self._read_routing(unseen, shape.n_tokens, start)
-        # what the next pass needs, while the device computes the head
+        if unread:
+            self._read_routing(unread, shape.n_tokens, start)
+        # prepare the next pass while the device computes the head
         self._readback.reset(shape.n_tokens)
         if self.replay and shape.n_tokens == 1:
             self.replay.advance()
@@ -307,13 +309,13 @@ class LayeredRunner(Runner):
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:
-        """Add the time since start to a phase; return now."""
+        """Add the time since start to a phase; return the time now."""
         now = time.perf_counter()
         self.phases[phase] += now - start
         return now
 
     def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
-        """Read what a segment's layers chose, and have what the last one lacks computed."""
+        """Read the ids of a step's layers, and handle missing experts of the last one."""
         misses = self.misses
         for il, host_ids in step.ids:
             if misses and step.prediction is not None and il == step.lacking:
@@ -346,7 +348,7 @@ class LayeredRunner(Runner):
         ids: npt.NDArray[np.int32],
         n_tokens: int,
     ) -> None:
-        """Add the missing experts to what B left of layer il."""
+        """Add the missing experts of layer il; on the CPU device, sum the rows of all experts."""
         if missing and self.misses:
             self.misses.resolve(il, missing, ids, n_tokens, step.add)
         if step.sum_rows:
@@ -355,7 +357,7 @@ class LayeredRunner(Runner):
                 self.device.check(status, f"layer {il}")
 
     def close(self) -> None:
-        """Free graphs and fixed memory."""
+        """Wait for the device, then free graphs and fixed memory."""
         self._plans.clear()
         self._current = None
         super().close()

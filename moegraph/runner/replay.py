@@ -1,7 +1,7 @@
-"""Routing taken from a trace instead of from the router: the same hits and misses in every run.
+"""Takes routing from a trace instead of the router, so that every run has the same misses.
 
-Only for measuring. Single-row passes take the recorded ids step by step, from the start again at
-the end; the router still runs, and its weights are used.
+For measuring only. One-row passes take the recorded ids step by step and start over at the end.
+The router still runs, and its weights are used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ..weights import place
 
 
 class Replay:
-    """Recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used], fed to the device."""
+    """Feeds recorded expert ids to the device; numpy shape [n_steps, n_layer, n_expert_used]."""
 
     def __init__(self, device: Device, hp: HParams, ids: npt.NDArray[np.int32]) -> None:
-        """Take a recording.
+        """Check the recording and upload its first step.
 
         Raises:
-            ConfigError: it was made with a model of another shape.
+            ConfigError: it has another shape than the model, or ids out of range.
+            OutOfDeviceMemory: its device memory cannot be allocated.
         """
         wanted = (hp.n_layer, hp.n_expert_used)
         if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:
@@ -34,7 +35,10 @@ class Replay:
                 f"{wanted[0]} layers with {wanted[1]} experts"
             )
         if ids.min() < 0 or ids.max() >= hp.n_expert:
-            raise ConfigError(f"the routing trace has ids outside 0..{hp.n_expert - 1}")
+            raise ConfigError(
+                f"the routing trace has ids {ids.min()} to {ids.max()}; "
+                f"this model has experts 0 to {hp.n_expert - 1}"
+            )
         self._device = device
         self._recorded = np.ascontiguousarray(ids, dtype=np.int32)
         self._n_used = hp.n_expert_used
@@ -48,13 +52,13 @@ class Replay:
         self._step = 0
 
     def leaf(self, b: Builder, il: int) -> Tensor:
-        """Make the tensor that holds this step's ids of a layer: I32 [n_expert_used, 1]."""
+        """Return a leaf that reads the current step's ids of layer il: I32 [n_expert_used, 1]."""
         tensor = b.leaf(I32, (self._n_used, 1), "ids_replayed")
         place(self._buffer, tensor, 4 * self._n_used * il)
         return tensor
 
     def advance(self) -> None:
-        """Enqueue the upload of the next step's ids behind the pass that uses these."""
+        """Enqueue the upload of the next step's ids, after the pass that uses the current ones."""
         self._step += 1
         ids = self._recorded[self._step % len(self._recorded)]
         self._host.array[: ids.nbytes].view(np.int32)[:] = ids.reshape(-1)

@@ -1,4 +1,4 @@
-"""What the device knows of the slots: tables and landings of all layers, sent as one."""
+"""Slot tables and victim lists of all layers, uploaded to the device in one copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ggml.device import Device
 
 
 class HostRows:
-    """Pinned rows that travel to the device; array: I32, numpy shape [n_rows, n]."""
+    """Pinned host rows to upload; array: I32, numpy shape [n_rows, n]."""
 
     def __init__(self, device: Device, n_rows: int, n: int) -> None:
         self.host = device.host_buffer(4 * n_rows * n)
@@ -22,7 +22,7 @@ class HostRows:
         self.array = self.array.reshape(n_rows, n)
 
     def address(self, row: int) -> Any:
-        """Return where a row starts."""
+        """Return the address of a row."""
         return self.host.address(4 * row * self._n)
 
     def close(self) -> None:
@@ -31,10 +31,10 @@ class HostRows:
 
 
 class SlotTables:
-    """Brings what the cache says to the device.
+    """Host copy of the cache's tables, and its upload to the device.
 
-    A row holds a layer's table and, where graphs fetch by themselves, its list of victims. Rows are
-    written and sent as soon as the host knows what changed, most of them while the device computes.
+    A row holds a layer's slot table and, if the layer's graph fetches, its victim list. The host
+    writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
     def __init__(self, device: Device, banks: ExpertBanks, cache: ExpertCache) -> None:
@@ -46,7 +46,7 @@ class SlotTables:
         self._is_due = False
 
     def write(self, il: int, with_victims: bool) -> None:
-        """Write a layer's row if it changed; with_victims: with a new list of victims."""
+        """Write a layer's row if the layer is dirty; with_victims: plan its victims too."""
         cache = self._cache
         if il not in cache.dirty:
             return
@@ -58,9 +58,9 @@ class SlotTables:
         self._is_due = True
 
     def send(self) -> None:
-        """Enqueue the upload of all rows if one changed, behind the pass that uses what was."""
+        """Enqueue the upload of all rows, if any changed, after passes that read the old ones."""
         if self._is_due:
-            # all at once: a small copy takes the device some 2 us, whatever its size
+            # one copy for all rows: a small copy takes about 2 us, whatever its size
             self._device.send(self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes)
             self._is_due = False
 

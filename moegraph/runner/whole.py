@@ -1,4 +1,4 @@
-"""One graph a pass, replayed by CUDA as one launch: for models that are resident as a whole."""
+"""Runs a pass as one graph, which CUDA replays as one launch; every expert is resident."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .base import Runner
 def build_whole(
     b: Builder, m: Model, inputs: InputBlock, shape: PassShape, greedy: bool
 ) -> HeadOutputs:
-    """Append every layer and the head; the router's choice goes straight to the experts."""
+    """Append every layer and the head; the slot of an expert is its id."""
     inp = inputs.leaves(b, shape)
     x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
     for il in range(m.hp.n_layer):
@@ -29,7 +29,7 @@ def build_whole(
 
 
 def n_nodes_whole(m: Model) -> int:
-    """Return an upper bound on the nodes of a whole pass."""
+    """Return an upper bound on the nodes of a pass in one graph."""
     return m.hp.n_layer * (96 + 3 * m.hp.n_expert_used) + 64
 
 
@@ -40,7 +40,7 @@ class WholeRunner(Runner):
 
     def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
         super().__init__(device, model, n_ubatch)
-        self._built: BuiltGraph | None = None  # of the pass that is launched next
+        self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
@@ -50,7 +50,11 @@ class WholeRunner(Runner):
         )
 
     def reserve_graphs(self) -> None:
-        """Build the largest pass, so that lack of memory shows at start and nothing moves later."""
+        """Build the graphs of the largest pass, so that the shared block never grows later.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
         state = self.model.state
         self._get(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
 
@@ -68,6 +72,6 @@ class WholeRunner(Runner):
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 
     def close(self) -> None:
-        """Free graphs and transfer memory."""
+        """Wait for the device, then free graphs and transfer memory."""
         self._built = None
         super().close()

@@ -151,7 +151,7 @@ def test_a_reset_drops_a_pass_over_its_own_sequence_only(open_engine) -> None:
                 engine.collect()
         else:
             assert engine.collect().argmax.shape == (2,)
-    with pytest.raises(RequestError, match="sequence 3; there are 0 to 2"):
+    with pytest.raises(RequestError, match="there is no sequence 3; the engine has 0 to 2"):
         engine.reset(3)
 
 

@@ -100,11 +100,11 @@ def test_kernels_take_a_row_with_a_bad_parent_for_a_root(device: Device) -> None
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
-        ([[-1, 0], [-1, 1]], "tree 1: the parent of row 1 is 1, not -1 to 0;"),
-        ([-1, -2], "tree 0: the parent of row 1 is -2, not -1 to 0;"),
-        ([0], "tree 0: the parent of row 0 is 0, not -1 to -1;"),
-        ([-1] * 65, "a tree has 65 rows, not 1 to 64;"),
-        ([], "a tree has 0 rows, not 1 to 64;"),
+        ([[-1, 0], [-1, 1]], "tree 1: the parent of row 1 is 1, not -1 to 0"),
+        ([-1, -2], "tree 0: the parent of row 1 is -2, not -1 to 0"),
+        ([0], "tree 0: the parent of row 0 is 0, not -1 to -1"),
+        ([-1] * 65, "a tree has 65 rows, not 1 to 64"),
+        ([], "a tree has 0 rows, not 1 to 64"),
     ],
 )
 def test_bad_parents_are_refused(parents: list, message: str) -> None:
