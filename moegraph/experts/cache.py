@@ -455,8 +455,7 @@ class ExpertCache:
                 "a free slot has an owner, or an empty one is not free": sorted(layer.free)
                 == [slot for slot, e in enumerate(layer.owner) if e < 0],
                 "an expert admitted in this pass was evicted": layer.fresh <= resident,
-                "a full layer changed": not layer.full
-                or layer.owner == list(range(self.n_expert)),
+                "a full layer changed": not layer.full or layer.owner == list(range(self.n_expert)),
             }
             wrong = [what for what, holds in rules.items() if not holds]
             if wrong:

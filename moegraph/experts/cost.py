@@ -128,7 +128,7 @@ MACHINES = {
             "desktop", 40, 1_900_000, whole=7.0e-3, host_layer=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
             fetch_layer=2e-6, fetch=_line(86e-6, 76e-6),
-            about="24 GB card, PCIe 4.0, DDR5; reckoned from data sheets",
+            about="24 GB card, PCIe 4.0, DDR5; computed from data sheets",
         ),
     )
 }  # fmt: skip

@@ -68,8 +68,8 @@ _RECORDED = (
     _fitted(0.247, 0.377, 0.0, 0.893, 47.9, 0.843),
 )
 
-# By name. `sticky`: fitted to the trace of a 128-expert model. `flat`: halfway from there to a router
-# that chooses at random. `recorded`: the shipped model's layers, for any shape.
+# By name. `sticky`: fitted to the trace of a 128-expert model. `flat`: halfway from there to a
+# router that chooses at random. `recorded`: the shipped model's layers, for any shape.
 PRESETS: dict[str, RoutingModel | tuple[RoutingModel, ...]] = {
     "sticky": RoutingModel(),
     "flat": RoutingModel(fixed=0.50, drift=0.25, recent=0.45, white=0.696),

@@ -222,7 +222,7 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     for curve in (machine.stream, machine.cpu, machine.fetch):
         assert 0 < curve(1) <= curve(4)
     told = fields["measured"]
-    assert "streaming an expert is a copy within host memory" in told["notes"][0]
+    assert "an upload is a copy within host memory" in told["notes"][0]
     assert "link_bytes_per_s" not in told, "there is no link"
     assert told["host_copy_bytes_per_s"] > 1e8 and list(told["cpu_us_by_threads"]) == ["1"]
     # the graphs of this device can fetch, so a miss was timed there, too
@@ -389,11 +389,11 @@ def test_a_bad_profile_stops_only_a_run_that_asked_for_it(tmp_path: Path) -> Non
     asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", *CPU, *FEW_SLOTS)
     result = invoke(*asked)
     assert result.exit_code == 0, result.output
-    assert f"is left aside: {beside}: not a routing profile" in result.stderr
+    assert f"is ignored: {beside}: not a routing profile" in result.stderr
     assert not json.loads(result.stdout)["profile"]["written"]
     assert beside.read_text() == '{"format": "somebody else"}'
     assert "not a routing profile" in refused(*asked, "--profile", beside)
-    assert "left aside" not in invoke(*asked, "--profile", "none").stderr
+    assert "is ignored" not in invoke(*asked, "--profile", "none").stderr
 
 
 def test_a_profile_that_cannot_be_written_costs_a_warning(
@@ -410,6 +410,6 @@ def test_a_profile_that_cannot_be_written_costs_a_warning(
         "run", "tiny", "-p", PROMPT, "-n", 4, "--json", "--profile", path, *CPU, *FEW_SLOTS
     )
     assert result.exit_code == 0
-    assert "warning: the routing profile stays as it was" in result.stderr
+    assert "warning: the routing profile was not updated" in result.stderr
     kept = json.loads(result.stdout)["profile"]
     assert not kept["written"] and "No space left" in kept["why_not"]
