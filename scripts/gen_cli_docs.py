@@ -96,8 +96,8 @@ EXPERTS_JSON = {
     "hits, misses, hit_rate, hit_rate_by_layer": "choices of the router whose expert was resident",
     "missing": "distinct experts that were not resident, summed over passes",
     "admitted, evicted, declined": "experts that got a slot, lost it, or were refused one",
-    "uploaded_bytes, uploaded_bytes_per_pass": "expert bytes that crossed to the device, uploaded by "
-    "the host or fetched by graphs",
+    "uploaded_bytes, uploaded_bytes_per_pass": "expert bytes that crossed to the device, "
+    "uploaded by the host or fetched by graphs",
     "n_cpu_experts": "experts that the CPU computed",
     "n_fetching_layers": "layers whose graphs fetch missing experts",
     "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
