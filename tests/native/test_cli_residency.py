@@ -42,7 +42,8 @@ def invoke(*args: object) -> Result:
 def refused(*args: object, code: int = 2) -> str:
     result = invoke(*args)
     assert result.exit_code == code, result.output
-    assert result.stdout == "" and len(result.stderr.splitlines()) == 1
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert result.stdout == "" and len(lines) == 1
     return result.stderr
 
 
