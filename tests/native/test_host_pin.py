@@ -88,7 +88,7 @@ def test_pinning_stops_while_the_host_has_memory_left(pinned):
 def test_the_limit_of_a_container_is_named_and_its_reserve_is_smaller(pinned):
     found = pinned(lambda size: HostMemory(64 * GiB, GiB // 8 + size, GiB))
     assert found.layers == [0]
-    assert "(the control group may use 1.00 GiB), and 128 MiB of them are left" in found.note
+    assert "(the control group may use 1.00 GiB), and 128 MiB of them stay free" in found.note
 
 
 def test_memory_that_others_take_meanwhile_counts(pinned):
@@ -133,7 +133,7 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
     whole = open_engine(PRESET, host_pin="all", **settings)
     n_bytes, hp, store = whole.memory()["host_pinned_bytes"], whole.hparams, whole._misses._store
     strides = sum(store.packing(il).stride for il in range(hp.n_layer))
-    assert n_bytes == hp.n_expert * strides and not whole.notes
+    assert n_bytes == hp.n_expert * strides and not whole.warnings
 
     # 'auto', as on a device that pins: half of the layers have room
     memory = HostMemory(16 * GiB, 2 * GiB + n_bytes // 2, None)
@@ -147,6 +147,6 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
         ),
     )
     half = open_engine(PRESET, host_pin="auto", **settings)
-    assert any("of 8 layers" in note for note in half.notes), half.notes
+    assert any("of 8 layers" in note for note in half.warnings), half.warnings
     assert 0 < half.memory()["host_pinned_bytes"] < n_bytes
     assert greedy_tokens(half, prompt(half, 20), 16) == expected
