@@ -1,4 +1,4 @@
-"""How much memory this process can still take on the host: of the machine and of its container."""
+"""How much host memory this process can still take, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Control groups, version 2 and 1: the controllers in a line of /proc/self/cgroup, the folder of all
-# groups, and a group's limit, use, statistics and the statistic that counts cached files.
+# Control groups, versions 2 and 1: the controller in a line of /proc/self/cgroup, the folder of all
+# groups, the files of a group (limit, use, statistics), and the statistic that counts cached files.
 _VERSIONS = (
     ("", "sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat", "file")),
     (
@@ -20,10 +20,10 @@ _VERSIONS = (
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of memory; None where the system does not tell.
+    """Bytes of host memory; None if the system does not report them.
 
-    available: what can be taken without swapping, the limits of control groups included.
-    limit: the tightest of the process's control groups, None without one.
+    available: memory that can be taken without swapping, within the limits of control groups.
+    limit: the tightest limit of the process's control groups, None without a limit.
     """
 
     total: int | None
@@ -32,7 +32,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Read the memory of the machine below a root folder."""
+    """Read the memory of this machine from the files below root."""
     info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(root / "proc/meminfo"), re.M))
     total, available = (
         int(info[name]) * 1024 if name in info else None for name in ("MemTotal", "MemAvailable")
@@ -40,7 +40,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     tightest = None
     for group, names in _groups(root):
         limit, left = _room(group, names)
-        # version 1 writes "no limit" as a number larger than any machine's memory
+        # version 1 reports "no limit" as a number larger than any machine's memory
         if limit is None or left is None or (total is not None and limit >= total):
             continue
         tightest = limit if tightest is None else min(tightest, limit)
@@ -51,8 +51,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the folders of this process's control groups, from its own to the outermost.
 
-    In a container, the path of the group is often that of the host and not to be found here; the
-    outermost folder is then the container's.
+    In a container, the path is often that of the host and does not exist here; the outermost folder
+    is then the container's group.
     """
     lines = re.findall(r"^\d+:([^:\n]*):/(.*)$", _read(root / "proc/self/cgroup"), re.M)
     paths = {name: path for names, path in lines for name in names.split(",")}
@@ -63,13 +63,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def _room(group: Path, names: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Return the limit of a control group and the bytes that it leaves; None where not known."""
+    """Return a control group's limit and its bytes still available, None if unknown."""
     limit_name, used_name, stat_name, cached_name = names
     limit, used = _number(group / limit_name), _number(group / used_name)
     if limit is None or used is None:
         return limit, None
     stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / stat_name), re.M))
-    # shared memory, of tmpfs too, counts as cached, but there is no file to read it again from
+    # cached files can be dropped, but not shared memory and tmpfs, which count as cached too
     cached = max(0, int(stat.get(cached_name, 0)) - int(stat.get("shmem", 0)))
     return limit, max(0, limit - used + cached)
 

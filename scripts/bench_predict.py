@@ -128,7 +128,7 @@ def fit(points: Sequence[Point], base: Machine) -> Machine:
     base: gives everything else, the time of a look-up among it.
     """
     a = np.array([p.counts for p in points])
-    b = np.array([p.seconds - base.lookup * p.n_lookups for p in points])
+    b = np.array([p.seconds - base.fetch_layer * p.n_lookups for p in points])
     kept = list(range(a.shape[1]))
     times = np.zeros(a.shape[1])
     while True:  # a time that comes out negative is none: fit the others without it
@@ -146,7 +146,7 @@ def predict(machine: Machine, point: Point) -> float:
     """Return the predicted tokens per second of a point."""
     one, more = machine.fetch(1), machine.fetch(2) - machine.fetch(1)
     _, some, further = point.counts
-    seconds = machine.whole + machine.lookup * point.n_lookups + some * one + further * more
+    seconds = machine.whole + machine.fetch_layer * point.n_lookups + some * one + further * more
     return 1 / seconds
 
 

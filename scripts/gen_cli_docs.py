@@ -96,7 +96,8 @@ EXPERTS_JSON = {
     "hits, misses, hit_rate, hit_rate_by_layer": "choices of the router whose expert was resident",
     "missing": "distinct experts that were not resident, summed over passes",
     "admitted, evicted, declined": "experts that got a slot, lost it, or were refused one",
-    "fetched_bytes, fetched_bytes_per_pass": "expert bytes sent to the device",
+    "uploaded_bytes, uploaded_bytes_per_pass": "expert bytes that crossed to the device, "
+    "uploaded by the host or fetched by graphs",
     "n_cpu_experts": "experts that the CPU computed",
     "n_fetching_layers": "layers whose graphs fetch missing experts",
     "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
@@ -119,7 +120,7 @@ SIMULATE_JSON = {
     "rows[]": "`resident_share`, `policy`, `n_tokens`, `hits`, `misses`, `hit_rate`, "
     "`hit_rate_by_layer`, `missing_per_token`, `missing_per_token_by_quarter`, `admitted`, "
     "`evicted`, `declined`, `n_streamed`, `n_cpu_experts`, `n_promoted`",
-    "rows[].fetched_bytes_per_token": "null where the size of an expert is not known",
+    "rows[].uploaded_bytes_per_token": "null if the size of an expert is not known",
     "rows[].token_us, rows[].decode_tps": "predicted; null where the machine's experts are of a "
     "far other size",
 }
@@ -146,7 +147,7 @@ BENCH_JSON = {
     "`samples_ts` and the settings",
     "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096",
     "experts": "as in `moegraph run --json`; csv and sql have `hit_rate` and "
-    "`fetched_bytes_per_pass` in its place",
+    "`uploaded_bytes_per_pass` in its place",
 }
 DOCTOR_JSON = {
     "moegraph, python, platform, packages, native, driver": "versions",

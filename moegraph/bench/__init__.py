@@ -1,4 +1,4 @@
-"""Speed measurements in llama-bench's terms, so that rows can stand side by side."""
+"""Speed measurements in llama-bench's terms, so that rows can be compared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measure a machine with a model: the times from which `plan` and `simulate` predict speed.
 
-Everything is timed in the engine that runs the model. Its router's choices are replaced by a
-recording that misses a known number of experts in every layer of a token, so that what a miss costs
-is the difference of two token times.
+All times are measured in the engine that runs the model. A made-up trace replaces the choices of
+its router, so that a token misses a known number of experts in every layer; the cost of these
+misses is the difference of two token times.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..runner.misses import MissHandler
 from ..threads import Threads, default_threads, waiting
 from ..units import MiB, format_bytes
 
-# Loads the model under a configuration, with recorded routing or with its own.
+# Loads the model with a configuration; a trace replaces the choices of its router.
 Load = Callable[[EngineConfig, Trace | None], Engine]
 
-# Tokens of one kind; the first ones fill the slots and are not counted.
+# Tokens of a segment, and how many of its first are not timed, because they fill the slots.
 _N_TOKENS, _N_FIRST = 32, 8
 _N_CTX = 512
 _COPY_BYTES, _N_COPIES = 256 * MiB, 5
@@ -38,16 +38,16 @@ _COPY_BYTES, _N_COPIES = 256 * MiB, 5
 
 @dataclass(frozen=True)
 class _Segment:
-    """What tokens of one kind took: seconds, and how many experts each layer lacked."""
+    """Median seconds of the tokens of a segment, and missing experts of a layer and token."""
 
     seconds: float
     n_missing: float
 
 
 def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, Any]:
-    """Return the measured times of this machine as `find_machine` reads them from a file.
+    """Return the measured times of this machine, in the format of a machine file.
 
-    name: of the machine. config: device and threads; the rest of it is chosen here.
+    config: gives device and threads; other settings are ignored.
     """
     base = {"n_ctx": _N_CTX, "profile": "none", "prefetch": "off"}
     with load(_changed(config, base), None) as engine:
@@ -75,7 +75,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         n_threads = config.n_threads or default_threads()
         threads = _thread_counts(n_threads)
         on_cpu = {n: _cpu_seconds(engine, host_misses, n, k) for n in threads}
-    # as in a run: a card has what it may lack in pinned memory where that can be had
+    # 'auto' as in a run; the CPU device pins only with 'all'
     pin = "all" if words["is_cpu"] else "auto"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
         if not words["is_cpu"]:
@@ -95,16 +95,16 @@ def _changed(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
 
 
 def _handler(engine: Engine) -> MissHandler:
-    """Return what sees to missing experts, in an engine that may miss some."""
+    """Return the miss handler of an engine in mode layered."""
     misses: MissHandler = engine.runner.misses  # type: ignore[attr-defined]
     return misses
 
 
 def _routing(shape: RouterShape, plan: Sequence[int]) -> Trace:
-    """Return tokens that miss plan[0], then plan[1], ... experts in each layer.
+    """Return a segment of tokens that miss plan[0] experts in each layer, one for plan[1], ...
 
-    The others are always the same. Those that are missed come from so many that a least recently
-    used one is gone by the time it comes again.
+    The other experts of a token are always the same. The missing ones are drawn in turn from all
+    remaining experts, so that LRU has evicted an expert before its next turn.
     """
     k, pool = shape.n_expert_used, shape.n_expert - shape.n_expert_used
     rows, at = [], 0
@@ -117,7 +117,7 @@ def _routing(shape: RouterShape, plan: Sequence[int]) -> Trace:
 
 
 def _segment(engine: Engine) -> _Segment:
-    """Time the tokens of the next segment, and count what they missed."""
+    """Time the tokens of the next segment and count their missing experts."""
     _token_samples(engine, _N_FIRST)
     before = engine.expert_stats()
     samples = _token_samples(engine, _N_TOKENS - _N_FIRST)
@@ -139,12 +139,12 @@ def _token_samples(engine: Engine, n: int) -> npt.NDArray[np.float64]:
 
 
 def _thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, ... threads and the most."""
+    """Return 1, 2, 4, ... and most."""
     return sorted({min(2**power, most) for power in range(10)} | {most})
 
 
 def _cpu_seconds(engine: Engine, misses: MissHandler, n_threads: int, k: int) -> list[float]:
-    """Return the seconds that 1 to k experts take on the CPU with so many threads; [] if none."""
+    """Return the seconds of 1 to k experts on n_threads CPU threads; [] if the CPU cannot."""
     store, device = misses.store, engine.device
     if not store.is_aligned:
         return []
@@ -165,13 +165,13 @@ def _machine(
     stream: Sequence[float], on_cpu: Sequence[float], unpinned: Sequence[float],
     by_host: Sequence[_Segment], by_graph: Sequence[_Segment],
 ) -> Machine:  # fmt: skip
-    """Return the machine whose law gives the times that were measured.
+    """Return the machine that predicts the measured times.
 
-    unpinned: seconds of streams as they were in the tokens of by_host.
+    unpinned: seconds to upload 1, 2, ... experts that are not pinned, as in the tokens of by_host.
     """
     n_layer = len(sizes)
-    bare = by_host[0].seconds  # nothing missing, the host looks at every layer
-    whole = bare if whole is None else min(whole, bare)
+    no_miss = by_host[0].seconds  # a token that misses nothing, in layers that the host handles
+    whole = no_miss if whole is None else min(whole, no_miss)
     streamed = _curve(list(enumerate(stream, 1)))
     stalls = _stalls(by_host, n_layer)
     fixed = 0.0
@@ -179,17 +179,17 @@ def _machine(
         n, seconds = stalls[0]
         fixed = max(0.0, seconds - _curve(list(enumerate(unpinned, 1)))(n))
     fetched = _stalls(by_graph, n_layer)
-    lookup = max(0.0, (by_graph[0].seconds - whole) / n_layer) if by_graph else 0.0
+    fetch_layer = max(0.0, (by_graph[0].seconds - whole) / n_layer) if by_graph else 0.0
     about = f"{words['device']}, measured with {words['model']}"
     return Machine(
-        name, n_layer, sum(sizes) // len(sizes), whole, (bare - whole) / n_layer, fixed, 0.0,
+        name, n_layer, sum(sizes) // len(sizes), whole, (no_miss - whole) / n_layer, fixed, 0.0,
         streamed, _curve(list(enumerate(on_cpu, 1))) if on_cpu else streamed,
-        lookup, _curve(fetched) if fetched else streamed, about[:200],
+        fetch_layer, _curve(fetched) if fetched else streamed, about[:200],
     )  # fmt: skip
 
 
 def _stalls(segments: Sequence[_Segment], n_layer: int) -> list[tuple[float, float]]:
-    """Return (experts a layer lacks, seconds it stalls), from the difference to lacking none."""
+    """Return (missing experts of a layer, seconds they cost), against segments[0] without any."""
     return [
         (round(part.n_missing, 3), max(1e-9, (part.seconds - segments[0].seconds) / n_layer))
         for part in segments[1:]
@@ -198,7 +198,7 @@ def _stalls(segments: Sequence[_Segment], n_layer: int) -> list[tuple[float, flo
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> Curve:
-    """Return points as a curve, which does not fall: noise may make more take less."""
+    """Return points as a curve; raise seconds that noise made smaller than those before."""
     found: list[tuple[float, float]] = []
     for n, seconds in sorted(points):
         if not found or n > found[-1][0]:
@@ -210,15 +210,15 @@ def _beside(
     words: dict[str, Any], n_threads: int, has_whole: bool, machine: Machine,
     stream: Sequence[float], on_cpu: dict[int, list[float]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what else was measured, and what the times mean, for people and other programs."""
+    """Return what else was measured, for people and other programs."""
     size = machine.expert_bytes
     notes = []
     if words["is_cpu"]:
-        notes.append("the device is the CPU: streaming an expert is a copy within host memory")
+        notes.append("the device is the CPU: an upload is a copy within host memory")
     if not has_whole:
-        notes.append("not all experts fit on the device: whole_us has the boundaries of layers in")
+        notes.append("not all experts fit on the device: whole_us includes layer boundaries")
     if not any(on_cpu.values()):
-        notes.append("the file's tensors are not aligned for the CPU: cpu_us is stream_us")
+        notes.append("the file's tensors are not aligned for the CPU: cpu_us repeats stream_us")
     found: dict[str, Any] = {
         "model": words["model"], "device": words["device"], "n_threads": n_threads, "notes": notes,
         "host_copy_bytes_per_s": round(_host_copy()),
@@ -235,7 +235,7 @@ def _beside(
 
 
 def _host_copy() -> float:
-    """Return bytes a second that one thread copies within host memory, the best of a few."""
+    """Return the bytes per second that one thread copies in host memory; the best of a few runs."""
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
     target, times = np.zeros_like(source), []
     for _ in range(_N_COPIES):
@@ -246,10 +246,10 @@ def _host_copy() -> float:
 
 
 def summary_line(fields: dict[str, Any]) -> str:
-    """Return what was measured in one line."""
+    """Return the result of a measurement in one line."""
     measured = fields["measured"]
     return (
         f"measured with {measured['model']}: {fields['whole_us'] / 1e3:.2f} ms a token with all "
-        f"experts of {format_bytes(fields['expert_bytes'])} resident; predicts for experts of a "
+        f"experts of {format_bytes(fields['expert_bytes'])} resident; can predict for experts of a "
         "third to three times that size"
     )

@@ -1,9 +1,9 @@
-"""Time prompt passes (pp) and single-token passes (tg) at a depth, as llama-bench does.
+"""Time prompt processing (pp) and text generation (tg) at a depth, as llama-bench does.
 
-Tokens are random, nothing is sampled, every repetition starts from an empty sequence, and one
-repetition before the first is not counted (it builds and captures the graphs), unless that is not
-wanted. A tg pass includes the argmax on the device and its read-back. A pp+tg test is a prompt and
-the tokens after it, timed together.
+Tokens are random, and nothing is sampled. Every repetition starts from an empty sequence. Unless
+`warm_up` is off, an uncounted repetition comes first, which builds and captures the graphs. The
+time of a tg token includes the argmax on the device and its copy to the host. A pp+tg test times a
+prompt and the tokens after it together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..experts.cachestats import ExpertStats
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """What to measure: every depth with every prompt length, every generation length, every pair.
+    """What to measure: at every depth, every prompt length, generation length and pair of both.
 
-    n_prompt, n_gen, depth: tokens; repetitions: timed runs a row; seed: of the random tokens.
-    pairs: tokens of prompt and generation of pp+tg tests. warm_up: run each test once uncounted.
+    n_prompt, n_gen, depth: tokens. repetitions: timed runs of each test. seed: of the random
+    tokens. pairs: (n_prompt, n_gen) of pp+tg tests. warm_up: run each test once uncounted.
     """
 
     n_prompt: tuple[int, ...] = (512,)
@@ -51,7 +51,7 @@ class BenchSpec:
 
 @dataclass(frozen=True)
 class BenchTest:
-    """One test: a prompt of n_prompt tokens, then n_gen single ones, after depth positions."""
+    """One test: after depth positions, a prompt of n_prompt tokens, then n_gen single tokens."""
 
     n_prompt: int
     n_gen: int
@@ -59,7 +59,7 @@ class BenchTest:
 
     @property
     def name(self) -> str:
-        """As llama-bench has it: pp512, tg128, pp512+tg128, tg128 @ d4096."""
+        """Name as in llama-bench: pp512, tg128, pp512+tg128, tg128 @ d4096."""
         parts = [f"{kind}{n}" for kind, n in (("pp", self.n_prompt), ("tg", self.n_gen)) if n]
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
@@ -68,8 +68,8 @@ class BenchTest:
 class BenchRow:
     """One row: seconds of each repetition of a test of n_prompt + n_gen tokens.
 
-    experts: what the expert cache did in these repetitions, fillings of a depth included; None
-    without one.
+    experts: statistics of the expert cache over these repetitions, including the tokens that fill
+    the depth; None without a cache.
     """
 
     test: str
@@ -81,7 +81,7 @@ class BenchRow:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a repetition, those that only fill the depth left out."""
+        """Timed tokens of a repetition, without those that fill the depth."""
         return self.n_prompt + self.n_gen
 
     @property
@@ -96,7 +96,7 @@ class BenchRow:
 
     @property
     def sd_tps(self) -> float:
-        """Standard deviation of the repetitions; 0 for one."""
+        """Standard deviation of the repetitions, tokens per second; 0 for one."""
         return statistics.stdev(self.samples_tps) if len(self.seconds) > 1 else 0.0
 
 
@@ -104,12 +104,12 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
     """Yield the rows of a spec as they are measured.
 
     Raises:
-        ContextOverflow: a test needs more positions than the context has; found before measuring.
+        ContextOverflow: a test needs more positions than the context has; raised before any test.
     """
     longest = max((test.depth + test.n_prompt + test.n_gen for test in spec.tests), default=0)
     if longest > engine.n_ctx:
         raise ContextOverflow(
-            f"a test needs {longest} positions, the context holds {engine.n_ctx}; raise -c"
+            f"a test needs {longest} positions, but the context holds {engine.n_ctx}; raise -c"
         )
     rng = np.random.default_rng(spec.seed)
     for test in spec.tests:

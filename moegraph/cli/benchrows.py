@@ -21,7 +21,7 @@ _SPARED = ("mode", "params", "size", "threads", "backend")
 _USUAL = {"n_ubatch": 512, "type_k": "f16", "type_v": "f16"}
 _SQL_TABLE = "moegraph_bench"
 # Of columns that may be NULL in the first row.
-_SQL_KINDS = {"hit_rate": "REAL", "fetched_bytes_per_pass": "INTEGER"}
+_SQL_KINDS = {"hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER"}
 
 
 def print_json(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
@@ -92,7 +92,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **fields,
         "hit_rate": experts.get("hit_rate"),
-        "fetched_bytes_per_pass": experts.get("fetched_bytes_per_pass"),
+        "uploaded_bytes_per_pass": experts.get("uploaded_bytes_per_pass"),
     }
 
 
@@ -146,7 +146,7 @@ def _markdown_cells(record: dict[str, Any], varied: frozenset[str]) -> dict[str,
     experts = record.get("experts")
     if experts:
         cells["hit rate"] = f"{experts['hit_rate']:.3f}"
-        cells["MiB/pass"] = f"{experts['fetched_bytes_per_pass'] / 2**20:.1f}"
+        cells["MiB/pass"] = f"{experts['uploaded_bytes_per_pass'] / 2**20:.1f}"
     cells["test"] = record["test"]
     cells["t/s"] = f"{record['avg_ts']:.2f} \u00b1 {record['stddev_ts']:.2f}"
     return cells

@@ -406,7 +406,7 @@ def simulation_fields(
         "missing_per_token_by_quarter": [round(n, 3) for n in found.quarters()],
         "admitted": int(stats.admitted.sum()), "evicted": int(stats.evicted.sum()),
         "declined": int(stats.declined.sum()),
-        "fetched_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
+        "uploaded_bytes_per_token": round(found.bytes_per_token) if has_bytes else None,
         "n_streamed": found.n_streamed, "n_cpu_experts": found.n_cpu,
         "n_promoted": found.n_promoted,
         "token_us": round(1e6 * float(found.step_s.mean()), 2) if has_times else None,

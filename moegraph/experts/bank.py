@@ -1,12 +1,11 @@
-"""Banks: a layer's routed experts as slots of two or three tensors, and the table that finds them.
+"""Banks: expert slots on the device, as two or three tensors, and the table that finds them.
 
-A graph never names an expert, it names a slot: a layer's `table` [1, n_expert] I32 on the device
-maps expert to slot, or to -1 for an expert that is not there, and graphs look the slots up
-themselves.
+A graph names slots, not experts: it looks up the slots of a row's experts in a layer's table on the
+device, I32 [1, n_expert], which maps an expert to its slot, or to -1 if it has none.
 
-Kinds of bank: a layer's own, with a slot for some or all of its experts; and banks for all layers
-whose stacks have the same types and shapes: a pair of staging ones, for experts that get no slot of
-their own, and one for experts that are fetched ahead.
+Each layer has a bank of its own, with slots for some or all of its experts. Layers whose stacks
+have the same types and shapes share two staging banks, for experts that get no slot, and one bank
+for prefetched experts.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Bank:
     """Slots of one or more layers.
 
     parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
-    first), and down [n_ff_exp, n_embd, n_slots]; empty when n_slots is 0. memory: all slots as
-    bytes, one packed expert every packing.stride; None for a bank that is filled once from the
-    file. rows: the same as F32 [bytes / 4, n_slots], for a bank that graphs may fetch into.
+    first), and down [n_ff_exp, n_embd, n_slots]; empty if n_slots is 0. memory: all slots as one
+    tensor, a packed expert every packing.stride bytes; None for a full layer or without slots.
+    rows: the same memory as F32 [bytes / 4, n_slots], for a bank that graphs may fetch into.
     """
 
     n_slots: int
@@ -45,24 +44,25 @@ class Bank:
 
     @property
     def to_fill(self) -> Tensor:
-        """The memory, of a bank that experts are sent into.
+        """The memory of a bank that experts can be uploaded to.
 
         Raises:
-            InternalError: this bank was filled from the file.
+            InternalError: it is the bank of a full layer, or has no slots.
         """
         if self.memory is None:
-            raise InternalError("experts were sent to a bank that is complete")
+            raise InternalError("an expert was uploaded to a bank of a full layer or without slots")
         return self.memory
 
 
 class ExpertBanks:
     """The banks of all layers and their tables.
 
-    n_slots: slots of each layer; None makes all experts resident, straight from the model file.
-    n_prefetch_slots: slots for experts that are fetched ahead.
-    tables: I32 [1, n_expert] of each layer; victim_lists: I32 [2, n_expert_used] of each layer,
-    behind its table: slots that may be given up and the expert in each, or -1; all_tables: the
-    memory of all of them as one tensor I32, layers `table_stride` numbers apart.
+    n_slots: slots of each layer; None makes every layer full, loaded from the model file.
+    n_prefetch_slots: slots for prefetched experts.
+    tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_expert_used] of each layer,
+    after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
+    the memory of all tables and victim lists as one I32 tensor, layers `table_stride` numbers
+    apart.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ExpertBanks:
         stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
         self.table_stride = stride // 4
         self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
-        # no kernel writes them
+        # usage WEIGHTS marks a buffer that no kernel writes
         C.ggml_backend_buffer_set_usage(self._tables.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
         place(self._tables, self.all_tables, 0)
@@ -136,11 +136,11 @@ class ExpertBanks:
         return self._staging_of[il][turn]
 
     def prefetch(self, il: int) -> Bank:
-        """Return the bank for experts of layer il that are fetched ahead, if there is one."""
+        """Return the bank for prefetched experts of layer il, which needs n_prefetch_slots > 0."""
         return self._staging_of[il][2]
 
     def close(self) -> None:
-        """Free the banks."""
+        """Free the banks and the tables."""
         parts: list[TensorSet | _Slots] = [*self._sets, *self._owned]
         for part in parts:
             part.close()
@@ -156,17 +156,18 @@ class _Slots:
     ) -> None:
         packing = Packing.of(infos)
         self._context = Context(len(infos) + 2)
-        # kernels may read up to a row's padding past the last expert
+        # kernels may read past the last expert, up to the padding of a row
         size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
-        # Marked as weights although slots change. Our CUDA kernels take weights for constant
-        # (moegraph_is_constant of patch 0010, moegraph_moe_is_constant of 0018) and may load them
-        # before the kernel in front has ended. What writes slots therefore has to have ended before
-        # any kernel that reads them may start:
+        # The buffer is marked as weights although slots change. Our CUDA kernels assume that
+        # weights are constant (moegraph_is_constant of patch 0010, moegraph_moe_is_constant of
+        # 0018), so they may load them before the preceding kernel has ended. Every write to a slot
+        # must therefore end before a kernel that reads the slot may start:
         # - an upload ends before an event that the compute stream waits for between two graphs;
-        # - a look-up that fetches (patch 0021) lets the next kernel start early only when nothing
-        #   is missing, and the kernel of gate and up waits for it before it lets 0018's start.
-        # A new kernel between look-up, gate and up, and down has to keep this. The test is
+        # - the look-up of slots that fetches (patch 0021) lets the next kernel start early only if
+        #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
+        #   the kernel of 0018 start.
+        # A new kernel between the look-up, gate and up, and down must keep this order. The test is
         # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
         C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self.parts = {
@@ -175,7 +176,7 @@ class _Slots:
         }
         for part, tensor in self.parts.items():
             place(self.buffer, tensor, packing.offsets[part])
-        # an empty slot holds zeros: a kernel may read past the last row it needs
+        # kernels may read past the last row they need, so an empty slot must hold zeros
         C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
         self.memory = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
         place(self.buffer, self.memory, 0)
@@ -195,5 +196,5 @@ def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int)
     return tensor
 
 
-# A row of the widest block format is padded by less than this.
+# Bytes; the padding of a row is smaller in every block format.
 _TAIL = 4096

@@ -2,16 +2,16 @@
 
 An expert of a layer is in one of three states:
 
-    absent     no slot: table -1
-    loading    a slot is reserved and its bytes are on the way: table -1; the slot cannot be taken
-    resident   table = slot
+    absent     it has no slot; its table entry is -1
+    loading    it has a slot, whose bytes are still being uploaded; its table entry is -1
+    resident   its table entry is its slot
 
-`admit` makes an absent expert resident at once, for bytes that this pass uploads and uses; the slot
-is safe until the next `begin_pass`. `reserve_slot` and `mark_resident` are its two halves, for
+`admit` makes an absent expert resident at once, for an upload that this pass uses; the expert is
+not evicted before the next `begin_pass`. `reserve_slot` and `mark_resident` are its two halves, for
 uploads in the background that end in a later pass. A full layer holds expert e in slot e for good.
 
-Where the graph fetches missing experts, victims are chosen first: `plan_victims` lists them before
-the pass, and `commit_fetched` records afterwards what the graph did with the list.
+If a layer's graph fetches missing experts, `plan_victims` lists victims before the pass, and
+`commit_fetched` records afterwards which of them the graph evicted.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ from ..errors import ConfigError, InternalError
 from .cachestats import CacheStats
 from .policy import LayerPolicy, Policy
 
-# Experts sent up in the background in one pass: 30 MB of the 35B's, well under a millisecond of
-# PCIe, so that the next pass, which waits for them, does not feel it.
+# Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
+# millisecond. The next pass waits for them.
 MAX_PROMOTED = 16
-# Finding the worst costs a look at every slot: enough at a time to serve several misses.
+# `find_worst` sorts all slots of a layer, so it lists enough residents for several misses.
 _N_WORST = 16
 
 
 class _Layer:
-    """One layer: owner [n_slots] slot -> expert or -1, resident experts, free slots, loading."""
+    """State of one layer; owner [n_slots]: slot -> expert, or -1."""
 
     def __init__(self, n_expert: int, n_slots: int, policy: LayerPolicy) -> None:
         self.full = n_slots == n_expert
         self.policy = policy
         self.owner = list(range(n_expert)) if self.full else [-1] * n_slots
         self.resident = set(self.owner) if self.full else set()
-        # taken from the end: low slots first
+        # descending, because slots are taken from the end
         self.free = [] if self.full else list(range(n_slots - 1, -1, -1))
-        # expert -> slot: reserved, not published
+        # expert -> slot
         self.loading: dict[int, int] = {}
-        # admitted in this step: their bytes may still be on the way
+        # admitted in this pass: their upload may not have ended
         self.fresh: set[int] = set()
-        # (score, expert) of the lowest scores, worst last. Scores only rise, so an entry whose
-        # score is still the same is below all that are not listed.
+        # (score, expert) of the residents of lowest score, the lowest last. Scores only rise, so an
+        # entry whose score has not changed is still below all residents that are not listed.
         self.worst: list[tuple[float, int]] = []
-        self._listed = policy.score  # what `worst` was listed by
-        # (slot, expert in it or -1) that the next step may give up, in this order
+        self._scores_of_worst = policy.score
+        # (slot, its expert or -1): what the next pass may evict, in this order
         self.victims: list[tuple[int, int]] = []
-        self.victim_experts: set[int] = set()  # the experts in it
+        self.victim_experts: set[int] = set()
 
     def score(self) -> list[float]:
-        """Return the policy's scores; a new list, all of them scaled back, empties `worst`."""
+        """Return the policy's scores; empty `worst` if the policy has scaled them back."""
         score = self.policy.score
-        if score is not self._listed:
-            self._listed = score
+        if score is not self._scores_of_worst:
+            self._scores_of_worst = score
             self.worst.clear()
         return score
 
     def find_worst(self, n: int = _N_WORST) -> None:
-        """List the n residents of lowest score anew."""
+        """Set `worst` to the n evictable residents of lowest score."""
         score = self.score()
         ranked = sorted(self.owner[self.policy.n_static :], key=score.__getitem__)
-        # -1, an empty slot, is among the owners too, but never resident
+        # -1, the owner of an empty slot, is never resident
         lowest = list(islice((expert for expert in ranked if expert in self.resident), n))
         self.worst[:] = [(score[expert], expert) for expert in reversed(lowest)]
 
     def lowest(self, n: int) -> list[int]:
-        """Return the residents of lowest score, up to n, the lowest first."""
+        """Return up to n evictable residents of lowest score, the lowest first."""
         score = self.score()
         if self.worst:
-            # what rose above all that were listed may be above others that were not
+            # an expert whose score rose above the list may be above residents that are not listed
             bound = self.worst[0][0]
             known = {e for _, e in self.worst if e in self.resident and score[e] <= bound}
             self.worst[:] = sorted(((score[e], e) for e in known), reverse=True)
@@ -84,7 +84,7 @@ class _Layer:
         return [expert for _, expert in reversed(self.worst[-n:])]
 
     def relist(self, expert: int) -> None:
-        """Put an expert where it belongs among the worst, if it does."""
+        """Insert a resident into `worst` if its score is low enough."""
         score = self.score()[expert]
         if self.worst and score <= self.worst[0][0] and expert in self.resident:
             self.worst.append((score, expert))
@@ -95,8 +95,8 @@ class ExpertCache:
     """Slots of all layers.
 
     n_slots [n_layer]: 0 for no slots, n_expert for a full layer. tables: I32 numpy [n_layer,
-    n_expert], expert -> slot or -1, for the device. dirty: layers whose row or victims changed
-    since they were sent. in_flight: layers whose graph may have fetched experts that
+    n_expert], expert -> slot or -1, for the device. dirty: layers whose table or victim list on the
+    device is out of date. in_flight: layers whose graph may have fetched experts that
     `commit_fetched` has not recorded yet. counts [n_layer][n_expert]: how often each was chosen.
 
     Raises:
@@ -121,7 +121,8 @@ class ExpertCache:
             _Layer(n_expert, n, policy.layer(n_expert, n, n_expert_used)) for n in n_slots
         ]
         self._touched: list[_Layer] = []
-        # (layer, slot) given away since `begin_pass`, noted before anything else about them changes
+        # (layer, slot) reserved since `begin_pass`; noted before any other state changes, so that
+        # `rollback` works wherever a pass is interrupted
         self._given: list[tuple[int, int]] = []
         self._hits, self._misses, self._missing, self._admitted, self._evicted, self._declined = (
             [0] * len(n_slots) for _ in range(6)
@@ -132,7 +133,7 @@ class ExpertCache:
 
     @property
     def stats(self) -> CacheStats:
-        """Return all counters as they stand."""
+        """Return a copy of all counters."""
         return CacheStats(
             self.step, self.n_expert_used,
             *(np.array(c, dtype=np.int64) for c in (
@@ -147,7 +148,7 @@ class ExpertCache:
         return expert in layer.resident or expert in layer.loading
 
     def begin_pass(self) -> None:
-        """Start a forward pass, of one token or one prompt chunk; the last one has finished."""
+        """Start a pass of one row or more; the one before has finished."""
         self.step += 1
         for layer in self._touched:
             layer.fresh.clear()
@@ -155,13 +156,13 @@ class ExpertCache:
         self._given.clear()
 
     def access(self, il: int, ids: list[int]) -> list[int]:
-        """Count and stamp the chosen ids; return those not resident, each once, in routing order.
+        """Record what one row chose; return the missing experts, each once, in routing order.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
         """
         layer = self._layers[il]
-        # set.issuperset is one call for all ids; whatever it knows is in range
+        # one call for all ids; a resident id is in range
         if layer.resident.issuperset(ids):
             missing = []
             self._hits[il] += len(ids)
@@ -173,7 +174,7 @@ class ExpertCache:
         if not layer.full:
             layer.policy.touch(ids)
             if not layer.victim_experts.isdisjoint(ids):
-                self.dirty.add(il)  # others are worth giving up now
+                self.dirty.add(il)  # a listed victim was chosen, so another one is due
         return missing
 
     def _missing_of(self, il: int, layer: _Layer, ids: list[int]) -> list[int]:
@@ -188,7 +189,7 @@ class ExpertCache:
         return missing
 
     def access_batch(self, il: int, ids: npt.NDArray[np.int32]) -> list[int]:
-        """As `access`, for many rows, I32 [n_tokens * n_expert_used]; the most chosen come first.
+        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
@@ -209,17 +210,18 @@ class ExpertCache:
         if not layer.full:
             n_tokens = -(-ids.size // self.n_expert_used)
             last = np.full(self.n_expert, -1, dtype=np.int64)
-            # the last of several writes to one place stays
+            # numpy keeps the last of several writes to one element
             last[flat] = np.arange(ids.size) // self.n_expert_used
             layer.policy.touch_batch(chosen, last, n_tokens)
-            self.dirty.add(il)  # a prompt makes others worth giving up
+            self.dirty.add(il)  # scores changed, so other victims are due
         return missing
 
     def admit(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
-        """Give expert a slot that counts as resident at once; return it.
+        """Make expert resident and return its slot, or None if it gets none.
 
-        The victim is the policy's choice, never of working_set, loading, or admitted in this step.
-        None: the policy keeps what is there, or nothing may be evicted.
+        The policy chooses the victim, which is never in working_set, loading, or admitted in this
+        pass. Returns None if the policy declines, if nothing may be evicted, or if expert is
+        loading.
 
         Raises:
             InternalError: expert is resident already.
@@ -233,9 +235,7 @@ class ExpertCache:
         return slot
 
     def reserve_slot(self, il: int, expert: int, working_set: Collection[int]) -> int | None:
-        """Free a slot for expert and return it; expert is resident only after `mark_resident`.
-
-        The victim leaves the table at once. None: as `admit`, or expert is loading already.
+        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once.
 
         Raises:
             InternalError: expert is resident already.
@@ -258,11 +258,11 @@ class ExpertCache:
             self._evicted[il] += 1
         layer.owner[slot] = expert
         layer.loading[expert] = slot
-        self.dirty.add(il)  # a free slot may have been on the list of victims
+        self.dirty.add(il)  # the slot may be on the victim list
         return slot
 
     def mark_resident(self, il: int, expert: int) -> None:
-        """Make a loading expert resident: its bytes are in its slot.
+        """Make a loading expert resident, after its upload has ended.
 
         Raises:
             InternalError: expert is not loading.
@@ -278,11 +278,12 @@ class ExpertCache:
         self._admitted[il] += 1
 
     def rollback(self) -> None:
-        """Give up every slot whose bytes a step that failed may have changed; the device is idle.
+        """Empty every slot whose bytes a failed pass may have changed; the device must be idle.
 
-        Those are the slots given away since `begin_pass`, those that are loading, and the victims
-        of the layers in flight. All else is worked out again from who owns which slot, so it does
-        not matter where the step was interrupted. Nor does it matter here: call it again.
+        Those are the slots reserved since `begin_pass`, the slots of loading experts, and the
+        victims of the layers in flight. The rest of the state is rebuilt from the owners of the
+        slots, so the pass may have been interrupted anywhere. If this call is interrupted too, call
+        it again.
         """
         for il, slot in self._given:
             self._layers[il].owner[slot] = -1
@@ -291,14 +292,14 @@ class ExpertCache:
                 self._layers[il].owner[slot] = -1
         for il, layer in enumerate(self._layers):
             if not layer.full:
-                self._mend(il, layer)
+                self._rebuild(il, layer)
         self.dirty.update(range(len(self._layers)))
         self._touched.clear()
         self._given.clear()
         self.in_flight.clear()
 
-    def _mend(self, il: int, layer: _Layer) -> None:
-        """Make a layer's books follow from the owners of its slots; nothing loads any more."""
+    def _rebuild(self, il: int, layer: _Layer) -> None:
+        """Empty the slots of loading experts; rebuild the rest of a layer's state from owner."""
         for slot in layer.loading.values():
             layer.owner[slot] = -1
         layer.loading.clear()
@@ -314,15 +315,16 @@ class ExpertCache:
         layer.victims, layer.victim_experts = [], set()
 
     def can_fetch(self, il: int) -> bool:
-        """Return whether a layer has enough slots that change for all that a row may miss."""
+        """Return whether a layer has an evictable slot for each expert that a row may miss."""
         layer = self._layers[il]
         return not layer.full and self.n_slots[il] - layer.policy.n_static >= self.n_expert_used
 
     def plan_victims(self, il: int) -> list[tuple[int, int]]:
-        """Choose what the next step may give up in a layer that `can_fetch`: (slot, expert or -1).
+        """Choose n_expert_used victims for the next pass of a layer that `can_fetch`.
 
-        n_expert_used places, free ones first, then the experts of lowest score. However many a row
-        misses of n_expert_used, no more than the rest of its experts are among them.
+        Returns (slot, its expert or -1): free slots first, then the experts of lowest score. The
+        list always suffices: a row that misses m experts chose at most n_expert_used - m listed
+        ones.
         """
         layer, n = self._layers[il], self.n_expert_used
         free = [(slot, -1) for slot in reversed(layer.free) if slot >= layer.policy.n_static]
@@ -333,22 +335,22 @@ class ExpertCache:
         return layer.victims
 
     def commit_fetched(self, il: int, missing: Sequence[int], ids: Sequence[int]) -> None:
-        """Note what a graph fetched by itself: missing, in this order, as `plan_victims` told it.
+        """Record what a graph fetched into the slots that `plan_victims` listed.
 
-        ids: what the row chose; missing: what `access` returned for it.
+        ids: the experts that the row chose; missing: what `access` returned for them.
 
         Raises:
-            InternalError: the list had too few places, or was made before something else changed.
+            InternalError: the list is too short, or the slots changed after it was made.
         """
         layer = self._layers[il]
         if not missing:
             self.in_flight.discard(il)
             return
         self.dirty.add(il)
-        places = [place for place in layer.victims if place[1] not in ids]
-        if len(places) < len(missing):
-            raise InternalError(f"layer {il}: {len(missing)} experts for {len(places)} slots")
-        for expert, (slot, victim) in zip(missing, places):
+        usable = [entry for entry in layer.victims if entry[1] not in ids]
+        if len(usable) < len(missing):
+            raise InternalError(f"layer {il}: {len(missing)} experts for {len(usable)} slots")
+        for expert, (slot, victim) in zip(missing, usable):
             if layer.owner[slot] != victim:
                 raise InternalError(f"layer {il}: slot {slot} no longer holds expert {victim}")
             if victim < 0:
@@ -366,10 +368,10 @@ class ExpertCache:
     def preload(
         self, il: int, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
     ) -> list[tuple[int, int]]:
-        """Fill the free slots of a layer and return (expert, slot) of all that are new.
+        """Fill the free slots of a layer; return (expert, slot) of each expert that got one.
 
-        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: how
-        often a step is expected to choose each expert. A pinned layer is full: nothing is returned.
+        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: the
+        expected choices of each expert per token. Returns nothing for a full layer.
         """
         layer = self._layers[il]
         wanted = range(self.n_expert) if experts is None else dict.fromkeys(experts)
@@ -390,10 +392,9 @@ class ExpertCache:
         return placed
 
     def wanted(self, il: int, limit: int) -> list[int]:
-        """Return up to limit cold experts that the policy prefers to what is resident, best first.
+        """Return up to limit absent experts that the policy prefers to residents, best first.
 
-        For times when many may be exchanged at once, as after a prompt; `reserve_slot` or `admit`
-        each.
+        For an exchange of many experts, as after a prompt: call `reserve_slot` or `admit` for each.
         """
         layer = self._layers[il]
         score, accepts = layer.policy.score, layer.policy.accepts
@@ -413,7 +414,7 @@ class ExpertCache:
         return found
 
     def residents(self, il: int) -> list[int]:
-        """Return the resident experts of a layer, the one to keep longest first."""
+        """Return a layer's resident experts: those in static slots, then by falling score."""
         layer = self._layers[il]
         static = [e for e in layer.owner[: layer.policy.n_static] if e in layer.resident]
         rest = [e for e in layer.owner[layer.policy.n_static :] if e in layer.resident]
@@ -427,15 +428,15 @@ class ExpertCache:
         fewest = min(self.n_slots[il] for il in short)
         return (
             f"{len(short)} of {len(self.n_slots)} layers have fewer slots (least {fewest}) than a "
-            f"token chooses experts ({self.n_expert_used}): recency cannot hit there, decayed "
-            f"frequency decides; {self.n_expert_used * 2} slots a layer are worth having"
+            f"token chooses experts ({self.n_expert_used}), where LRU never hits, so they use "
+            f"decayed frequency; try at least {self.n_expert_used * 2} slots a layer"
         )
 
     def check(self) -> None:
         """Verify all invariants.
 
         Raises:
-            InternalError: tables, owners, free slots and loading experts disagree.
+            InternalError: an invariant does not hold.
         """
         for il, layer in enumerate(self._layers):
             owned, loading = [e for e in layer.owner if e >= 0], layer.loading
@@ -444,17 +445,17 @@ class ExpertCache:
             rules = {
                 "a slot has two experts or an expert two slots": len(set(owned)) == len(owned),
                 "an expert is loading and resident": not resident & set(loading),
-                "owners are not residents and loading": set(owned) == resident | set(loading),
-                "the table is not the residents'": in_table == resident,
+                "owners are not residents and loading experts": set(owned)
+                == resident | set(loading),
+                "the table does not list the residents": in_table == resident,
                 "table and owners disagree": all(layer.owner[table[e]] == e for e in resident),
                 "a loading slot was given away": all(
                     layer.owner[slot] == e for e, slot in loading.items()
                 ),
-                "free slots are owned": sorted(layer.free)
+                "a free slot has an owner, or an empty one is not free": sorted(layer.free)
                 == [slot for slot, e in enumerate(layer.owner) if e < 0],
-                "an expert admitted in this step is gone": layer.fresh <= resident,
-                "a pinned layer changed": not layer.full
-                or layer.owner == list(range(self.n_expert)),
+                "an expert admitted in this pass was evicted": layer.fresh <= resident,
+                "a full layer changed": not layer.full or layer.owner == list(range(self.n_expert)),
             }
             wrong = [what for what, holds in rules.items() if not holds]
             if wrong:
@@ -468,7 +469,7 @@ class ExpertCache:
         return -1
 
     def _victim(self, layer: _Layer, expert: int, working_set: Collection[int]) -> int | None:
-        """Return the resident expert that the policy gives up for expert, or None."""
+        """Return the victim for expert, or None."""
         score, worst = layer.score(), layer.worst
         while worst:
             value, victim = worst[-1]

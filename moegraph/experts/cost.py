@@ -1,14 +1,14 @@
-"""What a missing expert costs on a machine: streamed to the device, computed on the CPU, or both.
+"""What a missing expert costs on a machine: uploaded, computed on the CPU, or fetched by a graph.
 
-A layer with missing experts stalls the token until the slower of the two paths is done:
+If the host handles the n missing experts of a layer and gives c of them to the CPU, the layer waits
+for the slower of the two:
 
     stall = fixed + max(0, max(stream(n - c), cpu(c)) - overlap)
 
-n missing, c of them on the CPU. stream and cpu are measured curves over the number of experts: both
-have a latency and a slope, and neither is known beforehand. `overlap` is how long the layer's own
-B goes on after the host has seen the ids.
+`stream` (uploads) and `cpu` are measured curves over the number of experts. `overlap` is how long
+the layer's own graph runs on after the host has seen the ids.
 
-A layer whose graph fetches by itself waits for nobody: it stalls for fetch(n), a curve as well.
+If the layer's graph fetches the experts, the layer takes fetch(n) longer, a curve too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MAX_POINTS = 64
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds for n experts: straight lines between measured points, the last one continued.
+    """Seconds for n experts: linear between the points; the last line continues beyond them.
 
-    points: (n, seconds), n rising from 1 or more, seconds not falling.
+    points: (n, seconds); n rises and is at least 1, seconds never fall.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -51,44 +51,45 @@ class Curve:
 
 @dataclass(frozen=True)
 class Machine:
-    """Times of one machine and model, in seconds, measured or reckoned.
+    """Times of one machine and model, in seconds, measured or computed from data sheets.
 
-    n_layer, expert_bytes: of the model it was measured with. whole: a token in one graph,
-    everything resident. Added for each layer that is not pinned: look (graph boundary, look-up of
-    slots), or lookup where its graph fetches by itself.
-    fixed, overlap, stream, cpu, fetch: see above. about: what the machine is, in words.
+    n_layer, expert_bytes: of the model that was used. whole: a token in one graph with all experts
+    resident. Every layer that is not full adds host_layer (graph boundary, look-up of slots) if the
+    host handles its missing experts, or fetch_layer if its graph fetches them. fixed, overlap,
+    stream, cpu, fetch: see the module. about: what the machine is, in words.
     """
 
     name: str
     n_layer: int
     expert_bytes: int
     whole: float
-    look: float
+    host_layer: float
     fixed: float
     overlap: float
     stream: Curve
     cpu: Curve
-    lookup: float
+    fetch_layer: float
     fetch: Curve
     about: str = ""
 
     @property
     def title(self) -> str:
-        """Return its name and what it is, in words."""
+        """Return the name, and in brackets what the machine is."""
         return f"{self.name} ({self.about})" if self.about else self.name
 
     def stall(self, n_cpu: float, n_streamed: float) -> float:
-        """Return how long a layer waits for its missing experts, 0 when there are none."""
+        """Return the seconds a layer waits for its missing experts, 0 if there are none."""
         if n_cpu + n_streamed <= 0:
             return 0.0
         slower = max(self.stream(n_streamed), self.cpu(n_cpu))
         return self.fixed + max(0.0, slower - self.overlap)
 
     def scaled(self, n_layer: int, expert_bytes: int) -> Machine | None:
-        """Return this machine for a model of other sizes, or None when that would be a guess.
+        """Return this machine for a model of other sizes, or None if the sizes differ too much.
 
-        A token takes time by its layers, the curves stretch with the bytes; latencies stretch too,
-        so nothing is said about experts more than three times larger or smaller.
+        `whole` scales with the layers, the curves with the bytes of an expert. That scales their
+        latencies too, which is wrong, so the result is None if an expert is more than three times
+        larger or smaller.
         """
         ratio = expert_bytes / self.expert_bytes
         if not 1 / 3 <= ratio <= 3:
@@ -109,25 +110,25 @@ def _line(first: float, slope: float) -> Curve:
     return Curve(((1, first), (2, first + slope)))
 
 
-# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds with 16 threads of a Xeon, which
-# follow from it within 3 % where graphs fetched what was missing, within 10 % where the host saw to
-# it (docs/benchmarks.md). desktop: reckoned for 24 GB at 936 GB/s, PCIe 4.0 at 25 GB/s and DDR5 at
-# 60 GB/s.
+# Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
+# Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
+# the host handled them (docs/benchmarks.md). desktop: computed for 24 GB at 936 GB/s, PCIe 4.0 at
+# 25 GB/s and DDR5 at 60 GB/s.
 MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "h200", 40, 1_900_000, whole=2.334e-3, look=10e-6, fixed=53e-6, overlap=0.0,
+            "h200", 40, 1_900_000, whole=2.334e-3, host_layer=10e-6, fixed=53e-6, overlap=0.0,
             stream=Curve(((1, 45e-6), (2, 82e-6), (8, 306e-6))),
             cpu=Curve(((1, 43e-6), (2, 63e-6), (4, 107e-6), (8, 189e-6))),
-            lookup=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
+            fetch_layer=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
             about="H200 and 16 threads of a Xeon, measured",
         ),
         Machine(
-            "desktop", 40, 1_900_000, whole=7.0e-3, look=8e-6, fixed=45e-6, overlap=30e-6,
+            "desktop", 40, 1_900_000, whole=7.0e-3, host_layer=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
-            lookup=2e-6, fetch=_line(86e-6, 76e-6),
-            about="24 GB card, PCIe 4.0, DDR5; reckoned from data sheets",
+            fetch_layer=2e-6, fetch=_line(86e-6, 76e-6),
+            about="24 GB card, PCIe 4.0, DDR5; computed from data sheets",
         ),
     )
 }  # fmt: skip
@@ -136,8 +137,8 @@ MACHINES = {
 def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
     """Return how many of n missing experts the CPU should take, for n = 0 .. len(on_cpu) - 1.
 
-    on_cpu, streamed: seconds for 0, 1, ... experts on either path. Of equal choices the one that
-    streams more is taken: what was streamed can stay.
+    on_cpu, streamed: seconds to compute 0, 1, ... experts on the CPU, and to upload them. Of equal
+    splits it takes the one with more uploads, because uploaded experts can stay.
     """
 
     def best(n: int) -> int:
@@ -147,11 +148,12 @@ def best_split(on_cpu: Sequence[float], streamed: Sequence[float]) -> list[int]:
 
 
 class MissSplit:
-    """How many of the missing experts of a layer the CPU takes, and how many the device.
+    """How many of the missing experts of a layer the CPU computes; the device computes the others.
 
-    on_cpu, streamed: seconds for 0, 1, ... experts that one row chose, as measured. per_row: what a
-    further row adds to an expert on the CPU, as a share of the first; the device does not mind, a
-    copy is a copy. decode, bypassed: the answers for 0, 1, ... experts of one row.
+    on_cpu, streamed: measured seconds to compute, and to upload, 0, 1, ... experts of one row.
+    per_row: what each further row adds to the time of an expert on the CPU, as a share of the first
+    row; an upload takes the same time for any number of rows. decode, bypassed: how many of 0,
+    1, ... missing experts of one row the CPU takes, normally and while the cache is bypassed.
     """
 
     def __init__(
@@ -164,15 +166,15 @@ class MissSplit:
 
     @classmethod
     def fixed(cls, n_expert_used: int, on_cpu: bool) -> MissSplit:
-        """Return the split that gives all experts to the CPU, or none."""
+        """Return the split that gives all experts to the CPU, or none of them."""
         free, never = [0.0] * (n_expert_used + 1), [0.0] + [math.inf] * n_expert_used
         return cls(free, never) if on_cpu else cls(never, free)
 
     def n_cpu(self, rows: Sequence[int], bypassed: bool = False) -> int:
-        """Return how many experts the CPU takes, the last ones.
+        """Return how many experts the CPU takes, counted from the end of rows.
 
-        rows: how many rows chose each missing expert, falling. bypassed: nothing is gained by what
-        was streamed, so the CPU takes all where it is quicker by itself.
+        rows: how many rows chose each missing expert, in falling order. bypassed: uploaded experts
+        will not stay, so the CPU takes all of them if it is no slower than uploading all of them.
         """
         n, load = len(rows), 0.0
         if bypassed:
@@ -190,32 +192,35 @@ class MissSplit:
         return found
 
 
-# The CPU computes one missing expert only where streaming it takes so many times as long.
+# Least ratio of the times to upload one expert and to compute it on the CPU, for the CPU to get it.
 _CPU_ADVANTAGE = 1.5
 
 
 def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_expert: int) -> bool:
-    """Return whether to stream every missing expert, so that nothing is published for the CPU.
+    """Return whether to upload every missing expert, so that the CPU needs no activations.
 
-    cpu_one, stream_one: seconds for one expert. n_slots: of the layer that has the fewest. Where
-    half of the experts or more are resident, few layers miss, and mostly one; publishing
-    activations costs every layer, and what was streamed can stay. So streaming one expert has to
-    take 1.5 times as long as computing it on the CPU before the CPU gets any.
+    cpu_one, stream_one: seconds to compute and to upload one expert. n_slots: of the layer with the
+    fewest slots. If at least half of the experts are resident, few layers miss any, and mostly one.
+    Exporting activations costs time in every layer, and uploaded experts can stay. So the CPU gets
+    experts only if uploading one takes at least 1.5 times as long as computing it.
     """
     return 2 * n_slots >= n_expert and stream_one < _CPU_ADVANTAGE * cpu_one
 
 
-# Choices that miss in a layer with that share of its experts: `lfu` on traces of our generator,
-# which is as skewed as published 35B traces (docs/residency.md). Another policy, a flatter router
-# or another text misses more or less; nothing here is measured on the machine or the model.
+# Share of the choices that miss, by the share of its experts that a layer has slots for: `lfu` on
+# generated traces, which are as skewed as published 35B traces (docs/residency.md). They are
+# constants: another policy, a flatter router or another text misses more or less.
 _SHARES, _MISSING = (0.0, 0.09, 0.24, 0.39, 0.59, 1.0), (1.0, 0.34, 0.112, 0.047, 0.02, 0.0)
-# Where the host sees to what is missing: seconds for each layer, and for each that lacks something.
-# As on the server of the benchmarks (h200: look and fixed), and taken for every machine.
+# If the host handles missing experts: seconds for every layer, and more for one that misses some.
+# Measured on the server of the benchmarks (h200: host_layer and fixed), used for every machine.
 _BOUNDARY, _REACTION = 10e-6, 50e-6
 
 
 def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> float:
-    """Return the mean slots of those layers that can hold a row's experts and not all; 0: none."""
+    """Return the mean slots of the layers that may miss experts and can fetch, 0 without any.
+
+    A layer with fewer than n_expert_used slots cannot fetch; a full layer misses nothing.
+    """
     able = [n for n in n_slots if n_expert_used <= n < n_expert]
     return sum(able) / len(able) if able else 0.0
 
@@ -223,14 +228,14 @@ def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> fl
 def fetches_in_graph(
     on_cpu: Sequence[float], streamed: Sequence[float], n_slots: float, n_expert: int
 ) -> bool:
-    """Return whether graphs should fetch what is missing by themselves.
+    """Return whether graphs should fetch missing experts, instead of the host handling them.
 
-    on_cpu, streamed: seconds for 0, 1, ... n_expert_used experts on either path. n_slots: of a
-    layer, as `usual_slots` has them. Alone, the device can only copy, but nothing waits for the
-    host: a graph takes for each expert what many at a time take.
+    on_cpu, streamed: seconds to compute, and to upload, 0, 1, ... n_expert_used experts. n_slots:
+    slots of a layer, from `usual_slots`. A fetching graph can only copy, at the bandwidth-limited
+    time per expert, but never waits for the host.
 
-    Only the curves are of this machine. How many experts are missing is assumed, by the share of
-    slots alone (_MISSING), because no pass has run yet when this is decided, and it stays decided.
+    Only the curves are measured. The number of missing experts is assumed from the share of slots
+    (_MISSING), because this is decided once, before the first pass.
     """
     n_used = min(len(on_cpu), len(streamed)) - 1
     n_missing = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
@@ -240,7 +245,7 @@ def fetches_in_graph(
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:
-    """Return the seconds for n experts: between two points on a line, beyond the last in ratio."""
+    """Return the seconds for n experts: linear between points, proportional beyond the last."""
     last, at = len(measured) - 1, int(n)
     if at >= last:
         return measured[last] * (n / last)
@@ -249,7 +254,7 @@ def _seconds(measured: Sequence[float], n: float) -> float:
 
 
 def split_for(machine: Machine, mode: str, n: int) -> list[int]:
-    """Return `best_split` of a machine for up to n experts; mode: 'auto', 'cpu' or 'stream'."""
+    """Return how many of 0, 1, ... n missing experts the CPU takes; mode: a value of --miss."""
     if mode == "cpu":
         return list(range(n + 1))
     if mode == "stream":
@@ -261,9 +266,9 @@ def split_for(machine: Machine, mode: str, n: int) -> list[int]:
 def machine_fetches(
     machine: Machine, mode: str, n_expert_used: int, n_slots: float, n_expert: int
 ) -> bool:
-    """Return whether graphs fetch what is missing by themselves, where they can.
+    """Return whether graphs fetch missing experts on a machine, in layers that can.
 
-    mode: as in `split_for`; the rest as in `fetches_in_graph`.
+    mode: a value of --miss; the rest as in `fetches_in_graph`.
     """
     if mode != "auto":
         return mode == "stream"
@@ -277,7 +282,7 @@ def find_machine(name: str) -> Machine:
     """Return a machine by name, or from a JSON file.
 
     Raises:
-        RequestError: no such name, and no file that describes a machine.
+        RequestError: there is no machine of that name, and no file that describes one.
     """
     if name in MACHINES:
         return MACHINES[name]
@@ -286,20 +291,20 @@ def find_machine(name: str) -> Machine:
             data = file.read(_MAX_FILE + 1)
     except OSError as error:
         raise RequestError(
-            f"{name}: no such machine ({', '.join(MACHINES)}) and cannot read it as a file: "
-            f"{error.strerror}"
+            f"{name}: not a built-in machine ({', '.join(MACHINES)}), and cannot read it as a "
+            f"file: {error.strerror}"
         ) from error
     try:
         content = json.loads(data[:_MAX_FILE])
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise RequestError(f"{name}: not a machine description, which is a JSON object")
+        raise RequestError(f"{name}: not a machine file: it has no JSON object")
     return _machine(name, content)
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
-    """Return a machine as its JSON file has it: times in microseconds."""
+    """Return the fields of a machine's JSON file, times in microseconds."""
     sizes = {name: getattr(machine, name) for name in _SIZES}
     times = {key: _us(getattr(machine, name)) for key, name in _TIMES.items()}
     curves = {
@@ -310,18 +315,18 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    """Return microseconds to the picosecond, so that 8e-6 s is written as 8.0."""
+    """Return microseconds, rounded so that 8e-6 s becomes 8.0."""
     return round(seconds * 1e6, 6)
 
 
 _SIZES = ("n_layer", "expert_bytes")
-# Fields of the file, and of a Machine.
+# Field of the file -> attribute of Machine.
 _TIMES = {
-    "whole_us": "whole", "host_layer_us": "look", "fetch_layer_us": "lookup", "fixed_us": "fixed",
-    "overlap_us": "overlap",
+    "whole_us": "whole", "host_layer_us": "host_layer", "fetch_layer_us": "fetch_layer",
+    "fixed_us": "fixed", "overlap_us": "overlap",
 }  # fmt: skip
 _CURVES = {"stream_us": "stream", "cpu_us": "cpu", "fetch_us": "fetch"}
-# Texts, and what a measurement tells beside the times; nothing is computed from them.
+# For people; nothing is computed from them.
 _WORDS = ("name", "about", "measured")
 
 
@@ -353,7 +358,7 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
     for field, attribute in _CURVES.items():
         points: Any = content.get(field)
         if field == "fetch_us" and field not in content:
-            curves[attribute] = curves["stream"]  # the same bytes on the same way
+            curves[attribute] = curves["stream"]  # a fetch copies the same bytes over the same link
             continue
         if not _is_curve(points):
             raise wrong(field, "[[n, microseconds], ...], both rising")
@@ -367,7 +372,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_curve(points: Any) -> bool:
-    """Return whether points is a list of (n, microseconds) as a Curve wants it."""
+    """Return whether points is a list of [n, microseconds] that a Curve accepts."""
     if not isinstance(points, list) or not 1 <= len(points) <= _MAX_POINTS:
         return False
     if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_time, p)) for p in points):

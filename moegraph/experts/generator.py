@@ -2,14 +2,14 @@
 
 The score of expert e in layer l at token t is a weighted sum of independent unit normals:
 
-    fixed     the expert's popularity; a share of it is the same for all prompts
+    fixed     the expert's popularity, a share of which is the same for all prompts
     drift     an Ornstein-Uhlenbeck process over tokens
     recent    a first-order autoregression
     white     new for every token
 
-The n_expert_used best scores are chosen. The weights were fitted to a trace of a 128-expert model
-and agree, without refitting, with published hit rates of 256-expert models. Models that route much
-flatter have presets of their own, so that no conclusion rests on one popularity alone.
+The token chooses the n_expert_used experts of highest score. The weights were fitted to a trace of
+a 128-expert model; without refitting, they also give published hit rates of 256-expert models.
+Presets for flatter routing exist, so that no conclusion has to rest on one model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RoutingModel:
 
     shared: share of the fixed part's variance that all prompts have in common. drift_tokens: time
     constant of the drift. rho: correlation of the recent part from token to token.
-    spread: the fixed weight of each layer is drawn from fixed +- spread, the other weights scaled
-    to match; the first two layers and the last are flatter by `edge`.
+    spread: the fixed weight of each layer is drawn from fixed +- spread, and the other weights are
+    scaled to match; in the first two layers and the last it is fixed - edge, so they are flatter.
     """
 
     fixed: float = 0.71
@@ -49,14 +49,14 @@ class RoutingModel:
 def _fitted(
     fixed: float, drift: float, recent: float, white: float, drift_tokens: float, rho: float
 ) -> RoutingModel:
-    """Return the model of one layer, all of whose weights were fitted."""
+    """Return the model of one layer with fitted weights."""
     return RoutingModel(
         fixed, drift, recent, white, drift_tokens=drift_tokens, rho=rho, spread=0.0, edge=0.0
     )
 
 
-# The eight layers of the shipped model on 3,584 held-out tokens (scripts/fit_routing.py): hit rates
-# of an LRU and shares of the most popular experts, at each share of the experts, agree within 0.07.
+# The eight layers of the shipped model, fitted by scripts/fit_routing.py on 3,584 held-out tokens:
+# LRU hit rates and choices of the most popular experts agree within 0.07 at each share of experts.
 _RECORDED = (
     _fitted(0.082, 0.089, 0.0, 0.993, 51.1, 0.764),
     _fitted(0.11, 0.0, 0.0, 0.994, 37.1, 0.797),
@@ -68,8 +68,8 @@ _RECORDED = (
     _fitted(0.247, 0.377, 0.0, 0.893, 47.9, 0.843),
 )
 
-# By name. `sticky`: the trace of a 128-expert model. `flat`: halfway to a router without habits.
-# `recorded`: the shipped model's layers at the size that is asked for.
+# By name. `sticky`: fitted to the trace of a 128-expert model. `flat`: halfway from there to a
+# router that chooses at random. `recorded`: the shipped model's layers, for any shape.
 PRESETS: dict[str, RoutingModel | tuple[RoutingModel, ...]] = {
     "sticky": RoutingModel(),
     "flat": RoutingModel(fixed=0.50, drift=0.25, recent=0.45, white=0.696),
@@ -81,9 +81,10 @@ def generate_trace(
     shape: RouterShape, n_tokens: int, seed: int = 0, prompt: int = 0,
     model: RoutingModel | Sequence[RoutingModel] = RoutingModel(),
 ) -> Trace:  # fmt: skip
-    """Return a trace; traces of one seed and several prompts are of the same imaginary model.
+    """Return a generated trace.
 
-    model: of all layers, or several, of which each is that of equally many neighbouring layers.
+    Traces of one seed and different prompts are of the same imaginary model. model: one for all
+    layers, or several; each then applies to an equal number of consecutive layers.
     """
     n_layer, n_expert, k = shape.sizes
     models = [model] if isinstance(model, RoutingModel) else list(model)
@@ -112,12 +113,12 @@ def generate_trace(
 
 
 def _column(values: Iterable[float]) -> npt.NDArray[np.float64]:
-    """Return a number for each layer, numpy [n_layer, 1]."""
+    """Return values, one for each layer, as numpy [n_layer, 1]."""
     return np.array(list(values))[:, None]
 
 
 def best(scores: npt.NDArray[np.float64], k: int) -> npt.NDArray[np.intp]:
-    """Return the k best of each row of scores, best first."""
+    """Return the indices of the k highest scores of each row, highest first, numpy [n_row, k]."""
     top = np.argpartition(-scores, k - 1, axis=1)[:, :k]
     order = np.argsort(-np.take_along_axis(scores, top, axis=1), axis=1, kind="stable")
     return np.take_along_axis(top, order, axis=1)

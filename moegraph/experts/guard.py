@@ -1,22 +1,21 @@
-"""Notices while it runs that moving experts into slots does not pay, and stops it.
+"""Bypasses the expert cache while moving experts into slots takes longer than it saves.
 
-Two ways to decode are compared by the clock, a token each: with the cache at work, and bypassed:
-the slots stay as they are and nothing goes up for later. Every measurement is short, follows a
-suspicion, and comes half as often as the one before it, so that a cache that pays is hardly
-disturbed and two ways that are equally good do not alternate:
+The guard compares the times of tokens with the cache active and with the cache bypassed: then the
+slots stay as they are, and nothing is promoted. It switches for a short probe if it suspects that
+the other way is faster, and the interval to the next probe doubles, so probes cost little and two
+equally fast ways do not alternate:
 
     active --- suspicion ---> probe bypassed --- faster ---> bypassed
        <------- no faster ----------'
     bypassed - suspicion ---> probe active ----- faster ---> active
        <------- no faster ----------'
 
-A suspicion of the cache: hardly any choice of the router hits a slot that can change, or moving
-experts takes a noticeable part of a token (by what a copy took at start) and each is hit a few
-times only, or nobody looked for 4096 tokens. Without hits nothing is lost by keeping the slots as
-they are, so then a tie is enough. A suspicion of bypassing: tokens take longer than the cache
-needed when it was last tried, or nobody looked for a while. Slots that went stale make them so,
-and so does a context that only grew: the probe tells one from the other, and its time is what the
-cache is held to from then on.
+It suspects the active cache if hardly any choice hits a slot that can change; if moving experts
+takes much of a token (by the time of an upload at load) and each moved expert is hit a few times
+only; or 4096 tokens after the last probe. A cache without hits loses nothing if its slots stay, so
+it is bypassed even if that is slightly slower. It suspects bypassing if tokens take longer than
+they took with the cache when it was last active, or when the interval ends. Tokens become slower
+because the slots are out of date, or because the context grew: the probe finds out which.
 """
 
 from __future__ import annotations
@@ -27,21 +26,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Tokens: before the first look, and between two probes at most.
+# Tokens before the first decision, and the longest interval between two probes.
 FIRST_LOOK = 96
 _LONGEST = 4096
-# Tokens that a probe measures, and that steady decoding is judged by; the slowest of them do not
-# count: somebody may have paused the output.
+# Tokens that a probe measures, tokens it is compared with, and how many of the slowest of either do
+# not count, because the process may have been paused.
 _PROBE, _WINDOW, _DROPPED = 16, 32, 2
-# Tokens after a change that are not measured: uploads end, or the slots are exchanged first.
+# Tokens that are not measured after a switch, while uploads end or the slots are exchanged.
 _SETTLE = 4
-# A cache that hits less is no cache.
+# Below this hit rate the cache counts as one without hits.
 _NO_HITS = 0.02
-# Moving experts that takes less of a token is hardly why it is slow.
-_NOTICEABLE = 0.2
-# Hits for each expert moved that pay for its way, if a miss costs anything like a copy.
-_PAYS = 4
-# A change has to be worth this much; so much slower is suspicious, or no price for a tie.
+# If moving experts takes a smaller share of a token than this, it is not why the token is slow.
+_MIN_MOVING = 0.2
+# With this many hits per moved expert, the cache saves time, because a miss costs about a move.
+_ENOUGH_HITS = 4
+# Ratios of token times: the other way must be this much faster; tokens this much slower are
+# suspicious, and bypassing a cache without hits may make them this much slower.
 _BETTER, _WORSE = 0.95, 1.1
 
 
@@ -54,49 +54,49 @@ class Counters:
     moved: int
 
     def since(self, earlier: Counters) -> Counters:
-        """Return what was counted after earlier."""
+        """Return the counts since earlier."""
         return Counters(
             self.chosen - earlier.chosen, self.hits - earlier.hits, self.moved - earlier.moved
         )
 
     def plus(self, more: Counters) -> Counters:
-        """Return both together."""
+        """Return the sums of both."""
         return Counters(self.chosen + more.chosen, self.hits + more.hits, self.moved + more.moved)
 
     @property
     def hit_rate(self) -> float:
-        """Return hits over choices, 1 when nothing was chosen."""
+        """Return hits over choices, 1 if nothing was chosen."""
         return self.hits / self.chosen if self.chosen else 1.0
 
 
 class PassClock:
-    """Seconds that the engine spends on passes: what its caller does meanwhile does not count."""
+    """A clock that stops while the engine's caller runs during a pass."""
 
     def __init__(self) -> None:
         self._away = 0.0
         self._left_at: float | None = None
 
     def __call__(self) -> float:
-        """Return the time."""
+        """Return seconds from an arbitrary start, without the time of the caller."""
         return time.perf_counter() - self._away
 
     def leave(self) -> None:
-        """Note that the caller goes on while a pass is under way."""
+        """Stop the clock: the caller runs while the pass is under way."""
         self._left_at = time.perf_counter()
 
     def back(self) -> None:
-        """Note that the engine has the pass again."""
+        """Start the clock again: the engine waits for the pass."""
         if self._left_at is not None:
             self._away += time.perf_counter() - self._left_at
             self._left_at = None
 
 
 class CacheGuard:
-    """Decides between two tokens whether experts may move.
+    """Decides between two tokens whether the cache is bypassed.
 
-    read: returns the counters as they stand; called only when something is decided. move_s: seconds
-    that one expert takes to its slot. bypassed: whether the next token leaves the slots alone.
-    messages: lines about what changed, for whoever shows them to clear.
+    read: returns the current counters; called only for a decision. move_s: seconds to upload one
+    expert. bypassed: whether the next token leaves the slots as they are. messages: one line for
+    each change; the caller shows and clears them.
     """
 
     def __init__(
@@ -111,23 +111,23 @@ class CacheGuard:
         self.n_probes = self.n_bypassed_tokens = 0
         self._settled = False  # what `bypassed` is when no probe is under way
         self._interval = FIRST_LOOK
-        self._began: float | None = None  # the single-row pass under way
-        self._is_back = False  # the cache was put to work again and no pass began since
+        self._began: float | None = None  # start of the single-row pass under way
+        self._is_back = False  # the cache became active and no pass has begun since
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._n = self._unprobed = 0
         self._start = read()
-        self._outside: Counters | None = None  # as a run of passes of several rows began
-        self._steady_s = 0.0  # a token in the way that a probe is compared with
-        self._left_s = 0.0  # a token with the cache at work, when that was last tried
+        self._outside: Counters | None = None  # counters before the current passes of several rows
+        self._steady_s = 0.0  # seconds a token before the probe, in the settled way
+        self._active_s = 0.0  # seconds a token when the cache was last active
         self._hits_nothing = False
 
     def begin_pass(self, n_tokens: int) -> bool:
-        """Note that a pass begins; return whether the cache was put to work again before it.
+        """Note that a pass begins; return whether the cache became active again before it.
 
-        Only passes of a single row say how long a token takes.
+        Only passes of a single row are timed.
         """
         self._began = None
-        if n_tokens != 1:  # a prompt hits and moves as well, and tells nothing about tokens
+        if n_tokens != 1:  # hits and moves of a prompt say nothing about decoding
             self._outside = self._outside or self._read()
             return False
         if self._outside:
@@ -138,10 +138,7 @@ class CacheGuard:
         return is_back
 
     def end_pass(self) -> None:
-        """Note that the results of the pass are there; what passes until the next is nobody's.
-
-        Nor is what its clock leaves out.
-        """
+        """Note that the results of the pass have arrived; stop timing until the next pass."""
         if self._began is None:
             return
         seconds, self._began = self._clock() - self._began, None
@@ -159,18 +156,18 @@ class CacheGuard:
             self._consider_probe()
 
     def _is_slow(self) -> bool:
-        """Return whether tokens take clearly longer than the cache needed when last tried."""
+        """Return whether tokens take clearly longer than when the cache was last active."""
         limit = _WORSE * (_WORSE if self._hits_nothing else 1.0)
-        return self._n % _WINDOW == 0 and self._mean() > limit * self._left_s
+        return self._n % _WINDOW == 0 and self._mean() > limit * self._active_s
 
     def _consider_probe(self) -> None:
-        """Probe the other way if there is reason to."""
+        """Begin a probe of the other way if there is a suspicion."""
         counted, steady = self._read().since(self._start), self._mean()
         if not self.bypassed:
             self._hits_nothing = counted.hit_rate < _NO_HITS and counted.moved > 0
             moving = counted.moved * self._move_s / self._n
             self._unprobed += self._n
-            is_busy = moving >= _NOTICEABLE * steady and counted.hits < _PAYS * counted.moved
+            is_busy = moving >= _MIN_MOVING * steady and counted.hits < _ENOUGH_HITS * counted.moved
             is_suspect = self._hits_nothing or is_busy
             if not is_suspect and self._unprobed < _LONGEST:
                 self._begin(self.bypassed)
@@ -181,12 +178,12 @@ class CacheGuard:
         self._begin(not self.bypassed)
 
     def _judge_probe(self) -> None:
-        """End a probe: stay with the faster way."""
+        """End a probe and settle on the faster way."""
         trial, steady = self._mean(), self._steady_s
         self._interval = min(2 * self._interval, _LONGEST)
         if self.bypassed:
             if trial < (_WORSE if self._hits_nothing else _BETTER) * steady:
-                self._left_s = steady
+                self._active_s = steady
                 why = "hits nothing" if self._hits_nothing else "costs more than it saves"
                 self._settle(True, f"{why}: {_ms(steady)} a token with it, {_ms(trial)} without")
                 return
@@ -194,20 +191,20 @@ class CacheGuard:
             self._settle(False, f"{_ms(trial)} a token with it, {_ms(steady)} without")
             return
         else:
-            self._left_s = trial  # the next early probe takes a growth of its own
+            self._active_s = trial  # so only a further slow-down is suspicious
         self._begin(self._settled)
 
     def _settle(self, bypassed: bool, why: str) -> None:
         if not bypassed:
             self._interval = min(2 * self._interval, _LONGEST)
-            self.messages.append(f"the expert cache is at work again: {why}")
+            self.messages.append(f"the expert cache is active again: {why}")
         else:
             self.messages.append(f"the expert cache {why}; it is bypassed for now")
         self._settled = bypassed
         self._begin(bypassed)
 
     def _begin(self, bypassed: bool) -> None:
-        """Count from here on, in one way or the other."""
+        """Start to count anew, active or bypassed."""
         self._is_back = self.bypassed and not bypassed
         self.bypassed = bypassed
         self._times.clear()
@@ -215,9 +212,9 @@ class CacheGuard:
         self._start = self._read()
 
     def _mean(self) -> float:
-        """Return the mean of the times, the slowest left out."""
-        kept = sorted(self._times)[: max(1, len(self._times) - _DROPPED)]
-        return sum(kept) / len(kept)
+        """Return the mean of the times without the slowest."""
+        counted = sorted(self._times)[: max(1, len(self._times) - _DROPPED)]
+        return sum(counted) / len(counted)
 
     def report(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -1,4 +1,4 @@
-"""Which router chose: what ties a trace or a profile to a model."""
+"""Shape and fingerprint of a router, which tie a trace or a profile to a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _MAX = {"n_layer": 1024, "n_expert": 65536, "n_expert_used": 1024}
 
 @dataclass(frozen=True)
 class RouterShape:
-    """n_layer layers choose n_expert_used of n_expert experts; model is the router's fingerprint.
-
-    An empty fingerprint fits every model of the shape.
-    """
+    """Sizes of a router, and its fingerprint in `model`; an empty one fits every model."""
 
     n_layer: int
     n_expert: int
@@ -37,7 +34,7 @@ class RouterShape:
 
     @staticmethod
     def from_fields(fields: Mapping[str, object]) -> RouterShape | None:
-        """Return the shape that a file's header describes, or None when it describes none."""
+        """Return the shape that a file's header describes, or None if it is not valid."""
         sizes = []
         for name, most in _MAX.items():
             value = fields.get(name)
@@ -51,7 +48,7 @@ class RouterShape:
         return RouterShape(n_layer, n_expert, n_expert_used, model)
 
     def require(self, model: RouterShape, what: str) -> None:
-        """Refuse data of another model; what names the data, as 'trace.bin: the trace'.
+        """Refuse data of another model; what: name of the data, as in 'trace.bin: the trace'.
 
         Raises:
             RequestError: shapes or fingerprints differ.
@@ -68,8 +65,8 @@ class RouterShape:
 def router_shape(model: ModelFile) -> RouterShape:
     """Return shape and fingerprint of a model's router.
 
-    The fingerprint hashes the first and the last layer's router matrix, which quantizations of one
-    model have in common.
+    The fingerprint is a hash of the router matrices of the first and the last layer, which all
+    quantizations of a model share.
     """
     hp = model.hparams
     digest = hashlib.sha256()

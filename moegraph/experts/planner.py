@@ -1,9 +1,9 @@
 """The planner: from a budget of device memory to expert slots of each layer. Pure arithmetic.
 
-What is fixed comes off the budget first: weights outside the experts, KV cache, recurrent states,
-compute buffers, the driver. Of the rest, pinned layers take all their experts: the first layer,
-the last, then from layer 1 on. What remains becomes slots: as many for one unpinned layer as for
-the next, or, where a profile tells how flat each layer routes, where they will be hit most.
+The planner first subtracts what every plan needs: weights outside the experts, KV cache, recurrent
+states, compute buffers, the driver. Then it makes layers full: the first layer, the last, then from
+layer 1 on. The rest of the budget becomes slots of the other layers: spread evenly, or, if a
+profile tells how often each layer chooses each expert, where a byte is hit most often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..units import format_bytes
 
-# [n_layer][n_expert], falling.
+# [n_layer][n_expert]: choices per token of the most, second most, ... chosen expert, falling.
 Demand = Sequence[Sequence[float]]
 
 
@@ -23,9 +23,9 @@ Demand = Sequence[Sequence[float]]
 class Footprint:
     """Device bytes that a model and its context take.
 
-    slot_bytes [n_layer]: one expert of each layer, padding included; types may differ by layer.
-    weights: all but the routed experts. other: the driver, tables, alignment. staging: needed only
-    when some expert is not resident.
+    slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer. weights:
+    all weights except routed experts. other: the driver, tables, alignment. staging: needed only if
+    some layer is not full.
     """
 
     n_expert: int
@@ -45,7 +45,7 @@ class Footprint:
 
     @property
     def fixed(self) -> int:
-        """Return the bytes that are needed whatever experts are resident, without staging."""
+        """Return the bytes that every plan needs; staging comes on top unless all is resident."""
         return self.weights + self.kv + self.state + self.compute + self.other
 
     @property
@@ -56,10 +56,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Plan:
-    """n_slots [n_layer]: n_expert pins a layer, 0 leaves it cold. pinned: the layers pinned.
+    """Expert slots of each layer, and what they take.
 
-    bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned, slots.
-    budget: None when there is no limit. resident_share: of the expert bytes, 0 to 1.
+    n_slots [n_layer]: n_expert for a full layer, 0 for a layer without slots. pinned: the full
+    layers. bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned (the
+    experts of full layers), slots. budget: None without a limit. resident_share: share of the
+    expert bytes that are resident, 0 to 1.
     """
 
     n_slots: tuple[int, ...]
@@ -76,12 +78,12 @@ class Plan:
 
     @property
     def margin(self) -> int | None:
-        """Return what is left of the budget, None without one."""
+        """Return the unused bytes of the budget, None without a budget."""
         return None if self.budget is None else self.budget - self.total
 
 
 def pin_order(n_layer: int) -> list[int]:
-    """Return layers in the order in which they are pinned: first, last, then from layer 1."""
+    """Return layers in the order in which they become full: first, last, then from layer 1."""
     if n_layer < 2:
         return list(range(n_layer))
     return [0, n_layer - 1, *range(1, n_layer - 1)]
@@ -91,15 +93,14 @@ def make_plan(
     need: Footprint, budget: int | None, pin_layers: int | None = None,
     cache_slots: int | None = None, source: str = "--vram", demand: Demand | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a budget in device bytes; None is no limit.
+    """Return the plan for a budget in device bytes; None means no limit.
 
-    pin_layers, cache_slots: as the user set them, None to choose: without either, everything when
-    it fits, else slots only; with one of them, the rest of the budget goes to the other.
-    cache_slots: of all layers together. source: where the budget comes from, for messages. demand:
-    how often a token is expected to choose the best, second best, ... expert of each layer.
+    pin_layers, cache_slots (sum over all layers): as the user set them. If both are None, all
+    experts are resident if they fit, else the budget becomes slots. If one is None, it gets the
+    rest of the budget. source: where the budget comes from, for messages.
 
     Raises:
-        ConfigError: pins or slots are out of range or exceed the budget.
+        ConfigError: full layers or slots are out of range or exceed the budget.
         OutOfDeviceMemory: the part without experts does not fit.
     """
     n_layer = need.n_layer
@@ -109,7 +110,7 @@ def make_plan(
     ):
         if value is not None and not 0 <= value <= most:
             raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")
-    # without anything missing nothing is staged
+    # staging is not needed if every layer is full
     is_all = pin_layers == n_layer or (pin_layers is None and cache_slots is None)
     if is_all and (budget is None or need.fixed + need.experts <= budget):
         return _plan(need, [need.n_expert] * n_layer, budget)
@@ -137,9 +138,9 @@ def make_plan(
 
 
 def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:
-    """Return the least N with which upstream's -ncmoe N fits into budget bytes, or None.
+    """Return the smallest N for which llama.cpp's -ncmoe N fits into budget bytes, or None.
 
-    It leaves the experts of the first N layers in host memory.
+    -ncmoe N leaves the experts of the first N layers in host memory.
     """
     for n in range(need.n_layer + 1):
         if need.fixed + need.n_expert * sum(need.slot_bytes[n:]) <= budget:
@@ -150,12 +151,12 @@ def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:
 def _pins(
     need: Footprint, left: int | None, pin_layers: int | None, cache_slots: int | None, source: str
 ) -> set[int]:
-    """Return the layers to pin; left: bytes for experts."""
+    """Return the layers to make full; left: bytes for experts."""
     order = pin_order(need.n_layer)
     if pin_layers is None:
         if cache_slots is None or left is None:
             return set()
-        # the user's slots come first; they have not been placed, so count them at their largest
+        # the user's slots come first; their layers are not known yet, so assume the largest
         left -= cache_slots * max(need.slot_bytes)
         return set(order[: _fitting(need, order, left)])
     pins = order[:pin_layers]
@@ -182,7 +183,7 @@ def _spread(
     need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None,
     demand: Demand | None,
 ) -> list[int]:  # fmt: skip
-    """Return slots for each of layers, as even as bytes or cache_slots allow, or by demand."""
+    """Return slots for each of layers: by demand if given, else spread evenly."""
     if not layers:
         return []
     if demand is not None and (left is not None or cache_slots is not None):
@@ -207,10 +208,9 @@ def _by_demand(
     need: Footprint, layers: Sequence[int], left: int | None, cache_slots: int | None,
     demand: Demand,
 ) -> list[int]:  # fmt: skip
-    """Return slots for each of layers, given one by one to where a byte is hit most.
+    """Return slots for each of layers, given one by one to where a byte is hit most often.
 
-    A layer first gets what one token chooses. Experts that were never seen are worth the same
-    everywhere.
+    Every layer first gets n_expert_used slots. Experts that were never chosen are spread evenly.
     """
 
     def rank(at: int, n: int) -> tuple[bool, float, int, int]:
@@ -237,12 +237,12 @@ def _by_demand(
 def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
     sizes = [n * size for n, size in zip(n_slots, need.slot_bytes)]
     pinned = tuple(il for il, n in enumerate(n_slots) if n == need.n_expert)
-    on_pins = sum(sizes[il] for il in pinned)
+    full_bytes = sum(sizes[il] for il in pinned)
     everything = len(pinned) == need.n_layer
     by_purpose = {
         "weights": need.weights, "kv": need.kv, "state": need.state, "compute": need.compute,
         "other": need.other, "staging": 0 if everything else need.staging,
-        "pinned": on_pins, "slots": sum(sizes) - on_pins,
+        "pinned": full_bytes, "slots": sum(sizes) - full_bytes,
     }  # fmt: skip
     share = sum(sizes) / need.experts if need.experts else 1.0
     return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share)

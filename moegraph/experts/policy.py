@@ -1,9 +1,9 @@
-"""Policies: which experts of a layer deserve its slots.
+"""Policies: which experts of a layer should be resident.
 
-A policy is a frozen dataclass of parameters; `layer()` makes the state of one layer from it. All
-policies keep one score for each expert, resident or not, and give up the resident expert of lowest
-score. They differ in what a choice of the router adds to the score, in how many leading slots never
-change (`n_static`), and in whether a newcomer is worth the exchange (`accepts`).
+A policy is a frozen dataclass of parameters; `layer()` makes the state of one layer from it. Every
+policy keeps a score for each expert, resident or not; the victim is the resident expert of lowest
+score. Policies differ in how a choice of the router changes the score, in how many of the first
+slots never change (`n_static`), and in when an absent expert may evict the victim (`accepts`).
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from ..errors import ConfigError
 
 Counts = npt.NDArray[np.int64]
 
-# Growing weights are scaled back long before a float of 1.8e308 overflows.
+# Scores are scaled back above this, long before a float overflows at 1.8e308.
 _RESCALE = 1e100
 
 
 class LayerPolicy(Protocol):
-    """The state of a policy in one layer; its clock counts the calls of touch.
+    """The state of a policy in one layer.
 
-    score [n_expert]: scores of one list only rise; scaling them back makes a new list.
+    score [n_expert]: scores in this list only rise; scaling them back replaces the list.
+    n_static: slots 0 .. n_static - 1 never change.
     """
 
     score: list[float]
     n_static: int
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Note that the router chose ids; called once a layer and step, so quick."""
+        """Note that one row chose ids; must be fast, as every layer of every token calls it."""
 
     def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
-        """Note the choices of a batch of n_tokens rows.
+        """Note the choices of n_tokens rows.
 
-        chosen [n_expert]: by how many rows. last [n_expert]: the last such row, -1 for none.
+        chosen [n_expert]: how many rows chose each expert. last [n_expert]: the last of these rows,
+        or -1.
         """
 
     def accepts(self, expert: int, victim: int) -> bool:
-        """Return whether expert should take the slot of victim."""
+        """Return whether expert, which is absent, should get the slot of victim."""
 
     def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
-        """Score experts that are resident from the start, in slots 0, 1, ...
+        """Score the experts that fill slots 0, 1, ... at the start.
 
-        ranked: they come best first, and not for want of knowledge. shares [n_expert]: how often a
-        step is expected to choose each expert, from a profile.
+        ranked: whether a profile ordered them, best first. shares [n_expert]: the expected choices
+        of each expert per token, from a profile.
         """
 
 
 class Policy(Protocol):
-    """Parameters of a policy; `layer` makes the state for a layer of n_slots dynamic slots."""
+    """Parameters of a policy; `layer` makes the state for a layer of n_slots slots."""
 
     name: ClassVar[str]
 
@@ -65,9 +67,9 @@ class Policy(Protocol):
 
 
 class Recency:
-    """Score: when an expert was last chosen.
+    """Score: when an expert was last chosen, in rows.
 
-    n_ranked: how many slots become static when the experts of the start come ranked.
+    n_ranked: how many slots become static if a profile ranked the first experts.
     """
 
     def __init__(self, n_expert: int, n_static: int = 0, n_ranked: int = 0) -> None:
@@ -77,24 +79,24 @@ class Recency:
         self._now = 0
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Stamp ids with the time."""
+        """Set the scores of ids to the number of this row."""
         self._now = now = self._now + 1
         score = self.score
         for expert in ids:
             score[expert] = now
 
     def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
-        """Stamp the chosen as if their rows had come one by one."""
+        """Set the scores as if the rows had come one by one."""
         for expert in np.flatnonzero(chosen).tolist():
             self.score[expert] = self._now + 1 + int(last[expert])
         self._now += n_tokens
 
     def accepts(self, expert: int, victim: int) -> bool:
-        """Take every newcomer: it was chosen later than any victim."""
+        """Return True: a missing expert was chosen later than any victim."""
         return True
 
     def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
-        """Rank experts below everything chosen since, the best first."""
+        """Score experts in falling order, below every score that a choice gives."""
         if ranked:
             self.n_static = max(self.n_static, min(self._n_ranked, len(experts)))
         for rank, expert in enumerate(experts, 1):
@@ -102,9 +104,9 @@ class Recency:
 
 
 class Frequency:
-    """Score: choices so far, each halved for every half_life rows since.
+    """Score: number of choices, each halved every half_life rows.
 
-    The scores themselves never decay: a later choice weighs more, which orders them the same.
+    Scores do not decay; later choices weigh more instead, which gives the same order.
     """
 
     n_static = 0
@@ -120,7 +122,7 @@ class Frequency:
         self._weight = 1.0
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Add the weight of this time to every choice."""
+        """Add the weight of this row to the scores of ids."""
         self._weight = weight = self._weight * self._growth
         score = self.score
         for expert in ids:
@@ -129,15 +131,15 @@ class Frequency:
             self._rescale()
 
     def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
-        """Add choices spread evenly over n_tokens rows, each decayed as if alone."""
+        """Add the choices as if they were spread evenly over the n_tokens rows."""
         growth = self._growth
-        # many half-lives at once count as ten: what came before is forgotten either way
+        # ten half-lives forget nearly everything, and more could overflow
         n_seen = min(n_tokens, 10.0 * self._half_life)
         self._weight *= growth**n_seen
-        # mean over the rows of growth ** -age
-        kept = (1.0 - growth**-n_seen) / (n_tokens * (1.0 - 1.0 / growth))
+        # mean of growth ** -age over the rows
+        mean = (1.0 - growth**-n_seen) / (n_tokens * (1.0 - 1.0 / growth))
         for expert in np.flatnonzero(chosen).tolist():
-            self.score[expert] += self._weight * kept * int(chosen[expert])
+            self.score[expert] += self._weight * mean * int(chosen[expert])
         if self._weight > _RESCALE:
             self._rescale()
 
@@ -146,11 +148,11 @@ class Frequency:
         self._weight = 1.0
 
     def accepts(self, expert: int, victim: int) -> bool:
-        """Take a newcomer that is clearly above the victim, so that two do not alternate."""
+        """Return whether expert scores clearly higher, so that equal experts do not alternate."""
         return self.score[expert] > self._hysteresis * self.score[victim]
 
     def start(self, experts: Sequence[int], ranked: bool, shares: Sequence[float] | None) -> None:
-        """Score as if the profile had been seen for prior_steps; without it, below one choice."""
+        """Score as if prior_steps tokens had chosen by shares; without shares, below one choice."""
         if shares is None:
             for rank, expert in enumerate(experts):
                 self.score[expert] = 0.5 * self._weight * (1.0 - rank / max(len(experts), 1))
@@ -161,14 +163,14 @@ class Frequency:
 
 @dataclass(frozen=True)
 class Lru:
-    """Give up the expert that was chosen longest ago."""
+    """Evict the expert that was chosen longest ago."""
 
     name: ClassVar[str] = "lru"
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
-        """Return recency, or frequency where the slots do not hold one token's experts.
+        """Return recency, or frequency if the slots cannot hold one token's experts.
 
-        Below one token's cycle every expert would be given up before it is chosen again.
+        With fewer slots, LRU would evict every expert before it is chosen again.
         """
         if n_slots < n_expert_used:
             return Lfu().layer(n_expert, n_slots, n_expert_used)
@@ -183,8 +185,8 @@ class Lru:
 class Lfu:
     """Decayed frequency with hysteresis.
 
-    half_life: tokens after which a choice counts half. hysteresis: how many times the victim's
-    score a newcomer needs. prior_steps: how many tokens a profile is worth.
+    half_life: tokens after which a choice counts half. hysteresis: an absent expert needs this
+    multiple of the victim's score. prior_steps: how many tokens a profile counts for.
     """
 
     name: ClassVar[str] = "lfu"
@@ -207,16 +209,16 @@ class Lfu:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The best experts of a profile stay for good in static_share of the slots; LRU in the rest.
+    """The best experts of a profile keep static_share of the slots; LRU manages the others.
 
-    Without a profile no slot is static.
+    Without a profile LRU manages all slots.
     """
 
     name: ClassVar[str] = "adaptive"
     static_share: float = 0.25
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
-        """Return recency over the slots that are not static."""
+        """Return recency, or frequency as `Lru` does."""
         if n_slots < n_expert_used:
             return Lfu().layer(n_expert, n_slots, n_expert_used)
         n_static = min(int(self.static_share * n_slots), n_slots - n_expert_used)
@@ -229,12 +231,12 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Static:
-    """Keep what was there at the start, the best experts of a profile."""
+    """Keep the experts that fill the slots at the start, the best of a profile."""
 
     name: ClassVar[str] = "static"
 
     def layer(self, n_expert: int, n_slots: int, n_expert_used: int) -> LayerPolicy:
-        """Return a state whose slots are all static."""
+        """Return a state in which all slots are static."""
         return Recency(n_expert, n_slots)
 
     def problems(self) -> list[str]:
@@ -274,5 +276,5 @@ def parse_policy(text: str) -> Policy:
 
 
 def _outside(name: str, value: float, low: float, high: float) -> list[str]:
-    """Return a line when value is not in low..high (nor is NaN)."""
+    """Return one line if value is NaN or not in low..high, else none."""
     return [] if low <= value <= high else [f"{name} is {value:g}; allowed: {low:g} to {high:g}"]

@@ -1,7 +1,7 @@
-"""Routing profiles: how often each expert was chosen, kept from run to run beside the model.
+"""Routing profiles: how often each expert was chosen, in a file that runs read and update.
 
-One JSON file holds several classes of prompts by name, because the popular experts of one kind of
-text are not those of another:
+A profile is a JSON file with named classes of prompts, because one kind of text uses other experts
+than another:
 
     {"format": "moegraph routing profile", "version": 1, "n_layer": .., "n_expert": ..,
      "n_expert_used": .., "model": "<router fingerprint>",
@@ -29,16 +29,16 @@ _VERSION = 1
 _MAX_CLASSES = 64
 _MAX_NAME = 64
 _MAX_COUNT = 1 << 48
-# What a file may take: a count has 15 digits and a comma at most, a class its name and three more
-# fields, and a small model's file is not worth measuring.
+# Limits of a file's size. A count has at most 15 digits and a comma, a class has a name and three
+# more fields. Any file may have _SMALL_FILE bytes.
 _COUNT_BYTES, _CLASS_BYTES, _SMALL_FILE = 16, 256, 64 * KiB
-# A class forgets: once it has seen more tokens, everything before counts half.
+# A class that would count more tokens first halves its counts.
 _MAX_TOKENS = 1 << 16
 
 
 @dataclass
 class RoutingClass:
-    """counts: numpy [n_layer, n_expert], choices over n_tokens tokens."""
+    """Choices of n_tokens tokens; counts: numpy [n_layer, n_expert]."""
 
     n_tokens: int
     counts: npt.NDArray[np.int64] = field(repr=False)
@@ -52,17 +52,17 @@ class Profile:
         self.classes: dict[str, RoutingClass] = {}
 
     def add(self, name: str, counts: npt.ArrayLike, n_tokens: int) -> None:
-        """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, new or not.
+        """Add the choices of n_tokens tokens, [n_layer, n_expert], to a class, which may be new.
 
         Raises:
-            RequestError: the name is unusable, or there are too many classes.
+            RequestError: the name is not allowed, or there are too many classes.
         """
         require_class_name(name)
         more = np.asarray(counts, dtype=np.int64)
         known = self.classes.get(name)
         if known is None:
             if len(self.classes) == _MAX_CLASSES:
-                raise RequestError(f"a profile holds {_MAX_CLASSES} classes; remove one")
+                raise RequestError(f"a profile holds {_MAX_CLASSES} classes; use one of them")
             self.classes[name] = RoutingClass(n_tokens, more.copy())
             return
         while known.n_tokens + n_tokens > _MAX_TOKENS and known.n_tokens > n_tokens:
@@ -72,9 +72,10 @@ class Profile:
         known.counts += more
 
     def shares(self, name: str | None = None) -> npt.NDArray[np.float64]:
-        """Return how often a token is expected to choose each expert, [n_layer, n_expert].
+        """Return the expected choices of each expert per token, numpy [n_layer, n_expert].
 
-        name: a class, or None for the mean of all; rows add up to n_expert_used.
+        name: a class, or None for the mean of all classes. Each row adds up to n_expert_used, or to
+        0 if nothing was counted.
 
         Raises:
             RequestError: there is no such class.
@@ -88,20 +89,20 @@ class Profile:
         return np.mean(parts, axis=0) if parts else np.zeros(size)
 
     def ranking(self, name: str | None = None) -> npt.NDArray[np.intp]:
-        """Return the experts of each layer, most chosen first, [n_layer, n_expert]; ties by id."""
+        """Return the experts of each layer, [n_layer, n_expert], most chosen first, ties by id."""
         return np.argsort(-self.shares(name), axis=1, kind="stable")
 
     def demand(self) -> npt.NDArray[np.float64]:
-        """Return how often a token chooses the best, second best, ... expert of each layer.
+        """Return the choices per token of the most, second most, ... chosen expert of each layer.
 
-        Numpy [n_layer, n_expert], rows falling: mean over classes of each one's own order, because
-        what is popular changes with the class and how much it is so does not.
+        Numpy [n_layer, n_expert], rows falling. Each class is sorted before the mean is taken,
+        because classes prefer different experts, but to a similar degree.
         """
         parts = [-np.sort(-self.shares(name), axis=1) for name in self.classes]
         return np.mean(parts, axis=0) if parts else np.zeros(self.shape.sizes[:2])
 
     def save(self, path: str | Path) -> None:
-        """Write the profile; an older file is replaced only by a complete one.
+        """Write the profile; replace an older file only when the new one is complete.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -119,28 +120,28 @@ class Profile:
 
 
 def require_class_name(name: str) -> None:
-    """Refuse a name that a class cannot have.
+    """Refuse a name that is not allowed for a class.
 
     Raises:
-        RequestError: it is empty, long, or has other characters than letters, digits and ._-.
+        RequestError: it is empty, too long, or has characters other than letters, digits and ._-.
     """
     if not _is_name(name):
         raise RequestError(
-            f"profile class {name!r}; use 1 to {_MAX_NAME} letters, digits or any of ._-"
+            f"profile class {name!r}: not allowed; use 1 to {_MAX_NAME} letters, digits or ._-"
         )
 
 
 def profile_path(model: str | Path) -> Path:
-    """Return where the profile of a model file is kept unless told otherwise."""
+    """Return the default path of a model file's profile."""
     path = Path(model)
     return path.with_name(f"{path.name}.routing.json")
 
 
 def read_profile(path: str | Path, model: RouterShape) -> Profile:
-    """Read and check a profile for a model.
+    """Read and check the profile of a model.
 
     Raises:
-        RequestError: it cannot be read, is damaged, or is of another model.
+        RequestError: the file cannot be read, is damaged, or is of another model.
     """
     data = _read_bounded(path, model)
     try:
@@ -148,7 +149,7 @@ def read_profile(path: str | Path, model: RouterShape) -> Profile:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise RequestError(f"{path}: not a routing profile; moegraph writes them with --profile")
+        raise RequestError(f"{path}: not a routing profile; `moegraph run --profile` writes them")
     if content.get("version") != _VERSION:
         raise RequestError(
             f"{path}: profile version {content.get('version')!r}; this moegraph reads {_VERSION}"
@@ -163,10 +164,10 @@ def read_profile(path: str | Path, model: RouterShape) -> Profile:
 
 
 def _read_bounded(path: str | Path, model: RouterShape) -> bytes:
-    """Return the bytes of a file that cannot take much memory when it is parsed.
+    """Return the bytes of a file, after checks that parsing it cannot take much memory.
 
-    A profile can lie beside a model that somebody else provides, and an empty list of three bytes
-    is an object of sixty: so lists, objects and values are counted before any is made.
+    The file beside a model may come from somebody else, and an empty list of three bytes takes
+    sixty in Python. So the lists, objects and values are counted before they are parsed.
     """
     n_rows = _MAX_CLASSES * model.n_layer
     n_counts = n_rows * model.n_expert
@@ -187,19 +188,19 @@ def _read_bounded(path: str | Path, model: RouterShape) -> bytes:
     for char, n in most.items():
         if data.count(char) > n:
             raise RequestError(
-                f"{path}: not a routing profile of this model: it has {char.decode()!r} "
-                f"{data.count(char)} times, and one of this model at most {n} times"
+                f"{path}: not a routing profile of this model: it contains {char.decode()!r} "
+                f"{data.count(char)} times; at most {n} are allowed"
             )
     return data
 
 
 def _classes(path: str | Path, shape: RouterShape, content: Any) -> dict[str, RoutingClass]:
     if not isinstance(content, dict) or len(content) > _MAX_CLASSES:
-        raise _damaged(path, f"it has no list of at most {_MAX_CLASSES} classes")
+        raise _damaged(path, f"it has no object of at most {_MAX_CLASSES} classes")
     classes = {}
     for name, entry in content.items():
         if not _is_name(name) or not isinstance(entry, dict):
-            raise _damaged(path, f"class {name!r} is none")
+            raise _damaged(path, f"class {name!r} has a bad name, or is not an object")
         n_tokens, rows = entry.get("n_tokens"), entry.get("counts")
         if type(n_tokens) is not int or not 0 <= n_tokens <= _MAX_COUNT:
             raise _damaged(path, f"class {name!r} has n_tokens {n_tokens!r}")
@@ -212,7 +213,7 @@ def _classes(path: str | Path, shape: RouterShape, content: Any) -> dict[str, Ro
 
 
 def _is_table(rows: Any, shape: RouterShape) -> bool:
-    """Return whether rows is [n_layer][n_expert] of plain counts."""
+    """Return whether rows is a list [n_layer][n_expert] of counts."""
     if not isinstance(rows, list) or len(rows) != shape.n_layer:
         return False
     return all(

@@ -1,9 +1,9 @@
-"""Host bytes of every expert, packed as a device slot is: one copy fetches an expert.
+"""Experts in host memory, packed as in a device slot, so that one copy uploads an expert.
 
-From pinned memory a device copies at full PCIe speed without the host's help. Where pinning is not
-wanted, fails, or would leave too little memory to the host, bytes that go up are read from the file
-into a small pinned ring first, where a file that was cut short is an error and not a signal.
-Experts computed on the CPU are used where they are: in the pinned copy, or in the mapped file.
+The device copies from pinned memory at full PCIe speed without the host. Layers that are not pinned
+(not wanted, refused by the driver, or too little host memory) are read from the file into a small
+pinned ring before an upload; `read` reports a truncated file as an error, where a mapping would
+raise SIGBUS. The CPU computes experts where they are: in pinned memory or in the mapped file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..units import GiB, format_bytes
 from ..weights import place, round_up
 
 PARTS = ("gate", "up", "gate_up", "down")
-# Experts fetched at a time: slots of a staging bank, and blocks of the ring.
+# Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
-# CUDA kernels read matrices in pieces of up to 16 bytes; buffers are aligned to 128.
+# Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
-# Pinned memory can neither be swapped out nor given to others: 'auto' leaves so much to them and to
-# the cached pages of the model file, or an eighth of what the machine or its container has.
+# The system cannot reclaim pinned memory. 'auto' leaves this much to other processes and the page
+# cache of the model file, or an eighth of the memory of the machine or container if that is less.
 _RESERVE = 2 * GiB
 _RESERVE_SHARE = 8
 
@@ -44,16 +44,17 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
 
 
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
-    """Return what layers have in common that can share staging slots: parts, types and shapes."""
+    """Return parts, types and shapes of stacks; layers where they are equal share staging slots."""
     return tuple((part, info.type, info.ne[:2]) for part, info in infos.items())
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the parts of one expert are inside a slot.
+    """Where the parts of one expert are inside a slot, in bytes.
 
-    offsets, sizes: bytes by part; n_bytes: from the first to the last; stride: from slot to slot, a
-    multiple of every part's block size, because kernels count strides in blocks.
+    offsets, sizes: by part. n_bytes: from the start of the first part to the end of the last.
+    stride: from slot to slot, a multiple of every part's block size, because kernels count strides
+    in blocks.
     """
 
     offsets: dict[str, int]
@@ -63,7 +64,7 @@ class Packing:
 
     @classmethod
     def of(cls, infos: dict[str, TensorInfo]) -> Packing:
-        """Return the packing for stacks like these."""
+        """Return the packing of an expert of these stacks."""
         offsets, sizes, end, unit = {}, {}, 0, _PART_ALIGNMENT
         for part, info in infos.items():
             offsets[part] = round_up(end, _PART_ALIGNMENT)
@@ -73,8 +74,8 @@ class Packing:
         return cls(offsets, sizes, end, round_up(end, unit))
 
     def rows(self, context: Context, n: int) -> Tensor:
-        """Make a tensor of n packed experts as rows of memory: F32 [bytes / 4, n], no numbers."""
-        # what fetches a row moves 16 bytes at a time
+        """Make a tensor F32 [bytes / 4, n] whose rows are the raw bytes of n packed experts."""
+        # the kernel that fetches a row copies 16 bytes at a time
         tensor = C.ggml_new_tensor_2d(context.ptr, F32, round_up(self.n_bytes, 16) // 4, n)
         tensor.nb[1] = self.stride
         tensor.nb[2] = tensor.nb[3] = self.stride * n
@@ -82,18 +83,17 @@ class Packing:
 
 
 class ExpertStore:
-    """Serves one expert's parts as host addresses that the upload stream may read.
+    """The experts of layers that are not full, in host memory that the upload stream can read.
 
-    pin: 'all' or 'auto' copies the cold layers into pinned memory at start, 'none' never. 'auto'
-    stops before the host runs short of memory, or where the driver pins no more; the other layers
-    are read from the file and `warning` says so. The CPU device reads the file where it is mapped,
-    but for 'all'.
-    rows: of each layer that was copied, its experts as F32 [bytes / 4, n_expert], which a device
-    can read. pinned_bytes: host memory taken, the ring included.
+    pin: 'all' and 'auto' copy the layers into pinned memory at start, 'none' copies none. 'auto'
+    stops before the host runs short of memory, and if the driver refuses to pin more; the other
+    layers are read from the file, and `warning` says so. With the CPU device, 'auto' pins nothing.
+    rows: the experts of each pinned layer as F32 [bytes / 4, n_expert], which a device can read.
+    pinned_bytes: host memory taken, including the ring.
 
     Raises:
-        ConfigError: 'all', and the host has less memory.
-        NativeError: 'all', and the driver refuses.
+        ConfigError: pin is 'all' and the host has too little memory.
+        NativeError: pin is 'all' and the driver refuses.
     """
 
     def __init__(self, device: Device, model: ModelFile, layers: Sequence[int], pin: str) -> None:
@@ -118,13 +118,13 @@ class ExpertStore:
 
     @property
     def layers(self) -> list[int]:
-        """Layers this store serves."""
+        """The layers whose experts are in this store."""
         return list(self._infos)
 
     def stacks(self, il: int) -> dict[str, tuple[TensorInfo, int, int, Any]]:
-        """Return (info, address, bytes from expert to expert, owner) of a layer's stacks by part.
+        """Return (info, address, bytes from expert to expert, owner) of a layer's stacks, by part.
 
-        They are in pinned memory, or in the mapped file.
+        The addresses are in pinned memory or in the mapped file, and valid while the owner lives.
         """
         packing, pinned = self._packing[il], self._pinned.get(il)
         found: dict[str, tuple[TensorInfo, int, int, Any]] = {}
@@ -138,14 +138,14 @@ class ExpertStore:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the CPU can use every expert where it is (its kernels want 32 bytes)."""
+        """Whether every expert is aligned to 32 bytes, as ggml's CPU kernels need."""
         return all(
             address % 32 == 0 for il in self._infos for _, address, _, _ in self.stacks(il).values()
         )
 
     @property
     def uses_ring(self) -> bool:
-        """Whether some experts pass through the ring."""
+        """Whether experts of some layers pass through the ring."""
         return bool(self._ring)
 
     def packing(self, il: int) -> Packing:
@@ -159,7 +159,7 @@ class ExpertStore:
             _require_memory(sum(sizes.values()))
         taken, free = 0, host_memory().available
         for il, size in sizes.items():
-            # also by our own books: a control group may not count what a driver takes
+            # count what we took as well: a control group may not see what the driver pins
             why = "" if pin == "all" else _shortage(size, None if free is None else free - taken)
             if not why:
                 try:
@@ -185,7 +185,7 @@ class ExpertStore:
         for expert in range(n_expert):
             packed = block.array[expert * packing.stride : (expert + 1) * packing.stride]
             self._read(il, self._infos[il], expert, packed)
-            packed[packing.n_bytes :] = 0  # some of it is copied along
+            packed[packing.n_bytes :] = 0  # the copy is rounded up to 16 bytes
 
     def _read(
         self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
@@ -199,8 +199,8 @@ class ExpertStore:
     def source(self, il: int, expert: int) -> Any:
         """Return the address of a packed expert.
 
-        An address in the ring is overwritten after N_STAGING more experts: with `uses_ring`, wait
-        for the copies of one batch before asking for the next.
+        The ring holds N_STAGING experts: if `uses_ring`, wait for the copies of N_STAGING experts
+        before you ask for the next one.
         """
         base = self._base.get(il)
         if base is not None:
@@ -211,7 +211,7 @@ class ExpertStore:
         return block.address()
 
     def close(self) -> None:
-        """Free the host memory. Nothing may be on its way."""
+        """Free the host memory. No upload may be under way."""
         for handle in (*self._pinned.values(), *self._ring):
             handle.close()
         self._pinned.clear()
@@ -219,9 +219,9 @@ class ExpertStore:
 
 
 def _shortage(size: int, at_most: int | None) -> str:
-    """Return why pinning so many bytes would leave too little memory; empty when it would not.
+    """Return why pinning size bytes would leave too little host memory; empty if it would not.
 
-    at_most: bytes that can be available by other reckoning; None when nothing is known.
+    at_most: upper limit of the available bytes by our own count; None if unknown.
     """
     memory = host_memory()
     if memory.available is None or at_most is None:
@@ -233,12 +233,12 @@ def _shortage(size: int, at_most: int | None) -> str:
         return ""
     return (
         f"the next layer takes {format_bytes(size)}, {format_bytes(available)} are available"
-        f"{_of_limit(memory.limit)}, and {format_bytes(reserve)} of them are left to others"
+        f"{_of_limit(memory.limit)}, and {format_bytes(reserve)} of them stay free"
     )
 
 
 def _require_memory(size: int) -> None:
-    """Refuse to take more than the host has: Linux would grant it and end the process later."""
+    """Refuse to pin more than the host has: Linux would grant it and kill the process later."""
     memory = host_memory()
     if memory.available is not None and size > memory.available:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Routing traces: the expert ids that a router chose, token by token, in a compact file.
+"""Routing traces: a file of the expert ids that a router chose for each token and layer.
 
 Layout, little-endian:
 
@@ -9,9 +9,9 @@ Layout, little-endian:
               slot_bytes
     ids       u8 (n_expert <= 256) or u16 [n_tokens][n_layer][n_expert_used], best expert first
 
-sha256 is that of the ids. `model` is the fingerprint of the router that chose (identity.py), empty
-for generated traces, which fit every model of their shape. slot_bytes lists the bytes of one expert
-of each layer, padding included; it is empty where no model was loaded, and version 1 has none.
+sha256: hash of the ids. model: fingerprint of the router (identity.py); empty for generated traces,
+which fit every model of their shape. slot_bytes [n_layer]: bytes of one expert of each layer with
+padding; empty if no model was loaded, absent in version 1.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _PREFIX = struct.Struct("<8sII")
 
 @dataclass(frozen=True)
 class Trace:
-    """ids numpy u8 or u16 [n_tokens, n_layer, n_expert_used]; the first n_prompt were a prompt.
+    """The expert ids that a router chose.
 
+    ids: numpy u8 or u16 [n_tokens, n_layer, n_expert_used]; the first n_prompt tokens are a prompt.
     source: where the ids come from, for people. slot_bytes [n_layer]: bytes of one expert of each
-    layer; empty where they are not known.
+    layer; empty if unknown.
     """
 
     shape: RouterShape
@@ -86,15 +87,15 @@ class Trace:
 
 
 def ids_dtype(n_expert: int) -> np.dtype[Any]:
-    """Return the type that ids of n_expert experts have in a file."""
+    """Return the type of the ids of n_expert experts in a file."""
     return np.dtype("u1" if n_expert <= 256 else "<u2")
 
 
 class TraceRecorder:
-    """Collect a trace from the ids of each layer; usable as an observer of a runner.
+    """Collects a trace as an observer of a runner.
 
-    Passes may have several rows; their layers come in order, 0 to n_layer - 1. slot_bytes: as of
-    a Trace.
+    The runner calls it for layers 0 to n_layer - 1 of each pass, in order; a pass may have several
+    rows. slot_bytes: as in `Trace`.
     """
 
     def __init__(self, shape: RouterShape, slot_bytes: Sequence[int] = ()) -> None:
@@ -104,10 +105,10 @@ class TraceRecorder:
         self._pass: npt.NDArray[Any] | None = None
 
     def __call__(self, il: int, ids: npt.NDArray[np.int32]) -> None:
-        """Note the ids of one layer and pass, I32 [n_rows * n_expert_used].
+        """Note the ids of one layer and pass, I32 [n_tokens * n_expert_used].
 
         Raises:
-            InternalError: layers come out of order or with another number of rows.
+            InternalError: layers are out of order or differ in their number of rows.
         """
         shape = self._shape
         rows = ids.reshape(-1, shape.n_expert_used)
@@ -122,7 +123,7 @@ class TraceRecorder:
             self._pass = None
 
     def trace(self, n_prompt: int, source: str) -> Trace:
-        """Return all complete passes; a pass that was cut short is left out."""
+        """Return a trace of all complete passes."""
         shape = self._shape
         empty = np.empty((0, shape.n_layer, shape.n_expert_used), ids_dtype(shape.n_expert))
         ids = np.concatenate([empty, *self._passes])
@@ -130,7 +131,7 @@ class TraceRecorder:
 
 
 def write_trace(path: str | Path, trace: Trace) -> None:
-    """Write a trace; an older file is replaced only by a complete one.
+    """Write a trace; replace an older file only when the new one is complete.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -150,7 +151,7 @@ def read_trace(path: str | Path) -> Trace:
     """Read and check a trace.
 
     Raises:
-        RequestError: it cannot be read, is no trace, or is damaged.
+        RequestError: the file cannot be read, is not a trace, or is damaged.
     """
     try:
         with open(path, "rb") as file:
@@ -161,7 +162,7 @@ def read_trace(path: str | Path) -> Trace:
             n_bytes = n_tokens * shape.n_layer * shape.n_expert_used * dtype.itemsize
             if size != header.start + n_bytes:
                 raise _damaged(
-                    path, f"it has {size} bytes, its header announces {header.start + n_bytes}"
+                    path, f"it has {size} bytes; its header says {header.start + n_bytes}"
                 )
             file.seek(header.start)
             data = file.read(n_bytes)
@@ -179,10 +180,10 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
-    """Write pieces to a new file and rename it to path, so that no reader sees half of it.
+    """Write pieces to a new file and rename it to path, so that readers see only complete files.
 
-    The file keeps its permissions, a symbolic link stays one, and a device or a pipe, such as
-    /dev/null, is written to.
+    The new file keeps the permissions of the old one. If path is a symbolic link, its target is
+    replaced. A device or a pipe, such as /dev/null, is written directly.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -193,7 +194,7 @@ def replace_file(path: str | Path, pieces: Sequence[bytes]) -> None:
         if mode is not None and not stat.S_ISREG(mode):
             _write(os.open(target, os.O_WRONLY | _PLAIN), pieces)
             return
-        # a name that nobody can guess, and a new file: a link planted there is not followed
+        # an unpredictable name that must not exist, so an attacker cannot plant a link there
         beside = target.with_name(f".moegraph-{secrets.token_hex(8)}")
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
         try:
@@ -261,10 +262,10 @@ def _header(path: str, prefix: bytes, rest: bytes) -> _Header:
 
 
 def _slot_bytes(path: str, sizes: Any, n_layer: int) -> tuple[int, ...]:
-    """Return the sizes of a header: one for each layer, or none."""
+    """Return slot_bytes of a header, checked: one size for each layer, or empty."""
     right = isinstance(sizes, list) and len(sizes) in (0, n_layer)
     if not right or not all(type(n) is int and 0 < n <= _MAX_SLOT_BYTES for n in sizes):
-        raise _damaged(path, f"slot_bytes is not empty and does not list {n_layer} sizes")
+        raise _damaged(path, f"slot_bytes is neither empty nor a list of {n_layer} sizes")
     return tuple(sizes)
 
 

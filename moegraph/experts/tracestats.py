@@ -1,4 +1,4 @@
-"""What a routing trace is like: overlap, entropy, and what a plain LRU makes of it."""
+"""Statistics of a routing trace: overlap, entropy, and the hit rates of a plain LRU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy.typing as npt
 from ..units import format_share
 from .trace import Trace
 
-# The share of experts at which hit rates of models of this kind were published.
+# Hit rates of similar models were published for this share of the experts.
 LRU_SHARE = 0.269
 LRU_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class TraceStats:
-    """Printed beside every speed that a trace was part of.
+    """Figures that describe a trace, to be reported with every speed that was measured with it.
 
-    overlap: share of experts in common with the token before. entropy: of the choices of a layer,
-    1 = all experts alike, mean over layers. lru: hit rates of one LRU over all layers that holds
-    LRU_SHARE of the experts, in the quarters of the first LRU_TOKENS tokens, empty at the start.
+    overlap: share of experts in common with the previous token. entropy: normalised entropy of a
+    layer's choices, 1 if all experts are chosen equally often; both are means over layers. lru: hit
+    rates, in the quarters of the first LRU_TOKENS tokens, of one LRU over all layers that holds
+    LRU_SHARE of the experts and is empty at the start.
     """
 
     sha256: str
@@ -32,7 +33,7 @@ class TraceStats:
     lru: tuple[float, ...]
 
     def line(self) -> str:
-        """Return all of it as one line."""
+        """Return all figures as one line."""
         rates = " ".join(f"{rate:.3f}" for rate in self.lru)
         return (
             f"trace {self.sha256[:16]}: {self.n_tokens} tokens, lag-1 overlap {self.overlap:.3f}, "
@@ -42,9 +43,9 @@ class TraceStats:
 
 
 def trace_stats(trace: Trace) -> TraceStats:
-    """Return the statistics of a trace; overlap and entropy over its first LRU_TOKENS tokens too.
+    """Return the statistics of a trace.
 
-    A longer trace is cut for them, because both depend on the length.
+    Overlap and entropy are of the first LRU_TOKENS tokens, because they depend on the length.
     """
     head = trace.part(0, LRU_TOKENS)
     return TraceStats(
@@ -54,7 +55,7 @@ def trace_stats(trace: Trace) -> TraceStats:
 
 
 def overlap(trace: Trace, lag: int = 1) -> npt.NDArray[np.float64]:
-    """Return the mean share of experts in common with the token lag before, [n_layer]."""
+    """Return the mean share of experts in common with the token `lag` before, [n_layer]."""
     chosen = one_hot(trace)
     if len(chosen) <= lag:
         return np.zeros(trace.shape.n_layer)
@@ -73,7 +74,7 @@ def entropy(trace: Trace) -> npt.NDArray[np.float64]:
 
 
 def distinct(trace: Trace, window: int) -> float:
-    """Return the mean number of distinct experts in a layer over windows of tokens end to end."""
+    """Return the mean distinct experts of a layer in `window` tokens, over consecutive windows."""
     chosen = one_hot(trace)
     n = len(chosen) // window
     if n == 0:
@@ -90,10 +91,10 @@ def one_hot(trace: Trace) -> npt.NDArray[np.bool_]:
 
 
 def global_lru(trace: Trace, share: float, parts: int = 4) -> list[float]:
-    """Return hit rates, by parts of the trace, of one LRU over the experts of all layers.
+    """Return the hit rates of one LRU over the experts of all layers, in each part of the trace.
 
-    share: of all experts it holds, rounded down. It starts empty and knows no working set. Below
-    one token's cycle, n_layer * n_expert_used experts, it hits nothing.
+    share: share of all experts that it holds, rounded down. It starts empty and does not protect
+    the working set. With fewer than n_layer * n_expert_used experts it hits nothing.
     """
     n_layer, n_expert, k = trace.shape.sizes
     capacity = int(share * n_layer * n_expert)

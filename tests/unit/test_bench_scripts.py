@@ -154,7 +154,7 @@ def points(seed: int, first: float, more: float, whole: float) -> list[bench_pre
 
 
 def test_a_machine_is_found_from_three_rows_and_predicts_the_others() -> None:
-    base = replace(MACHINES["h200"], lookup=1e-6)
+    base = replace(MACHINES["h200"], fetch_layer=1e-6)
     machine = bench_predict.fit(points(0, 50e-6, 30e-6, 2e-3)[::3] + points(1, 50e-6, 30e-6, 2e-3),
                                 base)  # fmt: skip
     assert machine.whole == pytest.approx(2e-3)

@@ -71,7 +71,7 @@ class TestBench:
     def test_a_wide_table_keeps_to_100_columns_and_notes_what_is_constant(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        experts = {"hit_rate": 0.5, "fetched_bytes_per_pass": 3 << 20}
+        experts = {"hit_rate": 0.5, "uploaded_bytes_per_pass": 3 << 20}
         wide = [{**record, "model_type": "qwen35moe 35B.A3B Q4_K", "mode": "layered",
                  "experts": experts} for record in RECORDS]  # fmt: skip
         benchrows.STYLES["md"](iter(wide), ["pp512", "tg128 @ d4096"], frozenset({"n_threads"}))

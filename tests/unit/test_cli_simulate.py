@@ -63,7 +63,7 @@ def test_json_has_everything_by_layer(cli: Cli, trace: Path) -> None:
     assert (cold["resident_share"], half["resident_share"]) == (0, 0.5)
     assert half["policy"] == "lfu:half_life=9" and len(half["hit_rate_by_layer"]) == 4
     assert 0.5 < half["hit_rate"] < 1 and half["token_us"] < cold["token_us"]
-    assert cold["fetched_bytes_per_token"] == 16 * 1_900_000
+    assert cold["uploaded_bytes_per_token"] == 16 * 1_900_000
     # four layers take a tenth of forty
     floor = MACHINES["h200"].whole * 1e6 / 10
     assert floor < half["token_us"] < 2 * floor
@@ -127,7 +127,7 @@ def test_times_of_other_experts_are_not_told_as_ones_own(
     write_trace(other, Trace(SHAPE, generated.ids, 10, "", (size,) * 4))
     given = ("--resident", "0", "--policy", "lru")
     row = json.loads(cli("simulate", other, *given, "--json").stdout)["rows"][0]
-    assert row["fetched_bytes_per_token"] <= 16 * size and row["token_us"] is None
+    assert row["uploaded_bytes_per_token"] <= 16 * size and row["token_us"] is None
     assert row["decode_tps"] is None and row["misses"] == 70 * 16
     result = cli("simulate", other, *given)
     assert result.stdout.splitlines()[1].split()[-2:] == ["-", "-"]
@@ -144,7 +144,7 @@ def test_without_sizes_nothing_is_made_up(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "t.trace"
     write_trace(path, generate_trace(SHAPE, 80))
     row = json.loads(cli("simulate", path, "--json").stdout)["rows"][0]
-    assert row["fetched_bytes_per_token"] is None and row["token_us"] is None
+    assert row["uploaded_bytes_per_token"] is None and row["token_us"] is None
     result = cli("simulate", path)
     assert "does not tell the size of an expert; give --model or --expert-size" in result.stderr
     assert result.stdout.splitlines()[1].split()[-3:] == ["-", "-", "-"]
@@ -173,9 +173,10 @@ def test_budgets_stand_apart_and_the_best_is_marked(cli: Cli, trace: Path) -> No
 @pytest.mark.parametrize(
     ("args", "say"),
     [(("--policy", "mru"), "no policy 'mru'"), (("--resident", "x"), "percentages as 25,60,100"),
-     (("--resident", "101"), "percentages of 0 to 100"), (("--skip", "70"), "nothing is left"),
+     (("--resident", "101"), "percentages of 0 to 100"), (("--skip", "70"), "skip fewer"),
      (("--resident", "nan"), "percentages of 0 to 100"),
-     (("--machine", "z80"), "no such machine"), (("--profile-class", "a"), "needs --profile"),
+     (("--machine", "z80"), "not a built-in machine"),
+     (("--profile-class", "a"), "needs --profile"),
      (("--profile", "none.json"), "cannot read the profile"),
      (("--plot", "/nowhere/p.svg"), "cannot write"),
      (("--plot", "p.png"), "plots are SVG: name it p.svg"),

@@ -17,7 +17,7 @@ CHOSEN = 320  # a token's choices: 40 layers of 8
 class Machine:
     """Decodes tokens: some misses a token, each moved or not, each with its price.
 
-    hit_rate, frozen: share of the choices that hit, with the cache at work and bypassed.
+    hit_rate, frozen: share of the choices that hit, with the cache active and bypassed.
     """
 
     hit_rate: float
@@ -112,7 +112,7 @@ def test_a_cache_that_begins_to_pay_comes_back() -> None:
     assert guard.report()["bypassed"]
     machine.move_s, machine.hit_rate = 10e-6, 0.9
     machine.decode(guard, 10_000)
-    assert not guard.report()["bypassed"] and "at work again" in guard.messages[-1]
+    assert not guard.report()["bypassed"] and "active again" in guard.messages[-1]
 
 
 def test_slots_that_go_stale_bring_the_cache_back_at_once() -> None:
@@ -122,7 +122,7 @@ def test_slots_that_go_stale_bring_the_cache_back_at_once() -> None:
     assert guard.report()["bypassed"], "fresh slots look as good without uploads"
     machine.frozen = 0.1
     machine.decode(guard, 100)
-    assert not guard.report()["bypassed"] and "at work again" in guard.messages[-1]
+    assert not guard.report()["bypassed"] and "active again" in guard.messages[-1]
 
 
 @pytest.mark.parametrize("seed", range(8))

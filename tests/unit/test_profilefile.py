@@ -33,7 +33,7 @@ def saved(path: Path, *names: str) -> Path:
 def test_a_named_file_may_be_new_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "code", True, SHAPE)
-    assert "no profile yet; this run begins it" in opened.warning
+    assert "no profile yet; this run creates it" in opened.warning
     assert opened.demand is None and opened.starts(2) == [(None, None)] * 2
     assert not path.exists(), "nothing is written before the end"
     kept = opened.update(COUNTS)
@@ -75,7 +75,7 @@ def test_without_a_name_only_a_file_that_is_there_counts(tmp_path: Path) -> None
     assert opened is not None and opened.path == beside
     beside.unlink()
     kept = opened.update(COUNTS)
-    assert not beside.exists() and "was removed meanwhile" in kept.why and not kept.warning
+    assert not beside.exists() and "was removed during the run" in kept.why and not kept.warning
 
 
 def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_failure_to_write_is_one_line_and_no_exception(tmp_path: Path) -> None
     opened = ProfileFile(saved(folder / "p.json", "a"), "", True, SHAPE)
     (folder / "p.json").write_text("{}")
     kept = opened.update(COUNTS)
-    assert "stays as it was" in kept.warning and "not a routing profile" in kept.warning
+    assert "was not updated" in kept.warning and "not a routing profile" in kept.warning
     assert "\n" not in kept.warning and not kept.report()["written"]
     assert (folder / "p.json").read_text() == "{}"
     (folder / "p.json").unlink()
@@ -144,19 +144,19 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_even_be_looked_at_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot keep a profile: File name too long"):
+    with pytest.raises(ConfigError, match="cannot use it as a profile: File name too long"):
         ProfileFile(tmp_path / ("a" * 300), "", True, SHAPE)
     path = tmp_path / "p.json"
     opened = ProfileFile(path, "", True, SHAPE)
     path.symlink_to(path)
-    assert opened.update(COUNTS).warning.startswith("the routing profile stays as it was: ")
+    assert opened.update(COUNTS).warning.startswith("the routing profile was not updated: ")
 
 
 DAMAGED = [b"{}", b"", b"\xff", b"[" * 100, b"{}," * 40_000, Profile(RouterShape(3, 4, 2, "x"))]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_bad_file_that_was_not_named_is_left_aside(tmp_path: Path, content: Any) -> None:
+def test_a_bad_file_that_was_not_named_is_ignored(tmp_path: Path, content: Any) -> None:
     """It may be anybody's: a run that did not ask for it goes on without it."""
     path = tmp_path / "m.gguf.routing.json"
     if isinstance(content, Profile):
@@ -167,10 +167,10 @@ def test_a_bad_file_that_was_not_named_is_left_aside(tmp_path: Path, content: An
     opened = open_profile("", "", path, lambda: SHAPE)
     assert opened is not None
     assert opened.demand is None and opened.starts(2) == [(None, None)] * 2
-    assert f"is left aside: {path}: " in opened.warning and "--profile none" in opened.warning
+    assert f"is ignored: {path}: " in opened.warning and "--profile none" in opened.warning
     assert "\n" not in opened.warning
     kept = opened.update(COUNTS)
-    assert not kept.warning and kept.report()["why_not"].startswith("it was left aside")
+    assert not kept.warning and kept.report()["why_not"].startswith("it was ignored")
     assert path.read_bytes() == before
     for name, class_name in ((str(path), ""), ("", "code")):
         with pytest.raises(RequestError, match="routing.json: "):

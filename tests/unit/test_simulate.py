@@ -43,9 +43,9 @@ ROOT = Path(__file__).resolve().parents[2]
 US = 1e-6
 # One expert streams in 10 us, takes the CPU 30 us for the first and 5 us for each further one.
 SIMPLE = Machine(
-    "simple", 1, 1000, whole=1000 * US, look=1 * US, fixed=2 * US, overlap=4 * US,
+    "simple", 1, 1000, whole=1000 * US, host_layer=1 * US, fixed=2 * US, overlap=4 * US,
     stream=Curve(((1, 10 * US), (2, 20 * US))), cpu=Curve(((1, 30 * US), (2, 35 * US))),
-    lookup=0.5 * US, fetch=Curve(((1, 9 * US), (2, 17 * US))),
+    fetch_layer=0.5 * US, fetch=Curve(((1, 9 * US), (2, 17 * US))),
 )  # fmt: skip
 
 
@@ -117,10 +117,10 @@ def test_the_built_in_machines_do_what_the_documentation_says(
 def test_a_machine_scales_with_layers_and_the_size_of_experts() -> None:
     half = SIMPLE.scaled(3, 500)
     assert half is not None
-    assert (half.n_layer, half.expert_bytes, half.look) == (3, 500, SIMPLE.look)
+    assert (half.n_layer, half.expert_bytes, half.host_layer) == (3, 500, SIMPLE.host_layer)
     assert half.whole == pytest.approx(3 * SIMPLE.whole)
     assert half.stream(3) == pytest.approx(15 * US) and half.cpu(1) == pytest.approx(15 * US)
-    assert half.fetch(2) == pytest.approx(8.5 * US) and half.lookup == SIMPLE.lookup
+    assert half.fetch(2) == pytest.approx(8.5 * US) and half.fetch_layer == SIMPLE.fetch_layer
     fewer = MACHINES["h200"].scaled(20, 1_900_000)
     assert fewer is not None and fewer.whole == pytest.approx(MACHINES["h200"].whole / 2)
     assert SIMPLE.scaled(1, 3000) is not None
@@ -137,7 +137,7 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
         for n in (1, 2, 5, 9):
             assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
             assert back.fetch(n) == pytest.approx(machine.fetch(n))
-        for name in ("whole", "look", "lookup"):
+        for name in ("whole", "host_layer", "fetch_layer"):
             assert getattr(back, name) == pytest.approx(getattr(machine, name))
     assert find_machine("h200") is MACHINES["h200"]
 
@@ -147,7 +147,7 @@ def test_files_need_not_say_how_graphs_fetch(tmp_path: Path) -> None:
     del fields["fetch_layer_us"], fields["fetch_us"], fields["about"]
     (tmp_path / "m").write_text(json.dumps(fields))
     machine = find_machine(str(tmp_path / "m"))
-    assert machine.lookup == 0 and machine.fetch == machine.stream
+    assert machine.fetch_layer == 0 and machine.fetch == machine.stream
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,13 @@ def test_wrong_machine_files_are_refused(tmp_path: Path, change: dict[str, Any],
 
 
 def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no such machine .h200, desktop. and cannot read"):
+    with pytest.raises(
+        RequestError, match="not a built-in machine .h200, desktop., and cannot read"
+    ):
         find_machine("z80")
     for text in ("", "[]", "{", "[" * 70_000, " " * 70_000 + "{}"):
         (tmp_path / "m").write_text(text)
-        with pytest.raises(RequestError, match="not a machine description"):
+        with pytest.raises(RequestError, match="not a machine file"):
             find_machine(str(tmp_path / "m"))
 
 
@@ -202,7 +204,7 @@ def test_a_replay_counted_by_hand() -> None:
     hit, miss = 1001 * US, (1001 + 2 + 10 - 4) * US
     assert found.step_s == pytest.approx([hit, miss, miss, miss, hit])
     assert found.tokens_per_s == pytest.approx(5 / (2 * hit + 3 * miss))
-    assert found.fetched_bytes == 3000 and found.bytes_per_token == 600
+    assert found.uploaded_bytes == 3000 and found.bytes_per_token == 600
     assert found.quarters() == [0.5, 1.0, 1.0, 0.0]
 
 
@@ -210,7 +212,7 @@ def test_what_the_cpu_computed_is_resident_from_the_next_token_on() -> None:
     trace = explicit([[5, 6], [5, 6], [5, 6]])
     found = run(trace, [4], "cpu")
     assert found.missing[:, 0].tolist() == [2, 0, 0]
-    assert (found.n_cpu, found.n_promoted, found.fetched_bytes) == (2, 2, 2000)
+    assert (found.n_cpu, found.n_promoted, found.uploaded_bytes) == (2, 2, 2000)
     assert found.step_s[0] == pytest.approx((1001 + 2 + 35 - 4) * US)
 
 
@@ -231,7 +233,7 @@ def test_a_replay_of_graphs_that_fetch_counted_by_hand() -> None:
     # given up: 2; 0; 1 and one of the equals 3 and 4; the other of these and one of 0 and 5
     assert found.missing[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
     assert (found.n_streamed, found.n_cpu, found.n_promoted) == (6, 0, 0)
-    assert found.stats.evicted.sum() == 6 and found.fetched_bytes == 6000
+    assert found.stats.evicted.sum() == 6 and found.uploaded_bytes == 6000
     stalls = [0, 9, 9, 17, 0, 17]
     assert found.step_s == pytest.approx([(1000.5 + stall) * US for stall in stalls])
 
@@ -307,7 +309,7 @@ def test_what_graphs_fetch_is_what_the_rule_says(of: str) -> None:
     assert found.stats.missing[:4].min() > 50 and found.stats.missing[4] == 0
     assert found.n_streamed == found.missing.sum() == found.stats.admitted.sum()
     stalls = np.array([0.0, *(SIMPLE.fetch(n) for n in range(1, 7))])[found.missing].sum(axis=1)
-    assert found.step_s == pytest.approx(SIMPLE.whole + 4 * SIMPLE.lookup + stalls)
+    assert found.step_s == pytest.approx(SIMPLE.whole + 4 * SIMPLE.fetch_layer + stalls)
 
 
 def test_only_layers_with_slots_for_a_row_fetch_by_themselves() -> None:
@@ -317,18 +319,18 @@ def test_only_layers_with_slots_for_a_row_fetch_by_themselves() -> None:
         sum(SIMPLE.stall(0, n) for n in row[:2]) + SIMPLE.fetch(row[2])
         for row in found.missing.tolist()
     ]
-    base = SIMPLE.whole + 2 * SIMPLE.look + SIMPLE.lookup
+    base = SIMPLE.whole + 2 * SIMPLE.host_layer + SIMPLE.fetch_layer
     assert found.step_s == pytest.approx(base + np.array(stalls))
     static = run(trace, [8] * 4, policy=Static(), is_pinned=True)
     assert static.stats.admitted.sum() == 0, "no slot changes"
-    assert static.step_s.min() >= SIMPLE.whole + 4 * SIMPLE.look
+    assert static.step_s.min() >= SIMPLE.whole + 4 * SIMPLE.host_layer
 
 
 def test_the_mode_and_the_machine_decide_who_fetches() -> None:
     trace, slots = generate_trace(RouterShape(4, 32, 4), 60), [8] * 4
 
     def fetches(mode: str, machine: Machine = SIMPLE, is_pinned: bool = True) -> bool:
-        slow = replace(machine, lookup=1.0)
+        slow = replace(machine, fetch_layer=1.0)
         return run(trace, slots, mode, machine=slow, is_pinned=is_pinned).step_s.min() > 4
 
     assert fetches("stream") and not fetches("cpu") and not fetches("stream", is_pinned=False)
@@ -377,7 +379,7 @@ def test_slot_bytes_of_mixed_types_are_counted_by_layer() -> None:
     ids = np.array([[[5], [1]], [[6], [1]], [[7], [6]]], dtype=np.uint8)
     trace = Trace(RouterShape(2, 8, 1), ids)
     found = run(trace, [2, 2], slot_bytes=[10, 100])
-    assert found.fetched_bytes == 3 * 10 + 1 * 100
+    assert found.uploaded_bytes == 3 * 10 + 1 * 100
 
 
 def test_a_profile_warms_the_start_and_static_needs_it() -> None:
