@@ -97,7 +97,7 @@ class Cancelled(MoegraphError):
 
 
 class InternalError(MoegraphError):
-    """An invariant of moegraph itself failed; the message asks for a report."""
+    """An invariant of moegraph failed; the message asks for a report."""
 
     exit_code = 1
 

@@ -51,7 +51,7 @@ class SamplingParams:
         "float",
         0.8,
         ("--temp", "--temperature"),
-        "Temperature; 0 always takes the likeliest token.",
+        "Temperature; 0 always chooses the likeliest token.",
         minimum=-100,
         maximum=100,
     )
@@ -99,7 +99,7 @@ class SamplingParams:
         "int",
         64,
         ("--repeat-last-n",),
-        "Tokens the penalties look back on; 0 is off.",
+        "How many recent tokens the penalties count; 0 is off.",
         minimum=0,
         maximum=1 << 22,
     )
@@ -107,7 +107,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--presence-penalty",),
-        "Subtracted once from logits of recent tokens.",
+        "Subtract this once from the logit of each recent token.",
         minimum=-100,
         maximum=100,
     )
@@ -115,7 +115,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--frequency-penalty",),
-        "Subtracted as often as the token occurred.",
+        "Subtract this from a recent token's logit, once per occurrence.",
         minimum=-100,
         maximum=100,
     )
@@ -123,7 +123,7 @@ class SamplingParams:
         "int",
         None,
         ("-s", "--seed"),
-        "Seed of the random numbers; -1 picks one.",
+        "Seed of the random numbers; -1 picks a random seed.",
         minimum=-1,
         maximum=RANDOM_SEED,
     )
