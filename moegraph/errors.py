@@ -5,12 +5,12 @@ A message says what happened, the value, the limit, and what to do.
 
 from __future__ import annotations
 
-# Long enough for two paths and a sentence; hostile names in a file cannot flood a terminal.
+# Enough for two paths and a sentence, and a bound for hostile names in a file.
 _MAX_CHARS = 1200
 
 
 def one_line(text: str) -> str:
-    """Return text with every unprintable character escaped and a long middle left out."""
+    """Escape every unprintable character and cut a long text in its middle."""
     shown = _middle_cut(text)
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
@@ -18,7 +18,7 @@ def one_line(text: str) -> str:
 
 
 def _middle_cut(text: str) -> str:
-    """Shorten a long text in its middle: a path stands in front, the limit and remedy behind."""
+    """Cut a long text in its middle: it starts with the path and ends with limit and remedy."""
     if len(text) <= _MAX_CHARS:
         return text
     return f"{text[: _MAX_CHARS - 405]} ... {text[-400:]}"
@@ -40,7 +40,7 @@ class ConfigError(MoegraphError):
 
 
 class RequestError(MoegraphError):
-    """The caller's request is wrong: prompt, token ids, stop strings."""
+    """A request is wrong: its prompt, token ids or stop strings."""
 
     exit_code = 2
 
@@ -50,11 +50,11 @@ class ContextOverflow(RequestError):
 
 
 class EngineBusy(RequestError):
-    """A generation is running on the engine: close it, or wait for its end."""
+    """A generation is running on this engine: close it, or wait until it ends."""
 
 
 class ModelFileError(MoegraphError):
-    """A model is missing, unreadable or malformed: file, offset, key."""
+    """A model file is missing, unreadable or malformed: the message names file, offset and key."""
 
     exit_code = 3
 
@@ -66,15 +66,18 @@ class UnsupportedModel(ModelFileError):
 class NativeError(MoegraphError):
     """ggml or CUDA reported a failure: the message names op, tensor and shapes.
 
-    Not every failure can be caught: where ggml aborts, as it does on any error of a CUDA call, the
-    process ends at once with status 4 and one line, without Python's clean-up.
+    Not every failure raises: ggml aborts on any failed CUDA call. The process then prints one line
+    and ends at once with status 4, without Python's clean-up.
     """
 
     exit_code = 4
 
 
 class OutOfDeviceMemory(NativeError):
-    """A device allocation failed: requested, free (bytes), and which setting to lower."""
+    """A device allocation failed: the message names the size, free memory and a setting to lower.
+
+    requested, free: bytes, if known.
+    """
 
     def __init__(
         self, message: str, *, requested: int | None = None, free: int | None = None
@@ -94,7 +97,7 @@ class Cancelled(MoegraphError):
 
 
 class InternalError(MoegraphError):
-    """An invariant of moegraph itself failed; the message asks for a report."""
+    """An invariant of moegraph failed; the message asks for a report."""
 
     exit_code = 1
 

@@ -1,8 +1,8 @@
 """Hyper-parameters of a qwen35moe model: read from GGUF keys, ranges and relations checked.
 
-Names are llama.cpp's. What a key means, and its default, is what llama.cpp does with it for this
-architecture: a key that it ignores here (expert_weights_scale, attention.scale, the yarn_* keys)
-is ignored, so that both programs give the same answer for the same file.
+Names, meanings and defaults are llama.cpp's for this architecture. Keys that llama.cpp ignores here
+(expert_weights_scale, attention.scale, the yarn_* keys) are ignored too, so that both programs give
+the same results for the same file.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 @dataclass(frozen=True)
 class HParams:
-    """Everything that a model's graphs need to know besides its weights.
+    """What a model's graphs need besides its weights.
 
-    n_layer counts the layers that run; n_layer_nextn prediction blocks follow and are not run.
-    expert_weights_scale and f_attention_scale: 0.0 stands for "none" and 1 / sqrt(n_embd_head_k).
-    rope_*, n_ctx_orig: as handed to ggml_rope_ext, scaling already worked out.
+    n_layer: layers that run. n_layer_nextn: prediction (MTP) blocks after them, which do not run.
+    expert_weights_scale: 0.0 means none. f_attention_scale: 0.0 means 1 / sqrt(n_embd_head_k).
+    rope_*, n_ctx_orig: arguments of ggml_rope_ext, with scaling applied.
 
     Source: llama.cpp src/models/qwen35moe.cpp load_arch_hparams, src/llama-context.cpp.
     """
@@ -150,7 +150,7 @@ class HParams:
 
 
 def read_hparams(meta: Metadata, n_vocab: int) -> HParams:
-    """Read the hyper-parameters from a header; n_vocab comes from tokenizer or embedding.
+    """Read the hyper-parameters from a header; n_vocab is that of tokenizer and embedding.
 
     Raises:
         ModelFileError: a key is missing, of the wrong type, out of range, or contradicts another.
@@ -175,7 +175,7 @@ def read_hparams(meta: Metadata, n_vocab: int) -> HParams:
 
 
 def _layers(meta: Metadata) -> dict[str, Any]:
-    """Read block counts and which layers are recurrent."""
+    """Read the block counts and which layers are recurrent."""
     n_all = meta.integer(KEY["n_layer_all"], 1, MAX_LAYERS)
     n_nextn = meta.integer(KEY["n_layer_nextn"], 0, MAX_LAYERS, 0)
     if n_nextn >= n_all:
@@ -191,12 +191,12 @@ def _layers(meta: Metadata) -> dict[str, Any]:
 
 
 def _uniform(meta: Metadata, name: str, n_all: int, low: int, high: int) -> int:
-    """Read a value that may stand once or once a layer; layers must agree."""
+    """Read one value, or one value per layer; all layers must agree."""
     values = set(meta.integers(KEY[name], n_all, low, high))
     if len(values) > 1:
         raise UnsupportedModel(
             f"{meta.path}: key {KEY[name]} differs between layers ({sorted(values)}); "
-            "moegraph runs models whose layers agree"
+            "moegraph needs the same value in all layers"
         )
     return values.pop()
 
@@ -238,7 +238,7 @@ def _attention(meta: Metadata, n_embd: int, n_all: int) -> dict[str, Any]:
 def _check_sections(meta: Metadata, n_rot: int, n_embd_head: int) -> None:
     """Check that interleaved M-RoPE of a text position equals plain NEOX rope.
 
-    Text positions are equal in the first three of the four components and 0 in the fourth, so
+    A text position is equal in the first three of its four components and 0 in the fourth, so
     no rotated pair may take its angle from the fourth.
 
     Source: llama.cpp ggml/src/ggml-cpu/ops.cpp ggml_mrope_cache_init.
@@ -311,7 +311,7 @@ def _delta_net(meta: Metadata) -> dict[str, Any]:
 
 
 def _rope_scaling(meta: Metadata, n_ctx_train: int) -> dict[str, Any]:
-    """Work out the arguments of ggml_rope_ext from the rope keys.
+    """Compute the arguments of ggml_rope_ext from the rope keys.
 
     Source: llama.cpp src/llama-model.cpp load_hparams, src/llama-context.cpp constructor.
     """
@@ -344,8 +344,8 @@ def _rope_scaling(meta: Metadata, n_ctx_train: int) -> dict[str, Any]:
 def _yarn_attn_factor(freq_scale: float) -> np.floating[Any]:
     """Return the magnitude factor for YaRN, in float32 as llama.cpp computes it.
 
-    ggml multiplies by 1 + 0.1 ln(1 / freq_scale) itself when ext_factor is not 0, so the factor
-    handed to it divides that out again: it is 1 but for rounding whenever a context is extended.
+    If ext_factor is not 0, ggml multiplies by 1 + 0.1 ln(1 / freq_scale). This factor divides by
+    the same number, so it is 1, up to rounding, for any extended context.
     """
     one, tenth = np.float32(1), np.float32(0.1)
     factor = one / np.float32(freq_scale)

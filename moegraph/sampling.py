@@ -1,8 +1,8 @@
 """Choose the next token from a row of logits, as llama.cpp's samplers do.
 
-The chain is llama.cpp's default order: logit bias, penalties, top-k, typical, top-p, min-p,
-temperature, then one draw. A vocabulary has up to 248,320 entries, so top-k comes down to
-a few candidates first and everything after it works on those.
+The chain has llama.cpp's default order: logit bias, penalties, top-k, typical, top-p, min-p,
+temperature, then one draw. A vocabulary has up to 248,320 entries; only the steps up to top-k work
+on all of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .errors import RequestError
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
 
-# llama.cpp reads this seed as "pick one for me"; -1 is the same number in 32 bits.
+# llama.cpp takes this seed as a request for a random one; -1 is the same number in 32 bits.
 RANDOM_SEED = 0xFFFFFFFF
 
-# Column maxima that stand in for the whole row when a top-k threshold is looked for.
+# Columns that `_top_k` folds a row into; their maxima give a lower bound of the top k.
 _N_COLUMNS = 1024
-# How many candidates top-p looks at before it sorts everything (llama.cpp does the same).
-_TOP_P_GUESS = 256
+# Candidates that top-p tries before it sorts all of them (as llama.cpp does).
+_TOP_P_FIRST = 256
 
 
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
@@ -40,10 +40,10 @@ def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limit
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Say how the next token is chosen; the defaults are llama.cpp's.
+    """How the next token is chosen; the defaults are llama.cpp's.
 
-    ``temperature <= 0`` means greedy. ``seed=None`` takes a random one; `seeded` picks it where
-    it must be known. ``logit_bias`` maps token ids to numbers added to their logits; ``-inf``
+    ``temperature <= 0`` means greedy. ``seed=None`` means a random seed; `seeded` returns settings
+    that name it. ``logit_bias`` maps token ids to numbers that are added to their logits; ``-inf``
     bans a token.
     """
 
@@ -51,7 +51,7 @@ class SamplingParams:
         "float",
         0.8,
         ("--temp", "--temperature"),
-        "Temperature; 0 always takes the likeliest token.",
+        "Temperature; 0 always chooses the likeliest token.",
         minimum=-100,
         maximum=100,
     )
@@ -99,7 +99,7 @@ class SamplingParams:
         "int",
         64,
         ("--repeat-last-n",),
-        "Tokens the penalties look back on; 0 is off.",
+        "How many recent tokens the penalties count; 0 is off.",
         minimum=0,
         maximum=1 << 22,
     )
@@ -107,7 +107,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--presence-penalty",),
-        "Subtracted once from logits of recent tokens.",
+        "Subtract this once from the logit of each recent token.",
         minimum=-100,
         maximum=100,
     )
@@ -115,7 +115,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--frequency-penalty",),
-        "Subtracted as often as the token occurred.",
+        "Subtract this from a recent token's logit, once per occurrence.",
         minimum=-100,
         maximum=100,
     )
@@ -123,7 +123,7 @@ class SamplingParams:
         "int",
         None,
         ("-s", "--seed"),
-        "Seed of the random numbers; -1 picks one.",
+        "Seed of the random numbers; -1 picks a random seed.",
         minimum=-1,
         maximum=RANDOM_SEED,
     )
@@ -131,7 +131,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest candidate is always taken."""
+        """Whether the likeliest candidate is always chosen."""
         return self.temperature <= 0
 
     @property
@@ -145,7 +145,7 @@ class SamplingParams:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the host must see the logits; if not, the device's argmax is the answer."""
+        """Whether the host needs the logits; if not, the device's argmax is the next token."""
         return (
             not self.is_greedy
             or self.has_penalties
@@ -154,7 +154,7 @@ class SamplingParams:
         )
 
     def seeded(self) -> SamplingParams:
-        """Return these settings with a seed of their own, a random one where none is given."""
+        """Return these settings with a definite seed: a random one if none was given."""
         if self.seed not in (None, -1, RANDOM_SEED):
             return self
         return replace(self, seed=secrets.randbelow(RANDOM_SEED))
@@ -174,7 +174,7 @@ class SamplingParams:
 
 
 def settings() -> tuple[Setting, ...]:
-    """Return the Setting of every SamplingParams field that is one number, in order."""
+    """Return the Setting of every SamplingParams field except logit_bias, in order."""
     return tuple(
         Setting(name=f.name, default=f.default, **f.metadata)
         for f in fields(SamplingParams)
@@ -203,9 +203,10 @@ def _bias_problem(token: int, bias: float, n_vocab: int) -> str:
 
 
 class Sampler:
-    """Draw tokens one after another; equal seeds give equal tokens.
+    """Draw tokens one after another; equal seeds and logits give equal tokens.
 
-    `accept` every token of the prompt and every token drawn: the penalties look back on them.
+    The caller passes every token of the prompt and every token drawn to `accept` or `accept_all`;
+    the penalties use them.
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
@@ -218,11 +219,11 @@ class Sampler:
         self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
 
     def accept(self, token: int) -> None:
-        """Remember a token that stands in the text."""
+        """Record one token of the text for the penalties."""
         self._recent.append(token)
 
     def accept_all(self, tokens: Iterable[int]) -> None:
-        """Remember the tokens of a prompt, oldest first."""
+        """Record the tokens of a prompt, oldest first."""
         self._recent.extend(int(token) for token in tokens)
 
     def sample(self, logits: FloatArray) -> int:
@@ -244,13 +245,13 @@ class Sampler:
         cumulative = probs.cumsum()
         total = cumulative[-1]
         drawn = np.searchsorted(cumulative, self._rng.random() * total, side="right")
-        # Rounding can push a draw just below 1 past the end: stay on the last one that counts.
+        # Rounding can move a draw just below 1 past the end: take the last token with probability.
         return int(ids[min(drawn, np.searchsorted(cumulative, total))])
 
     def distribution(self, logits: FloatArray) -> tuple[IntArray, npt.NDArray[np.float64]]:
-        """Return the surviving token ids and their probabilities after the whole chain.
+        """Return the remaining token ids and their probabilities after the whole chain.
 
-        At temperature 0 the probabilities are those before it: the chain ends in an argmax.
+        A temperature of 0 or less is not applied: these are then the probabilities before it.
 
         Shapes: logits ``[n_vocab]`` F32; ids and probabilities ``[n_candidates]``.
         """
@@ -265,12 +266,12 @@ class Sampler:
             near = kept >= kept.max() + np.float32(math.log(params.min_p))
             ids, kept = ids[near], kept[near]
         if not params.is_greedy:
-            # The difference to the maximum first, so that a tiny temperature cannot overflow.
+            # Subtract the maximum first, so that a tiny temperature cannot overflow.
             kept = (kept - kept.max()) / np.float64(params.temperature)
         return ids, _softmax(kept)
 
     def _adjust(self, logits: FloatArray) -> FloatArray:
-        """Return the logits with bias and penalties, copied only if something changes."""
+        """Return the logits with bias and penalties; a copy only if one of them applies."""
         recent = self._recent if self.params.has_penalties else ()
         if not recent and not self._bias_ids.size:
             return logits
@@ -308,9 +309,9 @@ def _descending(ids: IntArray, logits: FloatArray) -> tuple[IntArray, FloatArray
 def _top_k(logits: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
     """Return the k largest logits with their ids, largest first, equal ones by id.
 
-    The row is folded into columns. Each of the k largest column maxima is a logit, so at least
-    k logits reach the smallest of them, and whatever lies below it is not in the top k. That
-    costs three passes over the row instead of the 3 ms of a partition.
+    The row is folded into columns. At least k logits are no smaller than the k-th largest column
+    maximum, so smaller logits are not in the top k. This takes three passes over the row; a
+    partition takes 3 ms.
     """
     n_vocab = logits.size
     if k <= 0 or k >= n_vocab:
@@ -327,7 +328,7 @@ def _top_k(logits: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
 
 
 def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
-    """Keep the tokens whose surprise is closest to the entropy, up to probability p."""
+    """Keep the tokens whose surprise is closest to the entropy, up to total probability p."""
     probs = _softmax(logits)
     with np.errstate(divide="ignore"):
         surprise = -np.log(probs)
@@ -340,13 +341,13 @@ def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, Flo
 
 
 def _top_p(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
-    """Keep the likeliest tokens until their probabilities reach p, the one that reaches it too."""
+    """Keep the likeliest tokens up to and including the one whose cumulative sum reaches p."""
     weights = np.exp(logits - logits.max())
     total = weights.sum(dtype=np.float64)
-    if ids.size > 4 * _TOP_P_GUESS:
-        likely, guess = _top_k(logits, _TOP_P_GUESS)
-        if np.exp(guess - guess[0]).sum(dtype=np.float64) / total >= p:
-            ids, logits = ids[likely], guess
+    if ids.size > 4 * _TOP_P_FIRST:
+        likely, largest = _top_k(logits, _TOP_P_FIRST)
+        if np.exp(largest - largest[0]).sum(dtype=np.float64) / total >= p:
+            ids, logits = ids[likely], largest
     ids, logits = _descending(ids, logits)
     cumulative = np.exp(logits - logits[0]).cumsum(dtype=np.float64) / total
     n_keep = int(np.searchsorted(cumulative, p, side="left")) + 1

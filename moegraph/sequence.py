@@ -1,4 +1,4 @@
-"""The life of one request: prompt ids in, generated ids and text out, and why it stopped."""
+"""One request: prompt ids in; generated ids, text and the reason for its end out."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ MAX_STOP_CHARS = 1024
 class CancelToken:
     """Ask a running generation to end; safe from other threads and from signal handlers."""
 
-    # A bare word and no Event: a handler that interrupts Event.set() in the same thread would
-    # wait for the lock its own thread holds. The CPU kernels read the same word.
+    # Not a threading.Event: a signal handler that interrupts Event.set() in its own thread would
+    # deadlock on the event's lock. The CPU kernels read the same word.
     def __init__(self) -> None:
         self.flag = np.zeros(1, dtype=np.int32)
 
     def set(self) -> None:
-        """Ask for the end; the engine looks between layers, the CPU device between nodes."""
+        """Request the end. The engine checks between layers, the CPU device between nodes."""
         self.flag[0] = 1
 
     def is_set(self) -> bool:
-        """Return whether the end was asked for."""
+        """Return whether the end was requested."""
         return bool(self.flag[0])
 
 
 @dataclass(frozen=True)
 class GenerationEvent:
-    """One step of a generation, as the command line, benchmarks and servers consume it.
+    """One step of a generation, for the command line, benchmarks and servers.
 
-    token: the id drawn in this step; None in a closing event that drew none.
-    text: what became complete with this step; may be empty while a character or a stop
-        string is still open.
+    token: the id drawn in this step; None in a last event without a token.
+    text: text that this step completed; may be empty while a character or a possible stop
+        string is incomplete.
     prefill_s, decode_s: seconds from the start to the first token, and from there to now.
     finish_reason: None, or in the last event "stop", "length" or "cancelled".
-    logits: ``[n_rows, n_vocab]`` F32, the rows computed since the event before, if kept.
-    n_reused: prompt tokens that an earlier request had computed already.
-    n_read: prompt tokens in the sequence, n_reused included; fewer than n_prompt when the prompt
-        was cancelled. None: all of them.
+    logits: ``[n_rows, n_vocab]`` F32, the rows computed since the previous event, if requested.
+    n_reused: prompt tokens that an earlier request had computed.
+    n_read: prompt tokens in the sequence, n_reused included; fewer than n_prompt if the prompt
+        was cancelled. None: all.
     """
 
     token: int | None
@@ -76,7 +76,7 @@ class GenerationEvent:
 
 
 class IncrementalDecoder:
-    """Turn a stream of bytes into text, holding back a character that is not complete.
+    """Decode a stream of UTF-8 bytes; the bytes of an incomplete character are held back.
 
     Bytes that are not UTF-8 become U+FFFD, exactly as in ``bytes.decode(errors="replace")``.
     """
@@ -89,15 +89,15 @@ class IncrementalDecoder:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Return what was held back, an unfinished character as U+FFFD."""
+        """Return the held-back bytes, an incomplete character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopMatcher:
     """Cut a stream of text before the first stop string.
 
-    The match that ends first wins, the longest of those ending there, so the result does not
-    depend on how the text was split. Only text that may begin a stop string is held back.
+    The match that ends first wins; of those that end at the same place, the longest. So the result
+    does not depend on how the text was split. Only text that may begin a stop string is held back.
     """
 
     def __init__(self, stops: SequenceOf[str] = ()) -> None:
@@ -106,7 +106,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Return the text that is certain to stand before any stop string."""
+        """Return the text that is certainly before any stop string."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -120,7 +120,7 @@ class StopMatcher:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """Return the text that was held back; nothing more is coming."""
+        """Return the held-back text; call it at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
@@ -139,7 +139,7 @@ def _checked_stops(stops: SequenceOf[str]) -> tuple[str, ...]:
 
 
 def _open_length(text: str, stop: str) -> int:
-    """Return the length of the longest end of text that begins stop without completing it."""
+    """Return the length of the longest proper prefix of stop that ends text."""
     for n in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:n]):
             return n
@@ -164,22 +164,23 @@ def room_after(n_prompt: int, n_ctx: int) -> int:
 
 
 class Sequence:
-    """One request while it runs: its ids, its text so far, and when it is over.
+    """One request while it runs: its ids, its text so far, and why it ended.
 
     An end-of-generation token counts as generated and has no text. A token that fills
     ``max_tokens`` or the last position of the context ends the sequence with "length".
 
     Args:
         prompt: token ids; at least one, at most n_ctx.
-        n_ctx: positions of the context. The last generated token needs none.
-        max_tokens: how many tokens to generate at most; None until the context is full, 0 only
-            to compute the prompt (the sequence is then finished from the start).
-        piece: bytes of a token; None when no text is wanted (then stop strings cannot match).
+        n_ctx: positions of the context; the last generated token needs none.
+        max_tokens: the most tokens to generate; None: until the context is full; 0: compute only
+            the prompt (the sequence is finished from the start).
+        piece: returns the bytes of a token; None: no text, and no stop strings.
         eog_ids: tokens that end the generation.
         stop: strings that end the generation; they are not part of the text.
 
     Raises:
-        RequestError: the prompt is empty, or a limit makes no sense.
+        RequestError: the prompt is empty, a stop string or max_tokens is out of range, or stop
+            strings are given without piece.
         ContextOverflow: the prompt is longer than the context.
     """
 
@@ -196,7 +197,7 @@ class Sequence:
         if stop and piece is None:
             raise RequestError("stop strings need the model's vocabulary, and none is loaded")
         if max_tokens is not None and max_tokens < 0:
-            raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 and more")
+            raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 or more")
         room = room_after(len(prompt), n_ctx)
         self.prompt = prompt
         self.tokens: list[int] = []
@@ -233,11 +234,11 @@ class Sequence:
         return text
 
     def cancel(self) -> str:
-        """End the sequence early and return the text that was held back."""
+        """End the sequence early and return the held-back text."""
         return self._finish("cancelled")
 
     def _finish(self, reason: str) -> str:
-        """Flush what the decoder and the matcher hold; a stop string may complete even now."""
+        """Flush decoder and matcher; this may still complete a stop string."""
         self.finish_reason = reason
         rest = self._matcher.push(self._decoder.flush()) + self._matcher.flush()
         self.text += rest

@@ -1,7 +1,7 @@
 """Text to token ids and back, through the vocabulary code of llama.cpp.
 
-llama-cpp-python is pointed at the libraries that moegraph itself uses (one ggml a process) and
-loads only the vocabulary of the model file.
+llama-cpp-python loads moegraph's own libraries (a process can have only one ggml) and reads only
+the vocabulary of the model file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .errors import ConfigError, InternalError, ModelFileError, RequestError
 from .modelfile import ModelFile
 from .units import MiB, format_bytes
 
-# llama.cpp counts tokens in 32 bits; far below that, a prompt is a mistake and not a prompt.
+# llama.cpp counts tokens in 32 bits; a prompt far shorter than that is already a mistake.
 MAX_PROMPT_BYTES = 16 * MiB
-# No token of a byte-level BPE is near this; a piece that claims more is a broken vocabulary.
+# No token of a byte-level BPE is nearly as long; a longer one means a broken vocabulary.
 MAX_PIECE_BYTES = 64 * 1024
 
 _ERROR_LEVEL = 4
@@ -31,9 +31,9 @@ _CONTINUE_LEVEL = 5
 class Tokenizer:
     """The vocabulary of one model file; close it when done, or use it in a with statement.
 
-    source: an open model, whose very file is read whatever lies at its path by now, or a path.
-    llama.cpp ends the process on a vocabulary that `open_model` would have refused, so only an open
-    model is safe to read from a place where others write.
+    source: an open model, or a path. From an open model, the file that was checked is read, even if
+    another file is at its path by now. llama.cpp ends the process on a vocabulary that `open_model`
+    would refuse, so pass a path only if other users cannot write there.
 
     Raises:
         ModelFileError: the file has no vocabulary, was written to, or llama.cpp refuses it.
@@ -66,7 +66,7 @@ class Tokenizer:
             raise ModelFileError(f"{self.path}: the file has no vocabulary; use token ids")
 
     def close(self) -> None:
-        """Free the vocabulary; closing twice is fine."""
+        """Free the vocabulary; a second call does nothing."""
         if self._model:
             self._lib.llama_model_free(self._model)
             self._model = self._vocab = None
@@ -80,16 +80,16 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the token ids of text.
 
-        add_special: put the model's BOS and EOS around it where the model asks for them.
+        add_special: add BOS and EOS if the model asks for them.
         parse_special: read control tokens such as ``<|im_end|>`` as tokens and not as text.
 
         Raises:
             RequestError: the text is too long, or cannot be written as UTF-8.
         """
         data = _utf8(text)
-        # Enough for most text; a second call costs less than four bytes of room a byte.
+        # Enough for most text; an occasional second call is cheaper than 4 bytes per byte of text.
         n_tokens = -(len(data) // 2 + 16)
-        # A negative answer is the size that would have been enough.
+        # A negative result is minus the number of tokens that the text has.
         while n_tokens < 0:
             n_max = -n_tokens
             ids = (ctypes.c_int32 * n_max)()
@@ -101,7 +101,7 @@ class Tokenizer:
         return ids[:n_tokens]
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """Return the bytes of one token; those of control tokens only if special is true.
+        """Return the bytes of one token; none for a control token unless special is true.
 
         Raises:
             RequestError: the id is not in the vocabulary.
@@ -143,14 +143,14 @@ class Tokenizer:
         return token if 0 <= token < self.n_vocab else None
 
     def _open_vocab(self) -> Any:
-        # llama.cpp would follow the null pointer.
+        # llama.cpp would dereference the null pointer.
         if not self._model:
             raise InternalError(f"the tokenizer of {self.path} is closed")
         return self._vocab
 
 
 def _utf8(text: str) -> bytes:
-    # A character has at most four bytes: refuse before making a copy that is too large anyway.
+    # A character has at least one byte: refuse a long text before encoding it.
     if len(text) <= MAX_PROMPT_BYTES:
         try:
             data = text.encode()
@@ -167,7 +167,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _load_llama() -> ModuleType:
-    """Import llama_cpp on our libraries, leaving ggml's log callback as it was."""
+    """Import llama_cpp with our libraries and keep ggml's log callback."""
     from .ggml import lib
 
     folder = lib.library_dir()
@@ -184,7 +184,7 @@ def _load_llama() -> ModuleType:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for a while: child processes of the caller are none of ours."""
+    """Set a variable in the block only, so that the caller's child processes do not inherit it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -197,7 +197,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _kept_ggml_log(folder: Path) -> Iterator[None]:
-    """Put ggml's log callback back: llama_log_set replaces it together with llama's own."""
+    """Restore ggml's log callback after the block: llama_log_set replaces it too."""
     base = ctypes.CDLL(str(folder / "libggml-base.so"))
     callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
     base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))
@@ -209,7 +209,7 @@ def _kept_ggml_log(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
-    """Collect llama.cpp's error lines instead of printing them, and silence the rest for good."""
+    """Collect llama.cpp's error lines in the block; afterwards its log stays silent."""
     from .ggml import lib
 
     lines: list[str] = []
@@ -233,6 +233,5 @@ def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
 
 @cache
 def _silent(llama: ModuleType) -> Any:
-    # ProfileUpdate for the life of the process: llama.cpp holds the pointer. Null would mean
-    # stderr.
+    # Cached so that it is never freed: llama.cpp keeps the pointer. NULL would mean stderr.
     return llama.llama_log_callback(lambda level, text, user_data: None)

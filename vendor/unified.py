@@ -1,7 +1,7 @@
-"""Apply unified diffs exactly: every context line must match at the line the hunk names.
+"""Apply unified diffs exactly: every context line must match at the line that the hunk names.
 
-Neither git nor patch is on every machine that has a compiler, and both accept a hunk that moved. A
-patch set for one pinned tree has no reason to move.
+git and patch accept a hunk at another line, which is always an error here because the tree is
+pinned. Also, not every machine with a compiler has them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class PatchError(Exception):
-    """A patch does not fit the tree it is applied to."""
+    """A patch does not apply to the tree."""
 
 
 @dataclass
 class Hunk:
-    """One hunk: the line it starts at in the old file (1-based) and its marked lines."""
+    """One hunk: its first line in the old file (1-based) and its lines with their marks."""
 
     start: int
     n_old: int
@@ -40,7 +40,7 @@ def parse(text: str, name: str) -> list[FileDiff]:
     """Read the file diffs of one patch; text before the first `--- ` line of a diff is ignored.
 
     Raises:
-        PatchError: a deletion, a rename, a binary diff or a hunk shorter than it says.
+        PatchError: a deletion, a rename, a binary diff, or a hunk shorter than its header says.
     """
     files: list[FileDiff] = []
     lines = iter(text.split("\n"))
@@ -75,10 +75,10 @@ def _read_hunk(match: re.Match[str], lines: Iterator[str], name: str) -> Hunk:
 
 
 def apply(diff: FileDiff, old: str | None, name: str) -> str:
-    """Return the text of one file after its hunks; `old` is None where the file does not exist.
+    """Return the text of one file after its hunks; `old` is None if the file does not exist.
 
     Raises:
-        PatchError: a context or removed line differs from the tree, or a new file exists already.
+        PatchError: a context line or removed line differs, or a new file already exists.
     """
     if diff.is_new != (old is None):
         state = "exists already" if diff.is_new else "does not exist"
@@ -109,10 +109,10 @@ def apply_series(
 ) -> dict[str, str]:
     """Apply (name, text) patches in order on top of each other; return path -> new text.
 
-    `read` gives the pristine text of a path, or None where there is no such file.
+    `read` returns the pristine text of a path, or None if there is no such file.
 
     Raises:
-        PatchError: the first patch that does not fit.
+        PatchError: names the first patch that does not apply.
     """
     texts: dict[str, str] = {}
     for name, text in patches:

@@ -1,4 +1,4 @@
-"""Conversations: messages, and the model's template that turns them into a prompt."""
+"""Conversations: messages, and the chat template that turns them into a prompt."""
 
 from __future__ import annotations
 

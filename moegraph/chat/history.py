@@ -24,7 +24,7 @@ class Message:
 
 
 class History:
-    """A conversation in order: an optional system message, then user and assistant in turn."""
+    """A conversation: an optional system message, then alternating user and assistant."""
 
     def __init__(self, system: str | None = None) -> None:
         self._messages: list[Message] = []
@@ -59,17 +59,16 @@ class History:
         self._messages.append(Message("user", content))
 
     def answer(self, content: str) -> None:
-        """Add an assistant message; an answer that was stopped early counts as one.
+        """Add an assistant message, also for an answer that was stopped early.
 
-        Reasoning that never ended would stand in every later prompt as if it were the answer,
-        so it is left out.
+        Reasoning without an end tag is left out: later prompts would present it as the answer.
         """
         if content.lstrip().startswith(THINK) and END_OF_THINK not in content:
             content = ""
         self._messages.append(Message("assistant", content))
 
     def undo(self) -> str | None:
-        """Remove the last question and its answer; return the question, None if there is none."""
+        """Remove the last question and its answer; return the question, or None."""
         if not self.n_turns:
             return None
         while (message := self._messages.pop()).role != "user":
@@ -77,7 +76,7 @@ class History:
         return message.content
 
     def forget_oldest(self) -> bool:
-        """Remove the oldest question and its answer; False where only the last question is left."""
+        """Remove the oldest question and its answer; False if there is only one question."""
         if self.n_turns < 2:
             return False
         start = 1 if self.system is not None else 0
@@ -88,18 +87,18 @@ class History:
         return True
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Replace everything by the messages of a conversation, oldest first.
+        """Replace the conversation by these messages, oldest first.
 
         Raises:
-            RequestError: they are not an optional system message and questions with answers.
+            RequestError: they are not an optional system message, then questions with answers.
         """
         found = list(messages)
         roles = [m.role for m in found]
         turns = roles[1:] if roles[:1] == ["system"] else roles
         if turns != ["user", "assistant"] * (len(turns) // 2):
-            raise RequestError("the messages are not questions and answers in turn")
+            raise RequestError("the messages do not alternate: user, then assistant, in pairs")
         self._messages = found
 
     def clear(self) -> None:
-        """Forget everything but the system prompt."""
+        """Remove all messages except the system prompt."""
         del self._messages[1 if self.system is not None else 0 :]

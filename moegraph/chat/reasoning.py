@@ -1,4 +1,4 @@
-"""Tell a model's reasoning from its answer while the text streams in."""
+"""Separate a model's reasoning from its answer in a stream of text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ END_OF_THINK = "</think>"
 
 
 class ReasoningSplitter:
-    """Split a stream at ``<think>`` and ``</think>``, holding back only a tag's beginning.
+    """Split a stream at ``<think>`` and ``</think>``; only the start of a tag is held back.
 
-    opened: whether the prompt already ends inside a reasoning block, as Qwen's template does.
+    opened: whether the prompt ends inside a reasoning block, as with Qwen's template.
     """
 
     def __init__(self, opened: bool = False) -> None:
@@ -20,11 +20,11 @@ class ReasoningSplitter:
 
     @classmethod
     def after(cls, prompt: str) -> ReasoningSplitter:
-        """Return the splitter for what follows a prompt."""
+        """Return a splitter for the text that follows this prompt."""
         return cls(opened=prompt.rstrip().endswith(THINK))
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the reasoning and the answer that text completes."""
+        """Return (reasoning, answer): the parts that text completes."""
         text, self._held = self._held + text, ""
         if self._at_start:
             text = self._find_start(text)
@@ -38,12 +38,12 @@ class ReasoningSplitter:
         return reasoning, self._answer(rest)
 
     def flush(self) -> tuple[str, str]:
-        """Return what was held back; nothing more is coming."""
+        """Return the held-back text as (reasoning, answer); call it at the end of the stream."""
         held, self._held = self._held, ""
         return (held, "") if self.is_thinking else ("", held)
 
     def _find_start(self, text: str) -> str:
-        """Return text once it is known whether it begins with a tag; hold it until then."""
+        """Hold text until it is known whether it begins with a tag; return it without one."""
         head = text.lstrip()
         if head.startswith(THINK):
             self.is_thinking, self._at_start = True, False
@@ -63,7 +63,7 @@ class ReasoningSplitter:
 
 
 def _split_open_tag(text: str, tag: str) -> tuple[str, str]:
-    """Cut off the longest end of text that may begin the tag."""
+    """Split text before its longest end that may begin the tag."""
     for n in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:n]):
             return text[:-n], text[-n:]

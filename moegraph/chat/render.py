@@ -1,13 +1,13 @@
-"""Child process that renders chat templates; a template is untrusted input of a model file.
+"""Child process that renders chat templates, which are untrusted input from a model file.
 
-Jinja's sandbox keeps a template from reaching Python objects, but not from running for ever or
-filling the memory: one expression such as ``'a' * 10**9`` cannot be interrupted. So rendering
-has a process of its own, with limits that the kernel enforces, and nothing to lose.
+Jinja's sandbox keeps a template from reaching Python objects, but a template can still run for ever
+or fill the memory: one expression such as ``'a' * 10**9`` cannot be interrupted. So templates are
+rendered in this process, whose limits the kernel enforces and which holds nothing of value.
 
-Protocol: one JSON value a line. In: limits, template; then variables, one line a rendering.
-Out: ``{"ready": true}``, then ``{"text": ...}`` a rendering. In place of any of them may stand
-``{"error": ..., "kind": "syntax" | "refused" | "failed" | "limit"}``. SIGALRM kills a rendering
-that takes too long. This file is run as a script and imports nothing of moegraph.
+Protocol: one JSON value per line. In: limits, template; then the variables of each rendering.
+Out: ``{"ready": true}``; then ``{"text": ...}`` for each rendering. Any of these may be replaced by
+``{"error": ..., "kind": "syntax" | "refused" | "failed" | "limit"}``. SIGALRM ends the process if a
+rendering takes too long. This file runs as a script and imports nothing of moegraph.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import jinja2.sandbox
 
 
 class Refusal(Exception):
-    """A template called raise_exception: it does not accept the messages."""
+    """A template called raise_exception to refuse the messages."""
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Accept ``{% generation %}``, which marks text for training, and render what it contains."""
+    """Accept ``{% generation %}``, which marks text for training, and render its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -42,7 +42,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def build_environment() -> jinja2.Environment:
-    """Return the environment that templates on the Hugging Face hub are written for."""
+    """Return a Jinja environment like the one that Hugging Face templates are written for."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -77,7 +77,7 @@ def _tojson(
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """Return the text, or why there is none."""
+    """Return {"text": ...}, or {"error": ..., "kind": ...} if rendering fails."""
     pieces, n_chars = [], 0
     try:
         for piece in template.generate(variables):

@@ -1,4 +1,4 @@
-"""Apply a model's chat template, in a process with time, memory and output limits."""
+"""Apply a model's chat template in a child process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _RENDERER = Path(__file__).with_name("render.py")
 
 
 def require_template(kv: Mapping[str, object], path: Path) -> str:
-    """Return the source of the template a model file carries.
+    """Return the source of a model file's chat template.
 
     Raises:
-        ConfigError: it carries none.
+        ConfigError: the file has none.
     """
     source = kv.get(TEMPLATE_KEY)
     if not isinstance(source, str) or not source:
@@ -45,12 +45,13 @@ class ChatTemplate:
 
     Args:
         source: the template, in Jinja.
-        origin: where it comes from, for messages.
-        refusal: the error to raise when the template itself is at fault.
-        tokens: variables such as bos_token that templates may print.
+        origin: its source, for messages.
+        refusal: the class of error to raise if the template is at fault.
+        tokens: variables of every rendering, such as bos_token.
+        max_seconds: time limit of one rendering.
 
     Raises:
-        MoegraphError: of the class given as refusal, when the template is too large or wrong.
+        MoegraphError: of the class `refusal`, if the template is too large or not valid.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class ChatTemplate:
     def from_metadata(
         cls, kv: Mapping[str, object], path: Path, tokens: Mapping[str, str] | None = None
     ) -> ChatTemplate:
-        """Return the template a model file carries.
+        """Return the chat template of a model file.
 
         Raises:
-            ConfigError: it carries none.
-            ModelFileError: it is too large or wrong.
+            ConfigError: the file has none.
+            ModelFileError: the template is too large or not valid.
         """
         source = require_template(kv, path)
         return cls(source, str(path), refusal=ModelFileError, tokens=tokens)
@@ -94,7 +95,7 @@ class ChatTemplate:
         """Return the template in a file.
 
         Raises:
-            ConfigError: the file cannot be read, or is too large or wrong.
+            ConfigError: the file cannot be read, is too large, or is not a valid template.
         """
         try:
             with open(path, "rb") as file:
@@ -111,13 +112,13 @@ class ChatTemplate:
         return cls(source, str(path), tokens=tokens)
 
     def render(self, messages: Iterable[Message], **variables: Any) -> str:
-        """Return the prompt for messages, ending where the assistant begins to speak.
+        """Return the prompt for messages, up to the start of the next assistant message.
 
         variables: further names for the template, such as enable_thinking.
 
         Raises:
             RequestError: the template refuses these messages.
-            MoegraphError: of the class given as refusal, when it fails or exceeds a limit.
+            MoegraphError: of the class `refusal`, if the template fails or exceeds a limit.
         """
         if self._child is None:
             self._start()
@@ -131,7 +132,7 @@ class ChatTemplate:
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the child process; closing twice is fine."""
+        """End the child process; a second call does nothing."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -147,7 +148,7 @@ class ChatTemplate:
         self.close()
 
     def _start(self) -> None:
-        # In a session of its own, Ctrl-C at the terminal does not reach it.
+        # A session of its own keeps Ctrl-C at the terminal away from the child.
         self._child = subprocess.Popen(
             [sys.executable, os.fspath(_RENDERER)],
             stdin=subprocess.PIPE,
@@ -164,7 +165,7 @@ class ChatTemplate:
         self._exchange(json.dumps(limits) + "\n" + json.dumps(self.source))
 
     def _exchange(self, line: str) -> dict[str, Any]:
-        """Send a line and return the answer to it, or raise what it says went wrong."""
+        """Send a line and return the answer; raise the error that the answer names."""
         child = self._child
         if child is None or child.stdin is None or child.stdout is None:
             raise InternalError("the chat template process is not running")
@@ -175,7 +176,7 @@ class ChatTemplate:
         except BrokenPipeError:
             reply = ""
         except BaseException:
-            # Ctrl-C between question and answer: the next answer would be to the wrong question.
+            # After an interrupt here, the next answer would belong to this question.
             self.close()
             raise
         answer = json.loads(reply) if reply else self._cause_of_death(child)
@@ -196,12 +197,12 @@ class ChatTemplate:
         did = {
             "syntax": "the chat template is not valid",
             "failed": "the chat template failed",
-            "limit": "the chat template went over a limit",
+            "limit": "the chat template exceeded a limit",
         }[kind]
         raise self._refusal(f"{self.origin}: {did}: {reason}")
 
 
 def _close_quietly(stream: IO[str]) -> None:
-    # Closing flushes, and the reader is gone.
+    # close() flushes, and the reader no longer exists.
     with suppress(BrokenPipeError):
         stream.close()

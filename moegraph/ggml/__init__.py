@@ -1,6 +1,6 @@
-"""ggml from Python: the only room that touches the native module.
+"""ggml from Python: the only package that imports the native module.
 
-lib loads the libraries and checks that they are the patched ones; handles own native objects;
-device is one place that computes; ops builds graph nodes with their shapes checked first. Shapes
-are in ggml order everywhere (ne0, the contiguous one, first): the reverse of numpy's.
+lib loads the libraries and checks their patch set. handles owns native objects. device has streams
+and memory. ops checks shapes and builds graph nodes. All shapes are in ggml order (ne0, the
+contiguous extent, first): the reverse of numpy's.
 """

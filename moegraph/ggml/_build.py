@@ -2,7 +2,7 @@
 
 Usage: python _build.py OUT.c
 
-Runs during the build, with cffi installed and moegraph not: it imports nothing of the package.
+Runs during the build, when cffi is installed and moegraph is not, so it imports only cffi.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cffi
 
 HERE = Path(__file__).resolve().parent
 
-# In this order: a declaration may use the types of the files before it.
+# The order matters: a file may use types that earlier files declare.
 DECLARATIONS = (
     "ggml.h",
     "moegraph.h",
@@ -31,7 +31,7 @@ def declarations(folder: Path = HERE / "decl") -> str:
     """Concatenate the declaration files.
 
     Raises:
-        ValueError: a file of the folder is not listed in DECLARATIONS, or the reverse.
+        ValueError: the files of the folder are not those of DECLARATIONS.
     """
     present = {path.name for path in folder.glob("*.h")}
     if present != set(DECLARATIONS):

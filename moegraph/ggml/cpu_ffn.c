@@ -12,53 +12,53 @@
 #include <time.h>
 #include <unistd.h>
 
-// ggml-cpu/vec.h: y = silu(x) * g. Exported, but its header wants ggml-cpu's own compiler flags.
+// ggml-cpu/vec.h: y = silu(x) * g. Exported, but its header needs ggml-cpu's own compiler flags.
 void ggml_vec_swiglu_f32(const int n, float * y, const float * x, const float * g);
 
 #define CACHE_LINE 64
-// Units of work. Small ones keep threads of unlike speed busy to the end; each costs one atomic add.
+// Units of work. Small units keep threads of different speed busy to the end; each costs one atomic add.
 #define QUANT_ELEMENTS 256 // whole blocks of every type
 #define GATE_UP_ROWS   8
 #define DOWN_ROWS      16
-// Bytes read ahead of the rows at work: more than memory's latency times one core's share of its bandwidth.
+// Bytes prefetched ahead of the current rows: more than memory latency times one core's share of the bandwidth.
 #define AHEAD_BYTES    8192
-// Bytes of down that a thread asks for before it waits for the activations.
+// Bytes of down that a thread prefetches before it waits for the activations.
 #define DOWN_FIRST     32768
-// Misses come a few milliseconds apart while a model decodes; after that long without one, threads sleep.
+// While a model decodes, jobs come a few milliseconds apart; threads sleep after this long without one.
 #define SPIN_NS        5000000
 
 enum { QUANT, GATE_UP, DOWN, N_PHASES };
 
-// A thread's share of each phase is a contiguous range of units, so that it streams; others take from the front
-// of it what is left once they are done with their own.
+// A thread's share of each phase is a contiguous range of units, so that it reads memory in order. A thread that has
+// finished its own share claims the remaining units of other shares from their front.
 struct worker {
     _Alignas(CACHE_LINE) atomic_int next[N_PHASES];
     int          end[N_PHASES];
-    _Alignas(CACHE_LINE) atomic_int active;  // whether it is in a job
-    int          done_of, n_done;            // expert, and units of its gate and up not yet reported
+    _Alignas(CACHE_LINE) atomic_int active;  // whether it takes part in a job
+    int          done_of, n_done;            // expert, and its gate and up units that are done but not reported
     float      * rows;                       // [n_jobs][DOWN_ROWS]
     pthread_t    thread;
-    struct mg_cpu_ffn * cold;
+    struct mg_cpu_ffn * ffn;
 };
 
-// One expert's place in the current job.
+// One distinct expert of the current job.
 struct chosen {
     const char * gate, * up, * down;
-    int          first, last;                // of its (row, k), linked by mg_cpu_ffn.following
-    atomic_int   n_left;                     // units of gate and up
-    atomic_int   ready;                      // whether the activations are there
+    int          first, last;                // first and last of its (row, k), linked by `following`
+    atomic_int   n_left;                     // gate and up units that are not done
+    atomic_int   ready;                      // whether the activations are computed
 };
 
 struct matrix {
     ggml_vec_dot_t    dot;
-    ggml_from_float_t from_float;            // into the type that dot wants
+    ggml_from_float_t from_float;            // converts to the type that dot takes
     enum ggml_type    dot_type;
     size_t            row_size, input_size;  // bytes of a weight row and of an input row
 };
 
 struct mg_cpu_ffn {
     int n_threads, n_embd, n_ff, n_used, max_rows;
-    int n_slices, n_gate_up, n_down;         // units of a row of x, of an expert, and of y
+    int n_slices, n_gate_up, n_down;         // units per row of x, per expert, and of down
     struct worker * workers;
 
     // the job
@@ -68,13 +68,13 @@ struct mg_cpu_ffn {
     int             n_rows, n_chosen;
     struct chosen * chosen;
     int           * job_of, * following;     // [n_rows * n_used]: index into chosen or -1; next of the same expert
-    char          * x_gate, * x_up;          // x as gate and as up want it, one buffer if they want the same
+    char          * x_gate, * x_up;          // x in the types that gate and up take; one buffer if these are equal
     float         * gate_out, * up_out;      // [n_rows * n_used][n_ff]
-    char          * act;                     // the activations as down wants them
-    float         * rows;                    // all workers' rows
+    char          * act;                     // the activations in the type that down takes
+    float         * rows;                    // rows of all workers
     _Alignas(CACHE_LINE) atomic_int n_quant_left;
 
-    _Alignas(CACHE_LINE) atomic_uint open;   // number of the job that threads may enter, 0: none; they sleep on it
+    _Alignas(CACHE_LINE) atomic_uint open;   // number of the job that threads may enter, 0: none; the futex
     unsigned        n_jobs;
     _Alignas(CACHE_LINE) atomic_int n_sleeping;
     atomic_int      stop;
@@ -88,14 +88,14 @@ static inline void relax(void) {
 #endif
 }
 
-// Into the second level: the first is too small to read this far ahead.
+// Into the second-level cache: the first is too small for this distance.
 static inline void prefetch(const char * at, size_t n) {
     for (size_t i = 0; i < n; i += CACHE_LINE) {
         __builtin_prefetch(at + i, 0, 2);
     }
 }
 
-// Wait for what another thread is computing right now. Longer than a moment means that it lost its core.
+// Wait for a result that another thread is computing now. If it takes long, that thread has lost its core, so yield.
 static void wait_for(atomic_int * word, int value) {
     for (unsigned n = 1; atomic_load(word) != value; n++) {
         relax();
@@ -120,7 +120,7 @@ static void quant_unit(struct mg_cpu_ffn * c, int unit) {
     atomic_fetch_sub_explicit(&c->n_quant_left, 1, memory_order_acq_rel);
 }
 
-// The last to finish rows of an expert's gate and up computes its activations.
+// The thread that finishes the last unit of an expert's gate and up computes its activations.
 static void report_gate_up(struct mg_cpu_ffn * c, struct worker * w) {
     struct chosen * e = &c->chosen[w->done_of];
     const int n = w->n_done;
@@ -141,8 +141,8 @@ static void gate_up_unit(struct mg_cpu_ffn * c, struct worker * w, int unit, int
     const int to = c->n_ff - from < GATE_UP_ROWS ? c->n_ff : from + GATE_UP_ROWS;
     struct chosen * e = &c->chosen[at];
     const size_t gate_size = c->gate.row_size, up_size = c->up.row_size;
-    const int ahead = 1 + AHEAD_BYTES / (gate_size + up_size);
-    // rows of this expert that the same share goes on with
+    const int distance = 1 + AHEAD_BYTES / (gate_size + up_size);
+    // rows of this expert that belong to the same share
     const int last_at = (end - 1) / c->n_gate_up;
     const int known = last_at > at ? c->n_ff : (end - 1) % c->n_gate_up * GATE_UP_ROWS + GATE_UP_ROWS;
     if (w->done_of != at) {
@@ -151,9 +151,9 @@ static void gate_up_unit(struct mg_cpu_ffn * c, struct worker * w, int unit, int
     }
     for (int r = from; r < to; r++) {
         const char * gate = e->gate + r * gate_size, * up = e->up + r * up_size;
-        const struct chosen * then = r + ahead < known ? e : last_at > at ? e + 1 : NULL;
+        const struct chosen * then = r + distance < known ? e : last_at > at ? e + 1 : NULL;
         if (then) {
-            const int row = r + ahead - (then == e ? 0 : known);
+            const int row = r + distance - (then == e ? 0 : known);
             prefetch(then->gate + row * gate_size, gate_size);
             prefetch(then->up + row * up_size, up_size);
         }
@@ -209,7 +209,7 @@ static void down_unit(struct mg_cpu_ffn * c, struct worker * w, int unit, int en
 }
 
 static int claim(struct worker * w, int phase) {
-    // look first: an atomic add would take the cache line away from its owner
+    // load first: an atomic add takes the cache line away from its owner
     if (atomic_load_explicit(&w->next[phase], memory_order_relaxed) >= w->end[phase]) {
         return -1;
     }
@@ -227,7 +227,7 @@ static void first_weights(struct mg_cpu_ffn * c, struct worker * w) {
     }
 }
 
-// In the order in which the thread's share of down will be read, until the activations are there.
+// Prefetch the thread's share of down in the order of use, until the first expert's activations are ready.
 static void first_down(struct mg_cpu_ffn * c, struct worker * w) {
     const size_t size = DOWN_ROWS * c->down.row_size;
     const int first = atomic_load_explicit(&w->next[DOWN], memory_order_relaxed);
@@ -276,7 +276,7 @@ static uint64_t now_ns(void) {
     return (uint64_t) t.tv_sec * 1000000000u + t.tv_nsec;
 }
 
-// Whether there is a job other than `seen`, or the end, before the time is up.
+// Spin until there is a job other than `seen`, or until stop; false when the time is up.
 static bool spin(struct mg_cpu_ffn * c, unsigned seen) {
     const uint64_t start = now_ns();
     for (unsigned n = 1;; n++) {
@@ -289,7 +289,7 @@ static bool spin(struct mg_cpu_ffn * c, unsigned seen) {
             return false;
         }
         if (n % 1024 == 0) {
-            sched_yield(); // to others, if this machine has fewer cores than threads that want one
+            sched_yield(); // for machines with fewer cores than runnable threads
         }
     }
 }
@@ -300,8 +300,8 @@ static void wake(struct mg_cpu_ffn * c, int n) {
     }
 }
 
-// Sleep while no job is open. The caller of mg_cpu_ffn_compute wakes one thread, for it has work to do itself, and
-// that one wakes the others.
+// Sleep while no job is open. The caller of mg_cpu_ffn_compute wakes only one thread, because it has work to do, and
+// that thread wakes the others.
 static void sleep_until_open(struct mg_cpu_ffn * c) {
     atomic_fetch_add(&c->n_sleeping, 1);
     syscall(SYS_futex, &c->open, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
@@ -311,7 +311,7 @@ static void sleep_until_open(struct mg_cpu_ffn * c) {
 
 static void * run_worker(void * argument) {
     struct worker * w = argument;
-    struct mg_cpu_ffn * c = w->cold;
+    struct mg_cpu_ffn * c = w->ffn;
     unsigned seen = 0;
     while (!atomic_load(&c->stop)) {
         if (!spin(c, seen)) {
@@ -322,7 +322,7 @@ static void * run_worker(void * argument) {
         if (!open || open == seen || atomic_load(&c->stop)) {
             continue;
         }
-        // either the caller sees this thread active, or this thread sees that the job is closed
+        // either the caller sees that this thread is active, or this thread sees that the job is closed
         atomic_store(&w->active, 1);
         if (atomic_load(&c->open) == open) {
             take_part(c, (int) (w - c->workers));
@@ -342,7 +342,7 @@ static struct matrix matrix_of(enum ggml_type type, int n_in) {
     };
 }
 
-// Group the (row, k) by expert, in order of appearance.
+// Group the (row, k) by expert, in order of first appearance.
 static void group(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * layer, const int32_t * ids) {
     c->n_chosen = 0;
     for (int job = 0; job < c->n_rows * c->n_used; job++) {
@@ -405,7 +405,7 @@ void mg_cpu_ffn_compute(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * l
     atomic_store(&c->open, c->n_jobs);
     wake(c, 1);
     take_part(c, 0);
-    // every unit is claimed: whoever holds one is active, and who comes now finds the job closed
+    // All units are claimed. A thread that still holds one is active; a thread that comes now finds the job closed.
     atomic_store(&c->open, 0);
     for (int t = 1; t < c->n_threads; t++) {
         wait_for(&c->workers[t].active, 0);
@@ -420,7 +420,7 @@ static void * room(size_t n_bytes) {
 
 static bool allocate(struct mg_cpu_ffn * c) {
     const size_t n_jobs = (size_t) c->max_rows * c->n_used, n_threads = c->n_threads;
-    // no type that a dot product takes is wider than 4 bytes an element
+    // no input type of a dot product is wider than 4 bytes per element
     const size_t x_size = (size_t) 4 * c->n_embd * c->max_rows, act_size = 4 * n_jobs * c->n_ff;
     return (c->workers = room(n_threads * sizeof(struct worker))) &&
         (c->chosen    = room(n_jobs * sizeof(struct chosen))) &&
@@ -442,14 +442,14 @@ static void release(struct mg_cpu_ffn * c) {
     }
 }
 
-// Threads that take no signals from outside: Ctrl-C belongs to the interpreter's thread. Those that an instruction of the
-// thread itself raises must stay open: blocked, they end the process before any handler sees them (sigbus.c).
+// These threads block signals from outside, because Ctrl-C must reach the interpreter's thread. Signals that a thread's
+// own instruction raises stay unblocked: a blocked one ends the process before a handler can run (sigbus.c).
 static int start(struct mg_cpu_ffn * c) {
     sigset_t all, before;
     sigfillset(&all);
-    static const int own[] = { SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP };
-    for (size_t i = 0; i < sizeof(own)/sizeof(own[0]); i++) {
-        sigdelset(&all, own[i]);
+    static const int faults[] = { SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP };
+    for (size_t i = 0; i < sizeof(faults)/sizeof(faults[0]); i++) {
+        sigdelset(&all, faults[i]);
     }
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int n = 1;
@@ -462,7 +462,7 @@ static int start(struct mg_cpu_ffn * c) {
 
 static void stop(struct mg_cpu_ffn * c, int n_started) {
     atomic_store(&c->stop, 1);
-    atomic_store(&c->open, 1); // no thread goes to sleep any more
+    atomic_store(&c->open, 1); // from now on no thread goes to sleep
     wake(c, INT_MAX);
     for (int t = 1; t < n_started; t++) {
         pthread_join(c->workers[t].thread, NULL);
@@ -488,10 +488,10 @@ struct mg_cpu_ffn * mg_cpu_ffn_new(int n_threads, int n_embd, int n_ff, int n_ex
         return NULL;
     }
     for (int t = 0; t < n_threads; t++) {
-        c->workers[t].cold = c;
+        c->workers[t].ffn = c;
         c->workers[t].rows = c->rows + (size_t) t * max_rows * n_expert_used * DOWN_ROWS;
     }
-    ggml_cpu_init(); // tables that some types' dot products read
+    ggml_cpu_init(); // initializes tables that some dot products read
     const int n_started = start(c);
     if (n_started < n_threads) {
         stop(c, n_started);

@@ -1,4 +1,4 @@
-"""Expert FFN on the CPU, for the experts that a decode step misses: cpu_ffn.c's owner."""
+"""Expert FFN on the CPU (cpu_ffn.c), for the experts that a decode pass misses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
     """Threads and work buffers for expert FFNs of up to max_rows rows.
 
-    n_threads: the calling thread is one of them. Only one call at a time.
+    n_threads: includes the calling thread. Not reentrant: one call at a time.
+
+    Raises:
+        ConfigError: the threads or their memory cannot be had.
+        InternalError: a size is below 1.
     """
 
     __slots__ = ("_n_embd", "_n_ff", "_max_rows")
@@ -32,19 +36,20 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         ptr: _native.mg_cpu_ffn_ptr = C.mg_cpu_ffn_new(*sizes)
         if ptr == ffi.NULL:
             raise ConfigError(
-                f"cannot start {n_threads} CPU threads for experts that are not on the device; "
+                f"cannot start {n_threads} CPU threads for missing experts; "
                 "lower --threads or use --miss stream"
             )
         super().__init__(ptr, C.mg_cpu_ffn_free)
 
     def layer(self, parts: Mapping[str, Tensor]) -> Any:
-        """Describe a layer's stacks to `compute`: gate and up, or gate_up, and down.
+        """Describe a layer's expert stacks for `compute`.
 
-        parts: as of a Bank: gate, up [n_embd, n_ff_exp, n_expert], down [n_ff_exp, n_embd,
-        n_expert]; rows contiguous, in host memory that outlives the description.
+        parts: gate and up [n_embd, n_ff_exp, n_expert] each, or gate_up [n_embd, 2 * n_ff_exp,
+            n_expert]; down [n_ff_exp, n_embd, n_expert]. Rows are contiguous, in host memory that
+            outlives the result.
 
         Raises:
-            InternalError: stacks of other shapes.
+            InternalError: a stack has another shape.
         """
         n_ff, merged = self._n_ff, parts.get("gate_up")
         gate = merged if merged is not None else parts["gate"]
@@ -54,19 +59,22 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         for tensor, ne in ((gate, (self._n_embd, n_rows)), (up, (self._n_embd, n_rows)),
                            (down, (n_ff, self._n_embd))):  # fmt: skip
             _check(tensor, (*ne, gate.ne[2]))
-        behind = n_ff * gate.nb[1] if merged is not None else 0
+        up_offset = n_ff * gate.nb[1] if merged is not None else 0
         return ffi.new("struct mg_cpu_ffn_layer *", {
-            "gate": gate.data, "up": ffi.cast("char *", up.data) + behind, "down": down.data,
+            "gate": gate.data, "up": ffi.cast("char *", up.data) + up_offset, "down": down.data,
             "gate_stride": gate.nb[2], "up_stride": up.nb[2], "down_stride": down.nb[2],
             "gate_type": gate.type, "up_type": up.type, "down_type": down.type,
             "n_expert": gate.ne[2],
         })  # fmt: skip
 
     def compute(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
-        """Write the weighted sum of the chosen experts over x to y, F32 [n_embd, n_rows] both.
+        """Write to y the sum over k of weights[k] times the FFN of expert ids[k] on x.
 
-        ids I32, weights F32 [n_expert_used, n_rows], as addresses like x and y; an id that is no
-        expert of the layer adds nothing.
+        Shapes: x, y F32 [n_embd, n_rows]; ids I32, weights F32 [n_expert_used, n_rows]; all four
+        are addresses of contiguous memory. An id outside [0, n_expert) adds nothing.
+
+        Raises:
+            InternalError: n_rows is not 1 to max_rows.
         """
         if not 0 < n_rows <= self._max_rows:
             raise InternalError(f"expert FFN of {n_rows} rows; made for 1 to {self._max_rows}")
@@ -74,7 +82,7 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
 
 
 def _check(tensor: Tensor, ne: tuple[int, ...]) -> None:
-    """Refuse a stack that the C side would read differently."""
+    """Refuse a stack that C would read with another layout."""
     row = C.ggml_row_size(tensor.type, ne[0])
     if tuple(tensor.ne)[:3] != ne or tensor.nb[1] != row or tensor.data == ffi.NULL:
         raise InternalError(

@@ -1,7 +1,7 @@
 """A device: compute and upload streams, memory, events.
 
-The CPU device has neither streams nor events: every call is finished when it returns, in the same
-order of calls, so callers need no second path.
+The CPU device has no streams and no events. Callers make the same calls in the same order on it;
+each is finished when it returns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Backend(Handle["_native.ggml_backend_ptr"]):
 
 
 class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
-    """Threads of the CPU: the caller's and n - 1 more, which wait as `Threads` says."""
+    """CPU threads: the caller's and n - 1 more; `Threads` says how they wait."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class ThreadPool(Handle["_native.ggml_threadpool_ptr"]):
 
 
 class HostBuffer(Buffer):
-    """Host memory as a numpy array; pinned where the device can pin."""
+    """Host memory, pinned if the device can pin; `array` is its bytes, uint8 [size]."""
 
     __slots__ = ("array",)
 
@@ -59,29 +59,28 @@ class HostBuffer(Buffer):
         self.array = np.frombuffer(ffi.buffer(address, size), dtype=np.uint8)
 
     def address(self, offset: int = 0) -> Any:
-        """Return a pointer to a byte of the buffer."""
+        """Return a pointer to the byte at `offset`."""
         return ffi.cast("char *", self.base + offset)
 
 
 def _host_free(reported: int) -> int:
-    """Return what is free on the host; ggml reports all of the machine's memory as free."""
+    """Return free host memory in bytes; ggml reports all of the machine's memory as free."""
     available = host_memory().available
     return reported if available is None else min(reported, available)
 
 
 def _cannot_pin(size: int) -> str:
-    """Return why the CUDA driver did not pin: its limit is free memory, not `ulimit -l`."""
+    """Say why the CUDA driver did not pin: its limit is free memory, not `ulimit -l`."""
     if "GGML_CUDA_NO_PINNED" in os.environ:
-        return f"{format_bytes(size)} of host memory not pinned: unset GGML_CUDA_NO_PINNED"
+        return f"cannot pin {format_bytes(size)} of host memory: unset GGML_CUDA_NO_PINNED"
     return (
-        f"the CUDA driver did not pin {format_bytes(size)} of host memory; its limits are the "
-        "memory that is free and, in WSL or a virtual machine, what the host system lets it pin "
-        "(ulimit -l does not count)"
+        f"the CUDA driver did not pin {format_bytes(size)} of host memory; the limit is free "
+        "memory or, in WSL and virtual machines, what the host system allows (not ulimit -l)"
     )
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """Return name, description, kind ('cpu', 'cuda', 'other') and memory of every device."""
+    """Return spelling, kind ('cpu', 'cuda', 'other'), names and memory (bytes) of each device."""
     found, n_gpu = [], 0
     for i in range(C.ggml_backend_dev_count()):
         dev = C.ggml_backend_dev_get(i)
@@ -120,20 +119,20 @@ def _select(name: str) -> dict[str, Any]:
         if device["device"] == wanted:
             return device
     usable = ", ".join(d["device"] for d in devices if d["kind"] in ("cpu", "cuda"))
-    hint = (
+    reason = (
         ""
         if any(d["kind"] == "cuda" for d in devices)
         else ("; this build or this machine has no CUDA device (see moegraph doctor)")
     )
-    raise ConfigError(f"no device {name!r}; available: {usable}{hint}")
+    raise ConfigError(f"no device {name!r}; available: {usable}{reason}")
 
 
-# Bytes of this process's CUDA contexts by PCI address, once known; they stay open until it ends.
+# Bytes of this process's CUDA contexts by PCI address. A context stays open until the process ends.
 _contexts: dict[str, int] = {}
 
 
 def _context_bytes(address: str, before: dict[str, int]) -> int:
-    """Return what the process's context on a GPU takes; 0 where the driver does not tell."""
+    """Return the bytes of this process's context on a GPU; 0 if the driver does not tell."""
     if address and address not in _contexts:
         grown = used_bytes().get(address, 0) - before.get(address, 0)
         _contexts[address] = max(0, grown) if address in before else 0
@@ -141,9 +140,9 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
 
 
 class Device:
-    """One device with streams to compute on and to send weights up.
+    """One device, with a stream for graphs and one for uploads.
 
-    Backend instances on one CUDA device are streams of their own; on the CPU all are one instance.
+    On CUDA each is a backend instance with a stream of its own; on the CPU both are one instance.
     """
 
     def __init__(
@@ -151,9 +150,9 @@ class Device:
     ) -> None:
         """Open a device by its spelling: auto, cpu, cuda or cuda:N.
 
-        n_threads: of the CPU, until `use_threads`; None for one a core. Results are those of so
-            many threads.
-        reference: on the CPU, use kernels whose result does not depend on width or threads.
+        n_threads: CPU threads until `use_threads`; None for one per core. Results are those of
+            this number of threads, also after `use_threads`.
+        reference: on the CPU, use kernels whose results do not depend on width or threads.
 
         Raises:
             ConfigError: there is no such device.
@@ -167,14 +166,14 @@ class Device:
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
         self.compute = Backend(self._dev)
-        # experts and weights go up here
+        # weights and experts are uploaded on this stream
         self.upload = self.compute if self.is_cpu else Backend(self._dev)
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         self.n_threads = n_threads or default_threads()
-        # the sum over a long context depends on its parts: one a thread, as in llama.cpp
+        # attention over a long context is summed in parts: one per thread, as in llama.cpp
         self.n_attention_parts = self.n_threads if self.is_cpu else 0
-        self._pools: dict[Threads, ThreadPool] = {}  # the one in use last
+        self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
         if self.is_cpu:
             self.use_threads(Threads(self.n_threads, waiting(self.n_threads)))
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
@@ -183,15 +182,15 @@ class Device:
         self.peak_bytes = 0
 
     def use_threads(self, threads: Threads) -> None:
-        """Have the CPU compute with these threads from the next graph on.
+        """Compute with these CPU threads from the next graph on; no result depends on it.
 
-        No result depends on it. Two pools are kept, so that prompts and tokens can take turns.
+        The device keeps two pools, so that prompts and tokens can alternate.
         """
         if self._pools and threads == next(reversed(self._pools)):
             return
         pool = self._pools.pop(threads, None) or ThreadPool(threads)
         self._pools[threads] = pool
-        # this also sends the threads of the pool before to sleep
+        # this also pauses the threads of the previous pool
         C.ggml_backend_cpu_set_threadpool(self.compute.ptr, pool.ptr)
         C.ggml_backend_cpu_set_n_threads(self.compute.ptr, threads.n)
         if len(self._pools) > 2:
@@ -204,21 +203,21 @@ class Device:
         return free[0], total[0]
 
     def note_peak(self) -> int:
-        """Measure the memory given up since the device was opened; return the highest so far.
+        """Measure the device memory taken since the device was opened; return the peak, in bytes.
 
-        CUDA's own context is counted where the driver tells its size.
+        This includes CUDA's context if the driver tells its size.
         """
         taken = self._free_at_start - self.memory()[0] + self.context_bytes
         self.peak_bytes = max(self.peak_bytes, taken)
         return self.peak_bytes
 
     def buffer(self, size: int, what: str, remedy: str) -> Buffer:
-        """Allocate device memory.
+        """Allocate `size` bytes of device memory; what and remedy are for the message.
 
         Raises:
             OutOfDeviceMemory: names what was wanted, how much is free, and the remedy.
         """
-        # Linux hands out memory that it does not have and ends the process when it is used.
+        # Linux grants memory that it does not have and kills the process when it is used.
         if self.is_cpu and size > _host_free(size):
             raise self.out_of_memory(size, what, remedy)
         ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
@@ -237,10 +236,10 @@ class Device:
         )
 
     def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
-        """Allocate host memory for transfers; pinned on CUDA, ordinary where pinning fails.
+        """Allocate `size` bytes of host memory for transfers: pinned if CUDA can pin it.
 
         Raises:
-            NativeError: no memory, or must_pin and it could not be pinned.
+            NativeError: there is no memory, or must_pin is set and it was not pinned.
         """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
         if buft == ffi.NULL:
@@ -249,7 +248,7 @@ class Device:
         if ptr == ffi.NULL:
             raise NativeError(f"cannot allocate {format_bytes(size)} of host memory for transfers")
         host = HostBuffer(ptr, size, self.compute)
-        # ggml falls back to ordinary memory in silence; its buffer type tells
+        # ggml silently falls back to ordinary memory; only the buffer type shows it
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
         if must_pin and not self.is_cpu and not name.endswith(b"_Host"):
             host.close()
@@ -263,7 +262,7 @@ class Device:
         return Event(C.ggml_backend_event_new(self._dev), self.compute)
 
     def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
-        """Let an I32 word stop the CPU between two nodes; None unbinds. No effect on CUDA.
+        """Let a nonzero I32 word stop the CPU between two nodes; None unbinds. No effect on CUDA.
 
         The caller keeps the array alive until it unbinds it.
         """
@@ -272,11 +271,11 @@ class Device:
             C.mg_cancel_bind(self.compute.ptr, word)
 
     def send(self, tensor: Tensor, host: HostBuffer, offset: int, size: int) -> None:
-        """Enqueue a copy of host bytes into a tensor on the compute stream."""
+        """Enqueue a copy of `size` host bytes from `offset` to a tensor, on the compute stream."""
         C.ggml_backend_tensor_set_async(self.compute.ptr, tensor, host.address(offset), 0, size)
 
     def synchronize(self) -> None:
-        """Wait until all streams are idle, as those of a closed device are."""
+        """Wait until all streams are idle; return at once if the device is closed."""
         if self.compute.is_closed:
             return
         for stream in self._streams():
@@ -302,7 +301,7 @@ class Device:
         raise NativeError(f"{what} failed on {self.name}: {detail}")
 
     def close(self) -> None:
-        """Wait for the device and free its streams."""
+        """Wait for the device, then free its streams and thread pools."""
         self.synchronize()
         for stream in self._streams():
             stream.close()

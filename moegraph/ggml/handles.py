@@ -1,4 +1,4 @@
-"""Owners of native objects: one handle, one `close()`, references to what must outlive it."""
+"""Owners of native objects: each frees its object once and keeps alive what the object needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Ptr = TypeVar("Ptr")
 
 _live: Counter[str] = Counter()
-# made: weak references to the handles of the innermost `closed_on_failure` of this thread
+# made: weak references to handles made in this thread's innermost `closed_on_failure`
 _scope = threading.local()
 
 
@@ -38,10 +38,10 @@ def _release(kind: str, free: Callable[[Any], None], ptr: Any, process: int) -> 
 
 @contextmanager
 def closed_on_failure() -> Iterator[None]:
-    """Close every handle that is made in the block, the last one first, if the block fails.
+    """If the block fails, close every handle made in it, the last one first.
 
-    For making an owner of many parts: while somebody holds the exception, its traceback holds the
-    unfinished owners, and nobody else would free what they have.
+    For constructors that make many handles: otherwise the exception's traceback would keep the
+    unfinished owner and its native memory alive.
     """
     made: list[weakref.ref[Handle[Any]]] = []
     outer, _scope.made = getattr(_scope, "made", None), made
@@ -60,9 +60,9 @@ def closed_on_failure() -> Iterator[None]:
 class Handle(Generic[Ptr]):
     """A native pointer with one owner.
 
-    `close()` frees it once; a finalizer frees it if nobody did. The parents are kept alive until
-    then. A forked child frees nothing of what it inherits: it has neither the threads nor the
-    device's context behind it, and freeing it without them waits for ever or ends the process.
+    `close()` frees the object once; a finalizer frees it if `close()` was not called. Until then
+    the handle keeps its parents alive. A forked child never frees inherited objects: it has neither
+    their threads nor their device context, so freeing would hang or end the process.
     """
 
     __slots__ = ("_ptr", "_parents", "_process", "_finalizer", "__weakref__")
@@ -93,7 +93,7 @@ class Handle(Generic[Ptr]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing to use any more: closed, freed at exit, or in a forked child."""
+        """Whether the object cannot be used: closed, freed at exit, or inherited by a fork."""
         return not self._finalizer.alive or os.getpid() != self._process
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Context(Handle["_native.ggml_context_ptr"]):
     __slots__ = ()
 
     def __init__(self, n_tensors: int, n_nodes: int = 0) -> None:
-        """Make room for n_tensors tensors and, when n_nodes is given, two graphs of that size."""
+        """Make room for n_tensors tensors and, if n_nodes is not 0, two graphs of n_nodes nodes."""
         size = n_tensors * C.ggml_tensor_overhead() + 1024
         if n_nodes:
             size += 2 * C.ggml_graph_overhead_custom(n_nodes, False)
@@ -165,7 +165,7 @@ class Event(Handle["_native.ggml_backend_event_ptr"]):
 
 
 class GraphAllocator(Handle["_native.ggml_gallocr_ptr"]):
-    """One reusable block for the intermediates of graphs that run one after another."""
+    """One memory block for the intermediates of graphs that run one after another."""
 
     __slots__ = ()
 
@@ -174,5 +174,5 @@ class GraphAllocator(Handle["_native.ggml_gallocr_ptr"]):
 
     @property
     def size(self) -> int:
-        """Bytes held now."""
+        """Size of the block in bytes."""
         return C.ggml_gallocr_get_buffer_size(self.ptr, 0)

@@ -19,8 +19,8 @@ _EXTENSION = Path(__file__).resolve().parent / "_native.abi3.so"
 def library_dir() -> Path:
     """Return the folder of the shared libraries.
 
-    Two sets of ggml libraries in one process collapse into whichever was loaded first, so
-    llama-cpp-python has to load these and not its own.
+    llama-cpp-python must load its libraries from here: of two sets of ggml libraries in one
+    process, only the one that was loaded first is used.
     """
     return _LIB_DIR
 
@@ -77,7 +77,7 @@ def llama_commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what the libraries are: versions of ggml, of llama.cpp and of the patches."""
+    """Return ggml's version, llama.cpp's commit and the patch set of the libraries."""
     return {
         "ggml": ffi.string(C.ggml_version()).decode("ascii"),
         "llama_commit": llama_commit(),
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def last_error() -> str:
-    """Return ggml's last error line and forget it; empty when there was none."""
+    """Return and clear ggml's last error line; empty if there was none."""
     out = ffi.new("char[512]")
     C.mg_last_error(out, 512)
     return ffi.string(out).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Mapped model files under watch: a file that is cut short in use is an error, not a signal."""
+"""Watched mappings of model files: truncating a file in use is an error, not a signal."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Watch(Handle["_native.mg_watch_ptr"]):
-    """A mapping that reads as zeros where its file cannot be read any more; see sigbus.h."""
+    """A mapping that reads as zeros where its file can no longer be read; see sigbus.h."""
 
     __slots__ = ()
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
-        # the array keeps the mapping alive until nobody watches it
+        # as a parent, the array keeps the mapping alive while it is watched
         ptr: _native.mg_watch_ptr = C.mg_watch(ffi.cast("void *", data.ctypes.data), len(data))
         super().__init__(ptr, C.mg_unwatch, data)
 
     @property
     def fault(self) -> int:
-        """The byte that could not be read, or -1."""
+        """Offset in bytes of the first fault, or -1."""
         return C.mg_watch_fault(self.ptr)
 
 
 class WatchedFiles:
-    """Watches the mappings of a model's parts, as (path, all its bytes)."""
+    """Watches the mappings of a model's parts, given as (path, all bytes)."""
 
     def __init__(self, parts: Sequence[tuple[Path, npt.NDArray[np.uint8]]]) -> None:
         self._seen = C.mg_watch_faults()
@@ -50,7 +50,7 @@ class WatchedFiles:
             raise
 
     def check(self) -> None:
-        """Refuse what was computed, and everything from then on, once a file was not there to read.
+        """Raise if a file could not be read since watching began; then every later call raises too.
 
         Raises:
             ModelFileError: names the file and the byte.

@@ -1,7 +1,7 @@
 """Device memory as the NVIDIA driver counts it, without opening a CUDA context.
 
-A context itself takes some hundred MiB, which CUDA's own figures cannot show: they exist only once
-it is open.
+A context takes some hundred MiB. CUDA cannot report them: its own figures exist only once the
+context is open.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Pci(ctypes.Structure):
 def used_bytes() -> dict[str, int]:
     """Return the bytes in use by all processes on each GPU, by PCI address such as 0000:c1:00.0.
 
-    The driver and CUDA number GPUs differently, the address is the same. Empty where the driver
-    does not tell.
+    The driver and CUDA may number GPUs differently, but the address is the same. Empty if there is
+    no driver or it does not tell.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

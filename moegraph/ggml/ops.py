@@ -1,7 +1,7 @@
-"""Graph nodes with their shapes checked before ggml sees them.
+"""Graph nodes whose shapes are checked before ggml sees them.
 
-ggml asserts, and an assert ends the process; every rule that a graph of ours could break is
-therefore tested here first and raised as InternalError. Shapes in ggml order.
+A failed assertion in ggml ends the process. So each method first checks what ggml would assert and
+raises InternalError. Shapes are in ggml order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from .lib import C, ffi
 class Tensor(Protocol):
     """A cffi pointer to struct ggml_tensor; its memory belongs to a Context.
 
-    type: of its elements, a GGML_TYPE number. ne: extents. nb: strides in bytes. Both have 4
-    elements. src: what it is computed from. data: where it lies, or NULL. op_params: 16 numbers
-    that the op reads.
+    type: a GGML_TYPE number. ne, nb: 4 extents and 4 strides in bytes. src: operands. data:
+    address of the elements, or NULL. op_params: 16 I32 parameters of the op.
     """
 
     type: int
@@ -36,9 +35,9 @@ F16: int = C.GGML_TYPE_F16
 I32: int = C.GGML_TYPE_I32
 I64: int = C.GGML_TYPE_I64
 
-# Most rows of one sequence that the operations with parents take.
+# Most rows per sequence of the ops that take parents.
 MAX_TREE_ROWS: int = C.MOEGRAPH_TREE_ROWS
-# Most ids that a look-up takes which fetches what is missing.
+# Most ids of a look-up that fetches missing experts.
 MAX_FETCH_IDS: int = C.MOEGRAPH_FETCH_IDS
 
 
@@ -73,7 +72,7 @@ def _repeats(small: Tensor, large: Tensor) -> bool:
 
 
 class Builder:
-    """Builds one graph: nodes are computed in the order in which they are expanded."""
+    """Builds one graph; its nodes run in the order in which `expand` appends them."""
 
     def __init__(self, ctx: Context, n_nodes: int) -> None:
         self.context = ctx
@@ -88,7 +87,7 @@ class Builder:
         return t
 
     def expand(self, t: Tensor) -> Tensor:
-        """Append a node, and before it everything it depends on."""
+        """Append a node after all nodes that it depends on."""
         C.ggml_build_forward_expand(self.graph, t)
         return t
 
@@ -118,11 +117,11 @@ class Builder:
         return C.ggml_scale(self.ctx, a, s)
 
     def fill(self, a: Tensor, value: float) -> Tensor:
-        """A tensor of a's shape, all elements equal, whatever a holds."""
+        """A tensor of a's shape, filled with value."""
         return C.ggml_fill(self.ctx, a, value)
 
     def clamp(self, a: Tensor, low: float, high: float) -> Tensor:
-        """Limit a to [low, high]; in place, as ggml does it."""
+        """Limit a to [low, high]; in place, as ggml's clamp works."""
         return C.ggml_clamp(self.ctx, a, low, high)
 
     def sigmoid(self, a: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class Builder:
         return C.ggml_argmax(self.ctx, a)
 
     def argsort_top_k(self, a: Tensor, k: int) -> Tensor:
-        """Indices of the k largest elements of each row, best first: a view of a full argsort."""
+        """Indices of the k largest elements of each row, in order: a view of a full argsort."""
         _require(0 < k <= a.ne[0], f"argsort_top_k({k})", a)
         return C.ggml_argsort_top_k(self.ctx, a, k)
 
@@ -175,7 +174,7 @@ class Builder:
         return C.ggml_mul_mat(self.ctx, w, x)
 
     def mul_mat_hadamard(self, rot: Tensor, x: Tensor) -> Tensor:
-        """Rotate each run of rot.ne0 elements of x's rows; x keeps its shape."""
+        """Multiply each run of rot.ne0 elements of a row of x by the Hadamard matrix rot."""
         n, ne = rot.ne[0], shape(x)
         n_rows = ne[0] * ne[1] * ne[2] * ne[3] // n
         _require(ne[0] % n == 0, "mul_mat_hadamard", rot, x)
@@ -185,7 +184,7 @@ class Builder:
         return self.reshape(y, *ne)
 
     def mul_mat_id(self, experts: Tensor, x: Tensor, ids: Tensor) -> Tensor:
-        """Each token times the experts it chose.
+        """Multiply each token by the experts that it chose.
 
         experts [k, m, n_expert], x F32 [k, 1 or n_used, n_tokens], ids I32 [n_used, n_tokens]:
         F32 [m, n_used, n_tokens].
@@ -213,7 +212,7 @@ class Builder:
         return calls[len(ne) - 1](self.ctx, a, *ne)
 
     def view(self, a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offset: int = 0) -> Tensor:
-        """View part of a tensor: extents ne, byte strides nb of ne1 and up, byte offset."""
+        """View part of a tensor: extents ne, strides nb of ne1 and up in bytes, offset in bytes."""
         _require(len(nb) == len(ne) - 1, f"view{list(ne)}", a)
         last = C.ggml_row_size(a.type, ne[0]) + sum((e - 1) * s for e, s in zip(ne[1:], nb))
         _require(offset + last <= C.ggml_nbytes(a), f"view{list(ne)}+{offset}", a)
@@ -231,7 +230,7 @@ class Builder:
         return C.ggml_transpose(self.ctx, a)
 
     def cont(self, a: Tensor, *ne: int) -> Tensor:
-        """Copy into contiguous memory, with the same or a new 2-d shape."""
+        """Copy into contiguous memory, with the same or a new two-dimensional shape."""
         if not ne:
             return C.ggml_cont(self.ctx, a)
         _require(len(ne) == 2 and ne[0] * ne[1] == C.ggml_nelements(a), f"cont{list(ne)}", a)
@@ -244,23 +243,23 @@ class Builder:
         return C.ggml_concat(self.ctx, a, b, dim)
 
     def cpy(self, a: Tensor, dst: Tensor) -> Tensor:
-        """Write a into dst, element by element in memory order of the shapes."""
+        """Write a's elements into dst, in the order of their indices; the shapes may differ."""
         _require(C.ggml_nelements(a) == C.ggml_nelements(dst), "cpy", a, dst)
         return C.ggml_cpy(self.ctx, a, dst)
 
     def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
-        """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b], F32, or I32 for an I32 a."""
+        """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b]; I32 for an I32 a, else F32."""
         _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)
         return C.ggml_get_rows(self.ctx, a, ids)
 
     def fetch_rows(
         self, table: Tensor, ids: Tensor, victims: Tensor, source: Tensor, target: Tensor
     ) -> Tensor:
-        """Gather rows of a table as `get_rows` does; what is in no row of target is fetched first.
+        """Look up ids in a table, as `get_rows`; copy an id without a row to a victim's row first.
 
-        table I32 [1, n]: a row of target each, or below 0; ids I32 [n_ids]; victims I32 [2, n]:
-        rows of target that may be given up, and what each holds; source F32 [m, n], in memory of
-        the host too; target F32 [m, n_rows]. I32 [1, n_ids].
+        table I32 [1, n]: for each id a row of target, or below 0. ids I32 [n_ids]. victims I32
+        [2, n_victims]: rows of target to overwrite in turn, each with the id that it holds. source
+        F32 [m, n], may be host memory. target F32 [m, n_rows]. Result: rows, I32 [1, n_ids].
 
         Source: patch 0021, moegraph.h.
         """
@@ -282,7 +281,7 @@ class Builder:
         return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 rows [n, r] into dst [n, m] at rows ids I64 [r], converting to its type."""
+        """Write F32 rows [n, r] to rows ids I64 [r] of dst [n, m], converted to dst's type."""
         ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type == I64
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
@@ -290,8 +289,8 @@ class Builder:
     def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.
 
-        Qwen3.5 names interleaved multi-axis rope; text has one position on all axes, where that is
-        equal to NEOX, and only NEOX is fused on CUDA.
+        Qwen3.5 uses interleaved multi-axis rope. Text has the same position on all axes, which
+        makes that equal to NEOX, and only NEOX is fused on CUDA.
         """
         _require(pos.type == I32 and a.ne[2] == pos.ne[0] and hp.n_rot <= a.ne[0], "rope", a, pos)
         return C.ggml_rope_ext(
@@ -316,8 +315,8 @@ class Builder:
         """Attention with F32 accumulation.
 
         q F32 [d, n_tokens, n_head, s], k and v [d, n_kv, n_head_kv, s], mask F16 [n_kv, n_tokens,
-        1, s]: F32 [d, n_head, n_tokens, s]. On the CPU, a single row sums over a long context in
-        n_parts; 0: one a thread.
+        1, s]: F32 [d, n_head, n_tokens, s]. n_parts: on the CPU, parts in which a single row sums
+        over a long context; 0: one per thread.
         """
         ok = (
             q.ne[0] == k.ne[0] == v.ne[0]
@@ -337,8 +336,8 @@ class Builder:
         """Depthwise causal convolution.
 
         x F32 [d_conv - 1 + n_tokens, channels, n_seqs], kernel F32 [d_conv, channels]:
-        F32 [channels, n_tokens, n_seqs]. With parents I32 [n_tokens, n_seqs] the window of a row is
-        the row, its ancestors and then the columns in front of row 0.
+        F32 [channels, n_tokens, n_seqs]. With parents I32 [n_tokens, n_seqs], a row's window is the
+        row, its ancestors, and then the columns before row 0.
         """
         ok = x.ne[1] == kernel.ne[1] and x.ne[0] >= kernel.ne[0] and kernel.type == F32
         _require(ok and x.ne[3] == 1, "ssm_conv", x, kernel)
@@ -351,12 +350,12 @@ class Builder:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
         parents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Gated delta rule over the tokens of each sequence, keeping the final state.
+        """Gated delta rule over the tokens of each sequence.
 
         q, k [S, n_k_heads, T, B], v [S, n_v_heads, T, B], g and beta [1, n_v_heads, T, B],
-        state [S, S, n_v_heads, B]: F32 [S * n_v_heads, T * B + S * B], scores first, state behind.
-        With parents I32 [T, B] each row continues the state of its parent and no state is kept:
-        F32 [S * n_v_heads, T * B].
+        state [S, S, n_v_heads, B]: F32 [S * n_v_heads, T * B + S * B], the outputs, then the final
+        state. With parents I32 [T, B], each row continues its parent's state and the result has no
+        state: F32 [S * n_v_heads, T * B].
         """
         s, h, t, b = shape(v)
         ok = (

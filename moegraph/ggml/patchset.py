@@ -1,8 +1,8 @@
-"""The patch set that a library was built with, read from its file before it is loaded.
+"""Read the patch set of each library from its file, and refuse a mixture before loading.
 
-Loading a library of other patches may already fail on a symbol that is missing, or may not fail at
-all where only layouts differ. So every library of ours carries the hash of its patches in an ELF
-note (patchset_note.c), and a mixture is refused before the dynamic linker sees it.
+Loading a library with other patches may fail on a missing symbol, or succeed with other struct
+layouts. So every library that we build carries the hash of its patches in an ELF note
+(patchset_note.c), and this module checks the notes before the dynamic linker loads a library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTE_START = struct.pack("<III12s", len("moegraph") + 1, _N_DIGITS, 1, b"moegra
 
 
 def patchset_of(path: Path) -> str | None:
-    """Return the 16 hex digits that a library carries, or None where there are none.
+    """Return the 16 hex digits in a library's note, or None if it has no note.
 
     Raises:
         OSError: the file cannot be read.
@@ -40,7 +40,7 @@ def patchset_of(path: Path) -> str | None:
 
 
 def _find_note(data: mmap.mmap) -> str | None:
-    """Return the text of our note in an ELF file; slices end where the file does."""
+    """Return the text of our note in an ELF file, or None; slices never go past its end."""
     if data[:6] != _ELF_64_LITTLE:
         return None
     (start,) = struct.unpack_from("<Q", data, 32)
@@ -59,9 +59,9 @@ def _find_note(data: mmap.mmap) -> str | None:
 
 
 def require_one_patchset(extension: Path, folder: Path) -> None:
-    """Refuse libraries that were not built with the patches of the extension.
+    """Refuse libraries in `folder` that were not built with the extension's patches.
 
-    What is not there is left to the dynamic linker and its message.
+    Files that do not exist are skipped; for them the dynamic linker reports the error.
 
     Raises:
         NativeError: names the library and both patch sets.

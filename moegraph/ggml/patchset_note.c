@@ -1,5 +1,5 @@
-// An ELF note with the hash of the patch set, compiled into every library and into the extension: the loader reads
-// it from the files (patchset.py) before the dynamic linker sees any of them.
+// An ELF note with the hash of the patch set, compiled into every library and the extension. patchset.py reads it from
+// each file before the dynamic linker loads any of them.
 
 struct note {
     unsigned int name_size;

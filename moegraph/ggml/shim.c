@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-// Looks at memory that a device writes, before asking the device: some 10 to 50 ms.
+// Reads of memory that the device writes, before the host synchronizes: 10 to 50 ms in all.
 #define SPINS 1000000
 
 const char * moegraph_patchset(void);
@@ -52,7 +52,7 @@ static void on_log(enum ggml_log_level level, const char * text, void * user_dat
     pthread_mutex_unlock(&log_lock);
 }
 
-// ggml_abort calls abort() when this returns; a core dump and a bare "Aborted" tell a user nothing.
+// If this returned, ggml_abort would call abort(): a core dump and a bare "Aborted" tell a user nothing.
 static void on_abort(const char * message) {
     if (last_error[0] != '\0') {
         fprintf(stderr, "moegraph: native failure: %.400s: %.500s\n", last_error, message);
@@ -85,7 +85,7 @@ void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag) {
     ggml_backend_cpu_set_abort_callback(backend_cpu, flag ? cancel_requested : NULL, (void *) flag);
 }
 
-// One request of the backend: `tensor` must stay allocated until node number `at` has been computed.
+// A request of the backend: `tensor` must stay allocated until the node `until`, number `at`, has been computed.
 struct keep {
     struct ggml_tensor * tensor;
     struct ggml_tensor * until;
@@ -114,8 +114,8 @@ static int by_node(const void * a, const void * b) {
     return ((const struct keep *) a)->at - ((const struct keep *) b)->at;
 }
 
-// Requests come nearly in node order: each search starts where the last one ended. A request that names no
-// node of the graph (upstream may look one past the end) keeps at = -1 and is dropped.
+// Requests come nearly in node order, so each search starts where the previous one ended. A request whose `until` is not
+// in the graph (upstream may look one past the end) keeps at = -1 and is dropped.
 static void locate_keeps(const struct ggml_cgraph * graph, struct keep_list * list) {
     int from = 0;
     for (size_t k = 0; k < list->n; k++) {
@@ -130,8 +130,8 @@ static void locate_keeps(const struct ggml_cgraph * graph, struct keep_list * li
     qsort(list->items, list->n, sizeof(struct keep), by_node);
 }
 
-// The graph the allocator sees: the same nodes and, behind each node that something must outlive, a view that
-// counts as one more use.
+// The graph that the allocator sees: the same nodes, and after each `until` node a view of `tensor`, which counts as one
+// more use of it.
 static struct ggml_cgraph * with_keeps(struct ggml_context * ctx, struct ggml_cgraph * graph, const struct keep_list * list) {
     struct ggml_cgraph * copy = ggml_new_graph_custom(ctx, graph->n_nodes + graph->n_leafs + list->n, false);
     size_t k = 0;
@@ -180,7 +180,7 @@ enum ggml_status mg_launch(ggml_backend_t backend, struct ggml_cgraph * graph, c
     return status;
 }
 
-static bool is_here(const int32_t * ids, int n) {
+static bool ids_arrived(const int32_t * ids, int n) {
     for (int i = n - 1; i >= 0; i--) {
         if (__atomic_load_n(&ids[i], __ATOMIC_ACQUIRE) == MG_NO_ID) {
             return false;
@@ -191,19 +191,19 @@ static bool is_here(const int32_t * ids, int n) {
 
 bool mg_wait_ids(ggml_backend_t backend, const int32_t * ids, int n) {
     for (int i = 0; i < SPINS; i++) {
-        if (is_here(ids, n)) {
+        if (ids_arrived(ids, n)) {
             return true;
         }
         relax();
     }
-    // a long prompt, or a device that failed: synchronizing tells
+    // a long prompt, or a device that failed: synchronize to find out
     ggml_backend_synchronize(backend);
-    return is_here(ids, n);
+    return ids_arrived(ids, n);
 }
 
 void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size_t from_offset,
         const struct ggml_tensor * to, size_t to_offset, size_t size) {
-    // ggml copies tensors: two of bytes, which it does not keep
+    // ggml copies only tensors, so describe the bytes as two; ggml keeps no pointer to them
     struct ggml_tensor tensors[2] = { *from, *to };
     const size_t offsets[2] = { from_offset, to_offset };
     for (int i = 0; i < 2; i++) {
@@ -221,11 +221,11 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
 
 enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
-        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph) {
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_uploaded, struct ggml_cgraph * graph) {
     ggml_backend_tensor_set_async(compute, slots, numbers, 0, size);
-    if (ev_here) {
-        ggml_backend_event_record(ev_here, upload);
-        ggml_backend_event_wait(compute, ev_here);
+    if (ev_uploaded) {
+        ggml_backend_event_record(ev_uploaded, upload);
+        ggml_backend_event_wait(compute, ev_uploaded);
     }
     const enum ggml_status status = ggml_backend_graph_compute_async(compute, graph);
     if (ev_free && status == GGML_STATUS_SUCCESS) {

@@ -9,8 +9,8 @@
 
 #define MAX_WATCHES 2048
 
-// A free entry has end == 0. The handler reads end, start, and end again: an entry that is being changed matches
-// nothing.
+// A free entry has end == 0. The handler reads end, start, and end again, so that an entry that is being changed does
+// not match.
 struct mg_watch {
     _Atomic uintptr_t start;
     _Atomic uintptr_t end;
@@ -43,9 +43,9 @@ static void pass_on(int number, siginfo_t * info, void * context) {
     if (previous.sa_flags & SA_SIGINFO) {
         previous.sa_sigaction(number, info, context);
     } else if (previous.sa_handler == SIG_IGN && info->si_code <= 0) {
-        return;  // sent by a process that may be ignored; a fault cannot be
+        return;  // sent by a process: may be ignored; a fault may not
     } else if (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN) {
-        // pending until this handler returns, and then the end
+        // pending until this handler returns; then it ends the process
         signal(number, SIG_DFL);
         raise(number);
     } else {
@@ -53,7 +53,7 @@ static void pass_on(int number, siginfo_t * info, void * context) {
     }
 }
 
-// Only what is safe in a signal handler: lock-free atomics and plain system calls.
+// Uses only what is safe in a signal handler: lock-free atomics and plain system calls.
 static void on_sigbus(int number, siginfo_t * info, void * context) {
     const int saved = errno;
     const uintptr_t address = (uintptr_t) info->si_addr;
@@ -84,7 +84,7 @@ static int install(void) {
     return sigaction(SIGBUS, &action, &previous) == 0;
 }
 
-// Somebody may have put a handler on top of ours, which then calls ours: it has to stay.
+// If another handler was installed after ours, it may call ours, so ours has to stay.
 static void uninstall(void) {
     struct sigaction now;
     if (sigaction(SIGBUS, NULL, &now) == 0 && (now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_sigbus) {

@@ -1,4 +1,4 @@
-"""GGUF model files: bounded scan, validation, mapping; nothing native reads a file before this."""
+"""GGUF model files: bounded scan, validation, mapping. Native code reads only checked files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Look for weights that cannot be numbers: NaN or infinity in values and in block scales.
+"""Find weights that are NaN or infinite, in values and in block scales.
 
-A file that was damaged in transit usually has its structure intact and such values in its data;
-one of them turns every logit into NaN. Reads the whole file once, at disk speed.
+A file that was damaged in transit often keeps its structure and holds such values in its data. One
+of them turns every logit into NaN. The check reads the whole file once, at disk speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 16 << 20
 _F32 = (np.dtype("<u4"), 0x7F80_0000, 0x7F80_0000)
 _F16 = (np.dtype("<u2"), 0x7C00, 0x7C00)
 _BF16 = (np.dtype("<u2"), 0x7F80, 0x7F80)
-# 0xFF is NaN, and from 2^125 (0xFD, halved once) on the largest values of a block overflow.
+# 0xFF is NaN. From 0xFD (2^126, which ggml halves) on, the largest values of a block overflow.
 _E8M0 = (np.dtype("u1"), 0xFF, 0xFD)
 
 # Byte offsets of the floating-point fields of one block. Source: ggml/src/ggml-common.h.
@@ -50,7 +50,11 @@ _FIELDS: dict[GGMLQuantizationType, tuple[tuple[int, ...], tuple[np.dtype[Any], 
 
 @dataclass(frozen=True)
 class BadTensor:
-    """A tensor with blocks (single values for float types) that hold NaN or infinity."""
+    """A tensor that holds NaN or infinity.
+
+    n_bad, n_blocks: bad and all blocks (single values for float types). first: index of the first
+    bad block.
+    """
 
     name: str
     type: str
@@ -64,7 +68,7 @@ def find_nonfinite(
 ) -> list[BadTensor]:
     """Return every tensor with a value or scale that is NaN or infinite.
 
-    progress: called with bytes done and bytes in all.
+    progress: called with (bytes read, bytes in total) after each chunk.
 
     Raises:
         ModelFileError: the file ends early or the disk fails.

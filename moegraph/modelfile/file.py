@@ -1,9 +1,9 @@
-"""A model on disk: opened, scanned, validated and mapped, in one file or several parts.
+"""A model on disk, in one file or several parts: opened, scanned, validated and mapped.
 
-Bytes are handed out in two ways. `map` gives a view of a mapping: free until touched, but a file
-that is truncated afterwards ends the process with SIGBUS, unless somebody watches `mappings`
-(ggml/mapped.py does). `read` copies with pread into memory of the caller and turns a truncated
-file into an error.
+A caller gets at a tensor's bytes in two ways. `map` returns a view of the mapped file, which costs
+nothing until it is read. If the file is truncated later, reading the view raises SIGBUS, which ends
+the process unless ggml/mapped.py watches the `mappings`. `read` copies with pread into the caller's
+memory and reports a truncated file as an error.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _MAX_TRANSFER = 0x7FFF_F000
 
 
 class GgufFile:
-    """A well-formed GGUF file of any architecture. A context manager; `open_gguf` makes one.
+    """A well-formed GGUF file of any architecture; a context manager that `open_gguf` returns.
 
-    path is the first part, kv its key-value pairs, tensors those of all parts in file order.
-    warnings holds one line for each oddity that does no harm.
+    path, kv: path and key-value pairs of the first part. tensors: those of all parts, in file
+    order. warnings: one line for each harmless oddity.
     """
 
     warnings: tuple[str, ...]
 
     def __init__(self, path: Path) -> None:
-        """Open path and the parts that belong to it, and check everything.
+        """Open the first part and the parts that it announces, and check all of them.
 
         Raises:
             ModelFileError: missing, unreadable, foreign, truncated or malformed.
             UnsupportedModel: well-formed, but not a model that moegraph runs.
         """
         self._fds: list[int] = []
-        self._stamps: list[tuple[int, int]] = []  # of each part when it was opened
-        # Closes the files of a model that nobody closed, also at exit.
+        self._stamps: list[tuple[int, int]] = []  # size and mtime of each part at opening
+        # Closes the files if the caller does not, at exit at the latest.
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self._maps: dict[int, mmap.mmap] = {}
         self._closed = False
@@ -126,7 +126,9 @@ class GgufFile:
         return np.frombuffer(self._mapping(info.part), np.uint8, info.nbytes, info.offset)
 
     def mappings(self) -> list[tuple[Path, np.ndarray]]:
-        """Return path and all bytes of every part, in order; `map` hands out pieces of them.
+        """Return (path, all bytes) of every part, in order; `map` returns slices of these bytes.
+
+        Shapes: [size of the part] uint8.
 
         Raises:
             ModelFileError: a part is now shorter than it was, or cannot be mapped.
@@ -147,7 +149,7 @@ class GgufFile:
         return self._maps[no]
 
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
-        """Fill out with a tensor's bytes, beginning at byte start of the tensor.
+        """Copy a tensor's bytes, from byte `start` of the tensor on, into `out`.
 
         Shapes: out [n] uint8, contiguous and writable, start + n <= info.nbytes. Thread-safe.
 
@@ -178,9 +180,9 @@ class GgufFile:
             done += n
 
     def check_unchanged(self) -> None:
-        """Refuse a model that somebody wrote to since it was opened, by size and time of change.
+        """Refuse a model that was written to after it was opened, by size and modification time.
 
-        A file that was renamed over it, or removed, is another file: this one is as it was.
+        Removing the path, or renaming another file over it, leaves the opened file unchanged.
 
         Raises:
             ModelFileError: names the file.
@@ -190,26 +192,26 @@ class GgufFile:
             try:
                 now = _stamp(os.fstat(fd))
             except OSError as error:
-                raise ModelFileError(f"{part.path}: cannot look: {error.strerror}") from error
+                raise ModelFileError(f"{part.path}: cannot stat: {error.strerror}") from error
             if now != stamp:
                 had = f"it had {stamp[0]} bytes and has {now[0]}"
                 if now[0] == stamp[0]:
-                    had = "its size is the same, its time of change is not"
+                    had = "its size is the same, its modification time is not"
                 raise ModelFileError(
                     f"{part.path}: the file was written to while the model was in use: {had}; "
                     "load the model again"
                 )
 
     def opened_paths(self) -> list[str]:
-        """Return a path for each part that leads to the file that was checked; until close().
+        """Return a path to the checked file of each part; valid until close().
 
-        What lies at its own path may be another file by now.
+        The part's own path may lead to another file by now.
         """
         self._check_open()
         return [f"/proc/self/fd/{fd}" for fd in self._fds]
 
     def close(self) -> None:
-        """Close the files; views that map() gave out stay valid. Closing twice is harmless."""
+        """Close the files; views that map() returned stay valid. A second call does nothing."""
         self._closed = True
         self._maps.clear()
         self._finalizer()
@@ -222,7 +224,7 @@ class GgufFile:
         """Refuse a file by the metadata of its first part."""
 
     def _check(self) -> None:
-        """Check all parts together, and set what only a checked file has."""
+        """Check all parts together and set `warnings`."""
         self.warnings = tuple(_trailing(self._parts))
 
     def _open_parts(self) -> list[Part]:
@@ -263,7 +265,7 @@ class GgufFile:
 
 
 class ModelFile(GgufFile):
-    """A validated qwen35moe model. A context manager; `open_model` makes one."""
+    """A validated qwen35moe model; a context manager that `open_model` returns."""
 
     hparams: HParams
 
@@ -276,7 +278,7 @@ class ModelFile(GgufFile):
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
-    """Return what changes when a file is written to."""
+    """Return size and mtime, which change when a file is written to."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -286,7 +288,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFile:
-    """Open and validate a model file, following its parts.
+    """Open and validate a model file and all its parts.
 
     Raises:
         ModelFileError: missing, unreadable, foreign, truncated or malformed.
@@ -296,7 +298,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """Open a well-formed GGUF file of any architecture, to look into it.
+    """Open a well-formed GGUF file of any architecture, for inspection.
 
     Raises:
         ModelFileError: missing, unreadable, foreign, truncated or malformed.
@@ -326,7 +328,7 @@ def _validate(
 
 
 def _merge(parts: list[Part]) -> dict[str, TensorInfo]:
-    """Return the tensors of all parts; a name may occur once only."""
+    """Return the tensors of all parts; each name may occur only once."""
     tensors = dict(parts[0].tensors)
     for part in parts[1:]:
         for name, info in part.tensors.items():
@@ -338,7 +340,7 @@ def _merge(parts: list[Part]) -> dict[str, TensorInfo]:
 
 
 def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
-    """Return the path of every part, derived from the name of the first and from no metadata."""
+    """Return the path of every part; only the first part's name decides, not its metadata."""
     if n_parts > MAX_PARTS:
         raise meta.error(_SPLIT_COUNT, f"is {n_parts}; allowed are 1 to {MAX_PARTS}")
     match = _PART_NAME.fullmatch(path.name)
@@ -346,7 +348,7 @@ def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
         raise meta.error(
             _SPLIT_COUNT,
             f"says that this is one of {n_parts} parts, but the file name does not "
-            f"end in -00001-of-{n_parts:05}.gguf; give the parts their own names back",
+            f"end in -00001-of-{n_parts:05}.gguf; give the parts their original names",
         )
     prefix, number, count = match.group(1), int(match.group(2)), int(match.group(3))
     first = path.with_name(f"{prefix}-00001-of-{n_parts:05}.gguf")
@@ -359,13 +361,13 @@ def _part_names(path: Path, meta: Metadata, n_parts: int) -> list[Path]:
         raise meta.error(
             _SPLIT_COUNT,
             f"says that this is part 1 of {n_parts}, but the file name says part "
-            f"{number} of {count}; give the parts their own names back",
+            f"{number} of {count}; give the parts their original names",
         )
     return [path.with_name(f"{prefix}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
 
 
 def _check_part(part: Part, no: int, n_parts: int) -> None:
-    """Check that a part is the one its name says."""
+    """Check that a part's metadata agrees with its file name."""
     found = part.metadata.integer(_SPLIT_NO, 0, 65_535)
     if found != no:
         raise part.metadata.error(_SPLIT_NO, f"is {found}, but the file name says {no}")
@@ -384,7 +386,7 @@ def _cannot_open(path: Path, no: int, error: OSError) -> str:
 
 
 def _node_kind(mode: int) -> str:
-    """Return what a path that is no regular file is."""
+    """Name the kind of a path that is not a regular file."""
     kinds = (
         (stat.S_ISDIR, "is a directory"),
         (stat.S_ISFIFO, "is a pipe"),

@@ -16,13 +16,13 @@ from .reader import StringArray
 class Metadata:
     """Key-value pairs of one header, with the byte offset of each key for messages.
 
-    A getter without a default raises when its key is missing.
+    A getter without a default raises ModelFileError if its key is missing.
     """
 
     def __init__(
         self, path: os.PathLike[str] | str, values: dict[str, Any], offsets: dict[str, int]
     ) -> None:
-        """Take values as python scalars, numpy arrays or StringArray."""
+        """values: Python scalars, numpy arrays or StringArray. offsets: byte of each key."""
         self.path = path
         self.values = values
         self._offsets = offsets
@@ -96,7 +96,7 @@ class Metadata:
 
 
 def _kind(value: object) -> str:
-    """Return a value's kind in words."""
+    """Describe a value's type."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype.name}"
     if isinstance(value, Sequence) and not isinstance(value, str):

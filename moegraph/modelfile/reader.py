@@ -1,7 +1,7 @@
 """A bounded cursor over the header of a GGUF file: every length is checked before it is used.
 
-Bytes come through pread into our own memory and never through a mapping, so a file that shrinks
-while it is scanned is an error and not a signal. Positions are absolute file offsets.
+The cursor reads with pread and never through a mapping, so a file that shrinks during the scan
+causes an error and not a signal. Positions are absolute file offsets.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from ..errors import ModelFileError
 
-# A 250,000-token vocabulary with its merges needs some 11 MB of header.
+# A 250,000-token vocabulary with its merges needs about 11 MB of header.
 HEADER_LIMIT = 128 << 20
-# Bounds time and memory for headers full of empty strings (8 bytes each in the file).
+# Limits time and memory for headers full of empty strings (8 bytes each in the file).
 STRINGS_LIMIT = 1 << 22
 _FIRST_READ = 1 << 20
 
@@ -31,9 +31,9 @@ class StringArray(Sequence[str]):
     """A string array of the header, kept as bytes and offsets and decoded on access."""
 
     def __init__(self, data: bytes, starts: np.ndarray) -> None:
-        """Take the array's raw bytes and the start of each string, plus one past the last end.
+        """data: the array's raw bytes. starts: the start of each string, then the end plus 8.
 
-        Each string but the first is preceded by its own 8-byte length, hence the 8 below.
+        An 8-byte length precedes each string, so string i ends 8 bytes before starts[i + 1].
         """
         self._data = data
         self._starts = starts
@@ -54,7 +54,7 @@ class StringArray(Sequence[str]):
         return f"StringArray({len(self)} strings)"
 
     def raw(self, index: int) -> bytes:
-        """Return one string as the bytes that stand in the file."""
+        """Return the undecoded bytes of one string."""
         at = range(len(self))[index]
         return self._data[int(self._starts[at]) : int(self._starts[at + 1]) - 8]
 
@@ -104,7 +104,7 @@ class Reader:
         return bytes(self._data[start : start + n])
 
     def peek(self, n: int) -> bytes:
-        """Return the next n bytes, fewer at the end of the file, without moving."""
+        """Return the next n bytes (fewer at the end of the file) without advancing."""
         n = min(n, self.remaining)
         self._fill(self.pos + n)
         return bytes(self._data[self.pos : self.pos + n])
@@ -129,7 +129,7 @@ class Reader:
         return self.raw(self.u64(f"length of {what}"), what)
 
     def string_array(self, n: int, what: str) -> StringArray:
-        """Read n length-prefixed strings, remembering only where each one starts."""
+        """Read n length-prefixed strings; record only where each one starts."""
         if n > self._strings_left:
             self.fail(f"{what} has {n} strings; a header may hold {STRINGS_LIMIT} in all")
         self._strings_left -= n
@@ -151,7 +151,7 @@ class Reader:
         return StringArray(bytes(data[first:pos]), np.frombuffer(starts, dtype=np.uint64))
 
     def _take(self, n: int, what: str) -> int:
-        """Make the next n bytes available, step over them, and return where they start."""
+        """Make the next n bytes available, advance over them, and return where they start."""
         start = self.pos
         if start + n > len(self._data):
             self._fill_or_fail(start, n, what)
@@ -159,7 +159,7 @@ class Reader:
         return start
 
     def check_room(self, n: int, what: str, at: int | None = None) -> None:
-        """Check that n bytes follow, before anything is made for them; at is for the message."""
+        """Check that n more bytes exist before the caller allocates; at: offset in the message."""
         self._check(self.pos, n, what, at)
 
     def _check(self, pos: int, n: int, what: str, at: int | None = None) -> None:
@@ -175,13 +175,13 @@ class Reader:
         )
 
     def _fill_or_fail(self, pos: int, n: int, what: str) -> int:
-        """Make bytes [pos, pos + n) available; return how many bytes of the file are now held."""
+        """Make bytes [pos, pos + n) available; return how many bytes are now in memory."""
         self._check(pos, n, what)
         self._fill(pos + n)
         return len(self._data)
 
     def _fill(self, end: int) -> None:
-        """Read the file up to byte end at least, in steps that double."""
+        """Read the file at least up to byte end; each read doubles what is in memory."""
         have = len(self._data)
         want = min(self._limit, max(end, 2 * have, _FIRST_READ))
         while have < end:

@@ -1,4 +1,4 @@
-"""Find the file that a user means: a shipped model's name, or a path."""
+"""Resolve a model argument: the name of a shipped model, or a path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHIPPED = {"tiny": "tiny.gguf"}
 def resolve_target(target: str | os.PathLike[str]) -> Path:
     """Return the path of a model: a shipped name ('tiny') or a path to a GGUF file.
 
-    A path with a folder in it ('./tiny') is never taken for a name.
+    A path that contains a folder ('./tiny') is never read as a name.
 
     Raises:
-        ModelFileError: a shipped model is not installed, or nothing has that name.
+        ModelFileError: the shipped model is not installed, or no file has that name.
     """
     name = os.fspath(target)
     if name in SHIPPED:
@@ -35,5 +35,5 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
 
 
 def is_shipped(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is that of a shipped model; those write code and do not talk."""
+    """Return whether path is a shipped model; shipped models complete code and cannot chat."""
     return Path(path).parent == _MODELS

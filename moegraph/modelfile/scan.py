@@ -1,9 +1,9 @@
 """Scan the header of one GGUF file: key-value pairs and tensor records, all bounds checked.
 
 Layout (little-endian): magic, u32 version, u64 n_tensors, u64 n_kv, key-value pairs, tensor
-records, padding to the alignment, tensor data. Nothing is allocated for a count or a length
-before it is known to fit into what is left of the file, and nothing nests, so a scan ends after
-a bounded time on any input. Versions 2 and 3 have the same layout.
+records, padding to the alignment, tensor data. Versions 2 and 3 have the same layout. The scanner
+checks every count and length against the rest of the file before it allocates, and refuses nested
+arrays, so it ends in bounded time on any input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TensorInfo:
     """One tensor of a model file.
 
     Shapes: ne in ggml order, padded with 1 to four entries.
-    Units: nbytes and offset in bytes; offset counts from the start of the file of that part.
+    Units: nbytes and offset in bytes; offset counts from the start of the part's file.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Part:
 
 
 def scan_part(fd: int, path: os.PathLike[str], size: int, part: int = 0) -> Part:
-    """Scan the header of an open regular file of size bytes; part numbers it among splits.
+    """Scan the header of an open regular file of size bytes; part: its index among the splits.
 
     Raises:
         ModelFileError: anything in the header is malformed or does not fit the file.
@@ -185,13 +185,13 @@ def _read_array(reader: Reader, key: str) -> Any:
 def _alignment(metadata: Metadata) -> int:
     alignment = metadata.integer("general.alignment", 8, 4096, DEFAULT_ALIGNMENT)
     if alignment & (alignment - 1):
-        raise metadata.error("general.alignment", f"is {alignment}, which is no power of two")
+        raise metadata.error("general.alignment", f"is {alignment}, which is not a power of two")
     return alignment
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A tensor record as read; rel_offset counts from the start of the data section."""
+    """A tensor record of the file; rel_offset counts from the start of the data section."""
 
     name: str
     type: GGMLQuantizationType
@@ -244,8 +244,8 @@ def _place(
 ) -> tuple[dict[str, TensorInfo], int]:
     """Check that tensors follow each other inside the file; return them and where data ends.
 
-    Each must start where the one before it ends, padded: llama.cpp accepts no other layout, and
-    it rules out tensors that overlap.
+    Each tensor must start where the previous one ends, plus padding. llama.cpp accepts no other
+    layout, and in this one tensors cannot overlap.
     """
     tensors: dict[str, TensorInfo] = {}
     expected = 0
@@ -285,5 +285,5 @@ def _place(
         )
         expected = -(-(r.rel_offset + r.nbytes) // alignment) * alignment
         before = f"tensor {r.name}"
-    # The last tensor's padding belongs to the layout too.
+    # The padding of the last tensor is part of the layout.
     return tensors, max(end, data_start + expected if records else end)

@@ -1,4 +1,4 @@
-"""Say what a file that is not little-endian GGUF looks like, and what to do about it."""
+"""Describe a file that is not little-endian GGUF, and say what to do about it."""
 
 from __future__ import annotations
 

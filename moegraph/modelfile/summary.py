@@ -1,7 +1,7 @@
-"""What a model needs, in bytes: by type, by layer, by expert, by token.
+"""Sizes of a model in bytes: by type, layer, expert and token.
 
-Pure functions over a tensor table and HParams; they print nothing and touch no device. Sizes are
-those of the tensors themselves: allocators add alignment on top, which the scratch term covers.
+Pure functions of a tensor table and HParams. Sizes are those of the tensors alone, without the
+alignment that allocators add.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TypeTotal:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer that runs. expert_types: type of each routed-expert tensor by its short name."""
+    """One layer that runs. expert_types: (short name, type) of each routed-expert tensor."""
 
     il: int
     recurrent: bool
@@ -51,9 +51,9 @@ class LayerSummary:
 class ModelSummary:
     """Sizes of a model in bytes.
 
-    dense_bytes: everything that runs for each token, all but the routed experts: embedding, head,
-    norms, attention, router, shared expert. unused_bytes: prediction blocks and unknown tensors.
-    active_params: parameters that one token uses, the embedding counted as one row.
+    dense_bytes: all that runs except the routed experts: embedding, head, norms, attention, router,
+    shared expert. unused_bytes: prediction blocks and unknown tensors. active_params: parameters
+    that one token uses; the embedding counts as one row unless it is also the head.
     """
 
     n_params: int
@@ -67,7 +67,7 @@ class ModelSummary:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Return the bytes of the largest expert, which is what a slot must hold."""
+        """Return the bytes of the largest expert, which a slot must be able to hold."""
         return max(layer.bytes_per_expert for layer in self.layers)
 
 
@@ -97,7 +97,7 @@ def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
 
 
 def kv_bytes_per_token(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
-    """Return the bytes one position takes in the KV caches of all full-attention layers.
+    """Return the bytes that one position takes in the KV caches of all full-attention layers.
 
     Raises:
         ConfigError: an unknown cache type, or one whose blocks do not divide a row.
@@ -110,7 +110,7 @@ def kv_bytes_per_token(hp: HParams, type_k: str = "f16", type_v: str = "f16") ->
 def state_bytes(hp: HParams, n_seq: int = 1) -> int:
     """Return the bytes of convolution and DeltaNet state of n_seq sequences, all layers, F32.
 
-    A layer keeps [d_conv - 1, conv_dim] and [head_v_dim, head_v_dim, n_v_heads] a sequence.
+    Shapes, per layer and sequence: [d_conv - 1, conv_dim], [head_v_dim, head_v_dim, n_v_heads].
     """
     conv = (hp.ssm_d_conv - 1) * hp.conv_dim
     delta = hp.head_v_dim * hp.head_k_dim * hp.n_v_heads

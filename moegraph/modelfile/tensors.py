@@ -1,4 +1,4 @@
-"""The tensors a qwen35moe file must hold: names, shapes and types, all derived from HParams.
+"""The tensors that a qwen35moe file must hold: names, shapes and types, derived from HParams.
 
 Source: llama.cpp src/models/qwen35moe.cpp load_arch_tensors, src/llama-arch.cpp.
 """
@@ -37,11 +37,11 @@ MATRIX_TYPES = frozenset(
         _Q.MXFP4,
     }
 )
-# Norms, biases and the convolution enter element-wise ops and kernels that read float only.
+# Norms, biases and the convolution go into element-wise ops and kernels that read only F32.
 VECTOR_TYPES = frozenset({_Q.F32})
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
-# Variants that llama.cpp computes differently; leaving them out would change the answer.
+# Variants that llama.cpp computes differently; ignoring these tensors would change the results.
 _REFUSED = (
     (re.compile(r".*\.(scale|input_scale)"), "per-tensor scales (NVFP4)"),
     (re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias"), "attention biases"),
@@ -74,7 +74,7 @@ def _vector(*ne: int) -> Expected:
 
 
 def expected_tensors(hp: HParams, merged: frozenset[int]) -> dict[str, Expected]:
-    """Return the tensors of the layers that run, and of embedding and head.
+    """Return the tensors, by name, of the embedding, the head and the layers that run.
 
     merged: layers whose gate and up experts are stored as one tensor, gate first.
     """
@@ -92,7 +92,7 @@ def expected_tensors(hp: HParams, merged: frozenset[int]) -> dict[str, Expected]
 
 
 def nextn_tensors(hp: HParams, merged: bool) -> dict[str, Expected]:
-    """Return the tensors of one prediction (MTP) block, without the 'blk.N.' in front."""
+    """Return the tensors of one prediction (MTP) block, named without 'blk.N.'."""
     return (
         _attention(hp)
         | _ffn(hp, merged)
@@ -111,7 +111,7 @@ def _attention(hp: HParams) -> dict[str, Expected]:
     head_dim = hp.n_embd_head_k
     return {
         "attn_norm.weight": _vector(hp.n_embd),
-        # Per head: the query, then the gate of the output.
+        # Per head: the query, then the output gate.
         "attn_q.weight": _matrix(hp.n_embd, 2 * head_dim * hp.n_head),
         "attn_k.weight": _matrix(hp.n_embd, head_dim * hp.n_head_kv),
         "attn_v.weight": _matrix(hp.n_embd, hp.n_embd_head_v * hp.n_head_kv),
@@ -194,7 +194,7 @@ def check_tensors(
 
 
 def _check_variants(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse well-formed variants by name, before complaining about what they lack."""
+    """Refuse known variants first: this message helps more than that of a missing tensor."""
     for name in tensors:
         for pattern, what in _REFUSED:
             if pattern.fullmatch(name):
@@ -230,7 +230,7 @@ def _check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> N
 def _nextn_warnings(
     hp: HParams, tensors: Mapping[str, TensorInfo], merged: frozenset[int]
 ) -> list[str]:
-    """Describe prediction blocks that are incomplete; they are not run, so nothing fails."""
+    """Describe incomplete prediction blocks; they do not run, so these are not errors."""
     warnings = []
     for il in range(hp.n_layer, hp.n_layer + hp.n_layer_nextn):
         for name, spec in nextn_tensors(hp, il in merged).items():
@@ -250,7 +250,7 @@ def _nextn_warnings(
 def _unknown_warnings(
     hp: HParams, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
 ) -> list[str]:
-    """Describe tensors that nothing reads, prediction blocks left aside."""
+    """Describe unknown tensors outside the prediction blocks; no graph reads them."""
     nextn = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
     unknown = [n for n in tensors if n not in expected and block_index(n) not in nextn]
     if not unknown:

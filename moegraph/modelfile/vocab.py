@@ -1,8 +1,8 @@
-"""Check the tokenizer part of a header before llama.cpp's tokenizer is built from it.
+"""Check the tokenizer keys of a header before llama.cpp builds its tokenizer from them.
 
-llama.cpp asserts, and so ends the process, on a vocabulary with equal tokens (and cuts tokens at
-a NUL before it compares them); it reads arrays as the type it expects; and text that is not UTF-8
-raises through its C interface. None of that can be caught, so all of it is checked here.
+llama.cpp asserts, which ends the process, if two tokens are equal up to a NUL. It reads arrays
+without checking their type. Text that is not UTF-8 makes it throw through its C interface. Python
+can catch none of these, so this module refuses such a vocabulary first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SPECIAL_IDS = tuple(
         "middle",
     )
 )
-# llama.cpp's BOS and EOS for this tokenizer when the file names none.
+# llama.cpp's BOS and EOS for this tokenizer if the file names none.
 _DEFAULT_ID = 11
 _MAX_VOCAB = 1 << 24
 
@@ -51,7 +51,7 @@ _MAX_VOCAB = 1 << 24
 def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
     """Check the tokenizer keys and return n_vocab.
 
-    n_embd_rows: rows of token_embd.weight; a file without a tokenizer takes n_vocab from there.
+    n_embd_rows: rows of token_embd.weight; the default of n_vocab without a tokenizer.
 
     Raises:
         ModelFileError: a tokenizer key is missing, malformed, or contradicts the embedding.
@@ -80,7 +80,7 @@ def _check_bpe(meta: Metadata) -> int:
     n_vocab = len(tokens)
     if not 1 <= n_vocab <= _MAX_VOCAB:
         raise meta.error(TOKENS, f"has {n_vocab} tokens; allowed are 1 to {_MAX_VOCAB}")
-    # llama.cpp renames an empty token so, and the new name takes part in the comparison.
+    # llama.cpp gives an empty token this name before it compares tokens.
     raw = [t or b"[EMPTY_%d]" % i for i, t in enumerate(tokens.raw_strings())]
     if len(set(raw)) != n_vocab:
         raise meta.error(TOKENS, f"contains {_first_repeated(raw)!r} more than once")
@@ -109,7 +109,7 @@ def _first_repeated(raw: list[bytes]) -> bytes:
 
 
 def _check_array(meta: Metadata, key: str, dtypes: tuple[str, ...], n: int) -> None:
-    """Check an optional array with one number a token."""
+    """Check an optional array with one number per token."""
     if key not in meta:
         return
     value = meta.values[key]
@@ -120,7 +120,7 @@ def _check_array(meta: Metadata, key: str, dtypes: tuple[str, ...], n: int) -> N
 
 
 def _check_special(meta: Metadata, n_vocab: int) -> None:
-    """Check special token ids, and that BOS and EOS exist where they are to be added."""
+    """Check special token ids, and that BOS and EOS exist if the file asks to add them."""
     for key in _SPECIAL_IDS:
         if key in meta:
             meta.integer(key, 0, n_vocab - 1)

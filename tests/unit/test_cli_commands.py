@@ -163,7 +163,7 @@ def test_messages_that_are_no_turns(talk: Talk, tmp_path: Path, roles: list[str]
     saved = {"format": "moegraph conversation", "version": 1, "messages": messages}
     (tmp_path / "f").write_text(json.dumps(saved))
     shown = talk(f"/load {tmp_path / 'f'}", "a").stderr
-    assert "error: the messages are not" in shown or "error: message role 'root'" in shown
+    assert "error: the messages do not alternate" in shown or "error: message role 'root'" in shown
 
 
 def test_read_asks_about_a_file(cli: Cli, talk: Talk, tmp_path: Path) -> None:

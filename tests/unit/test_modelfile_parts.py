@@ -55,7 +55,7 @@ def test_what_is_wrong_with_parts_is_said(write: Write, tmp_path: Path) -> None:
     assert "part 3 of the model is missing" in _message(paths[0])
     (tmp_path / "away").rename(paths[2])
     renamed = paths[0].rename(tmp_path / "model.gguf")
-    assert "give the parts their own names back" in refused(renamed)
+    assert "give the parts their original names" in refused(renamed)
     wrong = renamed.rename(tmp_path / "m-00001-of-00004.gguf")
     assert "the file name says part 1 of 4" in refused(wrong)
 

@@ -236,7 +236,7 @@ def test_malformed_key_value_pairs_are_refused(tmp_path: Path, raw: bytes, words
     [
         (kv("general.alignment", T.UINT32, 0), "is 0; allowed are 8 to 4096"),
         (kv("general.alignment", T.UINT32, 4), "is 4; allowed"),
-        (kv("general.alignment", T.UINT32, 48), "no power of two"),
+        (kv("general.alignment", T.UINT32, 48), "not a power of two"),
         (kv("general.alignment", T.UINT32, 2**31), "allowed are 8 to 4096"),
         (kv("general.alignment", T.UINT64, 2**64 - 1), "allowed are 8 to 4096"),
         (kv("general.alignment", T.STRING, "32"), "is a string; expected an integer"),

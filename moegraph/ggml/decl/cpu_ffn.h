@@ -1,4 +1,4 @@
-// Expert FFN on the CPU (cpu_ffn.h holds the comments).
+// Expert FFN on the CPU (documented in ../cpu_ffn.h).
 
 struct mg_cpu_ffn_layer {
     const void * gate;
@@ -16,6 +16,6 @@ struct mg_cpu_ffn_layer {
 struct mg_cpu_ffn;
 
 struct mg_cpu_ffn * mg_cpu_ffn_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows);
-void mg_cpu_ffn_free(struct mg_cpu_ffn * cold);
-void mg_cpu_ffn_compute(struct mg_cpu_ffn * cold, const struct mg_cpu_ffn_layer * layer, const float * x,
+void mg_cpu_ffn_free(struct mg_cpu_ffn * ffn);
+void mg_cpu_ffn_compute(struct mg_cpu_ffn * ffn, const struct mg_cpu_ffn_layer * layer, const float * x,
         const int32_t * ids, const float * weights, int n_rows, float * y);

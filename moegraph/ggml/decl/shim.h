@@ -1,4 +1,4 @@
-// moegraph's own C shim (shim.h holds the comments).
+// moegraph's own C shim (documented in ../shim.h).
 
 const char * mg_patchset_built(void);
 const char * mg_patchset_loaded(void);
@@ -24,4 +24,4 @@ void mg_copy_bytes(ggml_backend_t backend, const struct ggml_tensor * from, size
         const struct ggml_tensor * to, size_t to_offset, size_t size);
 enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
-        ggml_backend_event_t ev_free, ggml_backend_event_t ev_here, struct ggml_cgraph * graph);
+        ggml_backend_event_t ev_free, ggml_backend_event_t ev_uploaded, struct ggml_cgraph * graph);

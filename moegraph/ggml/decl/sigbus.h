@@ -1,4 +1,4 @@
-// Watched mappings (sigbus.h holds the comments).
+// Watched mappings (documented in ../sigbus.h).
 
 struct mg_watch;
 
