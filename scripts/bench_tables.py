@@ -170,7 +170,7 @@ def _experts(lines: Lines, key: tuple[str, str, str]) -> list[str]:
         and (x["setting"], x["test"], x["system"]) == key
     ]  # fmt: skip
     hits, misses = (sum(x[name] for x in found) for name in ("hits", "misses"))
-    steps = sum(x["n_steps"] for x in found)
+    steps = sum(x["n_passes"] for x in found)
     if not steps:
         return ["-", "-"]
     return [f"{hits / max(hits + misses, 1):.3f}", f"{misses / steps:.1f}"]

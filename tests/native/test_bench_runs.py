@@ -71,7 +71,7 @@ def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:
     assert all(len(x["patchset"]) == 16 and x["commit"] for x in systems_noted)
     assert str(ROOT) not in out.read_text(), "raw lines are published, paths are not"
     partial = [x for x in samples if x["setting"] == "50 %" and x["test"] == "tg4"]
-    assert {x["experts"]["n_steps"] for x in partial} == {4}
+    assert {x["experts"]["n_passes"] for x in partial} == {4}
     by_turn = {(x["at"], x["system"]): x["experts"]["misses"] for x in partial}
     for at in (0, 1, 2):
         assert by_turn[at, "before"] == by_turn[at, "after"], "both replay the same routing"

@@ -386,7 +386,7 @@ def test_a_bad_profile_stops_only_a_run_that_asked_for_it(tmp_path: Path) -> Non
     model.symlink_to(resolve_target("tiny"))
     beside = tmp_path / "m.gguf.routing.json"
     beside.write_text('{"format": "somebody else"}')
-    asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", *CPU, *FEW_SLOTS)
+    asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", "-q", *CPU, *FEW_SLOTS)
     result = invoke(*asked)
     assert result.exit_code == 0, result.output
     assert f"is left aside: {beside}: not a routing profile" in result.stderr

@@ -27,7 +27,7 @@ PLACES = {
 }
 CLOCKS = [
     (MissHandler, "_measure_stream"), (CpuExperts, "measure"), (PassClock, "__call__"),
-    (CacheGuard, "_decide"), (CacheGuard, "_look"), (PrefetchController, "guess"),
+    (CacheGuard, "_decide"), (CacheGuard, "_consider_probe"), (PrefetchController, "predicted"),
 ]  # fmt: skip
 
 

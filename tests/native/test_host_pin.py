@@ -133,7 +133,7 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
     whole = open_engine(PRESET, host_pin="all", **settings)
     n_bytes, hp, store = whole.memory()["host_pinned_bytes"], whole.hparams, whole._misses._store
     strides = sum(store.packing(il).stride for il in range(hp.n_layer))
-    assert n_bytes == hp.n_expert * strides and not whole.notes
+    assert n_bytes == hp.n_expert * strides and not whole.warnings
 
     # 'auto', as on a device that pins: half of the layers have room
     memory = HostMemory(16 * GiB, 2 * GiB + n_bytes // 2, None)
@@ -147,6 +147,6 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
         ),
     )
     half = open_engine(PRESET, host_pin="auto", **settings)
-    assert any("of 8 layers" in note for note in half.notes), half.notes
+    assert any("of 8 layers" in note for note in half.warnings), half.warnings
     assert 0 < half.memory()["host_pinned_bytes"] < n_bytes
     assert greedy_tokens(half, prompt(half, 20), 16) == expected
