@@ -22,9 +22,11 @@ SLEEP = 0
 # of the best way so far for as many tokens. The first one has no such measure.
 _TRY_S = 0.012
 _TRY_TOKENS = 3
-_FIRST_S = 0.05
+_FIRST_S = 0.025
 # With fewer threads than a way that takes so many times the best time, none is tried.
 _HOPELESS = 1.5
+# A way that takes so many times the best time, for half the time of a trial, is tried no longer.
+_HOPELESS_AT_ONCE = 3
 # Another way has to be better by this factor to take over.
 _BETTER = 1.05
 # Tokens slower than they were by this factor, in two windows in a row, mean that something changed.
@@ -169,7 +171,10 @@ class Tuner:
             return True
         if not self.measured:
             return self._spent >= _FIRST_S
-        return self._spent >= 2 * max(_TRY_S, _TRY_TOKENS * min(self.measured.values()))
+        best = min(self.measured.values())
+        if self._spent >= max(_TRY_S / 2, _HOPELESS_AT_ONCE * best * self._n):
+            return True
+        return self._spent >= 2 * max(_TRY_S, _TRY_TOKENS * best)
 
     def _next_way(self) -> None:
         took = self._spent / self._n
