@@ -110,7 +110,7 @@ def test_a_run_ends_with_status_3_and_one_line(tmp_path: Path, options: tuple[st
     path = Path(shutil.copy(resolve_target("tiny"), tmp_path / "cut.gguf"))
     child = subprocess.Popen(
         [sys.executable, "-m", "moegraph", "run", path, "-p", "def f", "-n", "100000", "-c", "0",
-         "-q", "--ignore-eos", "--temp", "0", "--device", "cpu", *options],
+         "--ignore-eos", "--temp", "0", "--device", "cpu", "--quiet", *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
