@@ -51,7 +51,9 @@ class Graph:
         """Make a weight of given quantized blocks, extents in ggml order."""
         return self._leaf(self._weights, TYPES[kind].ggml_id, ne, data)
 
-    def _leaf(self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray[Any]) -> Tensor:
+    def _leaf(
+        self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray[Any]
+    ) -> Tensor:
         tensor = place.leaf(dtype, ne, "x")
         self._leaves.append((tensor, np.ascontiguousarray(data).tobytes()))
         return tensor

@@ -77,9 +77,7 @@ def test_the_quickest_way_is_chosen_within_a_tenth_of_a_second(
 @pytest.mark.parametrize(
     ("table", "limit_s"), [(IDLE, 0.04), ({**BUSY, SPINNING: 0.04}, 0.07)], ids=["idle", "busy"]
 )
-def test_a_trial_of_the_shipped_model_is_short(
-    table: dict[Threads, float], limit_s: float
-) -> None:
+def test_a_trial_of_the_shipped_model_is_short(table: dict[Threads, float], limit_s: float) -> None:
     machine = Machine(Tuner(TWO))
     while not machine.tuner.is_settled:
         machine.run(1e-6, table.__getitem__)
