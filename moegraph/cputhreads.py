@@ -11,7 +11,7 @@ from .config import EngineConfig
 from .ggml.device import Device
 from .runner import Batch, Runner
 from .runner.base import NotFinite
-from .threads import Threads, Tuner, usable_cpus, waiting, ways
+from .threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 
 # Time limit of measuring at load; the first tokens of an answer are measured for the rest.
 _MEASURE_S = 1.0
@@ -55,7 +55,9 @@ class CpuThreads:
         batch = Batch(np.zeros((1, 1), dtype=np.int32), greedy=True)
         end = time.perf_counter() + _MEASURE_S
         try:
-            self._run(runner, batch)  # builds the graph
+            # builds the graph; threads that sleep are never slow by much, other programs or not
+            self._device.use_threads(Threads(self._device.n_threads, SLEEP))
+            self._run(runner, batch)
             while not self.tuner.is_settled and time.perf_counter() < end:
                 self.begin(1)
                 self._run(runner, batch)

@@ -259,9 +259,18 @@ class Engine:
     def _misses(self) -> MissHandler | None:
         return self.runner.misses if isinstance(self.runner, LayeredRunner) else None
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, opened at first use."""
+        """The model's tokenizer, opened at first use.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self.ownership.require_open()
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         from .tokenizer import Tokenizer
 
         return self._own(Tokenizer(self.file))

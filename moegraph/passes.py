@@ -123,9 +123,11 @@ class Passes:
         self.abandon(*range(seq, seq + n_seqs))  # until everything is recorded
         try:
             batch = Batch(rows, seq, all_rows, greedy)
+            n_built = self._runner.graphs.n_built
             self._threads.begin(rows.size)
             self._runner.submit(batch, cancel.is_set if cancel else bool)
-            self._threads.end()
+            if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
+                self._threads.end()
             for i, row in enumerate(rows.tolist()):
                 self._held[seq + i].extend(row)
         except BaseException:

@@ -101,7 +101,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: SequenceOf[str] = ()) -> None:
-        self.stops = _checked_stops(stops)
+        self.stops = _checked_stops((stops,) if isinstance(stops, str) else stops)
         self.matched: str | None = None
         self._held = ""
 

@@ -22,9 +22,11 @@ SLEEP = 0
 # twice the time that the best way so far needs for that, and the first way after _FIRST_S.
 _TRY_S = 0.012
 _TRY_TOKENS = 3
-_FIRST_S = 0.05
+_FIRST_S = 0.025
 # If a way takes this many times the best time, fewer threads with its poll level are not tried.
 _HOPELESS = 1.5
+# A way that takes this many times the best time is dropped after half the time of a trial.
+_HOPELESS_AT_ONCE = 3
 # A way replaces the current one only if it is faster by this factor.
 _BETTER = 1.05
 # A window slower than usual by this factor is slow; two in a row start a trial.
@@ -169,7 +171,10 @@ class Tuner:
             return True
         if not self.measured:
             return self._spent >= _FIRST_S
-        return self._spent >= 2 * max(_TRY_S, _TRY_TOKENS * min(self.measured.values()))
+        best = min(self.measured.values())
+        if self._spent >= max(_TRY_S / 2, _HOPELESS_AT_ONCE * best * self._n):
+            return True
+        return self._spent >= 2 * max(_TRY_S, _TRY_TOKENS * best)
 
     def _next_way(self) -> None:
         took = self._spent / self._n

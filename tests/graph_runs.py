@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,11 @@ class Graph:
         self._weights = Builder(Context(1024, 16), 16)
         self._leaves: list[tuple[Tensor, bytes]] = []
 
-    def leaf(self, data: npt.NDArray, dtype: int = F32) -> Tensor:
+    def leaf(self, data: npt.NDArray[Any], dtype: int = F32) -> Tensor:
         """Make a leaf that holds an array of numpy shape (ggml's reversed)."""
         return self._leaf(self.b, dtype, data.shape[::-1], data)
 
-    def weight(self, data: npt.NDArray, dtype: int = F32) -> Tensor:
+    def weight(self, data: npt.NDArray[Any], dtype: int = F32) -> Tensor:
         """Make a leaf in memory marked as weights, which may be loaded early."""
         return self._leaf(self._weights, dtype, data.shape[::-1], data)
 
@@ -46,11 +47,13 @@ class Graph:
         block = TYPES[kind]
         return self.blocks(kind, block.fill(rng, math.prod(ne) // block.n_elem, 0.5), *ne)
 
-    def blocks(self, kind: str, data: npt.NDArray, *ne: int) -> Tensor:
+    def blocks(self, kind: str, data: npt.NDArray[Any], *ne: int) -> Tensor:
         """Make a weight of given quantized blocks, extents in ggml order."""
         return self._leaf(self._weights, TYPES[kind].ggml_id, ne, data)
 
-    def _leaf(self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray) -> Tensor:
+    def _leaf(
+        self, place: Builder, dtype: int, ne: tuple[int, ...], data: npt.NDArray[Any]
+    ) -> Tensor:
         tensor = place.leaf(dtype, ne, "x")
         self._leaves.append((tensor, np.ascontiguousarray(data).tobytes()))
         return tensor
@@ -101,14 +104,14 @@ class Graph:
     def _fill(self) -> None:
         """Fill the leaves, and the results with NaN: those of the last run would hide a race."""
         for i in range(C.ggml_graph_n_nodes(self.b.graph)):
-            node = C.ggml_graph_node(self.b.graph, i)
+            node: Any = C.ggml_graph_node(self.b.graph, i)
             if node.view_src == ffi.NULL:
                 C.ggml_backend_tensor_memset(node, 0xFF, 0, C.ggml_nbytes(node))
         for tensor, data in self._leaves:
             C.ggml_backend_tensor_set(tensor, data, 0, len(data))
 
 
-def nmse(got: Array, expected: npt.NDArray) -> float:
+def nmse(got: Array, expected: npt.NDArray[Any]) -> float:
     """Return the squared error relative to the expected values."""
     expected = expected.reshape(-1).astype(np.float64)
     return float(((got - expected) ** 2).sum() / (expected**2).sum())

@@ -49,7 +49,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
 
     config: gives device and threads; other settings are ignored.
     """
-    base = {"n_ctx": _N_CTX, "profile": "none", "prefetch": "off"}
+    base: dict[str, Any] = {"n_ctx": _N_CTX, "profile": "none", "prefetch": "off"}
     with load(_changed(config, base), None) as engine:
         model = engine.file
         hp, device = engine.hparams, engine.device
@@ -57,6 +57,8 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         whole = None
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
+        if device.is_cpu:  # one way to wait and one number of threads for all that is compared
+            base["n_threads"], base["poll"] = engine.threads.tuner.current
         words = {
             "model": str(model.kv.get("general.name") or model.path.name),
             "device": device.description, "is_cpu": device.is_cpu,

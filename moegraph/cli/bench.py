@@ -193,7 +193,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     "n_threads",
     callback=_numbers,
     metavar="LIST",
-    help="CPU threads, as 1,2; default: physical cores.",
+    help="CPU threads, as 1,2; default: measured, up to the physical cores.",
 )
 @_list_option(
     "-ub",
@@ -276,12 +276,12 @@ def bench(
     if phases_path and config.mode != "layered":
         raise ConfigError("--phases needs --mode layered; one graph a pass has no phases")
     with OutputFile(phases_path) if phases_path else nullcontext() as plot:
-        phases = _Phases(_varied(names, configs))
+        phases, warned = _Phases(_varied(names, configs)), set[str]()
         records = (
             phases.noted(record)
             for name in names
             for config in configs
-            for record in _measure(name, config, spec, trace)
+            for record in _measure(name, config, spec, trace, warned)
         )
         STYLES[style](records, [test.name for test in spec.tests], _varied(names, configs))
         if plot:
@@ -303,12 +303,12 @@ def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[
 
 
 def _measure(
-    name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None
+    name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None, warned: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Load a model and yield its records."""
     from ..bench import run_bench
 
-    with options.load_engine(name, config, trace) as engine:
+    with options.load_engine(name, config, trace, warned) as engine:
         facts = _facts(engine)
         for row in run_bench(engine, spec):
             yield _record(facts, row, engine.threads.report())

@@ -101,8 +101,9 @@ def _measure(target: str, config: EngineConfig) -> None:
     """Print what the machine takes for the model, as `--machine` reads it."""
     from ..bench.machine import measure_machine, summary_line
 
+    warned: set[str] = set()
     fields = measure_machine(
-        lambda changed, routing: options.load_engine(target, changed, routing),
+        lambda changed, routing: options.load_engine(target, changed, routing, warned, False),
         "mine", config,
     )  # fmt: skip
     click.echo(json.dumps(fields, ensure_ascii=False))

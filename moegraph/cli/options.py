@@ -256,12 +256,14 @@ def open_any(target: str | Path) -> GgufFile:
 
 
 def load_engine(
-    target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None
-) -> Engine:
+    target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
+    warned: set[str] | None = None, is_chosen: bool = True,
+) -> Engine:  # fmt: skip
     """Load a model by name or path, or one that open_header opened, which it then owns.
 
     A progress bar shows on a terminal. routing: a trace that replaces the router's choice, for
-    measuring.
+    measuring. warned: warnings that were printed before, to which this adds. is_chosen: whether the
+    user chose the settings, and not the program.
     """
     from ..engine import Engine
 
@@ -269,8 +271,12 @@ def load_engine(
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
         engine = Engine(model, config, bars, ids)
-    for warning in (*engine.file.warnings, *engine.warnings, *_idle_settings(engine)):
-        ui.note(f"warning: {warning}")
+    warned = set() if warned is None else warned
+    idle = _idle_settings(engine) if is_chosen else []
+    for warning in (*engine.file.warnings, *engine.warnings, *idle):
+        if warning not in warned:
+            ui.note(f"warning: {warning}")
+            warned.add(warning)
     return engine
 
 

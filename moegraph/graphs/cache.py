@@ -45,7 +45,7 @@ class GraphCache:
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
         self._n_host_bytes = 0
-        self.generation = 0
+        self.generation = self.n_built = 0
 
     @property
     def n_bytes(self) -> int:
@@ -76,6 +76,7 @@ class GraphCache:
         self._allocate(context, builder.graph)
         built = BuiltGraph(context, builder.graph, outputs)
         self._graphs[key] = built
+        self.n_built += 1
         self._n_host_bytes += built.n_bytes
         while self._n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
             _, oldest = self._graphs.popitem(last=False)

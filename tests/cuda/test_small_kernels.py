@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,7 @@ class Step:
             normed.append(b.expand(b.scale(b.rms_norm(x, EPS / d), d**-0.5)))
         return normed
 
-    def expected(self) -> list[npt.NDArray]:
+    def expected(self) -> list[npt.NDArray[Any]]:
         """Compute the same in float64."""
         alpha, beta = self.alpha.astype(np.float64), self.beta.astype(np.float64)
         gate = np.log1p(np.exp(alpha + self.dt)) * self.a
@@ -155,7 +156,7 @@ def test_gated_norm(device: Device, d: int, n_rows: int) -> None:
 
 def layer_end(
     graph: Graph, n: int, n_rows: int, chain: bool
-) -> tuple[list[Tensor], list[Tensor], list[npt.NDArray]]:
+) -> tuple[list[Tensor], list[Tensor], list[npt.NDArray[Any]]]:
     """Append a shared expert's gate, the sums and the norm; return results, nodes between, truth.
 
     chain: the routed experts are added, too.
@@ -349,7 +350,7 @@ def shares_memory(device: Device, n_rows: int) -> bool:
 
         def build(b: Builder) -> Graph:
             graph = Graph()
-            graph.b, graph.leaf = b, graph.weight  # what is placed are results only
+            vars(graph).update(b=b, leaf=graph.weight)  # what is placed are results only
             x = b.expand(b.scale(graph.weight(random(1, n_rows, 512)), 1.0))
             moe(graph, "Q8_0", x, ("routed", "shared"), 1)
             stack.enter_context(graph.place_weights(device))

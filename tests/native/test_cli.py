@@ -381,6 +381,12 @@ def test_bench_measures_lists_of_settings() -> None:
     assert (rows[2]["n_prompt"], rows[2]["n_gen"]) == (4, 3)
 
 
+def test_bench_warns_once_whatever_it_loads() -> None:
+    tests = ("-p", 8, "-n", 0, "-r", 1, "--no-warmup", "--device", "cpu", "--miss", "stream")
+    done = moegraph("bench", "tiny", *tests, "-t", "1,2")
+    assert done.stderr.count(b"--miss has no effect") == 1
+
+
 def test_bench_plots_the_phases_of_a_pass(tmp_path: Path) -> None:
     plot = tmp_path / "phases.svg"
     tests = ("-p", 8, "-n", 4, "-r", 1, *CPU, "--phases", plot)

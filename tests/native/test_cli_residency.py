@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from moegraph.bench.machine import _machine, _Segment
+from moegraph.bench.machine import _machine, _Segment, measure_machine
 from moegraph.cli import main
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -23,7 +23,7 @@ from moegraph.experts.planner import Footprint, make_plan
 from moegraph.experts.policy import parse_policy
 from moegraph.experts.profile import Profile, read_profile
 from moegraph.experts.simulate import simulate
-from moegraph.experts.trace import TraceRecorder, read_trace
+from moegraph.experts.trace import Trace, TraceRecorder, read_trace
 from moegraph.footprint import needed_bytes, slot_bytes
 from moegraph.modelfile import open_model, resolve_target
 from moegraph.sampling import SamplingParams
@@ -208,6 +208,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the times of this machine and the shipped model."""
     result = invoke("doctor", "--measure", "tiny", "--device", "cpu", "-t", 1)
     assert result.exit_code == 0, result.output
+    assert "warning" not in result.stderr, "no setting was the user's"
     path = tmp_path_factory.mktemp("machine") / "mine.json"
     path.write_text(result.stdout)
     return path
@@ -228,6 +229,21 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     assert told["host_copy_bytes_per_s"] > 1e8 and list(told["cpu_us_by_threads"]) == ["1"]
     # the graphs of this device can fetch, so a miss was timed there, too
     assert [n for n, _ in fields["fetch_us"]] == [1, 4]
+
+
+def test_what_is_compared_is_measured_with_the_same_threads() -> None:
+    """With threads that are measured, the first tokens of each engine would be trials."""
+    configs: list[EngineConfig] = []
+
+    def load(config: EngineConfig, routing: Trace | None) -> Engine:
+        configs.append(config)
+        ids = None if routing is None else routing.ids.astype(np.int32)
+        return Engine.load("tiny", config, None, ids)
+
+    measure_machine(load, "mine", EngineConfig(device="cpu"))
+    assert (configs[0].n_threads, configs[0].poll) == (None, None)
+    ((n_threads, poll),) = {(config.n_threads, config.poll) for config in configs[1:]}
+    assert n_threads is not None and poll is not None
 
 
 def test_the_law_of_a_measured_machine_gives_back_what_was_timed() -> None:
@@ -387,7 +403,7 @@ def test_a_bad_profile_stops_only_a_run_that_asked_for_it(tmp_path: Path) -> Non
     model.symlink_to(resolve_target("tiny"))
     beside = tmp_path / "m.gguf.routing.json"
     beside.write_text('{"format": "somebody else"}')
-    asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", *CPU, *FEW_SLOTS)
+    asked = ("run", model, "-p", PROMPT, "-n", 4, "--json", "-q", *CPU, *FEW_SLOTS)
     result = invoke(*asked)
     assert result.exit_code == 0, result.output
     assert f"is ignored: {beside}: not a routing profile" in result.stderr

@@ -213,7 +213,7 @@ def test_a_closed_engine_says_so(engine) -> None:
         lambda: next(live), lambda: events(engine, 1), lambda: engine.generate("text"),
         lambda: engine.forward(ROW), lambda: engine.forward_logits([1]), engine.collect,
         lambda: engine.submit(ROW, 0, False, True, None), engine.reset, engine.memory,
-        lambda: engine.forward_nodes([1]), engine.hand_over,
+        lambda: engine.forward_nodes([1]), engine.hand_over, lambda: engine.tokenizer,
     ):  # fmt: skip
         with pytest.raises(RequestError, match="the engine is closed"):
             call()

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
+from moegraph.runner import WholeRunner
 from moegraph.sequence import CancelToken
 from moegraph.threads import SLEEP, SPIN, Threads
 
@@ -140,6 +142,35 @@ def test_measuring_at_load_leaves_no_trace(model_path) -> None:
         assert chosen["threads_chosen"] == ("given" if poll is not None else "measured")
         assert poll in (None, chosen["poll"])
     assert texts[0] == texts[1]
+
+
+def test_what_is_measured_at_load_begins_asleep(model_path, monkeypatch) -> None:
+    """Spinning, the pass that builds the graph takes a tenth of a second beside busy cores."""
+    used: list[Threads] = []
+    submit = WholeRunner.submit
+
+    def noted(self: WholeRunner, *args: Any) -> None:
+        used.append(next(reversed(self.device._pools)))
+        submit(self, *args)
+
+    monkeypatch.setattr(WholeRunner, "submit", noted)
+    config = EngineConfig(device="cpu", n_threads=2, n_ctx=256)
+    with Engine.load(model_path("legacy32"), config):
+        assert used[:2] == [Threads(2, SLEEP), Threads(2, SPIN)]
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_a_token_that_builds_graphs_says_nothing_about_threads(
+    model_path, monkeypatch, mode: str
+) -> None:
+    config = EngineConfig(device="cpu", n_threads=2, n_ctx=768, mode=mode)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        timed: list[float] = []
+        monkeypatch.setattr(engine.threads.tuner, "took", timed.append)
+        token = np.array([1], dtype=np.int32)
+        for n_timed in (0, 1, 2):  # the first one builds: logits are not what was measured at load
+            engine.forward(token)
+            assert len(timed) == n_timed
 
 
 @pytest.mark.parametrize("poll", [SLEEP, SPIN])

@@ -63,6 +63,11 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 
 
 class TestStopMatcher:
+    def test_a_single_string_is_one_stop_string(self):
+        matcher = StopMatcher("ab")
+        assert (matcher.push("b a"), matcher.push("b")) == ("b ", "")
+        assert matcher.matched == "ab"
+
     @given(FEW_LETTERS, STOPS, st.lists(st.integers(0, 24), max_size=8))
     def test_the_split_of_the_text_makes_no_difference(
         self, text: str, stops: list[str], cuts: list[int]

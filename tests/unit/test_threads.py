@@ -74,6 +74,17 @@ def test_the_quickest_way_is_chosen_within_a_tenth_of_a_second(
     assert set(tuner.measured) == set(TWO)
 
 
+@pytest.mark.parametrize(
+    ("table", "limit_s"), [(IDLE, 0.04), ({**BUSY, SPINNING: 0.04}, 0.07)], ids=["idle", "busy"]
+)
+def test_a_trial_of_the_shipped_model_is_short(table: dict[Threads, float], limit_s: float) -> None:
+    machine = Machine(Tuner(TWO))
+    while not machine.tuner.is_settled:
+        machine.run(1e-6, table.__getitem__)
+    assert machine.now < limit_s
+    assert set(machine.tuner.measured) == set(TWO)
+
+
 def test_sleeping_is_chosen_where_it_is_quickest() -> None:
     tuner = Tuner(TWO)
     Machine(tuner).run(1.0, {SPINNING: 0.1, ONE: 0.05, SLEEPING: 0.03}.__getitem__)
