@@ -78,7 +78,7 @@ def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(tmp).glob("*.whl"))
         if done.returncode != 0 or not wheels:
-            raise BuildError(f"no headers of cuBLAS {major} here, and pip could not download {name}")
+            raise BuildError(f"no cuBLAS {major} headers here, and pip could not download {name}")
         folder.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(wheels[0]) as wheel:
             for entry in wheel.namelist():

@@ -101,11 +101,12 @@ EXPERTS_JSON = {
     "missing": "distinct experts that each pass missed, summed over layers and passes",
     "admitted, evicted, declined": "experts that got a slot, lost it, or were refused one",
     "fetched_bytes, fetched_bytes_per_pass": "expert bytes sent to the device",
-    "n_cpu_experts": "number of experts that the CPU computed",
+    "n_cpu_experts": "experts that the CPU computed",
     "n_fetching_layers": "number of layers whose graphs fetch missing experts",
     "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
     "phases_us_per_pass": "host time by phase: `launch`, `wait`, `resolve`",
-    "guard": "whether the cache is bypassed, because that is faster, and how often that changed",
+    "guard": "`bypassed`: whether the cache is bypassed, because that is faster; `n_probes`, "
+    "`n_bypassed_tokens`",
 }
 PLAN_JSON = {
     "path, n_layer, n_expert, n_expert_used": "the model",
@@ -161,7 +162,9 @@ DOCTOR_JSON = {
     "checks[]": "`name`, `ok`, `detail`, `required`",
     "devices[]": "`device`, `kind`, `description`, `free_bytes`, `total_bytes`",
     "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host",
-    "cpu": "`model`, `logical` CPUs, `threads` by default, `features`",
+    "cpu": "`model`, `logical` CPUs, physical `cores` that moegraph may use, `features`",
+    "threads": "CPU threads that the shipped model chose, and the speed of each way `tried`; null "
+    "if it does not run",
 }
 MACHINE_JSON = {
     "name, about": "texts",

@@ -21,7 +21,7 @@ _SPARED = ("mode", "params", "size", "threads", "backend")
 # llama-bench shows these settings only if they differ from these values.
 _USUAL = {"n_ubatch": 512, "type_k": "f16", "type_v": "f16"}
 _SQL_TABLE = "moegraph_bench"
-# SQL types of columns whose value in the first row may be NULL.
+# Of columns that may be NULL in the first row.
 _SQL_KINDS = {"hit_rate": "REAL", "fetched_bytes_per_pass": "INTEGER"}
 
 
