@@ -91,7 +91,7 @@ class EngineConfig:
         "int",
         512,
         ("-ub", "--ubatch-size"),
-        "Most prompt tokens in one pass.",
+        "Maximum number of prompt tokens in one pass.",
         minimum=1,
         maximum=1 << 16,
         group="Context",
@@ -188,8 +188,8 @@ class EngineConfig:
         "choice",
         "lfu",
         ("--policy",),
-        "Which experts keep their slots: lfu, those chosen most often; lru, those chosen last; "
-        "static, those of the start; adaptive, as lru, but the best of the profile stay.",
+        "Which experts keep their slots. lfu: those chosen most often. lru: those chosen last. "
+        "static: those resident at the start. adaptive: as lru, but the best of the profile stay.",
         choices=EXPERT_POLICIES,
         group="Expert",
     )
@@ -198,8 +198,8 @@ class EngineConfig:
         "auto",
         ("--miss",),
         "Who computes missing experts. cpu: the CPU, in passes of up to 8 tokens. stream: the "
-        "device, after they are copied to it. auto: the faster of the two, or both at once, as "
-        "measured at load.",
+        "device, after they are copied to it. auto: whichever is faster, or both at once, by "
+        "measured times.",
         choices=("auto", "cpu", "stream"),
         group="Expert",
     )
@@ -218,7 +218,7 @@ class EngineConfig:
         ("--host-pin",),
         "Copy experts that can be missing to pinned host memory, from which the device reads them "
         "faster. auto: on CUDA, as many layers as leave the host some free memory. all: every "
-        "layer, or an error.",
+        "layer, or an error. none: read them from the model file.",
         choices=("auto", "all", "none"),
         group="Expert",
     )
@@ -226,7 +226,7 @@ class EngineConfig:
         "flag",
         False,
         ("--deterministic",),
-        "Base no decision on timing, so that runs repeat exactly: with --miss auto the device "
+        "Base no decision on timing, so that runs are repeatable: with --miss auto the device "
         "computes all missing experts, nothing is prefetched, and the cache is never bypassed. "
         "Often slower.",
     )

@@ -91,7 +91,7 @@ class SamplingParams:
         "float",
         1.0,
         ("--repeat-penalty",),
-        "Divide the logits of recent tokens; 1 is off.",
+        "Divide the logits of recent tokens by this; 1 is off.",
         minimum=0.01,
         maximum=100,
     )

@@ -203,7 +203,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("512",),
     show_default=True,
     metavar="LIST",
-    help="Most prompt tokens in one pass.",
+    help="Maximum number of prompt tokens in one pass.",
 )
 @_list_option(
     "-ctk",

@@ -52,7 +52,7 @@ _TEMPLATE = "tokenizer.chat_template"
 @click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE",
-    help="Show what fits into this much device memory, such as 8 (GiB) or 512MiB; repeatable.",
+    help="Show what fits into this much device memory, such as 8 (in GiB) or 512MiB; repeatable.",
 )  # fmt: skip
 @click.option(
     "-c",

@@ -98,7 +98,7 @@ def length_options(command: Command) -> Command:
         click.option(
             "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
             default=-1, metavar="N", show_default=True,
-            help="Most tokens to generate. -1: until an end token or a full context.",
+            help="Maximum number of tokens to generate. -1: until an end token or a full context.",
         ),
         click.option(
             "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",

@@ -61,7 +61,7 @@ def _plan_options(command: Any) -> Any:
     default=("6", "8", "12", "16", "24"),
     show_default=True,
     metavar="SIZE",
-    help="Device memory of the card, such as 8 (GiB) or 8GiB; repeatable.",
+    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable.",
 )
 @click.option(
     "--context",
@@ -77,7 +77,7 @@ def _plan_options(command: Any) -> Any:
     "profile_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Routing profile, which says how many slots each layer gets and what fills them.",
+    help="Routing profile, from which the planner spreads and fills the slots.",
 )
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all classes."
@@ -104,8 +104,8 @@ def plan_command(
     """Show how the planner divides device memory for the model TARGET, without loading weights.
 
     A full layer has all its experts on the device; the other layers share the slots. The last
-    column is the value of llama.cpp's -ncmoe (layers whose experts stay in host memory) that needs
-    the same device memory.
+    column is the -ncmoe (number of layers whose experts stay in host memory) with which llama.cpp
+    needs the same device memory.
 
     \b
     Examples:

@@ -93,9 +93,9 @@ def run(args: tuple[str, ...], **given: Any) -> None:
     Sampling settings that you do not give are those that the model file recommends
     (general.sampling.*), or else the defaults below.
 
-    The second form takes token ids: PROMPT_IDS is a file of raw little-endian 32-bit ids, N_GEN is
-    the number of tokens to generate, and OUT_IDS is the file for the prompt's and the generated
-    ids. This form is greedy unless you give --temp.
+    With three more arguments, run takes token ids: it reads raw little-endian 32-bit ids from the
+    file PROMPT_IDS, generates N_GEN tokens, and writes the ids of prompt and tokens to the file
+    OUT_IDS. This form is greedy unless you give --temp.
 
     \b
     Examples:

@@ -146,9 +146,10 @@ def simulate_command(
 ) -> None:  # fmt: skip
     """Replay TRACE, a recorded or generated routing trace, for several policies and cache sizes.
 
-    The cache that serves decode counts hits and bytes. Only times are predicted, from the times of
-    the machine; they hold only for experts of about the size that the machine was measured with.
-    `moegraph trace` records a trace, and `moegraph doctor --measure` measures a machine.
+    The replay uses the same cache as decode, so it counts hits and bytes exactly. It predicts times
+    from those of --machine, which hold only for experts of about the size that the machine was
+    measured with. `moegraph trace` records a trace, and `moegraph doctor --measure` measures a
+    machine.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     default=256,
     metavar="N",
     show_default=True,
-    help="Most tokens to generate; the end token does not stop earlier.",
+    help="Maximum number of tokens to generate; end tokens do not stop the run.",
 )
 @click.option(
     "--profile",
