@@ -176,7 +176,7 @@ class Comparison:
             for at, value in enumerate(row["samples_ts"]):
                 self.raw.sample(f"ncmoe {ncmoe}, sweep", test_name(row), name, at, value)
         self.threads = max(speed, key=lambda n: speed[n])
-        print(f"upstream is quickest with {self.threads} threads", file=sys.stderr)
+        print(f"upstream is fastest with {self.threads} threads", file=sys.stderr)
 
     def _upstream(self, setting: str, ncmoe: int, ubatch: int, with_gen: bool) -> int:
         """Run llama-bench's block; return its peak of device memory in bytes."""

@@ -117,7 +117,7 @@ def trace_command(
         if profile is not None:
             kept = profile.update(trace.counts())
             if kept.why:
-                raise ConfigError(f"the routing profile was not changed: {kept.why}")
+                raise ConfigError(f"the routing profile was not updated: {kept.why}")
         if heat:
             heat.write(heat_map(trace, heat_order).encode())
         if as_json:
