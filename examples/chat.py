@@ -2,9 +2,9 @@
 
     python examples/chat.py [MODEL]
 
-`reuse=True` computes only what the prompt adds to what the engine holds from the turn before. A
-reasoning model thinks first; the splitter tells that text from the answer. The small model that is
-used without MODEL was not trained to chat: its answers show the mechanism and no sense.
+`reuse=True` computes only the tokens that the prompt adds to those of the turn before. A reasoning
+model thinks first; the splitter separates that text from the answer. Without MODEL, the example
+uses the small shipped model, which was not trained to chat: do not expect sensible answers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Continue a text and print it while it is written.
+"""Continue a text and print each token as it comes.
 
     python examples/generate.py [MODEL]
 
-MODEL is a GGUF file or the name of a shipped model; without it, the small model that ships with
-moegraph. `generate` yields one event a token: its text, the counts so far, and in the last event
-why it ended.
+MODEL is a GGUF file or the name of a shipped model (default: tiny). `generate` yields one event for
+each token: its text and the counts so far. The last event also says why the generation ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Read logits: what the model expects next, and how well it expected a text.
+"""Read logits: the most likely next tokens, and the perplexity of a text.
 
     python examples/logits.py [MODEL]
 
-`forward_logits` runs tokens in one pass from a position and returns one row of logits for each of
-them, as a numpy array [n_tokens, n_vocab]. On the CPU they equal llama.cpp's bit for bit.
+`forward_logits` runs tokens in one pass from a position and returns one row of logits for each
+token, as a numpy array [n_tokens, n_vocab]. On the CPU they equal llama.cpp's bit for bit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def main() -> None:
         logits = engine.forward_logits(ids).astype(np.float64)
         top = logits.max(axis=1, keepdims=True)
         log_p = logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
-        print("what may follow:")
+        print("most likely next tokens:")
         for token in np.argsort(-log_p[-1])[:5]:
             text = engine.tokenizer.piece(int(token)).decode("utf-8", "replace")
             print(f"  {np.exp(log_p[-1, token]):6.1%}  {text!r}")
-        # row i says what follows token i
+        # row i holds the logits of the token after token i
         expected = log_p[np.arange(len(ids) - 1), ids[1:]]
         print(f"perplexity of the text: {np.exp(-expected.mean()):.2f}")
 

@@ -1,9 +1,10 @@
-"""Decode several sequences in one pass: a weight that is read once serves all of them.
+"""Decode several sequences in one pass, which reads each weight once for all of them.
 
     python examples/sequences.py [MODEL]
 
-`n_seq` makes room for sequences. A pass takes rows of neighbouring sequences, numpy shape [n_seqs,
-n_tokens], and continues each where it ends. Every sequence gets the tokens it would get alone.
+`n_seq` reserves room for the sequences. A pass takes token ids of consecutive sequences, numpy
+shape [n_seqs, n_seq_tokens], and continues each sequence at its end. Sequences do not influence
+each other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def main() -> None:
     config = EngineConfig(device="auto", n_ctx=256, n_seq=len(PROMPTS))
     with Engine.load(model, config) as engine:
         texts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
-        # prompts differ in length, so each is a pass of its own
+        # prompts differ in length, so each needs its own pass
         last = []
         for seq, ids in enumerate(texts):
             output = engine.forward(np.array(ids, dtype=np.int32), seq=seq, greedy=True)

@@ -1,9 +1,9 @@
-"""Record which experts a model chooses, and ask what a smaller cache would have hit.
+"""Record which experts a model chooses, and count the hits of smaller caches.
 
     python examples/simulate.py [MODEL]
 
-The replay drives the cache that serves decoding, so hits and misses are counted and not estimated.
-It needs no model: `moegraph trace` writes traces to files, `moegraph.experts.trace.read_trace`
+The replay uses the same cache as decode, so hits and misses are counted, not estimated. A replay
+needs no model: `moegraph trace` writes traces to files, and `moegraph.experts.trace.read_trace`
 reads them.
 """
 

@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use, so that `import moegraph` stays instant."""
+    """Import a public name on first use, so that `import moegraph` stays fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'moegraph' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)

@@ -11,7 +11,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C is one line even while modules are still being imported."""
+    """Run the command line; Ctrl-C prints one line, also while modules are being imported."""
     try:
         from .cli import main as program
         from .cli.interrupt import let_interrupts_pass_callbacks
@@ -28,15 +28,15 @@ def main() -> None:
             _leave()
         raise
     finally:
-        # What is left is tearing down; a Ctrl-C in there could only print a traceback.
+        # From here on Python only shuts down; a Ctrl-C now could only print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave() -> NoReturn:
-    """Exit with 130.
+    """Exit with 130, without Python's own shutdown.
 
-    An interrupt that has passed through exec() of a string, as in dataclasses, makes Python end
-    by a signal later on, even when it was caught.
+    If an interrupt passed through exec() of a string, as in dataclasses, Python would later end
+    by a signal, although the interrupt was caught.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

@@ -1,4 +1,4 @@
-"""Engine settings: one frozen dataclass from which CLI options, docs rows and defaults all come."""
+"""Engine settings: one frozen dataclass defines options, checks, defaults and docs rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """Return the allowed values in words, for messages and the docs table."""
+        """Return the allowed values in words, for error messages."""
         if self.choices:
             return ", ".join(self.choices)
         if self.minimum is not None:
@@ -52,7 +52,7 @@ class Setting:
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
     """Return a dataclass field that carries a Setting (less its name) as metadata.
 
-    default: None where it is found when the engine is loaded.
+    default: None if the engine determines the value when it loads.
     """
     meta = {"kind": kind, "flags": flags, "help": help, **limits}
     return field(default=default, metadata=meta)
@@ -66,14 +66,15 @@ class EngineConfig:
         "device",
         "auto",
         ("--device",),
-        "Device that computes: auto takes the first CUDA device.",
+        "Device that runs the model. auto: the first CUDA device, or else the CPU.",
         metavar="auto|cpu|cuda[:N]",
     )
     mode: str = _setting(
         "choice",
         "auto",
         ("--mode",),
-        "whole: one graph for a token, needs every expert on the device. layered: several graphs.",
+        "whole: one graph computes a pass; every expert must fit on the device. layered: several "
+        "graphs compute it. auto: whole if every expert fits.",
         choices=("auto", "layered", "whole"),
         group="Diagnostic",
     )
@@ -81,7 +82,7 @@ class EngineConfig:
         "int",
         4096,
         ("-c", "--ctx-size"),
-        "Context length in tokens; 0 takes the model's own.",
+        "Context length in tokens. 0: the length that the model was trained with.",
         minimum=0,
         maximum=1 << 22,
         group="Context",
@@ -90,7 +91,7 @@ class EngineConfig:
         "int",
         512,
         ("-ub", "--ubatch-size"),
-        "Prompt tokens computed in one pass.",
+        "Maximum number of prompt tokens in one pass.",
         minimum=1,
         maximum=1 << 16,
         group="Context",
@@ -99,7 +100,8 @@ class EngineConfig:
         "int",
         None,
         ("-t", "--threads"),
-        "CPU threads of a token; default: measured, up to the physical cores.",
+        "CPU threads for decode. Default: the fastest number, measured at load, up to the physical "
+        "cores.",
         minimum=1,
         maximum=MAX_THREADS,
     )
@@ -107,7 +109,7 @@ class EngineConfig:
         "int",
         None,
         ("-tb", "--threads-batch"),
-        "CPU threads of prompts; default: -t, or the physical cores.",
+        "CPU threads for prompts. Default: the value of -t, or else the physical cores.",
         minimum=1,
         maximum=MAX_THREADS,
     )
@@ -115,7 +117,8 @@ class EngineConfig:
         "int",
         None,
         ("--poll",),
-        "How long CPU threads spin before they sleep, 0 to 100; default: measured (50 or 0).",
+        "How long waiting CPU threads spin before they sleep, 0 to 100. Default: 50 or 0, "
+        "whichever is faster when measured at load.",
         minimum=0,
         maximum=100,
     )
@@ -123,7 +126,7 @@ class EngineConfig:
         "choice",
         "f16",
         ("-ctk", "--cache-type-k"),
-        "Type of the K cache.",
+        "Data type of the K cache.",
         choices=KV_TYPES,
         group="Context",
     )
@@ -131,7 +134,7 @@ class EngineConfig:
         "choice",
         "f16",
         ("-ctv", "--cache-type-v"),
-        "Type of the V cache.",
+        "Data type of the V cache.",
         choices=KV_TYPES,
         group="Context",
     )
@@ -139,7 +142,7 @@ class EngineConfig:
         "int",
         -1,
         ("--pin-layers",),
-        "Layers whose experts all stay on the device; -1 lets the planner choose.",
+        "Number of full layers, whose experts all stay on the device. -1: the planner chooses.",
         minimum=-1,
         maximum=1 << 10,
         group="Expert",
@@ -148,7 +151,8 @@ class EngineConfig:
         "int",
         -1,
         ("--cache-slots",),
-        "Expert slots on the device for the other layers, in all; -1 lets the planner choose.",
+        "Number of expert slots on the device for all other layers together. -1: the planner "
+        "chooses.",
         minimum=-1,
         maximum=1 << 20,
         group="Expert",
@@ -157,7 +161,8 @@ class EngineConfig:
         "size",
         "auto",
         ("--vram",),
-        "Device memory for everything, such as 8GiB; auto takes what is free, less a margin.",
+        "Limit of the device memory that moegraph uses, such as 8GiB. auto: the free memory, less "
+        "a margin.",
         metavar="SIZE|auto",
         group="Expert",
     )
@@ -165,8 +170,8 @@ class EngineConfig:
         "path",
         "",
         ("--profile",),
-        "Routing profile, new or not: fills the slots, and run and chat add what they saw. "
-        "Default: MODEL.routing.json if there is one.",
+        "Routing profile: which experts earlier runs chose. It fills the slots at the start; run "
+        "and chat create or update it. Default: MODEL.routing.json if that file exists.",
         metavar="FILE|none",
         group="Expert",
     )
@@ -174,7 +179,8 @@ class EngineConfig:
         "path",
         "",
         ("--profile-class",),
-        "Prompt class to fill from and to add to; without it, all fill and 'default' grows.",
+        "Class of prompts in the profile, such as code. Default: all classes fill the slots, and "
+        "runs are added to the class 'default'.",
         metavar="NAME",
         group="Expert",
     )
@@ -182,7 +188,8 @@ class EngineConfig:
         "choice",
         "lfu",
         ("--policy",),
-        "Which experts keep their slots.",
+        "Which experts keep their slots. lfu: those chosen most often. lru: those chosen last. "
+        "static: those resident at the start. adaptive: as lru, but the best of the profile stay.",
         choices=EXPERT_POLICIES,
         group="Expert",
     )
@@ -190,9 +197,9 @@ class EngineConfig:
         "choice",
         "auto",
         ("--miss",),
-        "Who computes an expert that is not on the device: the CPU where it is (up to 8 rows), the "
-        "device after streaming it there, or both, by what this machine measured at start. For one "
-        "row, the device fetches it without the host's help, if pinned; with auto, where quicker.",
+        "Who computes missing experts. cpu: the CPU, in passes of up to 8 tokens. stream: the "
+        "device, after they are copied to it. auto: whichever is faster, or both at once, by "
+        "measured times.",
         choices=("auto", "cpu", "stream"),
         group="Expert",
     )
@@ -200,8 +207,8 @@ class EngineConfig:
         "choice",
         "auto",
         ("--prefetch",),
-        "Where the host fetches experts: also what the next layer will probably choose, if trying "
-        "it made tokens quicker.",
+        "auto: upload experts that the next layer will probably choose, if a trial during decode "
+        "shows that this is faster. Not used if graphs fetch missing experts.",
         choices=("auto", "off"),
         group="Expert",
     )
@@ -209,8 +216,9 @@ class EngineConfig:
         "choice",
         "auto",
         ("--host-pin",),
-        "Pin host copies of experts that may be needed: faster uploads, and the device can fetch "
-        "them without the host's help; auto leaves the host some free memory.",
+        "Copy experts that can be missing to pinned host memory, from which the device reads them "
+        "faster. auto: on CUDA, as many layers as leave the host some free memory. all: every "
+        "layer, or an error. none: read them from the model file.",
         choices=("auto", "all", "none"),
         group="Expert",
     )
@@ -218,14 +226,15 @@ class EngineConfig:
         "flag",
         False,
         ("--deterministic",),
-        "Let no timing decide who computes a missing expert: with --miss auto the device computes "
-        "all, nothing is fetched on a guess, and the cache is never bypassed. Often slower.",
+        "Base no decision on timing, so that runs are repeatable: with --miss auto the device "
+        "computes all missing experts, nothing is prefetched, and the cache is never bypassed. "
+        "Often slower.",
     )
     n_seq: int = _setting(
         "int",
         1,
         (),
-        "Sequences the caches have room for (Python API only).",
+        "Number of sequences that the KV cache has room for (Python API only).",
         minimum=1,
         maximum=256,
     )
@@ -233,7 +242,7 @@ class EngineConfig:
         "flag",
         False,
         ("--cpu-reference",),
-        "On the CPU, use kernels whose result does not depend on batch width or threads.",
+        "Use CPU kernels whose results do not depend on the batch width or the number of threads.",
         group="Diagnostic",
     )
 
@@ -296,13 +305,13 @@ def _is_known(setting: Setting, value: str) -> bool:
 
 
 def debug_level() -> int:
-    """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks of our own errors, 2 native logs too."""
+    """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks of moegraph's errors, 2 also native logs."""
     value = os.environ.get("MOEGRAPH_DEBUG", "")
     return int(value) if value.isdecimal() else 0
 
 
 def is_size(text: str) -> bool:
-    """Return whether a text is a size of memory, such as 8GiB; a bare number means GiB."""
+    """Return whether text is a memory size above 0, such as 8GiB; a bare number means GiB."""
     try:
         return parse_bytes(text, "g") > 0
     except ConfigError:

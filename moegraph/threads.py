@@ -35,7 +35,9 @@ _SLOWER = 1.25
 _DRIFT = 1.02
 # Token time between two trials: at least this many times the cost of the last, and these seconds.
 _PAUSE_COSTS = 50
-_PAUSE_S = 0.5
+_PAUSE_S = 1.0
+# A trial that changes nothing doubles the pause in seconds before the next one, up to this.
+_LONGEST_PAUSE_S = 8.0
 
 
 class Threads(NamedTuple):
@@ -138,6 +140,7 @@ class Tuner:
         self._spent, self._n = 0.0, 0  # seconds and tokens, of this way or window
         self._to_try: list[Threads] = []
         self._cost = self._since = 0.0  # extra cost of the last trial, and token time since then
+        self._pause = _PAUSE_S  # token time until the next trial, at least
         self._n_slow = 0
         if len(self._ways) > 1:
             self._begin_trial()
@@ -194,6 +197,8 @@ class Tuner:
         best = min(self.measured, key=lambda way: self.measured[way])
         if self.measured[self._before] <= _BETTER * self.measured[best]:
             best = self._before
+        unchanged = best == self._before and self.measured.keys() == set(self._ways)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S) if unchanged else _PAUSE_S
         self.current, self._usual = best, self.measured[best]
         self._cost = max(0.0, self._trial_s - self._trial_tokens * self._usual)
         self._since = 0.0
@@ -210,5 +215,6 @@ class Tuner:
             self._n_slow = 0
             self._usual = min(max(took, self._usual / _DRIFT), self._usual * _DRIFT)
         changed = self._n_slow >= 2 or self.current != self._ways[0]
-        if changed and self._since >= max(_PAUSE_S, _PAUSE_COSTS * self._cost):
+        pause = _PAUSE_S if self._n_slow >= 2 else self._pause
+        if changed and self._since >= max(pause, _PAUSE_COSTS * self._cost):
             self._begin_trial()

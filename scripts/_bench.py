@@ -1,4 +1,4 @@
-"""What the bench scripts share: workers, time limits, raw lines, tables."""
+"""Shared parts of the bench scripts: workers, time limits, raw lines, tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Line = dict[str, Any]
 
 
 class BenchError(Exception):
-    """The measurement cannot go on; one line for the user. Exit code 2."""
+    """The measurement cannot continue; the message is one line. Exit code 2."""
 
 
 class TimeUp(Exception):
-    """The time limit is reached; what was measured so far stands."""
+    """The time limit is reached; samples taken so far are kept."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,21 +37,21 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and end with exit code 2."""
+        """Print the message and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 class Clock:
-    """Seconds left of a limit; 0 as a limit means none."""
+    """The time left of a limit in seconds; a limit of 0 means no limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s if limit_s else float("inf")
 
     def left(self) -> float | None:
-        """Return the seconds left, None for no limit.
+        """Return the seconds left; None means no limit.
 
         Raises:
-            TimeUp: there are none left.
+            TimeUp: the time is up.
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -66,19 +66,19 @@ def add_common(p: argparse.ArgumentParser, samples: int = 5) -> None:
         type=positive,
         default=samples,
         metavar="N",
-        help="counted samples of each test and system; one more before them is not",
+        help="counted samples of each test and system, after one that is not counted",
     )
     p.add_argument(
         "--time-limit",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="stop after so long with what is done; 0: no limit",
+        help="stop after S seconds and keep the samples so far; 0: no limit",
     )
     p.add_argument("--out", type=Path, metavar="FILE", help="append raw JSON lines here")
-    p.add_argument("--commit", default="", help="of moegraph, where the folder has no .git")
+    p.add_argument("--commit", default="", help="commit of moegraph, if the folder has no .git")
     p.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"))
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all systems")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads of every system")
 
 
 def positive(text: str) -> int:
@@ -101,7 +101,7 @@ def share(text: str) -> float:
 
 
 def existing(text: str) -> Path:
-    """Read the path of something that is there, for argparse."""
+    """Read a path that must exist, for argparse."""
     if not Path(text).exists():
         raise argparse.ArgumentTypeError(f"{text} does not exist")
     return Path(text).resolve()
@@ -122,7 +122,7 @@ def _output(command: Sequence[str], cwd: Path | None = None) -> str:
 
 
 def machine() -> Line:
-    """Return what the numbers depend on and no program argument tells."""
+    """Return the machine's properties on which the numbers depend."""
     gpu = _output(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     )
@@ -138,7 +138,7 @@ def machine() -> Line:
 
 
 def commit_of(folder: Path, given: str = "") -> str:
-    """Return the commit of a checkout: what was given, what its file COMMIT says, or git's."""
+    """Return the commit of a checkout: as given, from its file COMMIT, or from git."""
     note = folder / "COMMIT"
     if given or note.is_file():
         return given or note.read_text(encoding="ascii").strip()
@@ -146,14 +146,14 @@ def commit_of(folder: Path, given: str = "") -> str:
 
 
 def plain_paths(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with the last part of every path only: raw lines are published."""
+    """Return arguments with every path cut to its last part, because raw lines are published."""
     return [re.sub(r"[^=,\s]*/(?=[^/=,\s])", "", text) for text in arguments]
 
 
 class Raw:
-    """Appends raw lines to a file as soon as they are known, and keeps them for the table.
+    """Appends raw lines to a file as they come, and keeps them for the table.
 
-    The first line of a run says where and of what it was measured; the others refer to it by `run`.
+    The first line of a run describes machine and arguments; the others refer to it by `run`.
     """
 
     def __init__(self, bench: str, args: argparse.Namespace, **about: object) -> None:
@@ -167,7 +167,7 @@ class Raw:
         )  # fmt: skip
 
     def add(self, kind: str, **fields: object) -> None:
-        """Note one line."""
+        """Append one line."""
         line: Line = {"kind": kind, "run": self.run, "t": round(time.time(), 3), **fields}
         self.lines.append(line)
         if self._path:
@@ -178,7 +178,7 @@ class Raw:
         self, setting: str, test: str, system: str, at: int, value: float, unit: str = "tok/s",
         **more: object,
     ) -> None:  # fmt: skip
-        """Note one sample and show it; at: its number, 0 for the first, which does not count."""
+        """Append one sample and print it. at: its number; sample 0 is not counted."""
         self.add(
             "sample", setting=setting, test=test, system=system, at=at, value=value, unit=unit,
             **more,
@@ -189,7 +189,7 @@ class Raw:
 
 
 class Worker:
-    """A process of _bench_worker.py, spoken to over pipes."""
+    """A process of _bench_worker.py; requests and replies go through pipes."""
 
     def __init__(self, name: str, clock: Clock, kind: Sequence[str], env: Mapping[str, str]):
         self.name, self._clock = name, clock
@@ -202,11 +202,11 @@ class Worker:
         self.about: Line = {}
 
     def age(self) -> float:
-        """Return the seconds since the process was started."""
+        """Return the seconds since the process started."""
         return time.perf_counter() - self.started
 
     def ready(self) -> Line:
-        """Wait until it has started; return what it says about itself."""
+        """Wait until the worker has started; return what it reports about itself."""
         self.about = self._receive()
         return self.about
 
@@ -220,15 +220,15 @@ class Worker:
             raise BenchError(f"{self.name}: the worker ended: {self._why()}") from error
 
     def hear(self) -> Line:
-        """Return the reply to the request sent last."""
+        """Return the reply to the last request."""
         return self._receive()
 
     def ask(self, do: str, **arguments: object) -> Line:
         """Send a request and return its reply.
 
         Raises:
-            BenchError: it failed, or the process died.
-            TimeUp: the time limit came first.
+            BenchError: the request failed, or the process died.
+            TimeUp: the time limit was reached.
         """
         self.tell(do, **arguments)
         return self._receive()
@@ -268,7 +268,7 @@ class Worker:
 
 
 def start_worker(spec: str, clock: Clock) -> Worker:
-    """Start the worker of NAME=FOLDER[,VAR=VALUE...]; upstream when NAME starts so.
+    """Start the worker of NAME=FOLDER[,VAR=VALUE...]; NAME "upstream..." means llama.cpp.
 
     Raises:
         BenchError: the folder has no moegraph package.
@@ -288,17 +288,17 @@ def start_worker(spec: str, clock: Clock) -> Worker:
 
 
 def _libraries(root: Path, env: Mapping[str, str]) -> str:
-    """Return LD_LIBRARY_PATH less the folders with other builds of these libraries."""
+    """Return LD_LIBRARY_PATH without the folders that hold other builds of these libraries."""
     known = env.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     kept = [folder for folder in known if folder and not any(Path(folder).glob("libggml*"))]
     return os.pathsep.join([str(root / "llama_cpp" / "lib"), str(root), *kept])
 
 
 def note_system(raw: Raw, spec: str, worker: Worker) -> None:
-    """Wait until a worker has started, and note what it runs.
+    """Wait until a worker has started, and append a line about what it runs.
 
     Raises:
-        BenchError: it imported another package than that of its folder.
+        BenchError: the worker did not import the package in its folder.
     """
     folder = Path(spec.partition("=")[2].split(",")[0]).resolve()
     about = worker.ready()
@@ -311,15 +311,15 @@ def note_system(raw: Raw, spec: str, worker: Worker) -> None:
 
 
 def is_upstream(name: str) -> bool:
-    """Return whether a system of that name is unpatched llama.cpp."""
+    """Return whether a system with this name is unpatched llama.cpp."""
     return name.startswith("upstream")
 
 
 def check_systems(specs: Sequence[str]) -> None:
-    """Refuse systems that are no NAME=FOLDER, and names that come twice.
+    """Check that systems are NAME=FOLDER[,VAR=VALUE...] with distinct names.
 
     Raises:
-        BenchError: with what is wrong.
+        BenchError: names the wrong one.
     """
     for spec in specs:
         name, equals, rest = spec.partition("=")
@@ -333,7 +333,7 @@ def check_systems(specs: Sequence[str]) -> None:
 
 
 def json_line(line: Line) -> str:
-    """Return a raw line as it stands in a file."""
+    """Return a raw line as text."""
     return json.dumps(line) + "\n"
 
 
@@ -341,7 +341,7 @@ def read_lines(paths: Iterable[Path]) -> list[Line]:
     """Return the raw lines of files.
 
     Raises:
-        BenchError: a line is not one; a last line that was cut off is left out.
+        BenchError: a line is malformed. A last line that was cut off is ignored instead.
     """
     found: list[Line] = []
     for path in paths:
@@ -369,7 +369,7 @@ def samples_by_key(lines: Iterable[Line]) -> dict[tuple[str, str, str], list[flo
 
 
 def times_better(values: Sequence[float], base: Sequence[float], unit: str) -> list[float]:
-    """Return sample by sample how many times better than the base: faster, or shorter."""
+    """Return, for each sample, how many times faster than the base it is."""
     pairs = list(zip(values, base))
     return [b / a if unit in ("ms", "s") else a / b for a, b in pairs]
 
@@ -381,7 +381,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def comparison(lines: Sequence[Line], base: str) -> list[str]:
-    """Return a Markdown table: every test, its systems, and times better than system `base`."""
+    """Return a Markdown table of all tests and systems, with speed relative to system `base`."""
     found = samples_by_key(lines)
     units = {(x["setting"], x["test"]): x["unit"] for x in lines if x["kind"] == "sample"}
     rows = [
@@ -409,7 +409,7 @@ def print_table(lines: Sequence[Line], base: str) -> None:
 
 
 def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], None]) -> None:
-    """Measure until done or the time is up, and print the table in any case."""
+    """Measure until done or until the time is up; print the table in both cases."""
     try:
         measure()
     except TimeUp:
@@ -420,7 +420,7 @@ def finish(args: argparse.Namespace, raw: Raw, base: str, measure: Callable[[], 
 
 
 def guarded(name: str, run: Callable[[], None]) -> int:
-    """Run a script's work; turn its expected failures into one line and an exit code."""
+    """Run a script's work; turn an expected failure into one line and an exit code."""
     sys.path.insert(0, str(ROOT))
     from moegraph.errors import MoegraphError
 

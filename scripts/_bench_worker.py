@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A process that keeps one engine loaded and times what it is told; started by scripts/bench_*.py.
+"""A process that keeps one engine loaded and times requests; scripts/bench_*.py start it.
 
     _bench_worker.py ours             the moegraph package that PYTHONPATH leads to
     _bench_worker.py upstream FOLDER  unpatched llama.cpp, as tests/oracle keeps it
 
-A request is one JSON object on a line of stdin, its reply one on stdout, with "ok" and, when that
-is false, "error". "do" names the operation, the other fields are its arguments. Both kinds compute
-the same token ids from a seed. Only what moegraph exports at the top (`Engine`, `EngineConfig`,
-`SamplingParams`) and the documented methods of an engine are used, so that one worker serves two
-versions of the package. Seconds everywhere; whatever a library prints goes to stderr.
+A request is one JSON object on a line of stdin: "do" names the operation, the other fields are its
+arguments. The reply is one JSON object on stdout, with "ok" and, if that is false, "error". Both
+kinds compute the same token ids from a seed. The worker uses only the public names of moegraph
+(`Engine`, `EngineConfig`, `SamplingParams`) and documented methods, so that it can serve different
+versions of the package. Times are seconds; output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmLck", "V
 
 
 def token_ids(seed: int, n: int, n_vocab: int) -> Ids:
-    """Return n random token ids, the same for every system."""
+    """Return n random token ids; the same seed gives the same ids in every system."""
     return np.random.default_rng(seed).integers(0, n_vocab, n).astype(np.int32)
 
 
 def host_memory() -> dict[str, int]:
-    """Return what Linux says about this process's memory, in bytes: VmHWM is the peak resident."""
+    """Return Linux's figures for this process's memory, in bytes; VmHWM is the resident peak."""
     found = {}
     with open("/proc/self/status", encoding="ascii") as file:
         for line in file:
@@ -45,10 +45,10 @@ def host_memory() -> dict[str, int]:
 
 
 class Side:
-    """What both kinds have in common: passes over token rows, and how they are timed.
+    """The common part of both kinds: how passes over token rows are timed.
 
-    A kind defines `load`, `forget` (empty the sequence), `step` (one pass of at most `chunk` rows,
-    which continues the sequence and has its result on the host at the end) and `memory`.
+    A kind defines `load`, `forget` (empty the sequence), `step` (one pass of at most `chunk` rows
+    that continues the sequence and copies its result to the host) and `memory`.
     """
 
     n_vocab = 0
@@ -92,7 +92,7 @@ class Side:
     def prompt(
         self, n: int, seed: int, depth: int = 0, logits: bool = True, then: int = 0
     ) -> dict[str, Any]:
-        """Time a prompt of n tokens from position `depth`, and `then` single rows after it."""
+        """Time a prompt of n tokens from position `depth`, with `then` single rows after it."""
         ids = token_ids(seed, depth + n + then, self.n_vocab)
         self.forget()
         self._fill(ids[:depth])
@@ -107,7 +107,10 @@ class Side:
     def rows(
         self, n: int, seed: int, repeat: int, logits: bool = True, all_rows: bool = False
     ) -> dict[str, Any]:
-        """Time `repeat` passes of n rows, each from an empty sequence; all_rows: results of all."""
+        """Time `repeat` passes of n rows, each from an empty sequence.
+
+        all_rows: whether the pass returns results of all rows, not only of the last.
+        """
         ids = token_ids(seed, n, self.n_vocab)
         before, times = self.stats(), []
         for _ in range(repeat):
@@ -119,13 +122,13 @@ class Side:
 
 
 class Ours(Side):
-    """An engine of the moegraph package on PYTHONPATH."""
+    """An engine of the moegraph package that PYTHONPATH selects."""
 
     def __init__(self) -> None:
         self.engine: Any = None
 
     def about(self) -> dict[str, Any]:
-        """Return where the package lies and which patches its libraries carry."""
+        """Return the package's folder and the patch set of its libraries."""
         import moegraph
 
         package = Path(moegraph.__file__).resolve().parent
@@ -133,13 +136,13 @@ class Ours(Side):
             from moegraph.ggml.lib import versions
 
             return {"package": str(package), **versions()}
-        except ImportError:  # another version keeps them elsewhere
+        except ImportError:  # other versions have other names
             return {"package": str(package), "patchset": "unknown"}
 
     def load(
         self, model: str, config: dict[str, Any], routing: str | None = None
     ) -> dict[str, Any]:
-        """Load an engine in place of the one before; routing: a .npy file of recorded ids."""
+        """Load an engine and close the one before. routing: a .npy file of recorded ids."""
         from moegraph import Engine, EngineConfig
 
         self.unload()
@@ -165,7 +168,7 @@ class Ours(Side):
         self.engine.reset()
 
     def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
-        """Run one pass; without logits, the device's argmax comes back instead."""
+        """Run one pass; without logits, only copy the device's argmax to the host."""
         self.engine.forward(ids, all_rows=all_rows, greedy=not logits)
 
     def stats(self) -> Any:
@@ -173,13 +176,13 @@ class Ours(Side):
         return self.engine.expert_stats()
 
     def memory(self) -> dict[str, Any]:
-        """Return the engine's figures beside those of Linux."""
+        """Return the engine's figures and those of Linux."""
         return {**host_memory(), **self.engine.memory()}
 
     def generate(
         self, n: int, n_prompt: int, seed: int, sampling: dict[str, Any], text: bool = True
     ) -> dict[str, Any]:
-        """Time tokens 2 to n of `Engine.generate`, the way that a user's request takes."""
+        """Time tokens 2 to n of `Engine.generate`, as in a user's request."""
         from moegraph import SamplingParams
 
         ids = token_ids(seed, n_prompt, self.n_vocab)
@@ -239,7 +242,7 @@ class Upstream(Side):
         self._context.clear()
 
     def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
-        """Run one llama_decode; it always copies the logits, of the last row or of all."""
+        """Run one llama_decode, which always copies the logits, of the last row or of all."""
         batch, n, past = self._batch, len(ids), self._context.n_past
         batch.n_tokens = n
         for i, token in enumerate(ids.tolist()):
@@ -256,7 +259,7 @@ def answer(side: Any, line: str) -> dict[str, Any]:
     request = json.loads(line)
     try:
         return {"ok": True, **getattr(side, request.pop("do"))(**request)}
-    except Exception as error:  # the parent shows it
+    except Exception as error:  # the parent process shows it
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -1,4 +1,4 @@
-"""Find nvcc, cuBLAS and the driver's library, and make of them the one folder CMake expects."""
+"""Find nvcc, cuBLAS and the driver's library, and link them into one folder for CMake."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from _tools import BuildError, say
 
 ARCHITECTURE = re.compile(r"^\d{2,3}[af]?(-real|-virtual)?$")
 
-# Functions of the driver that ggml-cuda calls. A machine that builds needs no driver: a library
-# with their names is enough for the linker, and the real one is found where the program runs.
+# Driver functions that ggml-cuda calls. The build machine needs no driver: a stub library with
+# these names is enough for the linker. The program loads the real library when it runs.
 DRIVER_FUNCTIONS = (
     "cuDeviceGet", "cuDeviceGetAttribute", "cuGetErrorString", "cuMemAddressFree",
     "cuMemAddressReserve", "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap",
@@ -26,7 +26,7 @@ DRIVER_FUNCTIONS = (
 
 @dataclass(frozen=True)
 class Cublas:
-    """Where cuBLAS lives: its headers, its libraries, and whether that is the toolkit itself."""
+    """The folders of cuBLAS's headers and libraries, and whether they are the toolkit's own."""
 
     include: Path
     lib: Path
@@ -34,9 +34,9 @@ class Cublas:
 
 
 def check_architectures(given: list[str]) -> list[str]:
-    """Return the architectures as CMake spells them: machine code only, as for a known card.
+    """Return the architectures in CMake's spelling.
 
-    `75` means `75-real`; `75-virtual` (PTX, compiled by the driver) is taken as it is.
+    `75` becomes `75-real` (machine code only); `75-virtual` (PTX for the driver) is kept.
     """
     for arch in given:
         if not ARCHITECTURE.match(arch):
@@ -45,10 +45,10 @@ def check_architectures(given: list[str]) -> list[str]:
 
 
 def find_toolkit() -> tuple[Path, tuple[int, int]]:
-    """Return the toolkit's folder and version, as nvcc itself tells them.
+    """Return the toolkit's folder and version, as nvcc reports them.
 
     Raises:
-        BuildError: there is no nvcc, or it does not tell.
+        BuildError: there is no nvcc, or its output is unknown.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     for name in (os.environ.get("CUDACXX"), f"{home}/bin/nvcc", shutil.which("nvcc")):
@@ -60,10 +60,10 @@ def find_toolkit() -> tuple[Path, tuple[int, int]]:
             " set CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
         )
     release = re.search(r"release (\d+)\.(\d+)", _output(name, "--version"))
-    # an nvcc on PATH may be a link or a wrapper: -v prints where its own toolkit lies
+    # nvcc on PATH may be a link or a wrapper; -v prints the toolkit's folder
     top = re.search(r"^#\$ TOP=(.+)$", _output(name, "-v", "none"), re.MULTILINE)
     if release is None or top is None:
-        raise BuildError(f"{name} does not tell its release or folder; is it NVIDIA's nvcc?")
+        raise BuildError(f"{name} does not print its release and folder; is it NVIDIA's nvcc?")
     return Path(os.path.normpath(top[1].strip())), (int(release[1]), int(release[2]))
 
 
@@ -76,14 +76,14 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
     """Find cuBLAS of CUDA `major` in the toolkit, else in the nvidia-cublas wheel of this Python.
 
     Raises:
-        BuildError: neither has headers and library.
+        BuildError: neither the toolkit nor a wheel has headers and library.
     """
     pairs = [
         (toolkit / sub / "include", toolkit / sub / lib)
         for sub in ("", "targets/x86_64-linux", "targets/sbsa-linux")
         for lib in ("lib64", "lib")
     ]
-    # Debian's own toolkit is spread over the system's folders
+    # Debian's toolkit is spread over system folders
     pairs += [(Path("/usr/include"), Path("/usr/lib") / f"{platform.machine()}-linux-gnu")]
     for include, lib in pairs:
         if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
@@ -100,7 +100,7 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
 
 
 def driver_library(toolkit: Path) -> Path | None:
-    """Return a library to link the driver's functions from, if this machine has one."""
+    """Return the driver's library or the toolkit's stub of it, if this machine has one."""
     places = [toolkit / "lib64" / "stubs", toolkit / "lib" / "stubs", toolkit / "lib64"]
     places += [
         Path("/usr/lib/x86_64-linux-gnu"),
@@ -111,7 +111,7 @@ def driver_library(toolkit: Path) -> Path | None:
 
 
 def make_driver_stub(folder: Path) -> None:
-    """Compile a libcuda.so that has the names ggml-cuda links against and does nothing."""
+    """Compile a libcuda.so whose functions have the names that ggml-cuda needs and do nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "stub.c"
     source.write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in DRIVER_FUNCTIONS))
@@ -126,7 +126,7 @@ def _link(target: Path, link: Path) -> None:
 
 
 def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
-    """Make `kit`: links to the toolkit, to the cuBLAS wheel, and to the driver or a stub of it."""
+    """Fill the folder `kit` with links to the toolkit, to cuBLAS, and to the driver or a stub."""
     shutil.rmtree(kit, ignore_errors=True)
     for folder, source in (("include", toolkit / "include"), ("lib64", toolkit / "lib64")):
         (kit / folder).mkdir(parents=True)
@@ -137,7 +137,7 @@ def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
         if (toolkit / name).exists():
             _link(toolkit / name, kit / name)
     if not cublas.in_toolkit:
-        # a folder of their own: the wheels share one that may hold another toolkit's headers
+        # The wheels share one folder, which may hold another toolkit's headers: link cuBLAS's only.
         (kit / "cublas").mkdir()
         for header in cublas.include.glob("cublas*.h"):
             _link(header, kit / "cublas" / header.name)
@@ -155,7 +155,7 @@ def lay_out(kit: Path, toolkit: Path, cublas: Cublas, major: int) -> None:
 
 
 def options(architectures: list[str], build: Path) -> list[str]:
-    """CMake options of a CUDA build; makes the toolkit folder under `build`."""
+    """Return the CMake options of a CUDA build; makes the folder of links under `build`."""
     architectures = check_architectures(architectures)
     toolkit, (major, minor) = find_toolkit()
     cublas = find_cublas(toolkit, major)
@@ -165,7 +165,7 @@ def options(architectures: list[str], build: Path) -> list[str]:
     if not cublas.in_toolkit or driver_library(toolkit) is None:
         kit = build / "cuda-toolkit"
         lay_out(kit, toolkit, cublas, major)
-    # not the folder of links: its stub of the driver must never be found at run time
+    # Not the folder of links: the program must not load its stub of the driver.
     rpath = [str(toolkit / "lib64"), *([] if cublas.in_toolkit else [str(cublas.lib)])]
     flags = [] if cublas.in_toolkit else [f"-DCMAKE_CUDA_FLAGS=-isystem {kit / 'cublas'}"]
     return [

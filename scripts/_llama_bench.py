@@ -1,4 +1,4 @@
-"""llama-bench as the other side of a comparison: run as one block, its rows as they come."""
+"""Run llama-bench as the other side of a comparison and read its rows as they come."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def add_upstream(p: argparse.ArgumentParser) -> None:
         type=existing,
         required=True,
         metavar="FILE",
-        help="llama-bench of the unpatched llama.cpp, built with the same options",
+        help="llama-bench of unpatched llama.cpp, built with the same options",
     )
-    p.add_argument("--lib-path", default="", help="more folders for its LD_LIBRARY_PATH")
+    p.add_argument("--lib-path", default="", help="folders to add to its LD_LIBRARY_PATH")
 
 
-# Asking the driver more often would disturb what is timed; every test takes longer than this.
+# More frequent queries to the driver would disturb the timing; every test takes longer than this.
 _INTERVAL_S = 0.25
 
 
 class MemoryWatch:
-    """The most device memory in use while it is open, above what was in use when it opened.
+    """Watches the peak of device memory in use, above the amount in use when it opened.
 
-    As the driver counts it, CUDA contexts included; 0 where there is no NVIDIA driver.
+    The driver's figure includes CUDA contexts. Without an NVIDIA driver it is 0.
     """
 
     def __enter__(self) -> MemoryWatch:
@@ -55,7 +55,7 @@ class MemoryWatch:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes taken meanwhile."""
+        """Return the peak in bytes."""
         return self._most - self._before
 
 
@@ -83,13 +83,13 @@ class LlamaBench:
     def rows(
         self, options: Sequence[str], n_samples: int, **variables: str
     ) -> Iterator[tuple[float, Line]]:
-        """Run it once with -r n_samples; yield (seconds since its start, row) as rows come.
+        """Run llama-bench once with -r n_samples; yield (seconds since its start, row).
 
         Afterwards rss_bytes and device_bytes hold its peaks of host and device memory.
 
         Raises:
-            BenchError: it failed.
-            TimeUp: the time limit came first; it is ended.
+            BenchError: llama-bench failed.
+            TimeUp: the time limit was reached; llama-bench is ended.
         """
         env = {**os.environ, "LD_LIBRARY_PATH": self._paths, **variables}
         command = [*self._command, "-r", str(n_samples), *options]
@@ -137,7 +137,7 @@ def test_name(row: Line) -> str:
 
 
 def settings_of(row: Line) -> Line:
-    """Return what a row says of its settings, for the raw lines; samples and times left out."""
+    """Return the settings in a row, without samples and times, for the raw lines."""
     left_out = {"model_filename", "test_time", "samples_ns", "samples_ts", "cpu_info", "gpu_info"}
     timed = ("avg_", "stddev_")
     return {k: v for k, v in row.items() if k not in left_out and not k.startswith(timed)}

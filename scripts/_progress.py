@@ -1,4 +1,4 @@
-"""Run a long build command: a line of progress, all output in a log, the end of it on failure."""
+"""Run a long build command: show progress, log all output, print its end on failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAIL = 25
 
 
 class _Line:
-    """Draw progress: a line that rewrites itself on a terminal, else ten lines all in all."""
+    """Draws progress: one line that is rewritten on a terminal, elsewhere ten lines in all."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -46,10 +46,10 @@ class _Line:
 def run(
     title: str, command: list[str], log: Path, env: dict[str, str], cwd: Path | None = None
 ) -> None:
-    """Run `command`, with its output in `log`.
+    """Run `command` and write its output to `log`.
 
     Raises:
-        BuildError: it failed; the last lines have been printed.
+        BuildError: the command failed; its last lines have been printed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     line, tail = _Line(title), deque[str](maxlen=_TAIL)

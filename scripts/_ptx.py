@@ -1,7 +1,7 @@
-"""Compile the CUDA sources that the patches touch to PTX: syntax and types, without a GPU.
+"""Compile the CUDA sources that the patches touch to PTX: checks syntax and types without a GPU.
 
-Machine code would take most of an hour; PTX of one architecture takes a minute or two, and a file
-that the compiler refuses is refused there, too. cuBLAS is needed for its headers only.
+Machine code would take most of an hour; PTX for one architecture takes a minute or two and finds
+the same compiler errors. Of cuBLAS only the headers are needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import _cuda
 import _tools
 from _tools import BuildError, fetch, say
 
-# As CMake compiles ggml-cuda, less what is for the host compiler and the choice of attention types.
+# CMake's flags for ggml-cuda, without host compiler flags and the choice of attention types.
 FLAGS = (
     "-ptx", "-std=c++17", "-use_fast_math", "-extended-lambda", "-DGGML_BACKEND_BUILD",
     "-DGGML_BACKEND_SHARED", "-DGGML_SHARED", "-DGGML_CUDA_USE_GRAPHS", "-DGGML_SCHED_MAX_COPIES=4",
@@ -38,9 +38,9 @@ def touched_by(patches: Sequence[Path]) -> list[str]:
 
 
 def units(tree: Path, touched: Sequence[str]) -> list[Path]:
-    """Return what to compile: the sources, and for each header a source that instantiates it.
+    """Return the sources to compile: those touched, and for each header one that includes it.
 
-    Templates of a header are compiled where template-instances/ uses it, if that does.
+    A source in template-instances/ is preferred, because it instantiates the header's templates.
     """
     found = {tree / name for name in touched if name.endswith(".cu")}
     for name in touched:
@@ -58,10 +58,10 @@ def units(tree: Path, touched: Sequence[str]) -> list[Path]:
 
 
 def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
-    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or those of a fetched wheel.
+    """Return a folder of cuBLAS headers: the toolkit's, the wheel's, or from a downloaded wheel.
 
     Raises:
-        BuildError: there are none, and pip could not fetch the wheel.
+        BuildError: pip could not download the wheel.
     """
     try:
         return _cuda.find_cublas(toolkit, major).include
@@ -78,7 +78,7 @@ def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(tmp).glob("*.whl"))
         if done.returncode != 0 or not wheels:
-            raise BuildError(f"no headers of cuBLAS {major} here, and pip could not fetch {name}")
+            raise BuildError(f"no cuBLAS {major} headers here, and pip could not download {name}")
         folder.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(wheels[0]) as wheel:
             for entry in wheel.namelist():
@@ -89,10 +89,10 @@ def cublas_headers(toolkit: Path, major: int, cache: Path) -> Path:
 
 
 def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], arch: str) -> None:
-    """Compile each file and throw the result away; several at a time.
+    """Compile the files, several at a time, and discard the results.
 
     Raises:
-        BuildError: some do not compile; the compiler's words of each.
+        BuildError: some do not compile; the message holds the compiler's output.
     """
     flags = [*FLAGS, f"-arch=compute_{arch}", *(f"-I{path}" for path in includes)]
     jobs = _tools.default_jobs(cuda=True)
@@ -113,12 +113,12 @@ def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], a
 
 
 def check(arch: str, build: Path, sdist: str | None) -> None:
-    """Compile what the patches touch, unless these patches were compiled here already.
+    """Compile the CUDA sources that the patches touch, unless this patch set already passed here.
 
     Prints one line: what was compiled, or why nothing was.
 
     Raises:
-        BuildError: a file does not compile, or there is no such architecture.
+        BuildError: a file does not compile, or nvcc does not know the architecture.
     """
     _cuda.check_architectures([arch])
     try:
@@ -139,7 +139,7 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     tree = work / "llama.cpp"
     fetch.provide(tree, build / "cache", sdist)
     sources = units(tree, touched_by(patches))
-    # a folder of their own: the wheels share one that may hold another toolkit's headers
+    # The wheels share one folder, which may hold another toolkit's headers: copy cuBLAS's only.
     shutil.rmtree(work / "cublas", ignore_errors=True)
     (work / "cublas").mkdir(parents=True)
     for header in include.glob("cublas*.h"):

@@ -1,4 +1,4 @@
-"""Compilers, CMake, instruction sets: find them, and say plainly what is missing."""
+"""Find compilers, CMake and instruction sets, or say what to install."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MIN_CMAKE = (3, 21)
 
 
 class BuildError(Exception):
-    """The build cannot go on; the message is the one line a user sees."""
+    """The build cannot continue; the message is the one line that the user sees."""
 
 
-# What a script reports as one line.
+# Errors that a script reports as one line.
 FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
 
 
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def cpu_options(portable: str | None) -> list[str]:
-    """CMake options for the CPU: this machine's own instructions, or the set `portable` names."""
+    """Return CMake's CPU options: this machine's instructions, or the set named by `portable`."""
     if portable is None:
         return ["-DGGML_NATIVE=ON"]
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -46,7 +46,7 @@ def cpu_options(portable: str | None) -> list[str]:
 
 
 def check_compilers() -> None:
-    """Raise BuildError unless a C and a C++ compiler and Python's C headers are there."""
+    """Raise BuildError unless a C compiler, a C++ compiler and Python's C headers are installed."""
     for variable, names in (("CC", ("cc", "gcc", "clang")), ("CXX", ("c++", "g++", "clang++"))):
         wanted = os.environ.get(variable)
         if not any(shutil.which(name.split()[0]) for name in ([wanted] if wanted else names)):
@@ -63,7 +63,7 @@ def find_cmake() -> str:
     """Return a CMake that is new enough.
 
     Raises:
-        BuildError: there is none, or it is older than MIN_CMAKE.
+        BuildError: CMake is not installed, or older than MIN_CMAKE.
     """
     path = shutil.which("cmake", path=search_path())
     if path is None:
@@ -72,14 +72,15 @@ def find_cmake() -> str:
     version = tuple(int(part) for part in text.split()[2].split("-")[0].split(".")[:2])
     if version < MIN_CMAKE:
         raise BuildError(
-            f"{path} is {'.'.join(map(str, version))}, needed is {'.'.join(map(str, MIN_CMAKE))};"
+            f"{path} is version {'.'.join(map(str, version))}, too old; the build needs "
+            f"{'.'.join(map(str, MIN_CMAKE))};"
             f" install a newer one with: {sys.executable} -m pip install cmake"
         )
     return path
 
 
 def search_path() -> str:
-    """PATH with this Python's own scripts first: cmake and ninja may come from pip."""
+    """Return PATH with this Python's scripts first, because cmake and ninja may come from pip."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
@@ -91,7 +92,7 @@ def generator() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a build: ccache, where present, shares results between checkouts."""
+    """Return the environment of a build; with ccache, checkouts share results."""
     env = dict(os.environ, PATH=search_path())
     env.setdefault("CCACHE_BASEDIR", str(ROOT.parent))
     env.setdefault("CCACHE_NOHASHDIR", "1")
@@ -99,9 +100,10 @@ def environment() -> dict[str, str]:
 
 
 def install_python_packages(sdist: Path) -> None:
-    """Install what the build and the package need and pip would otherwise compile for minutes.
+    """Install the packages that build and program need.
 
-    llama-cpp-python comes without its own llama.cpp: the patched libraries take its place.
+    llama-cpp-python is installed without its own llama.cpp, which would take minutes to compile:
+    it uses the patched libraries.
     """
     missing = [name for name in ("cffi",) if importlib.util.find_spec(name) is None]
     if missing:
@@ -121,7 +123,10 @@ def pip_install(arguments: list[str], env: os._Environ[str] | dict[str, str]) ->
 
 
 def default_jobs(cuda: bool) -> int:
-    """Processors of this machine; for CUDA at most one for each 3 GiB, which nvcc can need."""
+    """Return the number of compilers to run at a time: one for each processor.
+
+    For CUDA at most one for each 3 GiB of memory, because nvcc can need that much.
+    """
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not cuda:
         return jobs

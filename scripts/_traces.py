@@ -1,8 +1,8 @@
-"""Routing for the bench scripts: generated or recorded traces, one after another in one replay.
+"""Routing for the bench scripts: generated or recorded traces, joined into one replay.
 
-An engine takes one recording when it loads, and loading a model of 22 GB takes longer than
-measuring it. So several traces are put end to end: single-row passes consume the recording one step
-each, whatever the sequence does, and the caller decodes exactly as many tokens as a part is long.
+An engine takes one recording when it loads, and loading a 22 GB model takes longer than measuring
+it. So several traces are joined end to end. Each pass of one row consumes one step of the
+recording, and the caller decodes exactly as many tokens as each part has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moegraph.modelfile import open_model
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the scripts need of a model's header. expert_bytes: one expert of one layer, mean."""
+    """Sizes from a model's header. expert_bytes: mean size of one expert of one layer."""
 
     n_layer: int
     n_expert: int
@@ -32,12 +32,12 @@ class ModelFacts:
 
     @property
     def n_experts(self) -> int:
-        """Return the experts of all layers."""
+        """Return the number of experts of all layers together."""
         return self.n_layer * self.n_expert
 
     @property
     def shape(self) -> RouterShape:
-        """Return the router's shape, of no model in particular."""
+        """Return the router's shape, without the fingerprint of a model."""
         return RouterShape(self.n_layer, self.n_expert, self.n_expert_used)
 
     @classmethod
@@ -52,10 +52,10 @@ class ModelFacts:
 
 
 def find_trace(name: str, shape: RouterShape, n_tokens: int, seed: int = 0) -> Trace:
-    """Return a trace of a preset, NAME or NAME:PROMPT, or of a file.
+    """Return a trace generated from a preset (NAME or NAME:PROMPT) or read from a file.
 
     Raises:
-        RequestError: the file is not a trace, or one of another shape.
+        RequestError: the file is not a trace, or is a trace of another shape.
     """
     preset, _, prompt = name.partition(":")
     if preset in PRESETS and (not prompt or prompt.isdecimal()):
@@ -68,7 +68,7 @@ def find_trace(name: str, shape: RouterShape, n_tokens: int, seed: int = 0) -> T
 def write_routing(
     path: Path, facts: ModelFacts, names: Sequence[str], n_tokens: int, seed: int = 0
 ) -> dict[str, object]:
-    """Write n_tokens of each trace, end to end, as .npy; return what the raw lines say of them."""
+    """Write n_tokens of each trace, end to end, as .npy; return their raw-line fields."""
     traces = [find_trace(name, facts.shape, n_tokens, seed) for name in names]
     np.save(path, np.concatenate([trace.ids for trace in traces]).astype(np.int32))
     about = [

@@ -1,4 +1,4 @@
-"""The checkout's own Python: packages in .venv, libraries built in place, the package linked."""
+"""The checkout's Python environment: .venv, libraries built in place, the package linked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pip(*arguments: str) -> list[str | Path]:
 
 
 def make_venv() -> None:
-    """Create .venv with the build's own tools, unless it is there."""
+    """Create .venv with the build tools, unless it exists."""
     if python().exists() and (VENV / STAMP).exists():
         return
     say(f"making a virtual environment in {VENV}")
@@ -65,10 +65,12 @@ def cmake_is_new_enough() -> bool:
 
 
 def prepare(build_arguments: list[str], extras: str = "") -> None:
-    """Bring .venv, the native libraries and the installed package up to date; cheap when they are.
+    """Bring .venv, the native libraries and the installed package up to date.
+
+    Takes little time if they already are.
 
     Raises:
-        BuildError: a step failed; its own output has been printed.
+        BuildError: a step failed; its output has been printed.
     """
     check_python()
     make_venv()
@@ -86,12 +88,12 @@ def prepare(build_arguments: list[str], extras: str = "") -> None:
 
 
 def add_tools(extra: str) -> None:
-    """Install what an extra of the package names into .venv, unless it is there.
+    """Install the packages of an extra into .venv, unless they are installed.
 
-    The native libraries are not needed for it, and not built.
+    Does not build the native libraries.
 
     Raises:
-        BuildError: a step failed; its own output has been printed.
+        BuildError: a step failed; its output has been printed.
     """
     check_python()
     make_venv()
@@ -100,16 +102,16 @@ def add_tools(extra: str) -> None:
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     say(f"installing the tools of the extra {extra!r}")
-    # the package's own requirements come along, llama-cpp-python without a build of its own
+    # pip also installs the package's requirements; llama-cpp-python must not build llama.cpp
     env = dict(os.environ, MOEGRAPH_LINKED="1", CMAKE_ARGS="-DLLAMA_BUILD=OFF")
     run_step(f"installing [{extra}]", pip("--no-build-isolation", f"{ROOT}[{extra}]"), env)
     stamp.write_text(wanted)
 
 
 def make_oracle(cpu_options: list[str]) -> None:
-    """Build llama-cpp-python with its own, unpatched llama.cpp into .oracle, unless it is there.
+    """Build llama-cpp-python with its own, unpatched llama.cpp into .oracle, unless it exists.
 
-    The same CPU options as ours: another instruction set would round differently.
+    It gets our CPU options, because another instruction set would round differently.
     """
     options = " ".join([*cpu_options, "-DLLAVA_BUILD=OFF"])
     wanted = f"{fetch.PIN['sha256']} {options}"

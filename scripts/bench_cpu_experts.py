@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Experts on the CPU: moegraph's own kernel beside the ggml graph of the same FFN, in turn.
+"""Compare moegraph's CPU kernel for experts with the ggml graph of the same FFN, in turn.
 
-Needs no model and no GPU: random experts of a 35B-A3B's shape (or another), more of them than any
-cache holds, each used once before any is used again. Prints the median microseconds of both, their
-ratio and the kernel's memory bandwidth; 'hot' rows use the same experts over and over.
+Needs no model and no GPU. Uses random experts in the shape of a 35B-A3B (or another shape), more
+than any CPU cache holds, and uses each once before it uses any again. Prints the median
+microseconds of both, their ratio and the kernel's memory bandwidth. 'hot' rows repeat the same
+experts.
 
 Example:
     scripts/bench_cpu_experts.py --threads 4 8 16
@@ -39,7 +40,7 @@ from moegraph.threads import default_threads
 
 Run = Callable[[int], None]
 BLOCK, N_WARM = 12, 3
-# Seconds after which idle threads of either have stopped to spin.
+# Seconds after which idle threads of both have stopped spinning.
 UNTIL_ASLEEP = 0.05
 
 
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         choices=range(1, 8),
         metavar="1..7",
-        help="rows that all use those experts; from 8 on ggml rounds differently",
+        help="rows, which all use the same experts; ggml rounds differently from 8 rows on",
     )
     p.add_argument("--gib", type=float, default=2.0, help="memory for experts")
     p.add_argument("--repeat", type=positive, default=60, help="samples of each")
@@ -68,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Stack:
-    """Layers of 256 experts in host memory, filled with copies of a few random ones."""
+    """Layers of 256 experts in host memory, filled with copies of a few random experts."""
 
     N_EXPERT = 256
 
@@ -101,7 +102,7 @@ class Stack:
 
 
 class Inputs:
-    """x, weights, ids and y in one block that both ways read and write."""
+    """x, weights, ids and y in one block that kernel and graph share."""
 
     def __init__(self, args: argparse.Namespace, buft: Any, stack: ExitStack) -> None:
         context = stack.enter_context(Context(4))
@@ -116,12 +117,12 @@ class Inputs:
         view(self.weights)[:] = rng.uniform(0.05, 0.2, n_used * n_rows)
 
     def choose(self, ids: npt.NDArray[np.int32]) -> None:
-        """Set the ids of every row."""
+        """Set the expert ids of every row."""
         view(self.ids, np.int32).reshape(-1, ids.size)[:] = ids
 
 
 def view(t: Tensor, dtype: type = np.float32) -> npt.NDArray[Any]:
-    """Return a host tensor's elements."""
+    """Return a host tensor's elements as an array."""
     return np.frombuffer(ffi.buffer(t.data, C.ggml_nbytes(t)), dtype)
 
 
@@ -139,7 +140,8 @@ def measure(ways: dict[str, Run], io: Inputs, order: npt.NDArray[np.integer], n:
             args: argparse.Namespace, n_layer: int) -> dict[str, float]:  # fmt: skip
     """Return the median seconds of each way; every sample uses the next experts of `order`.
 
-    They take turns of some samples, because the threads of one still spin when the other begins.
+    The ways take turns of several samples, because the threads of one still spin when the other
+    begins.
     """
     samples: dict[str, list[float]] = {name: [] for name in ways}
     ids = np.full(view(io.ids, np.int32).size // args.rows, -1, np.int32)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Hit rates of a model on real text, measured on the CPU, beside what the simulator counts.
+"""Compare a model's hit rates on real text, measured on the CPU, with those of the simulator.
 
-Feeds a text token by token, once for every share of slots and policy, records the routing, and
-replays the record in `simulate` with the same slots. The first tokens fill the cache and do not
-count.
+Feeds a text token by token, once for every share of slots and every policy, records the routing,
+and replays the record in `simulate` with the same slots. The first tokens fill the cache and are
+not counted.
 
 Example:
     scripts/bench_hits.py tiny tests/data/heldout.py.txt
@@ -36,8 +36,10 @@ def parser() -> argparse.ArgumentParser:
     p = bench.Parser(__doc__)
     p.add_argument("model", help="a GGUF file, or the name of a shipped model")
     p.add_argument("text", type=bench.existing)
-    p.add_argument("--tokens", type=bench.positive, default=500, help="that count")
-    p.add_argument("--warm", type=bench.positive, default=100, help="tokens before them")
+    p.add_argument("--tokens", type=bench.positive, default=500, help="tokens that are counted")
+    p.add_argument(
+        "--warm", type=bench.positive, default=100, help="tokens before them, not counted"
+    )
     p.add_argument(
         "--policy", nargs="*", default=["lru", "lfu"], choices=("lru", "lfu", "adaptive", "static")
     )
@@ -63,7 +65,7 @@ def hit_rates(
     with Engine.load(args.model, config) as engine:
         recorder = TraceRecorder(router_shape(engine.file))
         runner = engine.runner
-        assert isinstance(runner, LayeredRunner)  # some experts have no slot
+        assert isinstance(runner, LayeredRunner)  # because some experts have no slot
         runner.observers.append(recorder)
         before = runner.cache.stats
         for at, token in enumerate(ids):
@@ -80,7 +82,7 @@ def hit_rates(
 
 
 def main() -> int:
-    """Print a table with two rows for each policy."""
+    """Print a table with two rows for each policy: run and replay."""
     args = parser().parse_args()
 
     def run() -> None:

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Time what our CUDA kernels replace: several small ones against one, a graph of many each.
+"""Compare our fused CUDA kernels with the small kernels that they replace.
 
-Prints microseconds of one link of a chain, the median over --repeat runs, for the same nodes in a
-form that is one kernel and in one that is not. That they are one kernel is what tests/cuda asks;
-how much that saves depends on the card, and on a shared one on who else is there.
+Each graph is a long chain of the same nodes, once in a form that one kernel computes and once in a
+form that needs several. Prints the microseconds of one link, as the median of --repeat runs.
+tests/cuda checks that the fused form is one kernel; how much time that saves depends on the card,
+and on a shared card on its other users.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Clock:
         self.device, self.repeat = device, repeat
 
     def __call__(self, graph: Graph, outputs: list[Tensor], n_links: int) -> float:
-        """Return microseconds of a link."""
+        """Return the microseconds of one link."""
         return float(graph.run(self.device, outputs, self.repeat)[1] / n_links * 1e6)
 
 
 def norms(clock: Clock, with_sum: bool) -> float:
-    """Time a norm and its weights, or a sum before them, of 2048 numbers."""
+    """Time a norm of 2048 numbers and its weights; with_sum: with a sum before the norm."""
     graph = Graph()
     x, y = (graph.leaf(random(i, 1, 2048)) for i in range(2))
     w = graph.weight(random(2, 2048))
@@ -49,14 +50,14 @@ def norms(clock: Clock, with_sum: bool) -> float:
 
 
 def deltanet_inputs(clock: Clock, in_order: bool) -> float:
-    """Time the small nodes of a DeltaNet layer; out of order they are not one kernel."""
+    """Time the small nodes of a DeltaNet layer; only in order are they one kernel."""
     graph, step = Graph(), Step(128, 16, 32, 1, 1)
     outputs = [tensor for _ in range(30) for tensor in step.build(graph, in_order)]
     return clock(graph, outputs, 30)
 
 
 def experts(clock: Clock, *parts: str) -> float:
-    """Time routed experts of one token, a shared expert, or one beside the others."""
+    """Time one token's routed experts, its shared expert, or both at the same time."""
     graph = Graph()
     x = graph.leaf(random(1, 1, 2048))
     for layer in range(20):
@@ -66,7 +67,7 @@ def experts(clock: Clock, *parts: str) -> float:
 
 
 def expert_ends(clock: Clock, apart: bool) -> float:
-    """Time the down products and the weighted sum of one token's experts; apart: as several."""
+    """Time the down products and weighted sum of one token's experts; apart: several kernels."""
     n_embd, n_ff, k, n_expert = 2048, 512, 8, 16
     data = TYPES["Q5_K"].fill(np.random.default_rng(4), n_expert * n_embd * n_ff // 256, 0.05)
     graph, outputs = Graph(), []

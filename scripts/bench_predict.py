@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Predict decode speeds of bench_residency rows from a few of them, and compare with the rest.
+"""Fit a machine's times to a few rows of bench_residency and predict the decode speed of the rest.
 
-The counts of missing experts come from replaying the same trace with the same slots; the times of
-the machine are fitted to the rows named by --fit (llama.cpp's -ncmoe of the row, and the trace),
-and every other row is held out. Needs no device: it reads the raw lines.
+Replays of the same trace with the same slots count the missing experts. The script fits times to
+the rows that --fit (their -ncmoe) and --trace name; all other rows are held out. It reads raw
+lines and needs no device.
 
-Fitted are the time of a token that misses nothing, and what a layer takes to fetch its first
-missing expert and each further one. Where experts are computed on the CPU (rows without expert
-slots) nothing is fitted, and such rows are left out.
+Three times are fitted: that of a token without misses, that of a layer to fetch its first missing
+expert, and that of each further expert. Rows without expert slots, in which the CPU computes the
+experts, are ignored.
 
     scripts/bench_predict.py docs/benchmarks/residency.jsonl --fit 0 16 36 --trace sticky
 """
@@ -41,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
     p = bench.Parser(__doc__)
     p.add_argument("raw", type=bench.existing, help="raw lines of bench_residency.py")
     p.add_argument("--fit", type=int, nargs="+", default=[0, 16, 36], metavar="NCMOE")
-    p.add_argument("--trace", default="sticky", help="trace of the rows that are fitted")
+    p.add_argument("--trace", default="sticky", help="trace of the rows to fit")
     p.add_argument(
         "--results",
         default="argmax",
         choices=("argmax", "logits"),
-        help="which rows: those that copied the argmax or the logits",
+        help="use the rows that copied the argmax, or those that copied the logits",
     )
     p.add_argument("--out", type=Path, metavar="FILE", help="append the predictions as JSON lines")
     return p
@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured row: missing experts of each layer, numpy [n_tokens, n_layer], and its speed.
+    """One measured row: its missing experts, numpy [n_tokens, n_layer], and its speed.
 
-    n_lookups: layers that look up slots. seconds: a token, measured.
+    n_lookups: number of layers that look up slots. seconds: measured, of a token.
     """
 
     ncmoe: int
@@ -68,13 +68,13 @@ class Point:
 
     @property
     def counts(self) -> tuple[float, float, float]:
-        """Return, per token: 1, layers that miss something, experts missing beyond the first."""
+        """Return, per token: 1, layers with misses, missing experts beyond a layer's first."""
         some = float((self.missing > 0).sum(axis=1).mean())
         return 1.0, some, float(self.missing.sum(axis=1).mean()) - some
 
 
 def points_of(lines: Sequence[bench.Line], results: str) -> list[Point]:
-    """Return the decode rows of raw lines that had expert slots, with their misses counted anew."""
+    """Return the decode rows that had expert slots, with misses counted by a replay."""
     from _traces import find_trace
 
     found: list[Point] = []
@@ -123,15 +123,15 @@ def _points(
 
 
 def fit(points: Sequence[Point], base: Machine) -> Machine:
-    """Return a machine whose times give the points' seconds in least squares, none below zero.
+    """Return a machine with times fitted to the points by least squares, none below zero.
 
-    base: gives everything else, the time of a look-up among it.
+    base: the machine with all other times, such as that of a look-up.
     """
     a = np.array([p.counts for p in points])
     b = np.array([p.seconds - base.fetch_layer * p.n_lookups for p in points])
     kept = list(range(a.shape[1]))
     times = np.zeros(a.shape[1])
-    while True:  # a time that comes out negative is none: fit the others without it
+    while True:  # a time that comes out negative is set to 0, and the others are fitted again
         times[:] = 0.0
         times[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
         negative = [at for at in kept if times[at] < 0 and at]
@@ -151,10 +151,10 @@ def predict(machine: Machine, point: Point) -> float:
 
 
 def predictions(points: Sequence[Point], fitted: set[int], trace: str) -> list[dict[str, Any]]:
-    """Fit to some points and return what is predicted for each.
+    """Fit to some points and return the predictions for all.
 
     Raises:
-        BenchError: none of the points is to be fitted.
+        BenchError: no point matches `fitted` and `trace`.
     """
     chosen = [p for p in points if p.ncmoe in fitted and p.trace == trace]
     if not chosen:

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""moegraph beside llama.cpp's -ncmoe when the experts do not fit: same device memory, same -ub.
+"""Compare moegraph with llama.cpp's -ncmoe if not all experts fit: same device memory, same -ub.
 
-For each N of --ncmoe, llama-bench runs prompts and decoding as one block, and the driver tells how
-much device memory that takes at most. moegraph gets this much as --vram, with the same -ub, and
-runs the same tests; the first sample of each is kept in the raw lines and not counted, on both
-sides. --ubatch takes several values: decode is measured with the first, prompts with each.
+For each N of --ncmoe, llama-bench runs prompts and decode as one block, and the driver reports its
+peak of device memory. moegraph gets the same amount as --vram and the same -ub, and runs the same
+tests. On both sides, the first sample of each test is written to the raw lines but not counted.
+--ubatch takes several values: decode is measured with the first, prompts with each.
 
-llama.cpp's speed does not depend on which experts a token chooses, moegraph's does. Its routing in
-decoding is replayed from each of --traces in turn: --warm tokens that do not count, then the
-samples, each going on where the last one ended. Rows of moegraph copy the logits to the host as
-llama_decode does; "argmax" rows copy the device's argmax; "sampled" rows go through
-`Engine.generate` with --sampling. Prompts are routed by the model's own router.
+moegraph's speed depends on which experts a token chooses; llama.cpp's does not. In decode,
+moegraph replays each of --traces in turn: first --warm tokens that are not counted, then the
+samples, each from where the one before ended. Rows of moegraph copy the logits to the host, as
+llama_decode does; "argmax" rows copy only the device's argmax; "sampled" rows go through
+`Engine.generate` with --sampling. In prompts, the model's own router chooses.
 
 "first token" is the time from the start of a process to the end of a prompt and one token.
 
-On the CPU there is no device memory to compare: moegraph gets the share of the experts that -ncmoe
-leaves on the device.
+On the CPU there is no device memory to compare: moegraph gets slots for the share of the experts
+that -ncmoe leaves on the device.
 
     scripts/bench_residency.py 35b.gguf --llama-bench up/llama-bench --ncmoe 16 30 40 --out r.jsonl
     scripts/bench_residency.py 35b.gguf --llama-bench up/llama-bench --ncmoe 16 --traces sticky flat
@@ -44,7 +44,7 @@ from _llama_bench import (
     used_device_bytes,
 )
 
-# Passes of one row in the prompt that is timed from the start of a process.
+# Passes of one row after the prompt that is timed from the start of a process.
 FIRST_TOKENS = 1
 
 
@@ -65,20 +65,27 @@ def parser() -> argparse.ArgumentParser:
         "--traces",
         nargs="*",
         default=["sticky", "flat", "recorded"],
-        help="presets of the generator, NAME or NAME:PROMPT, or trace files; none "
-        "named: no decoding",
+        help="presets of the generator (NAME or NAME:PROMPT) or trace files; with no "
+        "value, decode is not measured",
     )
-    p.add_argument("--seed", type=int, default=0, help="of the generated traces")
+    p.add_argument("--seed", type=int, default=0, help="seed of the generated traces")
     p.add_argument("--gen", type=bench.positive, default=128, help="tokens of a decode sample")
-    p.add_argument("--warm", type=bench.positive, default=96, help="tokens before a trace counts")
+    p.add_argument(
+        "--warm",
+        type=bench.positive,
+        default=96,
+        help="tokens at the start of a trace that are not counted",
+    )
     p.add_argument("--prompt", type=bench.positive, nargs="*", default=[512, 2048])
-    p.add_argument("--ubatch", type=bench.positive, nargs="+", default=[512], help="-ub of both")
+    p.add_argument(
+        "--ubatch", type=bench.positive, nargs="+", default=[512], help="-ub of both sides"
+    )
     p.add_argument(
         "--first-token",
         type=int,
         default=512,
         metavar="N",
-        help="prompt whose first token is timed from the start; 0: not measured",
+        help="length of the prompt for 'first token'; 0: not measured",
     )
     p.add_argument(
         "--sweep",
@@ -86,10 +93,12 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         metavar="THREADS",
-        help="try upstream with so many threads first, and use its best",
+        help="first try upstream with these numbers of threads, and use the best",
     )
     p.add_argument(
-        "--graph-opt", action="store_true", help="decode of upstream with GGML_CUDA_GRAPH_OPT=1 too"
+        "--graph-opt",
+        action="store_true",
+        help="also measure upstream's decode with GGML_CUDA_GRAPH_OPT=1",
     )
     p.add_argument("--policy", default="lfu")
     p.add_argument("--miss", default="auto", choices=("auto", "cpu", "stream"))
@@ -98,16 +107,16 @@ def parser() -> argparse.ArgumentParser:
         type=json.loads,
         default={"temperature": 0.8, "seed": 1},
         metavar="JSON",
-        help="settings of 'sampled' rows, as SamplingParams has them",
+        help="settings of 'sampled' rows, as fields of SamplingParams",
     )
     return p
 
 
 @dataclass
 class Replayed:
-    """The recording that engines replay, and how far one has come.
+    """The recording that engines replay, and the position in it.
 
-    step: of the next pass of one row. parts: the first step of each trace.
+    step: the step that the next pass of one row consumes. parts: the first step of each trace.
     """
 
     path: Path
@@ -116,7 +125,7 @@ class Replayed:
 
 
 class Comparison:
-    """One run: upstream's blocks and our workers over all budgets."""
+    """One run: blocks of upstream and of our workers for all budgets."""
 
     def __init__(self, args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
         from _traces import ModelFacts
@@ -142,7 +151,7 @@ class Comparison:
                 self._ours(setting, ncmoe, ubatch, budget, replayed, with_gen)
 
     def _write_traces(self, scratch: Path) -> Replayed:
-        """Write the traces end to end: as many steps as `_decode` and `_sampled` will take."""
+        """Write the traces end to end, with as many steps as `_decode` and `_sampled` need."""
         from _traces import write_routing
 
         args, path = self.args, scratch / "routing.npy"
@@ -167,10 +176,10 @@ class Comparison:
             for at, value in enumerate(row["samples_ts"]):
                 self.raw.sample(f"ncmoe {ncmoe}, sweep", test_name(row), name, at, value)
         self.threads = max(speed, key=lambda n: speed[n])
-        print(f"upstream is quickest with {self.threads} threads", file=sys.stderr)
+        print(f"upstream is fastest with {self.threads} threads", file=sys.stderr)
 
     def _upstream(self, setting: str, ncmoe: int, ubatch: int, with_gen: bool) -> int:
-        """Run llama-bench's block; return the device memory it took."""
+        """Run llama-bench's block; return its peak of device memory in bytes."""
         args = self.args
         common = [
             "-ncmoe", str(ncmoe), "-ub", str(ubatch), "-b", str(max(2048, ubatch)),
@@ -204,7 +213,7 @@ class Comparison:
         self, setting: str, ncmoe: int, ubatch: int, budget: int, replayed: Replayed,
         with_gen: bool,
     ) -> None:  # fmt: skip
-        """Load moegraph with that budget and take its samples."""
+        """Load moegraph with the budget and take its samples."""
         args, n, spec = self.args, self.args.first_token, f"moegraph={bench.ROOT}"
         used_before = used_device_bytes()
         with bench.start_worker(spec, self.clock) as worker:
@@ -234,7 +243,7 @@ class Comparison:
     def _load(
         self, worker: bench.Worker, setting: str, ncmoe: int, ubatch: int, budget: int, path: Path
     ) -> None:
-        """Load with --vram as large as the budget; with no expert where that is too little."""
+        """Load with the budget as --vram; if that is too small, load without expert slots."""
         args, facts = self.args, self.facts
         longest = max([*args.prompt, args.gen, args.first_token + FIRST_TOKENS, 256])
         config: dict[str, Any] = {
@@ -254,7 +263,7 @@ class Comparison:
             if not budget or "OutOfDeviceMemory" not in str(error):
                 raise
             self.raw.add("refused", setting=setting, budget=budget, why=str(error))
-            print(f"{error}\n{setting}: taking no expert slots", file=sys.stderr)
+            print(f"{error}\n{setting}: loading without expert slots", file=sys.stderr)
             found = worker.ask("load", config=config | {"pin_layers": 0, "cache_slots": 0},
                                **request)  # fmt: skip
         self.raw.add(
@@ -264,7 +273,7 @@ class Comparison:
         )  # fmt: skip
 
     def _decode(self, worker: bench.Worker, setting: str, name: str, replayed: Replayed) -> None:
-        """Take decode samples over one trace, after its warm tokens."""
+        """Take decode samples over one trace, after its --warm tokens."""
         args = self.args
         warm = replayed.parts[name] + args.warm - replayed.step
         worker.ask("decode", n=warm, seed=0)
@@ -279,9 +288,9 @@ class Comparison:
                 replayed.step += args.gen
 
     def _sampled(self, worker: bench.Worker, setting: str) -> None:
-        """Take samples through `Engine.generate`; the replay begins again with the first trace.
+        """Take samples through `Engine.generate`; the replay restarts with the first trace.
 
-        The sample that does not count warms the slots.
+        The first sample, which is not counted, warms the slots.
         """
         args = self.args
         if not args.traces:

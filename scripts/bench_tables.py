@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Write the tables of docs/benchmarks.md from the raw lines in docs/benchmarks/.
 
-The page names its tables in comments, and what stands between two of them is written anew:
+The page names its tables in comments. The script rewrites the text between two of them:
 
     <!-- table: decode residency.jsonl -->
     <!-- end -->
 
-Tables: runs, compare, trees, decode, prompts, memory, predictions. Each takes raw files, whose
-lines count together; of runs that measured the same thing the last one counts.
+Tables: runs, compare, trees, decode, prompts, memory, predictions. Each takes raw files and joins
+their lines. If several runs measured the same thing, the last one counts.
 
     scripts/bench_tables.py             write
     scripts/bench_tables.py --check     exit code 1 if anything would change
@@ -34,7 +34,7 @@ Samples = dict[tuple[str, str, str], list[float]]
 
 
 def last_samples(lines: Lines) -> Samples:
-    """Return samples by (setting, test, system), each from the last run that has it."""
+    """Return samples by (setting, test, system), each from the last run that has any."""
     found: Samples = {}
     for run in dict.fromkeys(line["run"] for line in lines):
         found.update(bench.samples_by_key([x for x in lines if x["run"] == run]))
@@ -54,7 +54,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def times(values: Sequence[float], base: Sequence[float] | None, unit: str = "tok/s") -> str:
-    """Return how many times better than the base, median and range; '-' without one."""
+    """Return median and range of how many times better than the base; '-' without a base."""
     if not base:
         return "-"
     ratios = bench.times_better(values, base, unit)
@@ -62,13 +62,13 @@ def times(values: Sequence[float], base: Sequence[float] | None, unit: str = "to
 
 
 def gib(line: bench.Line | None, *names: str) -> str:
-    """Return the first of the fields that is there and not 0, in GiB."""
+    """Return the first of the fields that is present and not 0, in GiB."""
     value = next((line[name] for name in names if line and line.get(name)), 0)
     return f"{value / 2**30:.2f}" if value else "-"
 
 
 def runs(lines: Lines) -> str:
-    """Return where, when and with what each run was measured."""
+    """Return the table of runs: machine, time, commit, arguments."""
     rows = []
     for run in (x for x in lines if x["kind"] == "run"):
         mine = [x for x in lines if x["run"] == run["run"]]
@@ -92,7 +92,7 @@ def _commit(text: str) -> str:
 
 
 def compare(lines: Lines) -> str:
-    """Return every test of bench_vs_upstream: upstream, then each of moegraph's rows."""
+    """Return the table of bench_vs_upstream: for each test upstream, then moegraph's rows."""
     samples = last_samples(lines)
     rows = []
     for (setting, test, system), values in samples.items():
@@ -104,7 +104,7 @@ def compare(lines: Lines) -> str:
 
 
 def trees(lines: Lines) -> str:
-    """Return every test of bench_trees with its systems side by side, ratios to the first."""
+    """Return the table of bench_trees: systems side by side, with ratios to the first."""
     samples = last_samples(lines)
     units = {(x["setting"], x["test"]): x["unit"] for x in lines if x["kind"] == "sample"}
     systems = list(dict.fromkeys(x["system"] for x in lines if x["kind"] == "system"))
@@ -138,7 +138,7 @@ def _place(lines: Lines, setting: str) -> str:
 
 
 def decode(lines: Lines) -> str:
-    """Return decoding with experts missing: a row for each budget and trace."""
+    """Return the table of decode with missing experts: a row for each budget and trace."""
     samples, rows = last_samples(lines), []
     for setting in _budgets(lines):
         keys = [k for k in samples if k[0] == setting and k[1].startswith("tg")]
@@ -149,7 +149,7 @@ def decode(lines: Lines) -> str:
             way, values = key[2].removeprefix("moegraph, "), samples[key]
             base = samples.get((*key[:2], "upstream"))
             greedy = samples.get((*key[:2], f"moegraph, argmax, {way}"))
-            # a sampled row begins with a prompt, whose choices are counted with it
+            # the counters of a sampled row include its prompt
             experts = ["-", "-"] if way.startswith("sampled") else _experts(lines, key)
             rows.append([
                 _place(lines, setting), way,
@@ -177,7 +177,7 @@ def _experts(lines: Lines, key: tuple[str, str, str]) -> list[str]:
 
 
 def prompts(lines: Lines) -> str:
-    """Return prompts and first tokens with experts missing."""
+    """Return the table of prompts and first tokens with missing experts."""
     samples, rows = last_samples(lines), []
     for setting in _budgets(lines):
         for key in [k for k in samples if k[0] == setting and k[2] == "moegraph"]:
@@ -196,7 +196,7 @@ def prompts(lines: Lines) -> str:
 
 
 def memory(lines: Lines) -> str:
-    """Return device and host memory of both."""
+    """Return the table of device and host memory of both sides."""
     rows = []
     for setting in dict.fromkeys(x["setting"] for x in lines if x["kind"] == "memory"):
         for system in dict.fromkeys(x["system"] for x in lines if x["kind"] == "memory"):
@@ -215,7 +215,7 @@ def memory(lines: Lines) -> str:
 
 
 def predictions(lines: Lines) -> str:
-    """Return what bench_predict.py said."""
+    """Return the table of bench_predict.py's predictions."""
     rows = [
         [str(x["ncmoe"]), x["trace"], f"{x['share']:.0%}", x["how"], f"{x['measured']:.1f}",
          f"{x['predicted']:.1f}", f"{x['predicted'] / x['measured'] - 1:+.1%}"]
@@ -233,7 +233,7 @@ TABLES: dict[str, Callable[[Lines], str]] = {
 
 
 def render(page: str, folder: Path) -> str:
-    """Return the page with every table written anew.
+    """Return the page with every table rewritten.
 
     Raises:
         BenchError: a table or a raw file that it names does not exist.
@@ -253,7 +253,7 @@ def render(page: str, folder: Path) -> str:
 
 
 def curve(lines: Lines) -> str:
-    """Return decode speed against the share of experts as SVG: upstream, and each trace."""
+    """Return a plot (SVG) of decode speed over the share of experts: upstream and each trace."""
     from moegraph.cli.svg import line_chart
 
     loads = of_kind(lines, "load", "moegraph")
@@ -273,7 +273,9 @@ def main() -> int:
     p = bench.Parser(__doc__)
     p.add_argument("--page", type=bench.existing, default=PAGE)
     p.add_argument("--folder", type=bench.existing, help="of raw files; default: beside the page")
-    p.add_argument("--check", action="store_true", help="write nothing")
+    p.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the page would change"
+    )
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw decode speeds instead (SVG)")
     p.add_argument("--raw", nargs="+", default=["residency.jsonl"], help="raw files of --plot")
     args = p.parse_args()
@@ -294,7 +296,7 @@ def main() -> int:
 
     code = bench.guarded("bench_tables.py", run)
     if changed:
-        print(f"{args.page.name} is not what the raw lines say; run scripts/bench_tables.py",
+        print(f"{args.page.name} does not match the raw lines; run scripts/bench_tables.py",
               file=sys.stderr)  # fmt: skip
     return 1 if changed else code
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compare the decode speed of ways to use CPU threads, with and without other programs at work.
+"""Compare decode speed with different CPU threads, with and without other programs at work.
 
-For each number of busy cores, processes that only spin are started on the CPUs of this process.
-Then moegraph runs as it does by default and with fixed -t and --poll. llama-bench runs with each
--t and, for builds with OpenMP, with threads that wait actively and passively. All take turns,
---rounds times; medians count. The last column is the ratio to the best of llama-bench. Run it under
-taskset to measure fewer cores:
+For each number of --busy cores, the script starts processes that only spin on the CPUs of this
+process. moegraph runs with its defaults and with fixed -t and --poll. llama-bench runs with each
+-t and, for builds with OpenMP, with active and with passive waiting. All take turns, --rounds
+times, and the medians are compared. The last column is the ratio to llama-bench's best. Run the
+script under taskset to measure fewer cores:
 
     taskset -c 0,1 scripts/bench_threads.py tiny --llama-bench upstream/llama-bench --busy 0 1 2
     taskset -c 0-3 scripts/bench_threads.py tiny --llama-bench upstream/llama-bench \\
@@ -53,8 +53,10 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("model", help="a GGUF file or a shipped model's name")
-    p.add_argument("--llama-bench", type=Path, help="unpatched llama-bench (default: only us)")
-    p.add_argument("--llama-args", default="", help="more options of llama-bench, in one string")
+    p.add_argument(
+        "--llama-bench", type=Path, help="unpatched llama-bench (default: measure only moegraph)"
+    )
+    p.add_argument("--llama-args", default="", help="more options for llama-bench, in one string")
     p.add_argument("--llama-env", nargs="*", default=[], metavar="NAME=VALUE", type=assignment,
                    help="environment of llama-bench")  # fmt: skip
     p.add_argument("--busy", type=count, nargs="+", default=[0, 1, 2], metavar="K",
@@ -62,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=positive, nargs="+", metavar="N",
                    help="fixed -t of both (default: 1 to the cores, all up to 4)")  # fmt: skip
     p.add_argument("--gen", type=positive, default=256, help="tokens of a run (default: 256)")
-    p.add_argument("--depth", type=count, default=0, help="positions filled before (default: 0)")
+    p.add_argument(
+        "--depth", type=count, default=0, help="context positions filled before a run (default: 0)"
+    )
     p.add_argument("--repetitions", type=positive, default=5, help="timed runs in a process")
     p.add_argument("--rounds", type=positive, default=3, help="processes of each way")
     p.add_argument("--out", type=Path, help="append JSON lines here")
@@ -94,7 +98,7 @@ def assignment(text: str) -> tuple[str, str]:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    """Return what is compared: ours by default first."""
+    """Return the programs and settings to compare, moegraph with its defaults first."""
     model, threads = str(resolve_target(args.model)), args.threads or _counts(default_threads())
     test = ("-p", "0", "-n", str(args.gen), "-d", str(args.depth), "-r", str(args.repetitions))
     shared = ("-m", model, *test, "-o", "json")
@@ -125,7 +129,7 @@ def _counts(n: int) -> list[int]:
 
 @contextmanager
 def busy_cores(n: int) -> Iterator[None]:
-    """Have n processes spin on the CPUs of this one."""
+    """Run n processes that spin on the CPUs of this process."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
     try:
         time.sleep(0.3 if n else 0)
@@ -137,7 +141,7 @@ def busy_cores(n: int) -> Iterator[None]:
 
 
 def run(way: Way) -> tuple[list[float], str]:
-    """Return tokens a second of each repetition, and the threads that were used at the end."""
+    """Return the tokens per second of each repetition, and the threads in use at the end."""
     done = subprocess.run(
         way.command, env={**os.environ, **way.env}, capture_output=True, text=True, check=False
     )
@@ -152,7 +156,7 @@ def run(way: Way) -> tuple[list[float], str]:
 
 
 def measure(args: argparse.Namespace, n_busy: int) -> list[dict[str, Any]]:
-    """Return a row for each way beside n busy cores."""
+    """Return a row for each way, measured while n_busy cores are busy."""
     compared = ways(args)
     samples: dict[int, list[float]] = {at: [] for at in range(len(compared))}
     used: dict[int, list[str]] = {at: [] for at in range(len(compared))}

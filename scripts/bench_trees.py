@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Time several builds in turn on one model: decode, passes of a few rows, prompts.
 
-Every SYSTEM is NAME=FOLDER[,VAR=VALUE...]: a checkout with a built moegraph package, or, when NAME
-starts with "upstream", the folder of unpatched llama.cpp that tests/oracle uses. Each runs in a
-process of its own that keeps the model loaded, and all load at the same time. Systems take turns
-sample by sample, and the order turns round from sample to sample. The first sample of each is kept
-in the raw lines and not counted. Ratios are to the first system.
+Every SYSTEM is NAME=FOLDER[,VAR=VALUE...]: a checkout with a built moegraph package, or, if NAME
+starts with "upstream", the folder of unpatched llama.cpp that tests/oracle uses. Each system has
+its own process, which keeps the model loaded; all load at the same time. Systems take turns after
+every sample, in an order that is reversed each time. The first sample of each is written to the
+raw lines but not counted. Ratios are relative to the first system.
 
-Settings are "whole" and percentages of the experts that have a slot on the device; with those the
-routing of single rows is replayed from a generated trace, the same for all. A model of 22 GB takes
-up to 20 GB of host memory for each system and setting.
+A setting is "whole" or a percentage of the experts that have a slot on the device. With a
+percentage, passes of one row replay the routing of a generated trace, the same for all systems. A
+model of 22 GB takes up to 20 GB of host memory for each system and setting.
 
-All systems get the same token ids at the same positions: every pass of --rows starts from an empty
-sequence. moegraph copies the argmax of a pass to the host unless --results says otherwise.
+All systems get the same token ids at the same positions; every pass of --rows starts from an empty
+sequence. moegraph copies only the argmax of a pass to the host, unless --results says otherwise.
 
     scripts/bench_trees.py 35b.gguf before=../old after=. --out rows.jsonl
     scripts/bench_trees.py 35b.gguf upstream=.oracle now=. --results logits argmax --gen 0 --prompt
@@ -57,10 +57,10 @@ def parser() -> argparse.ArgumentParser:
         "--repeat",
         type=bench.positive,
         default=7,
-        help="passes in a sample of --rows, of which the median is the sample",
+        help="passes of one sample of --rows; their median is the sample",
     )
     p.add_argument(
-        "--warm", type=int, default=96, help="tokens decoded first where experts are missing"
+        "--warm", type=int, default=96, help="tokens to decode first, if experts are missing"
     )
     p.add_argument("--ubatch", type=bench.positive, default=512)
     p.add_argument(
@@ -69,14 +69,14 @@ def parser() -> argparse.ArgumentParser:
         default=["argmax"],
         choices=("argmax", "logits"),
         help="what moegraph copies to the host after a pass: the device's argmax, or "
-        "the logits, as llama_decode always does; both are measured if both are named",
+        "the logits, as llama_decode always does; give both to measure both",
     )
     p.add_argument(
         "--all-rows",
         action="store_true",
-        help="results of all rows in passes of --rows, not of the last one",
+        help="return the results of all rows in passes of --rows, not only of the last row",
     )
-    p.add_argument("--trace", default="sticky", help="preset that the replayed routing comes from")
+    p.add_argument("--trace", default="sticky", help="preset of the replayed routing")
     return p
 
 
@@ -87,7 +87,7 @@ def setting(text: str) -> str:
 
 @dataclass(frozen=True)
 class Test:
-    """One test: its name, its unit, and what asks a worker for a sample with logits or without."""
+    """One test: its name, its unit, and a function that takes a sample, with or without logits."""
 
     name: str
     unit: str
@@ -122,7 +122,7 @@ def tests(args: argparse.Namespace) -> list[Test]:
 
 
 def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) -> dict[str, object]:
-    """Return the settings that a worker loads with."""
+    """Return the settings with which a worker loads."""
     longest = max([args.gen, args.warm, *args.prompt, *args.rows, 256])
     common = {"n_ctx": longest, "n_ubatch": args.ubatch}
     if bench.is_upstream(name):
@@ -177,7 +177,7 @@ def run_test(
             for results in args.results:
                 first = results == args.results[0]
                 if bench.is_upstream(worker.name) and not first:
-                    continue  # it knows one way only
+                    continue  # llama_decode always copies the logits
                 name = worker.name if first else f"{worker.name}, {results}"
                 value, more = test.sample(worker, at, results == "logits")
                 raw.sample(setting, test.name, name, at, value, test.unit, **more)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""moegraph beside llama-bench with every expert on the device: decode and prompts, at depths.
+"""Compare moegraph with llama-bench, with every expert on the device: decode and prompts, by depth.
 
 Both run the same file on the same device with the same -ub, in turn and in blocks: llama-bench
-with -r N as one block, then moegraph as many samples of the same tests. moegraph's process stays
-loaded. The first sample of a block is kept in the raw lines and not counted, on both sides.
+with -r N is one block, and the same number of samples of moegraph is the next. moegraph's process
+keeps the model loaded. On both sides, the first sample of a block is written to the raw lines but
+not counted.
 
-Rows of moegraph copy the logits of the last row of a pass to the host, as llama_decode does. Rows
-named "argmax" copy the device's argmax instead, as greedy generation does; rows named "sampled" go
-through `Engine.generate` with the sampler settings of --sampling. At a depth, moegraph computes the
-tokens before the test anew for each sample (not timed), which llama-bench does once: use few
-samples there.
+Rows of moegraph copy the logits of a pass's last row to the host, as llama_decode does. "argmax"
+rows copy only the device's argmax, as greedy generation does; "sampled" rows go through
+`Engine.generate` with --sampling. At a depth, moegraph computes the tokens before the test again
+for every sample (not timed), while llama-bench does so once: use few samples there.
 
     scripts/bench_vs_upstream.py 35b.gguf --llama-bench up/llama-bench --ubatch 512 2048
     scripts/bench_vs_upstream.py 35b.gguf --llama-bench up/llama-bench --depth 8192 32768 \
@@ -41,17 +41,19 @@ def parser() -> argparse.ArgumentParser:
         type=bench.positive,
         default=1,
         metavar="N",
-        help="how often the two take turns; --samples is the number in a block",
+        help="number of blocks of each side; a block has --samples samples",
     )
     p.add_argument("--prompt", type=bench.positive, nargs="*", default=[512, 2048])
     p.add_argument("--gen", type=int, default=128, help="tokens of a decode sample; 0: none")
-    p.add_argument("--depth", type=int, nargs="+", default=[0], help="tokens before a test")
+    p.add_argument(
+        "--depth", type=int, nargs="+", default=[0], help="context positions filled before a test"
+    )
     p.add_argument(
         "--ubatch",
         type=bench.positive,
         nargs="+",
         default=[512],
-        help="-ub of both; decode is measured with the first",
+        help="-ub of both sides; decode is measured with the first",
     )
     p.add_argument("--modes", nargs="+", default=["whole"], choices=("whole", "layered"))
     p.add_argument(
@@ -59,10 +61,12 @@ def parser() -> argparse.ArgumentParser:
         type=json.loads,
         default={"temperature": 0.8, "seed": 1},
         metavar="JSON",
-        help="settings of 'sampled' rows, as SamplingParams has them",
+        help="settings of 'sampled' rows, as fields of SamplingParams",
     )
     p.add_argument(
-        "--graph-opt", action="store_true", help="decode of upstream with GGML_CUDA_GRAPH_OPT=1 too"
+        "--graph-opt",
+        action="store_true",
+        help="also measure upstream's decode with GGML_CUDA_GRAPH_OPT=1",
     )
     return p
 
@@ -70,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def upstream_block(
     args: argparse.Namespace, raw: bench.Raw, program: LlamaBench, ubatch: int
 ) -> None:
-    """Run llama-bench once; note its samples."""
+    """Run llama-bench once and append its samples."""
     gen = args.gen if ubatch == args.ubatch[0] else 0
     common = [
         "-ub", str(ubatch), "-b", str(max(2048, ubatch)), "-d", ",".join(map(str, args.depth)),
@@ -88,7 +92,7 @@ def note_rows(
     args: argparse.Namespace, raw: bench.Raw, program: LlamaBench, setting: str, system: str,
     options: list[str], **variables: str,
 ) -> None:  # fmt: skip
-    """Run one block of llama-bench and note every sample and its memory."""
+    """Run one block of llama-bench; append every sample and its memory."""
     for _, row in program.rows(options, args.samples + 1, **variables):
         raw.add("upstream", setting=setting, system=system, flags=options, row=settings_of(row))
         for at, tps in enumerate(row["samples_ts"]):
@@ -100,7 +104,7 @@ def note_rows(
 def our_block(
     args: argparse.Namespace, raw: bench.Raw, worker: bench.Worker, mode: str, ubatch: int
 ) -> None:
-    """Take moegraph's samples of the same tests."""
+    """Take moegraph's samples of the same tests, as one block."""
     setting = f"ub {ubatch}"
     for depth in args.depth:
         at_depth = f" @ d{depth}" if depth else ""
@@ -123,7 +127,7 @@ def our_block(
 
 
 def compare(args: argparse.Namespace, raw: bench.Raw, clock: bench.Clock) -> None:
-    """Measure every -ub: blocks of upstream and of each mode in turn."""
+    """Measure every -ub, with blocks of upstream and of each mode in turn."""
     program = LlamaBench(args, clock)
     longest = max(args.depth) + max([*args.prompt, args.gen, 256])
     for ubatch in args.ubatch:

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Fit the trace generator to a recorded trace, layer by layer, for a router of another size.
 
-Experts are compared by share: a layer of 256 experts shall lose as many choices with slots for 25 %
-of them as the recorded layer with slots for 25 % of its own. For each recorded layer the weights
-and time constants of a RoutingModel are sought so that a generated layer of the wanted size has
+Experts are compared by share: a generated layer of 256 experts with slots for 25 % of them should
+miss as many choices as the recorded layer with slots for 25 % of its own. For each recorded layer,
+the script searches for weights and time constants of a RoutingModel so that a generated layer of
+the wanted size has
 
     the same hit rates of an LRU, at shares of 1/8 to 7/8 (how soon experts come back), and
     the same share of choices by its most popular experts, at the same shares (how uneven it is).
 
-Which experts are chosen together is not fitted: the generator draws experts of a layer one by one,
-and a cache that counts experts by themselves cannot tell. Prints a line of Python for each layer.
+Which experts are chosen together is not fitted: the generator draws the experts of a layer
+independently, and a cache that counts each expert alone sees no difference. Prints a line of
+Python for each layer.
 
     moegraph trace tiny -f text.txt -o tiny.trace
     scripts/fit_routing.py tiny.trace
@@ -34,7 +36,7 @@ from moegraph.experts.identity import RouterShape
 from moegraph.experts.trace import Trace, read_trace
 
 SHARES = np.arange(1, 8) / 8
-# Tokens that fill the LRU and do not count.
+# Tokens at the start that fill the LRU and are not counted.
 SKIP = 256
 Curve = npt.NDArray[np.float64]
 
@@ -54,7 +56,7 @@ def lru_curve(trace: Trace, il: int) -> Curve:
 
 
 def popularity_curve(trace: Trace, il: int) -> Curve:
-    """Return the share of a layer's choices that its most popular SHARES of experts get."""
+    """Return the shares of a layer's choices that its most popular experts get, for SHARES."""
     counts = np.sort(trace.part(SKIP, trace.n_tokens).counts()[il])[::-1]
     most = np.cumsum(counts) / counts.sum()
     return np.array([most[round(share * len(counts)) - 1] for share in SHARES])
@@ -68,7 +70,7 @@ def curves(trace: Trace, il: int) -> Curve:
 def model_of(point: npt.NDArray[np.float64]) -> RoutingModel:
     """Return the model of a point of the search: angles of the weights, and time constants.
 
-    Angles keep the squares of the four weights at a sum of 1.
+    With angles, the squares of the four weights always add up to 1.
     """
     a, b, c = np.clip(point[:3], 0.0, math.pi / 2)
     fixed, rest = math.sin(a), math.cos(a)
@@ -83,7 +85,7 @@ def model_of(point: npt.NDArray[np.float64]) -> RoutingModel:
 def fit_layer(
     wanted: Curve, shape: RouterShape, n_tokens: int, n_tries: int
 ) -> tuple[RoutingModel, float]:
-    """Search for the model of a layer; return it and its largest error on a curve."""
+    """Search for a layer's model; return the best one and its largest error on a curve."""
     rng = np.random.default_rng(0)
     one = replace(shape, n_layer=1)
     best, least = np.array([0.4, 0.3, 0.4, 4.0, 1.0]), math.inf
@@ -96,7 +98,9 @@ def fit_layer(
         if error < least:
             best, least = point, error
     model = model_of(best)
-    checked = generate_trace(one, n_tokens, seed=1, model=model)  # another draw than the search's
+    checked = generate_trace(
+        one, n_tokens, seed=1, model=model
+    )  # a seed that the search did not use
     return model, float(np.abs(curves(checked, 0) - wanted).max())
 
 
@@ -114,7 +118,7 @@ def main() -> int:
         recorded = read_trace(args.trace)
         if min(recorded.n_tokens, args.tokens) <= SKIP or args.used > args.experts:
             raise bench.BenchError(
-                f"needed are more than {SKIP} tokens, and no more experts used than there are"
+                f"the trace needs more than {SKIP} tokens, and --used at most as many as --experts"
             )
         shape = RouterShape(recorded.shape.n_layer, args.experts, args.used)
         for il in range(recorded.shape.n_layer):

@@ -25,8 +25,8 @@ This page is generated from docstrings by `scripts/gen_api_docs.py`. `scripts/do
 reference, with signatures and errors, into `build/docs`. [examples/](../examples) has five short
 programs.
 
-What is listed here is public: a release that changes it says so in
-[CHANGELOG.md](../CHANGELOG.md). Other modules can be imported, and may change at any time.
+The names on this page are public: a release that changes one says so in
+[CHANGELOG.md](../CHANGELOG.md). Other modules can be imported, but may change at any time.
 """
 
 # Where each group of public names is defined, in the order of the page.
@@ -42,7 +42,7 @@ def module_tree(name: str) -> tuple[Path, ast.Module]:
 
 
 def find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """Return a definition, through `from .x import name` where the module only passes it on."""
+    """Return the definition of a name; follow `from .x import name` to the defining module."""
     path, tree = module_tree(module)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in tree.body:

@@ -25,50 +25,54 @@ HEAD = """\
 This page is generated from the commands' help by `scripts/gen_cli_docs.py`.
 
 Text and reports go to stdout, everything else (notes, speed, progress bars, errors) to stderr.
-Nothing is drawn, and no colour is used, where a stream is not a terminal; `NO_COLOR` turns
-colour off, too. Option names are llama.cpp's where the meaning is the same. An error is one
-line; `MOEGRAPH_DEBUG=1` also shows where it came from. Every command has `-h/--help`;
-`moegraph --version` names the libraries, the commit of llama.cpp and the patch set.
+Progress bars and colours appear only on a terminal; `NO_COLOR` turns colours off. Options have
+llama.cpp's names if they mean the same. An error is one line; with `MOEGRAPH_DEBUG=1` a traceback
+follows. Every command has `-h/--help`. `moegraph --version` prints the versions of the libraries,
+the commit of llama.cpp and the patch set.
 
-On the CPU, the number of threads that compute a token, and whether they spin or sleep while they
-wait for each other, is measured when the model is loaded. It is measured again when tokens become
-slower, as they do when other programs need the cores, and from time to time while the choice is
-not all cores. `-t` and `--poll` fix one or both; `moegraph doctor` shows what is fastest for the
-shipped model at the moment. The number of threads in use changes no result. Results depend on
-`-t`, or on the number of cores where it is not given, as in llama.cpp.
+On the CPU, moegraph measures two things when it loads a model: how many threads decode fastest,
+and whether they should spin or sleep while they wait for each other. It measures again when
+tokens become slower, for example because other programs need the cores, and now and then while it
+uses fewer threads than cores. `-t` and `--poll` fix these choices; `moegraph doctor` shows the
+current speed of each choice with the shipped model. The number of threads in use does not change
+results. As in llama.cpp, results depend on the value of `-t`, or without it on the number of
+cores.
 
 `moegraph completion bash` (or `zsh`, `fish`) prints a script with which the shell completes
-commands, options and files; `eval "$(moegraph completion bash)"` in `~/.bashrc` turns it on.
+commands, options and files. To turn it on, put `eval "$(moegraph completion bash)"` into
+`~/.bashrc`.
 
-Options of llama.cpp that are not here say so, and what to use instead. Letters are not run
-together: `-pg` is refused; only a number may follow its letter, as in `-n128`.
+If you give an option of llama.cpp that moegraph does not have, the error says what to use instead.
+Option letters cannot be run together: moegraph refuses `-pg`. Only a number may follow its letter,
+as in `-n128`.
 """
 
 CHAT_HEAD = """\
-`--json` prints one object for each answer, on one line. A message that is empty or cannot be
-answered has only `question`, an empty `answer`, and `error`, which says why (null for an empty
-message)."""
+`--json` prints one object for each answer, on one line. If a message is empty or cannot be
+answered, its object has only `question`, an empty `answer`, and `error`: the reason, or null for
+an empty message."""
 
 RUN_JSON = {
     "model": "path, name, architecture, size and the main dimensions of the model",
-    "config": "the settings as they took effect: device, mode, n_ctx, n_ubatch, ...; `n_threads` "
-    "and `poll` are those of the last token, `threads_chosen` is `measured` or `given`",
-    "sampling": "the sampler settings, the seed that was used included; `from_file` names those "
-    "that the model file recommends",
+    "config": "the settings in effect: device, mode, n_ctx, n_ubatch, ...; `n_threads` and `poll` "
+    "are those of the last token, `threads_chosen` is `measured` or `given`",
+    "sampling": "the sampler settings, with the seed that was used; `from_file` lists those that "
+    "the model file recommends",
     "prompt_tokens": "ids of the prompt",
     "tokens": "generated ids, the end token included",
-    "text": "generated text, up to a stop text",
+    "text": "generated text, without the stop text",
     "finish_reason": "`stop` (end token or stop text), `length` (-n or context) or `cancelled`",
     "n_prompt": "number of prompt tokens",
-    "n_computed": "prompt tokens that were computed; fewer than n_prompt after Ctrl-C",
+    "n_computed": "number of computed prompt tokens; less than n_prompt after Ctrl-C",
     "n_generated": "number of generated tokens",
-    "prefill_tps": "prompt tokens a second",
-    "decode_tps": "generated tokens a second, the first one left out",
+    "prefill_tps": "prompt tokens per second",
+    "decode_tps": "generated tokens per second, without the first one",
     "timings": "`load_s`, `prefill_s` (to the first token), `decode_s` (from there to the last)",
     "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
-    "of experts), and the parts that take device memory",
+    "of experts), and the device memory of each part",
     "experts": "what the expert cache did, see below; null in mode whole",
-    "profile": "path, class, tokens, whether written and why not; null without a profile or misses",
+    "profile": "path, class, tokens, whether it was written, and why not; null without a profile, "
+    "or if no expert can be missing",
 }
 
 CHAT_JSON = {
@@ -76,16 +80,16 @@ CHAT_JSON = {
     "answer": "text of the answer",
     "reasoning": "text between `<think>` and `</think>`",
     "finish_reason": "as for run",
-    "n_prompt": "tokens of the whole conversation up to the answer",
-    "n_computed": "those of them that were computed now",
-    "n_generated": "number of generated tokens, reasoning included",
-    "n_forgotten_turns": "oldest turns that were forgotten to make room",
-    "n_held": "positions of the context in use after the answer",
-    "n_ctx": "positions of the context",
-    "prefill_tps": "prompt tokens a second",
-    "decode_tps": "generated tokens a second, the first one left out",
+    "n_prompt": "number of tokens of the conversation before the answer",
+    "n_computed": "how many of these were computed for this answer",
+    "n_generated": "number of generated tokens, with the reasoning",
+    "n_forgotten_turns": "number of oldest turns that chat forgot to make room",
+    "n_held": "context positions in use after the answer",
+    "n_ctx": "context positions in all",
+    "prefill_tps": "prompt tokens per second",
+    "decode_tps": "generated tokens per second, without the first one",
     "timings": "`prefill_s` (to the first token), `decode_s` (from there to the last)",
-    "hit_rate": "hits of the expert cache over all choices, 0 to 1; null in mode whole",
+    "hit_rate": "share of the router's choices that were resident, 0 to 1; null in mode whole",
     "sampling": "as for run",
 }
 
@@ -93,16 +97,17 @@ CHAT_JSON = {
 EXPERTS_JSON = {
     "n_slots_by_layer": "expert slots of each layer (`run` only)",
     "n_passes": "forward passes, of one token or of many",
-    "hits, misses, hit_rate, hit_rate_by_layer": "choices of the router whose expert was resident",
-    "missing": "distinct experts that were not resident, summed over passes",
+    "hits, misses, hit_rate, hit_rate_by_layer": "choices of the router that were resident, or not",
+    "missing": "distinct experts that each pass missed, summed over layers and passes",
     "admitted, evicted, declined": "experts that got a slot, lost it, or were refused one",
     "uploaded_bytes, uploaded_bytes_per_pass": "expert bytes that crossed to the device, "
     "uploaded by the host or fetched by graphs",
     "n_cpu_experts": "experts that the CPU computed",
-    "n_fetching_layers": "layers whose graphs fetch missing experts",
+    "n_fetching_layers": "number of layers whose graphs fetch missing experts",
     "prefetch": "`predicted`, `correct`, `fetched`: experts; null where nothing is predicted",
-    "phases_us_per_pass": "time of the host by phase: `launch`, `wait`, `resolve`",
-    "guard": "whether the cache is bypassed because it does not pay",
+    "phases_us_per_pass": "host time by phase: `launch`, `wait`, `resolve`",
+    "guard": "`bypassed`: whether the cache is bypassed, because that is faster; `n_probes`, "
+    "`n_bypassed_tokens`",
 }
 PLAN_JSON = {
     "path, n_layer, n_expert, n_expert_used": "the model",
@@ -127,19 +132,23 @@ SIMULATE_JSON = {
 TRACE_JSON = {
     "sha256, source": "what identifies the trace",
     "n_tokens, n_prompt, n_layer, n_expert, n_expert_used": "its sizes",
-    "overlap, entropy": "experts in common with the token before, and how evenly they are chosen",
-    "lru_hit_rate_by_quarter": "of one LRU over 26.9 % of all experts, over the first 256 tokens",
-    "slot_bytes_by_layer": "bytes of one expert of each layer; null where they are not known",
+    "overlap, entropy": "share of the experts that the token before also chose; how evenly experts "
+    "are chosen, 0 to 1",
+    "lru_hit_rate_by_quarter": "hit rates of an LRU with slots for 26.9 % of all experts, in the "
+    "quarters of the first 256 tokens",
+    "slot_bytes_by_layer": "bytes of one expert of each layer; null if unknown",
 }
 INSPECT_JSON = {
-    "paths, n_bytes, warnings, metadata": "the file; long arrays by their length",
-    "hparams": "sizes of the model; not for other architectures",
-    "n_params, n_active_params": "parameters, and those that one token uses",
-    "dense_bytes, expert_bytes, unused_bytes": "what the weights add up to",
-    "types[], layers[], tensors[]": "totals by type, by layer, and on request each tensor",
-    "budgets[]": "one for each --vram, as `moegraph plan --json` has them, without `predicted`",
+    "paths, n_bytes, warnings, metadata": "the file; long arrays only by their length",
+    "hparams": "hyper-parameters; absent if `unsupported` is there",
+    "n_params, n_active_params": "parameters in all, and those that one token uses",
+    "dense_bytes, expert_bytes, unused_bytes": "bytes of the weights outside experts, of the "
+    "experts, and of tensors that moegraph does not use",
+    "types[], layers[], tensors[]": "totals by type and by layer; tensors only with --tensors or "
+    "--tensor",
+    "budgets[]": "one for each --vram, as in `moegraph plan --json`, without `predicted`",
     "nonfinite[]": "with --check: tensors that hold NaN or infinity",
-    "unsupported": "why moegraph does not run the file; only where it does not",
+    "unsupported": "why moegraph cannot run the file; absent if it can",
 }
 BENCH_JSON = {
     "(llama-bench's)": "`model_filename`, `model_type`, `model_size`, `n_prompt`, `n_gen`, "
@@ -154,18 +163,21 @@ DOCTOR_JSON = {
     "checks[]": "`name`, `ok`, `detail`, `required`",
     "devices[]": "`device`, `kind`, `description`, `free_bytes`, `total_bytes`",
     "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host",
-    "cpu": "`model`, `logical` CPUs, `threads` by default, `features`",
+    "cpu": "`model`, `logical` CPUs, physical `cores` that moegraph may use, `features`",
+    "threads": "CPU threads that the shipped model chose, and the speed of each way `tried`; null "
+    "if it does not run",
 }
 MACHINE_JSON = {
     "name, about": "texts",
     "n_layer, expert_bytes": "of the model it was measured with",
-    "whole_us": "a token with everything resident",
-    "host_layer_us, fetch_layer_us": "what a layer adds that is not full, where the host or its "
-    "graph sees to what is missing",
-    "fixed_us, overlap_us": "of a stall: what it always takes, and what is hidden behind work",
-    "stream_us, cpu_us, fetch_us": "points [experts, microseconds]: streamed by the host, computed "
-    "by the CPU, fetched by a graph",
-    "measured": "the model, the device, notes, bandwidths, `cpu_us_by_threads`; for people",
+    "whole_us": "microseconds of a token if every expert is resident",
+    "host_layer_us, fetch_layer_us": "what each layer that is not full adds, even without misses: "
+    "if the host handles its misses, and if its graph does",
+    "fixed_us, overlap_us": "of the wait for missing experts: the constant part, and the time that "
+    "other work hides",
+    "stream_us, cpu_us, fetch_us": "points [experts, microseconds]: the host uploads them, the CPU "
+    "computes them, the graph fetches them",
+    "measured": "for people: model, device, notes, bandwidths, `cpu_us_by_threads`",
 }
 JSON_TABLES = {
     "run": [("`--json` prints one object:", RUN_JSON),
@@ -177,7 +189,7 @@ JSON_TABLES = {
     "simulate": [("`--json` prints one object:", SIMULATE_JSON)],
     "bench": [("`-o json` prints an array of objects, `-o jsonl` one a line:", BENCH_JSON)],
     "doctor": [("`--json` prints one object:", DOCTOR_JSON),
-               ("`--measure` prints one, which `--machine FILE` reads:", MACHINE_JSON)],
+               ("`--measure` prints one object, which `--machine FILE` reads:", MACHINE_JSON)],
 }  # fmt: skip
 
 
@@ -201,8 +213,8 @@ def exit_codes() -> str:
         if issubclass(kind, errors.MoegraphError) and kind is not errors.MoegraphError
     ]
     rows += [
-        (2, "usage", "The command line makes no sense: unknown flag, missing argument."),
-        (141, "closed pipe", "Whoever read stdout has left, as with `| head`."),
+        (2, "usage", "The command line is wrong: unknown option, missing argument."),
+        (141, "closed pipe", "The reader of stdout closed the pipe, as in `| head`."),
     ]
     lines = ["## Exit codes", "", "| code | error | meaning |", "|---:|---|---|"]
     lines += [f"| {code} | {name} | {text} |" for code, name, text in sorted(rows)]
@@ -210,14 +222,14 @@ def exit_codes() -> str:
 
 
 def json_table(title: str, keys: dict[str, str]) -> str:
-    """Return the table of what a command prints as JSON; several keys may share a row."""
+    """Return the table of the JSON keys that a command prints; several keys may share a row."""
     lines = [title, "", "| key | value |", "|---|---|"]
     lines += [f"| {_code(key)} | {value} |" for key, value in keys.items()]
     return "\n".join(lines) + "\n"
 
 
 def _code(keys: str) -> str:
-    """Return keys as code; a remark in parentheses stays text."""
+    """Return keys as Markdown code; a remark in parentheses stays text."""
     if keys.startswith("("):
         return keys
     return ", ".join(f"`{key}`" for key in keys.split(", "))
@@ -249,7 +261,7 @@ def row(option: click.Option, context: click.Context) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text that a table cell may hold."""
+    """Return text escaped for a table cell."""
     return text.replace("|", "\\|")
 
 

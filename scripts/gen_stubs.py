@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write moegraph/ggml/_native.pyi: what a type checker knows of the extension module.
+"""Write moegraph/ggml/_native.pyi, the type stub of the extension module.
 
-Derived from the declarations in moegraph/ggml/decl, which the C compiler checks against ggml's
-headers. Run it after a change there; a test compares the file with what this prints.
+The stub is derived from the declarations in moegraph/ggml/decl, which the C compiler checks against
+ggml's headers. Run the script after a change there; a test checks that the stub is up to date.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ def python_type(kind: model.BaseType, is_argument: bool) -> str:
     if isinstance(kind, model.StructType):
         return class_of(kind)
     if isinstance(kind, model.PointerType) and isinstance(kind.totype, model.StructType):
-        # where a function takes a plain struct, Python passes what `ffi.new` made, which is Any
+        # A function that takes a struct by value gets the result of `ffi.new`, which is Any.
         is_plain = kind.totype.fldnames and kind.totype.name != "ggml_tensor"
         return "Address" if is_plain and is_argument else class_of(kind.totype)
     return "Address"
 
 
 def class_of(kind: model.StructType) -> str:
-    """Return the class that stands for a struct, and for a pointer to it: cffi reads both alike."""
+    """Return the class for a struct and for a pointer to it, which cffi treats alike."""
     return "Tensor" if kind.name == "ggml_tensor" else f"{kind.name}_ptr"
 
 
 def structs(declared: dict[str, model.BaseType]) -> Iterator[str]:
-    """Yield a class for each struct; opaque ones first, told apart by their names alone."""
+    """Yield a class for each struct, opaque structs first."""
     kinds = [kind for kind in declared.values() if isinstance(kind, model.StructType)]
     yield from (f"class {class_of(kind)}: ..." for kind in kinds if not kind.fldnames)
     for kind in kinds:
@@ -84,7 +84,7 @@ def structs(declared: dict[str, model.BaseType]) -> Iterator[str]:
             continue
         yield f"\nclass {class_of(kind)}:"
         for name, field in zip(kind.fldnames, kind.fldtypes):
-            # `async` is a field of a struct and a word of Python
+            # a struct has a field `async`, which is a keyword of Python
             if name != "async":
                 yield f"    {name}: {python_type(field, False)}"
 
@@ -112,7 +112,7 @@ def function(name: str, kind: model.BaseFunctionType) -> Iterator[str]:
 
 def parse() -> dict[str, model.BaseType]:
     """Return what decl/*.h declares, by kind and name: 'struct ggml_tensor'."""
-    # cffi's own generator of C reads the same attribute; there is no public one
+    # private, but cffi's own C generator reads it too, and there is no public equivalent
     ffi: Any = cffi.FFI()
     ffi.cdef(declarations())
     return {key: kind for key, (kind, _) in ffi._parser._declarations.items()}

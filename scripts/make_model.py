@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a synthetic `qwen35moe` GGUF file: any shape, any quant mix, the same bytes for a seed."""
+"""Write a synthetic `qwen35moe` GGUF file of any shape and quant mix; a seed fixes every byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _flag(text: str) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line: a preset, what to change in it, and where to write."""
+    """Return the command line: a preset, changes to it, and the output file."""
     presets = "\n".join(f"  {name:10} {p.about}" for name, p in PRESETS.items())
     p = argparse.ArgumentParser(
         prog="make_model.py",
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("output", type=Path, help="the .gguf file to write")
-    p.add_argument("--preset", choices=PRESETS, default="35b-a3b", help="what to start from")
+    p.add_argument("--preset", choices=PRESETS, default="35b-a3b", help="model to start from")
     p.add_argument("--mix", help="types, for example all=Q8_0,gate_up=Q4_K,down@0-3=Q6_K")
     p.add_argument("--seed", type=int, default=0, help="another seed gives other weights")
     p.add_argument("--splits", type=int, default=1, help="number of files")

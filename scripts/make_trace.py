@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Write a generated routing trace: expert ids with the statistics of a real model's router.
 
-Presets: sticky is a model that comes back to few experts, flat one that does so much less, recorded
-has the layers of the shipped model at any size, and those have hardly any favourites. Prints the
-statistics and the sha256 of the ids; `moegraph simulate` reads the file.
+Presets: sticky keeps choosing the same few experts; flat spreads its choices more; recorded has
+the layers of the shipped model at any size, which spread theirs most. Prints the statistics and the
+sha256 of the ids; `moegraph simulate` reads the file.
 
     scripts/make_trace.py routing.trace                        the 35B-A3B shape, 2048 tokens
-    scripts/make_trace.py flat.trace --preset flat             a router with weaker habits
+    scripts/make_trace.py flat.trace --preset flat             more even routing
     scripts/make_trace.py other.trace --prompt 1               another prompt of the same model
     scripts/make_trace.py t --layers 12 --experts 32 --used 4  another shape
 """
@@ -36,14 +36,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--used", type=int, default=8, help="experts a token uses in a layer")
-    parser.add_argument("--seed", type=int, default=0, help="the imaginary model")
-    parser.add_argument("--prompt", type=int, default=0, help="the prompt it reads")
+    parser.add_argument("--used", type=int, default=8, help="experts of a layer that a token uses")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the imaginary model")
+    parser.add_argument("--prompt", type=int, default=0, help="seed of the prompt that it reads")
     args = parser.parse_args()
     fields = {"n_layer": args.layers, "n_expert": args.experts, "n_expert_used": args.used}
     shape = RouterShape.from_fields({**fields, "model": ""})
     if shape is None or args.tokens < 1 or args.seed < 0 or args.prompt < 0:
-        parser.error("sizes must be positive, and a token cannot use more experts than there are")
+        parser.error("sizes must be at least 1, and --used at most --experts")
     trace = generate_trace(shape, args.tokens, args.seed, args.prompt, PRESETS[args.preset])
     trace = replace(trace, source=f"{trace.source}, preset {args.preset}")
     try:

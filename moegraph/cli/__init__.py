@@ -1,4 +1,4 @@
-"""The command line: one file a command, every option declared once, every error one line."""
+"""The command line: one file for each command; each error is one line."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _SWEPT = ("n_threads", "n_ubatch", "type_k", "type_v")
 
 
 def _lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Parse comma lists such as 512,1024; llama-bench's ranges 0-1024+256 work, too."""
+    """Parse comma lists such as 512,1024 and llama-bench's ranges such as 0-1024+256."""
     found: list[int] = []
     for part in _parts(texts):
         try:
@@ -51,7 +51,7 @@ def _lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> t
 
 
 def _parts(texts: tuple[str, ...]) -> list[str]:
-    """Return the entries of comma lists, in order; an option that is repeated adds to them."""
+    """Return the entries of all comma lists, in order; a repeated option appends its list."""
     return [part.strip() for text in texts for part in text.split(",")]
 
 
@@ -74,7 +74,7 @@ def _pairs(
 
 
 def _numbers(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Parse comma lists and ranges of numbers; EngineConfig knows what is allowed."""
+    """Parse comma lists and ranges of numbers; EngineConfig checks the values."""
     try:
         found = tuple(n for part in _parts(texts) for n in _range(part))
     except ValueError:
@@ -116,7 +116,7 @@ def _range(text: str) -> list[int]:
 
 
 def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], options.Command]:
-    """Return an option that takes comma lists and may be repeated; all of it is measured."""
+    """Return a repeatable option that takes comma lists; bench measures every entry."""
     return click.option(*flags, multiple=True, **described)
 
 
@@ -128,7 +128,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     "models",
     type=MODEL_TARGET,
     metavar="TARGET",
-    help="The model, in place of the argument; repeatable.",
+    help="A model, instead of the argument TARGET; repeatable.",
 )
 @_list_option(
     "-p",
@@ -137,7 +137,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("512",),
     show_default=True,
     metavar="LIST",
-    help="Prompt lengths (pp), as 512,1024; 0 for none.",
+    help="Prompt lengths (pp), such as 512,1024; 0: no prompt test.",
 )
 @_list_option(
     "-n",
@@ -146,7 +146,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("128",),
     show_default=True,
     metavar="LIST",
-    help="Generation lengths (tg); 0 for none.",
+    help="Generation lengths (tg); 0: no generation test.",
 )
 @_list_option(
     "-pg",
@@ -162,7 +162,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("0",),
     show_default=True,
     metavar="LIST",
-    help="Positions that are filled before each test.",
+    help="Context positions that are filled before each test, not timed.",
 )
 @click.option(
     "-r",
@@ -176,7 +176,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
 @click.option(
     "--no-warmup",
     is_flag=True,
-    help="Time each test cold; without it, one run before the timed ones is not counted.",
+    help="Do not run each test once, untimed, before the timed runs.",
 )
 @click.option(
     "-o",
@@ -193,7 +193,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     "n_threads",
     callback=_numbers,
     metavar="LIST",
-    help="CPU threads, as 1,2; default: measured, up to the physical cores.",
+    help="CPU threads, such as 1,2. Default: measured at load for tg, the physical cores for pp.",
 )
 @_list_option(
     "-ub",
@@ -203,7 +203,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("512",),
     show_default=True,
     metavar="LIST",
-    help="Prompt tokens computed in one pass.",
+    help="Maximum number of prompt tokens in one pass.",
 )
 @_list_option(
     "-ctk",
@@ -213,7 +213,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("f16",),
     show_default=True,
     metavar="LIST",
-    help="Types of the K cache, as f16,q8_0.",
+    help="Data types of the K cache, such as f16,q8_0.",
 )
 @_list_option(
     "-ctv",
@@ -223,19 +223,19 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     default=("f16",),
     show_default=True,
     metavar="LIST",
-    help="Types of the V cache.",
+    help="Data types of the V cache.",
 )
 @click.option(
     "--routing",
     "trace_path",
     type=click.Path(path_type=Path),
     metavar="TRACE",
-    help="In tg tests, replay a routing trace in place of the router's choice.",
+    help="Replay a routing trace in tg tests, instead of the router's own choice.",
 )
 @options.svg_option(
     "--phases",
     "phases_path",
-    help="Write what the host does in a pass, by phase; for --mode layered.",
+    help="Write a plot of the host time of a pass by phase; needs --mode layered.",
 )
 @options.engine_options_but(*_SWEPT)
 def bench(
@@ -244,11 +244,12 @@ def bench(
     repetitions: int, no_warmup: bool, style: str, trace_path: Path | None,
     phases_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
-    """Measure the model TARGET: prompt processing (pp) and generation (tg), tokens a second.
+    """Measure the model TARGET: prompt processing (pp) and generation (tg), in tokens per second.
 
-    Rows, names and JSON fields are llama-bench's, and so are lists: all combinations are measured,
-    each on a freshly loaded engine. Tokens are random and nothing is sampled. The context is as
-    large as the tests need unless -c says otherwise.
+    Rows, names and JSON fields are llama-bench's. Options marked LIST take several values, as in
+    llama-bench: bench measures all combinations and loads the model for each combination of
+    settings. Tokens are random, and nothing is sampled. Without -c, the context is as large as
+    the tests need.
 
     \b
     Examples:
@@ -264,7 +265,7 @@ def bench(
         raise click.UsageError("give a model: a GGUF file or a shipped model's name")
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup)
     if not spec.tests:
-        raise RequestError("nothing to measure; -p and -n are both 0")
+        raise RequestError("nothing to measure: -p and -n are both 0; raise one of them")
     if click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.DEFAULT:
         needed = max(test.depth + test.n_prompt + test.n_gen for test in spec.tests)
         given["n_ctx"] = -(-needed // 256) * 256
@@ -272,9 +273,11 @@ def bench(
     configs = _configs(given)
     config = configs[0]
     if config.profile not in ("", "none") and not Path(config.profile).is_file():
-        raise RequestError(f"{config.profile}: no such profile, and bench writes none")
+        raise RequestError(
+            f"{config.profile}: the profile does not exist, and bench does not create one"
+        )
     if phases_path and config.mode != "layered":
-        raise ConfigError("--phases needs --mode layered; one graph a pass has no phases")
+        raise ConfigError("--phases needs --mode layered; a pass of one graph has no phases")
     with OutputFile(phases_path) if phases_path else nullcontext() as plot:
         phases, warned = _Phases(_varied(names, configs)), set[str]()
         records = (
@@ -289,7 +292,7 @@ def bench(
 
 
 def _configs(given: dict[str, Any]) -> list[EngineConfig]:
-    """Return a configuration for each combination of the settings that are lists."""
+    """Return a configuration for each combination of the settings given as lists."""
     return [
         options.build_config({**given, **dict(zip(_SWEPT, values))})
         for values in itertools.product(*(given[name] or (None,) for name in _SWEPT))
@@ -297,7 +300,7 @@ def _configs(given: dict[str, Any]) -> list[EngineConfig]:
 
 
 def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[str]:
-    """Return the columns that differ from row to row by more than the test."""
+    """Return the columns whose values differ between the configurations or models."""
     found = {name for name in _SWEPT if len({getattr(c, name) for c in configs}) > 1}
     return frozenset(found | ({"size", "params"} if len(names) > 1 else set()))
 
@@ -316,12 +319,12 @@ def _measure(
 
 
 class _Phases:
-    """What the host did in a pass of each test, in ms by phase, for the plot."""
+    """Host time of a pass of each test, in ms by phase, for the plot."""
 
     _NOTES = (
         "launch: enqueues the graphs; on the CPU it computes them",
-        "wait: until the router's choice has arrived",
-        "resolve: finds the slots of what was chosen; fetches and computes what is missing",
+        "wait: waits for the router's choice",
+        "resolve: looks up the slots of the chosen experts; uploads or computes missing ones",
     )
 
     def __init__(self, varied: frozenset[str]) -> None:
@@ -330,7 +333,7 @@ class _Phases:
         self._varied = [name for name in _SWEPT if name in varied]
 
     def noted(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record, its phases kept."""
+        """Keep the phases of a record and return the record."""
         experts = record["experts"]
         if experts:
             self._title = f"{record['model_type']}, {record['device_info']}"
@@ -347,7 +350,7 @@ class _Phases:
 
 
 def _read_routing(path: Path) -> Trace:
-    """Read a trace and say what it is like: a speed means little without its routing."""
+    """Read a trace and print its statistics: a speed means little without its routing."""
     from ..experts.trace import read_trace
     from ..experts.tracestats import trace_stats
 
@@ -357,7 +360,7 @@ def _read_routing(path: Path) -> Trace:
 
 
 def _facts(engine: Engine) -> dict[str, Any]:
-    """Return the columns that are equal in all rows; names as in llama-bench's JSON."""
+    """Return the columns that are equal in all rows of an engine, under llama-bench's names."""
     from ..ggml.lib import llama_commit, patchset
     from ..modelfile.summary import summarize
 
@@ -380,7 +383,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
 
 
 def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a row; threads: those in use when it ended."""
+    """Return the record of a row. threads: the CPU threads in use when the test ended."""
     samples_ns = [round(s * 1e9) for s in row.seconds]
     return {
         **facts,

@@ -1,4 +1,4 @@
-"""The rows of `moegraph bench` as Markdown, JSON, JSON lines, CSV or SQL, one after the other."""
+"""The rows of `moegraph bench` as Markdown, JSON, JSON lines, CSV or SQL, printed as they come."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Records = Iterator[dict[str, Any]]
 
 _MAX_WIDTH = 100
 _LEFT = ("model", "backend", "mode", "type_k", "type_v")
-# Constant over a run, so the first to go where a table is too wide; they are then noted.
+# If a table is too wide, these columns go first, in this order: they are constant over a run, and
+# a note on stderr shows their values.
 _SPARED = ("mode", "params", "size", "threads", "backend")
-# Settings that llama-bench shows only where they are not usual.
+# llama-bench shows these settings only if they differ from these values.
 _USUAL = {"n_ubatch": 512, "type_k": "f16", "type_v": "f16"}
 _SQL_TABLE = "moegraph_bench"
 # Of columns that may be NULL in the first row.
@@ -25,7 +26,7 @@ _SQL_KINDS = {"hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER"}
 
 
 def print_json(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
-    """Print one array, valid also when the run is interrupted or a later test fails."""
+    """Print one array, which stays valid JSON if the run is interrupted or a test fails."""
     n_rows = 0
     try:
         for record in records:
@@ -58,7 +59,7 @@ def print_csv(records: Records, tests: Sequence[str], varied: frozenset[str]) ->
 
 
 def print_sql(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
-    """Print a table's definition and one INSERT a row, as sqlite3 reads them."""
+    """Print a table definition and one INSERT for each row, as sqlite3 reads them."""
     for at, record in enumerate(records):
         fields = _flat(record)
         if at == 0:
@@ -86,7 +87,7 @@ def _sql_value(value: Any) -> str:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row, the same in each: no samples, of the experts two figures."""
+    """Return a row without samples and with two figures about experts: the same columns always."""
     experts = record.get("experts") or {}
     fields = {k: v for k, v in record.items() if not k.startswith("samples") and k != "experts"}
     return {
@@ -97,9 +98,9 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_markdown(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
-    """Print llama-bench's table, in at most 100 columns where that can be.
+    """Print llama-bench's table, in at most 100 columns if possible.
 
-    tests: the names of all tests to come; varied: settings of which several values are measured.
+    tests: the names of all tests. varied: the settings that take several values in this run.
     """
     widths: dict[str, int] = {}
     for at, record in enumerate(records):
@@ -116,9 +117,9 @@ def print_markdown(records: Records, tests: Sequence[str], varied: frozenset[str
 
 
 def _fitting(cells: dict[str, str], tests: Sequence[str], varied: frozenset[str]) -> dict[str, int]:
-    """Return the widths of the columns to show; what is left out is constant, and noted."""
+    """Return the widths of the columns to show, and note the values of the others."""
     widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
-    # later tests have longer names and larger numbers than the first
+    # Later tests may have longer names and larger numbers than the first one.
     widths["test"] = max([widths["test"], *map(len, tests)])
     widths["t/s"] = max(widths["t/s"], 16)
     for name in _SPARED:

@@ -1,4 +1,4 @@
-"""What fits into so much device memory: one answer for `plan` and `inspect`, by the planner."""
+"""What fits into a given amount of device memory: the planner's answer for `plan` and `inspect`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from ..units import MiB, format_bytes, format_share
 if TYPE_CHECKING:
     from ..experts.planner import Footprint, Plan
 
-# What a CUDA driver takes of a card for itself, where nobody measured it.
+# Device memory that a CUDA driver takes for itself, if it was not measured.
 RESERVE_BYTES = 512 * MiB
 _PURPOSES = {
     "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
     "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
     "pinned": "experts of full layers", "slots": "expert slots",
 }  # fmt: skip
-# Keys of the same in JSON.
+# JSON keys of the parts whose key differs from the plan's.
 _KEYS = {"pinned": "full_layers"}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget in bytes and its plan, or why there is none. n_cpu_layers: upstream's -ncmoe."""
+    """A budget in bytes, and its plan or the reason why it has none.
+
+    n_cpu_layers: the -ncmoe with which upstream would fit into the same budget.
+    """
 
     n_bytes: int
     reserve: int
@@ -39,12 +42,12 @@ def plan_budget(
     need: Footprint, config: EngineConfig, n_bytes: int, reserve: int,
     demand: list[list[float]] | None = None,
 ) -> Budget:  # fmt: skip
-    """Plan a budget of n_bytes, of which the driver takes `reserve`.
+    """Plan a budget of n_bytes, of which the driver takes `reserve` bytes.
 
     demand: as of `make_plan`.
 
     Raises:
-        ConfigError: the slots or layers that config asks for do not fit, though the rest does.
+        ConfigError: the slots or full layers that config demands do not fit.
     """
     from ..experts.planner import make_plan, upstream_cpu_layers
 
@@ -71,7 +74,7 @@ def plan_budget(
 
 
 def memory_rows(budget: Budget) -> list[tuple[str, str]]:
-    """Return what takes device memory; the bytes add up to the budget. Empty without a plan."""
+    """Return what takes device memory; the rows add up to the budget. Empty without a plan."""
     if budget.plan is None:
         return []
     rows = [("driver", budget.reserve)]
@@ -100,13 +103,13 @@ def resident_text(plan: Plan) -> str:
 
 
 def refusals(budgets: Sequence[Budget]) -> list[str]:
-    """Return one line for each reason why budgets do not fit, not one for each budget."""
+    """Return one line for each distinct reason why budgets do not fit."""
     refused = [b for b in budgets if b.refusal]
     lines = []
     for below in (True, False):
         group = [b for b in refused if (b.n_bytes < b.reserve) is below]
         if group:
-            # what is too little for the largest is too little for all
+            # The largest of these budgets stands for all that fail for the same reason.
             largest = max(group, key=lambda b: b.n_bytes)
             others = ", ".join(format_bytes(b.n_bytes) for b in group if b is not largest)
             lines.append(largest.refusal + (f" (nor does it fit into {others})" if others else ""))
@@ -114,7 +117,7 @@ def refusals(budgets: Sequence[Budget]) -> list[str]:
 
 
 def budget_fields(budget: Budget) -> dict[str, Any]:
-    """Return a budget for JSON; bytes by purpose and what is left add up to budget_bytes."""
+    """Return a budget for JSON; `bytes`, left_over included, adds up to budget_bytes."""
     plan = budget.plan
     return {
         "budget_bytes": budget.n_bytes,

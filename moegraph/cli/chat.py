@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..modelfile import ModelFile
 
-# Between two answers to piped questions, on a line of its own.
+# The line that separates the answers to two piped questions.
 _SEPARATOR = "---"
-# What ends the answers of a model that was not trained to end them.
+# Limit of an answer, in tokens, for a model that was not trained to end its answers.
 _SHIPPED_LIMIT = 256
 
 
 @dataclass(frozen=True)
 class _Talk:
-    """A checked command line: whom to ask what, and how."""
+    """A checked command line: the model, the question if one was given, and the settings."""
 
     target: str
     config: EngineConfig
@@ -57,46 +57,48 @@ class _Talk:
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [QUESTION]")
 @click.option(
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
-    help="The model, in place of the first argument.",
+    help="The model, instead of the first argument.",
 )  # fmt: skip
 @click.option(
     "-p",
     "--prompt",
     metavar="TEXT",
-    help="Ask this, print the answer, and quit. Text that is piped in goes before it.",
+    help="Ask this question, print the answer, and quit. Piped text goes before it.",
 )
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
-    help="Ask about the text of FILE, - for stdin; with -p, the text goes before the question.",
+    help="Ask about the text of FILE (-: stdin). The question of -p follows the text.",
 )  # fmt: skip
 @click.option(
     "-sys", "--system", "--system-prompt", "system", metavar="TEXT", help="System prompt."
 )
 @click.option(
     "--chat-template-file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Jinja template to use in place of the model's own.",
+    help="Use this Jinja template instead of the model's own.",
 )  # fmt: skip
 @click.option(
     "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
-    show_default=True, help="Ask the template for reasoning, or for none.",
+    show_default=True,
+    help="Tell the chat template to ask for reasoning, or not to. auto: its own default.",
 )  # fmt: skip
-@click.option("--each", is_flag=True, help="Begin a new conversation for each piped line.")
+@click.option("--each", is_flag=True, help="Start a new conversation for each piped line.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer.")
-@click.option("-q", "--quiet", is_flag=True, help="Print no statistics and no notes.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not print statistics and notes.")
 @options.length_options
 @options.engine_options
 @options.sampling_options
 def chat(args: tuple[str, ...], **given: Any) -> int:
     """Talk with the model TARGET: a GGUF file, or a shipped model's name.
 
-    The model's own chat template makes prompts of the messages. Answers go to stdout, reasoning
-    and everything else to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help
-    lists the commands. When the context is full, the oldest turns are forgotten. A sampling
-    setting that is not given is the one that the model file recommends (general.sampling), if any.
+    The model's own chat template turns messages into prompts. Answers go to stdout, everything
+    else, reasoning included, to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation, and
+    /help lists the commands. When the context is full, chat forgets the oldest turns. Sampling
+    settings that you do not give are those that the model file recommends (general.sampling.*),
+    or else the defaults below.
 
-    Without a terminal, each line that is piped in is one message, also if it begins with /. A
-    line of three dashes stands between two answers; an empty line has an empty answer. A message
-    that does not fit is reported, and the status is 2 in the end.
+    If stdin is not a terminal, each line of it is one message, also if it begins with /. Chat
+    prints a line of three dashes between two answers. The answer to an empty line is empty. If a
+    message does not fit, chat reports it, goes on, and exits with status 2.
 
     \b
     Examples:
@@ -131,7 +133,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
 
 
 def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Talk:
-    """Check everything that can be checked before the model is opened."""
+    """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = given["model"] or (rest.pop(0) if rest else None)
     if model is None or (given["model"] and rest):
@@ -162,7 +164,7 @@ def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> 
 
 
 def _question(given: dict[str, Any]) -> str | None:
-    """Return the one question of the command line, with the text it is about; None without one."""
+    """Return the question of the command line, with the text that it is about; None if none."""
     asked, file, escape = given["prompt"], given["file"], given["escape"]
     if asked is None and file is None:
         return None
@@ -175,7 +177,7 @@ def _question(given: dict[str, Any]) -> str | None:
 
 
 def _fit_to_model(job: _Talk, header: ModelFile) -> tuple[_Talk, dict[str, float]]:
-    """Return the job with what the model file recommends, and those settings."""
+    """Return the job with the settings that the model file recommends, and those settings."""
     sampling, from_file = recommended(job.sampling, header.kv, job.chosen, header.hparams.n_vocab)
     limit = job.max_tokens
     if is_shipped(header.path) and limit is None:
@@ -231,7 +233,7 @@ def _require_whole(answer: Answer) -> None:
 
 
 def _answer_lines(talk: Conversation, each: bool) -> int:
-    """Answer each line of stdin; return the exit code, 2 if a line could not be answered."""
+    """Answer each line of stdin; return the exit code, which is 2 if one had no answer."""
     code, number = 0, 0
     while line := sys.stdin.readline():
         number += 1
@@ -256,7 +258,7 @@ def _answer_lines(talk: Conversation, each: bool) -> int:
 
 
 def _say_nothing(talk: Conversation, question: str, error: str | None = None) -> None:
-    """Keep the answers beside their questions where there is no answer."""
+    """Print an empty answer, so that answers and questions stay in step."""
     if talk.as_json:
         report = {"question": question, "answer": "", "error": error}
         click.echo(json.dumps(report, ensure_ascii=False))
@@ -265,7 +267,7 @@ def _say_nothing(talk: Conversation, question: str, error: str | None = None) ->
 
 
 def _converse(talk: Conversation) -> None:
-    """Take what is typed, until the user ends it."""
+    """Answer typed messages until the user ends the conversation."""
     typed.start_editing((*COMMANDS, *QUIT), WITH_FILES)
     engine = talk.engine
     talk.note(

@@ -10,7 +10,7 @@ from ..config import GROUPS
 
 
 class Option(click.Option):
-    """An option that knows its heading in --help.
+    """An option that is listed under a heading in --help.
 
     group: one of config.GROUPS.
     """
@@ -21,7 +21,7 @@ class Option(click.Option):
 
 
 def group_of(param: click.Parameter) -> str:
-    """Return the heading of an option; those without one of their own are common."""
+    """Return the heading of an option; an option without its own heading is common."""
     return param.group if isinstance(param, Option) else GROUPS[0]
 
 
@@ -29,7 +29,7 @@ class Command(click.Command):
     """A click command with grouped options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, one section for each heading that has any."""
+        """Write the options, one section for each heading that has options."""
         for group in GROUPS:
             options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
             found = [p.get_help_record(ctx) for p in options if group_of(p) == group]

@@ -1,4 +1,4 @@
-"""What a user of `moegraph chat` can type besides questions: /clear, /set, /save and so on."""
+"""The commands of `moegraph chat`, which a user types instead of a question: /clear, /set, ..."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MAX_BYTES = 64 * MiB
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """A command: what it takes, what it does, and the function that does it.
+    """A chat command.
 
-    takes: its argument in words; empty for none, in brackets if it may be left out. act: given the
-    conversation and the argument; it may return a question to ask.
+    takes: the argument as /help shows it: empty for none, in brackets if optional. act: a function
+    of the conversation and the argument; it may return a question for the model.
     """
 
     takes: str
@@ -41,10 +41,10 @@ class ChatCommand:
 
 
 def find_command(message: str) -> tuple[ChatCommand, str] | None:
-    """Return the command in a message and its argument; None for a question.
+    """Return the command that a message holds, and its argument; None if it is a question.
 
-    A message is a question unless it is one line that begins with a known command, and that
-    command takes what follows.
+    A message is a command if it is one line that begins with a known command, and if that command
+    accepts the rest of the line as its argument.
     """
     word, _, argument = message.strip().partition(" ")
     command = COMMANDS.get(word)
@@ -55,7 +55,7 @@ def find_command(message: str) -> tuple[ChatCommand, str] | None:
 
 
 def run_command(talk: Conversation, command: ChatCommand, name: str, argument: str) -> str | None:
-    """Do what a command says; return the question that follows from it, if any.
+    """Run a command; return the question to ask next, if any.
 
     Raises:
         RequestError: the argument is missing or wrong.
@@ -73,7 +73,7 @@ def _clear(talk: Conversation, _: str) -> None:
 def _again(talk: Conversation, _: str) -> str:
     question = talk.history.undo()
     if question is None:
-        raise RequestError("there is no answer yet")
+        raise RequestError("there is no question to ask again; type one first")
     if talk.sampling.is_greedy:
         ui.note("note: at temperature 0 the answer is always the same; see /set temp")
     talk.draw_anew()
@@ -155,7 +155,7 @@ def _read_saved(path: Path) -> list[Message]:
     """Return the messages in a file that /save wrote.
 
     Raises:
-        RequestError: it cannot be read, is too large, or is something else.
+        RequestError: the file cannot be read, is too large, or holds something else.
     """
     try:
         with open(path, "rb") as file:
@@ -173,7 +173,7 @@ def _read_saved(path: Path) -> list[Message]:
             raise ValueError
         return [Message(role, content) for role, content in messages]
     except (ValueError, TypeError, LookupError, RecursionError):
-        raise RequestError(f"{path}: is no conversation that /save wrote") from None
+        raise RequestError(f"{path}: not a conversation that /save wrote") from None
 
 
 def _read(_: Conversation, argument: str) -> str:
@@ -211,20 +211,20 @@ def _help(_: Conversation, __: str) -> None:
     for name, command in COMMANDS.items():
         if command.help:
             ui.note(f"{name + ' ' + command.takes:<22} {command.help}")
-    ui.note(f"{BLOCK:<22} begin and end a message of several lines; Ctrl-D ends it, too")
+    ui.note(f"{BLOCK:<22} begin and end a message of several lines; Ctrl-D also ends it")
     ui.note("Ctrl-C stops an answer, Ctrl-D ends the conversation, Tab completes commands.")
 
 
 COMMANDS: dict[str, ChatCommand] = {
-    "/clear": ChatCommand("", "forget the conversation, keep the system prompt", _clear),
+    "/clear": ChatCommand("", "forget the conversation; keep the system prompt", _clear),
     "/regen": ChatCommand("", "ask the last question again, with another seed", _again),
-    "/read": ChatCommand("FILE [QUESTION]", "ask about the text of a file", _read),
+    "/read": ChatCommand("FILE [QUESTION]", "ask about the text of FILE", _read),
     "/system": ChatCommand("[TEXT]", 'show or set the system prompt, "" for none', _system),
-    "/set": ChatCommand("[NAME VALUE]", "show or change how tokens are drawn", _set),
+    "/set": ChatCommand("[NAME VALUE]", "show or change sampling settings", _set),
     "/show": ChatCommand("", "show model, context and settings", _show),
     "/save": ChatCommand("FILE", "write the conversation to a file", _save),
-    "/load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
-    "/help": ChatCommand("", "show this (so does /?)", _help),
+    "/load": ChatCommand("FILE", "continue a saved conversation", _load),
+    "/help": ChatCommand("", "show this list (also: /?)", _help),
     "/?": ChatCommand("", "", _help),
 }
 QUIT = ("/quit", "/exit", "/bye")

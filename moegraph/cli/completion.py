@@ -1,4 +1,4 @@
-"""`moegraph completion`: what a shell needs to complete command lines."""
+"""`moegraph completion`: scripts with which a shell completes command lines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class ModelTarget(click.ParamType[str]):
-    """A model: the name of a shipped one, or a path; a text like any other until it is opened."""
+    """A model: the name of a shipped one, or a path; not checked before it is opened."""
 
     name = "text"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the shipped names that begin so; without any, have the shell look for files."""
+        """Return the shipped names that begin with the text; if none does, ask for file names."""
         names = [name for name in SHIPPED if incomplete and name.startswith(incomplete)]
         if names:
             return [CompletionItem(name) for name in names]
@@ -33,9 +33,9 @@ MODEL_TARGET = ModelTarget()
 @click.argument("shell", type=click.Choice(SHELLS), metavar="SHELL")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a script that has SHELL (bash, zsh or fish) complete commands, options and files.
+    """Print a script with which SHELL (bash, zsh or fish) completes commands, options and files.
 
-    For the running shell alone: eval "$(moegraph completion bash)".
+    To use it in the current shell only: eval "$(moegraph completion bash)".
 
     \b
     Examples:
@@ -48,5 +48,5 @@ def completion(ctx: click.Context, shell: str) -> None:
         raise InternalError(f"no completion for {shell}")
     program = ctx.find_root()
     script = kind(program.command, {}, "moegraph", "_MOEGRAPH_COMPLETE").source()
-    # Where nothing of ours fits, bash should complete file names, as it does for other programs.
+    # If moegraph offers no completion, bash should complete file names, as for other programs.
     click.echo(script.replace("complete -o nosort -F", "complete -o nosort -o default -F"))

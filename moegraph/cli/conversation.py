@@ -21,16 +21,17 @@ from .report import sampling_report
 if TYPE_CHECKING:
     from ..engine import Engine
 
-# The part of the context that an answer should find free; without it, the oldest turns go until
-# half of the context is free, so that they need not go again with each message.
+# The part of the context that should be free for an answer. If less is free, the oldest turns are
+# forgotten until half of the context is free, so that not every message forgets turns.
 _ANSWER_SHARE, _FREE_SHARE = 4, 2
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question, and what it cost.
+    """A model's answer to a question, and what it cost.
 
-    n_forgotten: turns that had to go to make room. hit_rate: of the expert cache; None without one.
+    n_forgotten: turns that were forgotten to make room. hit_rate: of the expert cache, 0 to 1;
+    None without one.
     """
 
     question: str
@@ -48,9 +49,9 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """A model, its template, and what was said so far.
+    """A model, its chat template, and the messages so far.
 
-    from_file: sampling settings that the model file recommends and the user left alone.
+    from_file: sampling settings that the model file recommends and the user did not set.
     """
 
     engine: Engine
@@ -67,11 +68,11 @@ class Conversation:
     _warned: bool = False
 
     def answer(self, question: str) -> Answer:
-        """Print the answer to a question and remember both, unless Ctrl-C came before a token.
+        """Print the answer to a question and remember both.
 
         Raises:
-            RequestError: the question is empty, refused, or does not fit; it is forgotten again.
-            Cancelled: a second Ctrl-C, or one before the first token.
+            RequestError: the question is empty, refused, or too long; it is forgotten.
+            Cancelled: Ctrl-C before the first token (the question is forgotten), or a second one.
         """
         if not question.strip():
             raise RequestError("the message is empty")
@@ -101,13 +102,13 @@ class Conversation:
         return answer
 
     def forget(self) -> None:
-        """Forget what was said, all but the system prompt."""
+        """Forget all messages except the system prompt."""
         self.history.clear()
         self.engine.reset()
         self.n_held = 0
 
     def note(self, line: str) -> None:
-        """Print a quiet line, unless the user wants none."""
+        """Print a quiet line, unless the user asked for --quiet."""
         if not self.quiet:
             ui.note(line)
 
@@ -132,14 +133,14 @@ class Conversation:
         prompt = self.template.render(self.history.messages, **self.variables)
         tokenizer = self.engine.tokenizer
         bos = tokenizer.bos
-        # A template that prints the BOS itself must not get a second one.
+        # If the template prints the BOS, the tokenizer must not add a second one.
         has_bos = bos is not None and prompt.startswith(tokenizer.piece(bos, special=True).decode())
         return prompt, tokenizer.encode(prompt, add_special=not has_bos)
 
     def _generate(
         self, ids: list[int], splitter: ReasoningSplitter
     ) -> tuple[str, tuple[str, str], GenerationEvent]:
-        """Show an answer as it comes; return it raw, as (reasoning, answer), and its last event."""
+        """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
         if not self._warned:
             options.warn_beyond_training(self.engine, len(ids))
             self._warned = len(ids) > self.engine.hparams.n_ctx_train
@@ -164,7 +165,7 @@ class Conversation:
         return "".join(pieces), (shown.reasoning, shown.answer), event
 
     def remarks(self, answer: Answer) -> list[str]:
-        """Return what a reader of the answer should know: that it was cut, or is none."""
+        """Return warnings for the reader: the answer was cut, or there is only reasoning."""
         event, found = answer.event, []
         if event.finish_reason == "length":
             if self.max_tokens is not None and event.n_generated >= self.max_tokens:
@@ -172,14 +173,14 @@ class Conversation:
             else:
                 found.append(
                     f"the answer was cut: the context of {self.engine.n_ctx} tokens is full; "
-                    "the next message makes the oldest turns go, /clear all of them"
+                    "your next message will make chat forget the oldest turns; /clear forgets all"
                 )
         if not answer.text.strip() and answer.reasoning.strip():
             found.append("there is no answer, only reasoning")
         return found
 
     def summary(self, answer: Answer) -> str:
-        """Return a line about an answer: context, tokens and speed."""
+        """Return one line about an answer: context in use, tokens and speed."""
         event = answer.event
         line = (
             f"context {answer.n_held} of {self.engine.n_ctx}; "
@@ -215,12 +216,12 @@ class Conversation:
         }
 
     def draw_anew(self) -> None:
-        """Take another seed, so that the same question gets another answer."""
+        """Choose another seed, so that the same question gets another answer."""
         self.sampling = replace(self.sampling, seed=None).seeded()
 
 
 class _Shown:
-    """Writes reasoning to stderr and the answer to stdout as they come, and keeps both."""
+    """Writes reasoning to stderr and the answer to stdout as they come, and stores both."""
 
     def __init__(self, silent: bool) -> None:
         self.reasoning = self.answer = ""
@@ -245,7 +246,7 @@ class _Shown:
             ui.write_text("\n", stream=sys.stderr)
 
     def end(self) -> None:
-        """End the last line, also that of an empty answer."""
+        """End the last line, also if the answer is empty."""
         text = self.reasoning if self._last is sys.stderr else self.answer
         if self._silent or text.endswith("\n"):
             return

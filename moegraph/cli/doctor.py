@@ -1,4 +1,4 @@
-"""`moegraph doctor`: what is installed and what this machine has, to read and to paste."""
+"""`moegraph doctor`: a report about the installation and the machine, also for bug reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..units import format_bytes
 from . import options, ui
 
 _VERSIONS = "ggml {ggml}, llama.cpp {llama_commit} with patch set {patchset}"
-# Its structures are those of the pinned llama.cpp.
+# The version whose structs are those of the pinned llama.cpp.
 _LLAMA_CPP_PYTHON = "0.3.36"
 _PACKAGES = ("llama-cpp-python", "numpy", "gguf", "cffi", "click", "jinja2", "rich")
-# The instruction sets that ggml's CPU kernels have variants for.
+# Instruction sets for which ggml has CPU kernels of their own.
 _CPU_FLAGS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx_vnni", "avx512f", "avx512vbmi",
     "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
@@ -38,7 +38,7 @@ _ARM_FLAGS = ("asimd", "asimddp", "i8mm", "sve", "sve2", "sme")
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; a failed one says what to do. Without a required one nothing runs."""
+    """One finding. If it failed, detail says what to do; if it is required, no model can run."""
 
     name: str
     ok: bool
@@ -54,16 +54,16 @@ class Check:
     is_flag=False,
     flag_value="tiny",
     metavar="[TARGET]",
-    help="Print the times of this machine with a model, by default the shipped one, as "
-    "plan and simulate read them: --machine FILE.",
+    help="Measure this machine with a model (default: the shipped one) and print the times, for "
+    "--machine FILE of plan and simulate.",
 )
 @options.setting_option(next(s for s in engine_settings() if s.name == "device"))
 @options.setting_option(next(s for s in engine_settings() if s.name == "n_threads"))
 def doctor(as_json: bool, target: str | None, **given: Any) -> None:
-    """Show libraries, patch set, devices, driver, memory and CPU features, and what is missing.
+    """Show libraries, patch set, devices, driver, memory and CPU features, and report problems.
 
-    With --measure, load a model instead and time tokens, missing experts, and copies. Measure with
-    the model to be planned: times hold for experts of about its size.
+    With --measure, load a model instead and time tokens, missing experts, and copies. Use the
+    model that you want to plan for: the times hold only for experts of about the same size.
 
     \b
     Examples:
@@ -98,7 +98,7 @@ def doctor(as_json: bool, target: str | None, **given: Any) -> None:
 
 
 def _measure(target: str, config: EngineConfig) -> None:
-    """Print what the machine takes for the model, as `--machine` reads it."""
+    """Print the machine's times for the model, in the format that `--machine` reads."""
     from ..bench.machine import measure_machine, summary_line
 
     warned: set[str] = set()
@@ -113,7 +113,7 @@ def _measure(target: str, config: EngineConfig) -> None:
 
 
 def native_summary() -> str:
-    """Return what the native libraries are, in a few words."""
+    """Return the versions and devices of the native libraries in one short line."""
     try:
         from ..ggml.device import list_devices
         from ..ggml.lib import versions
@@ -124,7 +124,7 @@ def native_summary() -> str:
 
 
 def _native() -> tuple[Check, dict[str, str] | None, list[dict[str, Any]]]:
-    """Return whether the libraries load, which they are, and the devices they find."""
+    """Return whether the libraries load, their versions, and the devices that they find."""
     try:
         from ..ggml.device import list_devices
         from ..ggml.lib import library_dir, versions
@@ -149,7 +149,9 @@ def _tokenizer() -> Check:
     if version is None:
         return Check("tokenizer", False, f"llama-cpp-python is not installed; {hint}")
     if version != _LLAMA_CPP_PYTHON:
-        return Check("tokenizer", False, f"llama-cpp-python {version} is another one; {hint}")
+        return Check(
+            "tokenizer", False, f"llama-cpp-python {version} is not the expected version; {hint}"
+        )
     return Check("tokenizer", True, f"llama-cpp-python {version}")
 
 
@@ -182,7 +184,7 @@ def _driver() -> str | None:
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the machine's memory and the limit of the control group, in bytes."""
+    """Return the machine's memory and the control group's limit, in bytes."""
     return {f"{name}_bytes": n for name, n in asdict(host_memory()).items()}
 
 
@@ -200,7 +202,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _threads() -> dict[str, Any] | None:
-    """Load the shipped model on the CPU; return the threads that this chose, and what it tried."""
+    """Load the shipped model on the CPU; return the CPU threads it chose and the ways it tried."""
     try:
         from ..engine import Engine
 
@@ -246,11 +248,11 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
 
 
 def _threads_line(threads: dict[str, Any] | None) -> str:
-    """Return which threads the shipped model's tokens take, and the speed of each way tried."""
+    """Return the threads chosen for the shipped model, and the speed of each way tried."""
     if threads is None:
         return "unknown; the shipped model does not run"
     if not threads["tried"]:
-        return f"{threads['n_threads']}, there is no choice"
+        return f"{threads['n_threads']}; nothing else to try"
     tried = ", ".join(f"{_way(t)} {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
     return f"{_way(threads)} for the shipped model now ({tried})"
 

@@ -1,4 +1,4 @@
-"""What the plots are drawn with: elements of an SVG, colours for light and dark pages, axes."""
+"""Building blocks of the plots: SVG elements, colours for light and dark pages, axes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-# Distinct to colour-blind readers (Okabe and Ito); the second of each pair is for dark pages.
+# Colour-blind readers can tell these apart (Okabe and Ito); the second is for dark pages.
 COLOURS = (
     ("#0072b2", "#56b4e9"), ("#d55e00", "#ff9248"), ("#009e73", "#2fd1a5"), ("#cc79a7", "#e8a3c9"),
     ("#b07a00", "#e69f00"), ("#5b5bd6", "#a5a5ff"), ("#6b6b6b", "#bdbdbd"),
 )  # fmt: skip
 FONT_SIZE = 12
-# Width of a character of the usual sans-serif fonts at FONT_SIZE, on average; a little generous.
+# Average width of a character of common sans-serif fonts at FONT_SIZE, rounded up a little.
 CHAR_WIDTH = 6.6
 
 Points = Sequence[tuple[float, float]]
 
 
 def _style() -> str:
-    """Return the style sheet: c0, c1, ... are the colours of series, as line and as area."""
+    """Return the style sheet; classes l0, l1, ... colour the lines of series, a0, a1, ... areas."""
     sheets = []
     for dark in (0, 1):
         page, ink, grid = (("#ffffff", "#333333", "#dddddd"), ("#1b1b1f", "#d8d8d8", "#3a3a40"))[
@@ -62,7 +62,7 @@ class Drawing:
         self, x: float, y: float, text: str, anchor: str = "start", size: int = FONT_SIZE,
         turn: bool = False,
     ) -> None:  # fmt: skip
-        """Append text; y is its base line, turn writes it upwards."""
+        """Append text. y: its base line. turn: write it upwards."""
         rotate = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
         self.add(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
@@ -72,7 +72,7 @@ class Drawing:
     def area(
         self, x: float, y: float, width: float, height: float, style: str, tip: str = ""
     ) -> None:
-        """Append a filled rectangle; tip is shown under the pointer."""
+        """Append a filled rectangle. tip: the text shown under the pointer."""
         inside = f"><title>{escape(tip)}</title></rect>" if tip else "/>"
         self.add(
             f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
@@ -80,7 +80,7 @@ class Drawing:
         )
 
     def line(self, points: Points, style: str, width: float = 1.0, dash: str = "") -> None:
-        """Append a line through points; style is a class of the style sheet."""
+        """Append a line through points. style: a class of the style sheet."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self.add(f'<polyline class="{style}" points="{path}" stroke-width="{width}"{dashed}/>')
@@ -98,12 +98,12 @@ class Drawing:
 
 
 def text_width(text: str, size: int = FONT_SIZE) -> float:
-    """Return about how many pixels a text takes."""
+    """Return the approximate width of a text in pixels."""
     return CHAR_WIDTH * len(text) * size / FONT_SIZE
 
 
 def _cut(text: str, width: float, size: int) -> str:
-    """Return text, its middle left out where it is too wide."""
+    """Return text, with its middle replaced by an ellipsis if it is too wide."""
     most = max(8, int((width - 16) / (CHAR_WIDTH * size / FONT_SIZE)))
     if len(text) <= most:
         return text
@@ -111,7 +111,7 @@ def _cut(text: str, width: float, size: int) -> str:
 
 
 class Axis:
-    """Maps values to pixels, straight."""
+    """Maps values to pixels, linearly."""
 
     def __init__(self, low: float, high: float, first: float, last: float) -> None:
         self.low, self.high = low, high if high > low else low + 1.0
@@ -130,7 +130,7 @@ class Axis:
         return [value for value in found if value <= self.high + step * 1e-9]
 
     def ticks_with_ends(self) -> list[float]:
-        """Return round values and both ends; a round value close to an end gives way."""
+        """Return both ends and the round values between that are not too close to an end."""
         near = 0.4 * self.step()
         inner = [
             value for value in self.ticks() if value - self.low > near and self.high - value > near
@@ -138,14 +138,14 @@ class Axis:
         return [self.low, *inner, self.high]
 
     def step(self) -> float:
-        """Return the distance of two round values."""
+        """Return the distance between two ticks."""
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         return next(power * m for m in (1, 2, 5, 10) if power * m >= rough * (1 - 1e-9))
 
 
 class LogAxis(Axis):
-    """Maps values to pixels by their logarithm; 0 has a place of its own at the first pixel."""
+    """Maps values to pixels by their logarithm; 0 is at the first pixel, before a gap."""
 
     _ZERO = 22.0
 
@@ -187,7 +187,7 @@ def _round_above(value: float) -> float:
 
 
 def apart(places: Sequence[float], distance: float, low: float, high: float) -> list[float]:
-    """Return places moved as little as needed to be at least distance apart, within low..high."""
+    """Return places moved so that they are at least distance apart and within low..high."""
     order = sorted(range(len(places)), key=lambda at: places[at])
     found = [0.0] * len(places)
     last = low - distance

@@ -1,4 +1,4 @@
-"""Sampling settings that a model file recommends; llama.cpp takes them as defaults, too."""
+"""Sampling settings that a model file recommends; llama.cpp also uses them as defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = {
     "penalty_repeat": "repeat_penalty",
 }
 _WHOLE = ("top_k", "repeat_last_n")
-# Files hold F32; llama.cpp reads them as text with so many decimals.
+# Files hold F32; llama.cpp reads them as text with this number of decimals.
 _DECIMALS = 6
 
 
@@ -29,8 +29,8 @@ def recommended(
 ) -> tuple[SamplingParams, dict[str, float]]:
     """Return params with the values that a file recommends, and those values by field.
 
-    kv: metadata of the file. chosen: fields the user has set, which stay as they are. A value out
-    of range is left out.
+    kv: metadata of the file. chosen: fields that the user has set; they stay as they are. A value
+    out of range is ignored.
     """
     taken: dict[str, float] = {}
     for key, name in _FIELDS.items():

@@ -1,4 +1,4 @@
-"""`moegraph inspect`: what a model file holds, and what of it fits into so much memory."""
+"""`moegraph inspect`: what a model file holds, and what fits into given amounts of memory."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _TEMPLATE = "tokenizer.chat_template"
     "globs",
     multiple=True,
     metavar="GLOB",
-    help="List the tensors whose names match, as 'blk.0.*'; repeatable.",
+    help="List the tensors whose names match, such as 'blk.0.*'; repeatable.",
 )
 @click.option("--key", metavar="KEY", help="Print only the value of one metadata key, in full.")
 @click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE",
-    help="Show what fits into this much device memory, in GiB or as 8GiB, 512MiB; repeatable.",
+    help="Show what fits into this much device memory, such as 8 (in GiB) or 512MiB; repeatable.",
 )  # fmt: skip
 @click.option(
     "-c",
@@ -62,7 +62,7 @@ _TEMPLATE = "tokenizer.chat_template"
     default=4096,
     show_default=True,
     metavar="N",
-    help="Context that must fit as well; 0 takes the model's own.",
+    help="Context length that must fit, for --vram. 0: the model's training length.",
 )
 @click.option(
     "-ctk",
@@ -71,7 +71,7 @@ _TEMPLATE = "tokenizer.chat_template"
     type=click.Choice(KV_TYPES),
     default="f16",
     show_default=True,
-    help="Type of the K cache.",
+    help="Data type of the K cache, for --vram.",
 )
 @click.option(
     "-ctv",
@@ -80,23 +80,23 @@ _TEMPLATE = "tokenizer.chat_template"
     type=click.Choice(KV_TYPES),
     default="f16",
     show_default=True,
-    help="Type of the V cache.",
+    help="Data type of the V cache, for --vram.",
 )
 @click.option(
     "--check",
     "with_check",
     is_flag=True,
-    help="Read all weights and look for NaN and infinity, as in a damaged file.",
+    help="Read all weights and report NaN and infinity, which mean that the file is damaged.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     target: str, with_tensors: bool, globs: tuple[str, ...], key: str | None, with_template: bool,
     vram: tuple[str, ...], n_ctx: int, type_k: str, type_v: str, with_check: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show metadata, sizes and experts of the model TARGET; its weights are not loaded.
+    """Show metadata, sizes and experts of the model TARGET, without loading its weights.
 
-    A GGUF file of an architecture that moegraph does not run is shown as far as that goes:
-    metadata, types and tensors. --vram asks the planner; `moegraph plan` tells more.
+    If moegraph does not run the file's architecture, inspect shows only metadata, types and
+    tensors. With --vram, the planner says what fits; `moegraph plan` gives more detail.
 
     \b
     Examples:
@@ -171,15 +171,15 @@ def _inspect(
     if bad:
         raise ModelFileError(
             f"{model.path}: {len(bad)} of {len(model.tensors)} tensors hold NaN or infinity, "
-            f"the first is {bad[0].name}; the file is damaged, get it again"
+            f"the first is {bad[0].name}; the file is damaged; download it again"
         )
 
 
 def _print_value(file: GgufFile, key: str, as_json: bool) -> None:
-    """Print one metadata value, in full; text as it is."""
+    """Print one metadata value in full: a text as it is, anything else as JSON."""
     if key not in file.kv:
         near = difflib.get_close_matches(key, file.kv, 3)
-        hint = f"near it: {', '.join(near)}" if near else "`moegraph inspect TARGET` lists all"
+        hint = f"close to it: {', '.join(near)}" if near else "`moegraph inspect TARGET` lists all"
         raise RequestError(f"{file.path}: there is no metadata key {key!r}; {hint}")
     value = file.kv[key]
     if isinstance(value, str) and not as_json:
@@ -194,7 +194,7 @@ def _print_json(value: Any) -> None:
 
 
 def _show_foreign(file: GgufFile, globs: Sequence[str], as_json: bool, reason: str) -> None:
-    """Show a file that moegraph cannot run, and say so."""
+    """Show what can be shown of a file that moegraph cannot run."""
     from ..modelfile.summary import types_of
 
     totals = types_of(file.tensors.values())
@@ -277,7 +277,7 @@ def _matching(file: GgufFile, globs: Sequence[str]) -> list[TensorInfo]:
     """Return the tensors whose names match one of the globs.
 
     Raises:
-        RequestError: none does.
+        RequestError: no tensor matches.
     """
     found = [
         info
@@ -301,7 +301,7 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a metadata value for JSON: long arrays by their length, odd floats as text."""
+    """Return a metadata value for JSON: long arrays by length, NaN and infinity as text."""
     if isinstance(value, (bool, int, float, str)):
         return _scalar(value)
     if len(value) > _MAX_LISTED:
@@ -311,7 +311,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a scalar for JSON, odd floats as text."""
+    """Return a scalar for JSON; NaN and infinity as text."""
     value = value.item() if isinstance(value, np.generic) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -362,7 +362,7 @@ def _show_budget(budget: Budget, n_ctx: int) -> None:
 
 
 def _brief(value: Any) -> str:
-    """Return a metadata value for people in one short piece."""
+    """Return a metadata value as a short text for the table."""
     plain = _plain(value)
     if isinstance(plain, Mapping):
         return f"{plain['length']:,} x {plain['array']}"
@@ -374,7 +374,7 @@ def _brief(value: Any) -> str:
 
 
 def _number_text(value: Any) -> str:
-    """Return a scalar: digits grouped, an F32 as it was written and not as its nearest F64."""
+    """Return a scalar as text: digits grouped, an F32 with the digits that an F32 has."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):
@@ -387,7 +387,7 @@ def _number_text(value: Any) -> str:
 
 
 def _meaning(key: str, value: Any) -> str:
-    """Return the name of a file type; '' for all else."""
+    """Return the name of a file type in parentheses; '' for other keys."""
     from gguf.constants import LlamaFileType
 
     if key != "general.file_type" or value not in [kind.value for kind in LlamaFileType]:
@@ -424,7 +424,7 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
 
 
 def _layer_rows(layers: Iterable[LayerSummary]) -> list[tuple[str, ...]]:
-    """Return one row for all layers that are alike."""
+    """Return one row for each group of equal layers."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer in layers:
         what = (
@@ -445,7 +445,7 @@ def _types_text(types: Sequence[tuple[str, str]]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return rising numbers as '0-2, 4-6, 9', the middle left out where there are many runs."""
+    """Return rising numbers as '0-2, 4-6, 9', without the middle if there are many runs."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

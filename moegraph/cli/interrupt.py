@@ -21,9 +21,9 @@ _AGAIN_S = 0.01
 def cancel_on_interrupt() -> Iterator[CancelToken]:
     """Yield a token that the first Ctrl-C sets; a second one raises KeyboardInterrupt.
 
-    Python runs its signal handlers between two bytecodes, so not while native code computes a
-    long pass. The interpreter's own C handler writes to a pipe at once, and a thread that waits
-    there sets the token, which the native code reads.
+    Python cannot run its signal handlers while native code computes a long pass. But the
+    interpreter's C handler writes to a pipe at once, and a thread that reads the pipe sets the
+    token, which the native code checks.
     """
     token = CancelToken()
     if threading.current_thread() is not threading.main_thread():
@@ -63,8 +63,8 @@ def _watch(reader: int, token: CancelToken) -> None:
 def let_interrupts_pass_callbacks() -> None:
     """Keep a Ctrl-C that arrives inside a callback from native code or inside a finalizer.
 
-    Python would print a traceback there, drop the exception and go on. The interrupt comes again
-    a moment later instead, from another thread: raised here, it would be dropped here, too.
+    Python would print a traceback there, drop the exception and continue. Instead, another thread
+    sends the interrupt again a moment later: raised here, it would be dropped as well.
     """
     default = sys.unraisablehook
 

@@ -1,4 +1,4 @@
-"""Options of the commands, made from the settings they fill, and checked input of all kinds."""
+"""Command-line options made from settings, and the checks of prompts, files and numbers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# The tokens that a tokenizer puts around a text: one at its beginning, one at its end.
+# Tokens that a tokenizer may add to a text: one at the beginning and one at the end.
 _MAX_ADDED = 2
-# Settings about experts that are not on the device.
+# Settings that have no effect if every expert is resident.
 _FOR_MISSES = ("profile", "profile_class", "policy", "miss", "prefetch", "host_pin")
 _TYPES: dict[str, Any] = {"int": click.INT, "float": click.FLOAT}
 _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})", re.I | re.A)
@@ -57,7 +57,7 @@ def setting_option(setting: Setting) -> Callable[[Command], Command]:
 
 
 def _apply(command: Command, options: list[Callable[[Any], Any]]) -> Command:
-    # Decorators are applied from the inside out; help shows options in the order given here.
+    # Reversed, because click lists the option of the outermost decorator first.
     for option in reversed(options):
         command = option(command)
     return command
@@ -82,11 +82,11 @@ def sampling_options(command: Command) -> Command:
         click.option(
             "-l", "--logit-bias", "logit_bias", multiple=True, metavar="TOKEN(+/-)BIAS",
             cls=Option, group="Sampling",
-            help="Add BIAS to a token's logit, as 15043+1 or 15043-inf; repeatable.",
+            help="Add BIAS to a token's logit, such as 15043+1 or 15043-inf; repeatable.",
         ),
         click.option(
             "--ignore-eos", is_flag=True, cls=Option, group="Sampling",
-            help="Go on after the end of the text: ban the end tokens.",
+            help="Ban the end tokens, so that generation does not stop at them.",
         ),
     ]  # fmt: skip
     return _apply(command, options)
@@ -98,29 +98,29 @@ def length_options(command: Command) -> Command:
         click.option(
             "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
             default=-1, metavar="N", show_default=True,
-            help="Tokens to generate at most; -1 goes on to the end token or a full context.",
+            help="Maximum number of tokens to generate. -1: until an end token or a full context.",
         ),
         click.option(
             "-r", "--stop", "--reverse-prompt", "stop", multiple=True, metavar="TEXT",
-            help="End before this text; repeatable.",
+            help="Stop before this text, which is not printed; repeatable.",
         ),
         click.option(
             "-e", "--escape/--no-escape", "escape", default=None,
-            help=r"Read \n, \t, \\ and \" as escapes. Default: in texts on the command line, not "
-            "in files and pipes; -e does both.",
+            help=r"Replace escapes such as \n, \t, \\ and \". Default: in texts on the command "
+            "line, not in files and pipes; -e: in both.",
         ),
     ])  # fmt: skip
 
 
 def svg_path(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a plot that is not named as SVG; devices and pipes are what the user makes of them."""
+    """Refuse a plot whose file name does not end in .svg; devices and pipes may have any name."""
     if path is None or path.suffix.lower() == ".svg" or str(path).startswith("/dev/"):
         return path
     raise click.BadParameter(f"{str(path)!r}; plots are SVG: name it {path.with_suffix('.svg')}")
 
 
 def svg_option(*flags: str, help: str) -> Callable[[Command], Command]:
-    """Return the option of a plot's file."""
+    """Return an option that takes the file of a plot."""
     return click.option(
         *flags, type=click.Path(path_type=Path), callback=svg_path, metavar="FILE.svg", help=help
     )
@@ -133,13 +133,13 @@ def build_config(options: Mapping[str, Any]) -> EngineConfig:
         ConfigError: names every wrong option.
     """
     names = {s.name for s in engine_settings() if s.flags}
-    # None is a default that depends on the machine; a command may leave options out.
+    # None means that the engine chooses the value; a command may lack some options.
     given = {name: options[name] for name in names if options.get(name) is not None}
     return EngineConfig(**given).validate()
 
 
 def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
-    """Return the SamplingParams of a command's options; ranges are checked with the model.
+    """Return the SamplingParams of a command's options; the engine checks the ranges.
 
     Raises:
         RequestError: a bias is not written as TOKEN(+/-)BIAS.
@@ -149,20 +149,20 @@ def build_sampling(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def chosen_sampling(ctx: click.Context) -> frozenset[str]:
-    """Return the names of the sampling settings that the command line gives."""
+    """Return the names of the sampling settings given on the command line."""
     names = (s.name for s in sampling_settings())
     return frozenset(n for n in names if ctx.get_parameter_source(n) is not ParameterSource.DEFAULT)
 
 
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
-    """Say before the work that a prompt is longer than what the model was trained on."""
+    """Warn, before the work begins, of a prompt longer than the model's training length."""
     n_trained = engine.hparams.n_ctx_train
     if n_prompt > n_trained:
-        ui.note(f"warning: {n_prompt} positions, the model was trained on {n_trained}")
+        ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
 
 
 def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
-    """Parse '15043+1' and '15043-inf' as llama.cpp does; several for one token add up.
+    """Parse '15043+1' and '15043-inf' as llama.cpp does; biases of the same token add up.
 
     Raises:
         RequestError: an entry has another form.
@@ -180,10 +180,10 @@ def parse_logit_bias(entries: tuple[str, ...]) -> dict[int, float]:
 
 
 def max_tokens(n_predict: int) -> int | None:
-    """Return -n as the engine takes it: None for no limit.
+    """Return -n in the form that the engine takes: None for no limit.
 
     Raises:
-        RequestError: it is below -1.
+        RequestError: -n is below -1.
     """
     if n_predict < -1:
         raise RequestError(f"-n is {n_predict}; allowed: 0 and more, or -1 for no limit")
@@ -191,10 +191,10 @@ def max_tokens(n_predict: int) -> int | None:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a prompt file, '-' for stdin, less one newline at its end.
+    """Return the text of a prompt file ('-': stdin) without the last newline.
 
     Raises:
-        RequestError: it cannot be read, is too long, or is not UTF-8.
+        RequestError: the file cannot be read, is too large, or is not UTF-8.
     """
     name = "stdin" if path == "-" else path
     try:
@@ -217,10 +217,10 @@ def read_text(path: str) -> str:
 
 
 def argument_text(text: str, escape: bool | None = None) -> str:
-    """Return text from the command line, escapes replaced unless escape is False.
+    """Return text from the command line, with escapes replaced unless escape is False.
 
     Raises:
-        RequestError: it is not UTF-8.
+        RequestError: the text is not UTF-8.
     """
     try:
         # In a locale without UTF-8, Python keeps the bytes of an argument as surrogates.
@@ -249,7 +249,7 @@ def open_header(target: str | Path) -> ModelFile:
 
 
 def open_any(target: str | Path) -> GgufFile:
-    """Open a GGUF file by name or path whatever its architecture is, to look into it."""
+    """Open a GGUF file of any architecture by name or path, without loading its weights."""
     from ..modelfile import open_gguf, resolve_target
 
     return open_gguf(resolve_target(target))
@@ -259,11 +259,11 @@ def load_engine(
     target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
     warned: set[str] | None = None, is_chosen: bool = True,
 ) -> Engine:  # fmt: skip
-    """Load a model by name or path, or one that open_header opened, which it then owns.
+    """Load a model by name or path, or take over a file that open_header opened.
 
-    A progress bar shows on a terminal. routing: a trace that replaces the router's choice, for
-    measuring. warned: warnings that were printed before, to which this adds. is_chosen: whether the
-    user chose the settings, and not the program.
+    Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
+    benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
+    the user chose the settings, and not the program.
     """
     from ..engine import Engine
 
@@ -281,7 +281,7 @@ def load_engine(
 
 
 def _idle_settings(engine: Engine) -> list[str]:
-    """Return a line about settings that were changed and change nothing; usually none."""
+    """Return a line about settings that the user changed and that have no effect, if any."""
     if not engine.plan.all_resident:
         return []
     idle = [
@@ -292,19 +292,19 @@ def _idle_settings(engine: Engine) -> list[str]:
     if not idle:
         return []
     have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}, none is missing"]
+    return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}"]
 
 
 def show_messages(engine: Engine) -> None:
-    """Print what changed while the engine ran, such as a cache that was bypassed."""
+    """Print what changed while the engine ran, such as that the cache was bypassed."""
     for line in engine.drain_messages():
         ui.note(f"note: {line}")
 
 
 def save_profile(engine: Engine) -> dict[str, Any] | None:
-    """Add what the run saw to its routing profile, if it has one; a failure is only a warning.
+    """Add the experts that the run chose to its routing profile, if any; a failure only warns.
 
-    Return what --json says about it.
+    Return the value of `profile` in --json.
     """
     kept = engine.save_profile()
     if kept is None:
@@ -316,7 +316,7 @@ def save_profile(engine: Engine) -> dict[str, Any] | None:
 
 @contextmanager
 def saving_profile(engine: Engine) -> Iterator[None]:
-    """Add to the routing profile at the end, also when the user or a bad request ends it."""
+    """Save the routing profile at the end, also after Ctrl-C or a refused request."""
     try:
         yield
     except (Cancelled, KeyboardInterrupt, RequestError):
@@ -326,9 +326,9 @@ def saving_profile(engine: Engine) -> Iterator[None]:
 
 
 def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
-    """Refuse a prompt that cannot be right before the weights are loaded.
+    """Refuse a prompt that cannot work, before the weights are loaded.
 
-    n_ctx: of the configuration, 0 for the model's own.
+    n_ctx: as configured; 0 means the model's training length.
 
     Raises:
         ModelFileError: the file has no tokenizer.
@@ -336,7 +336,7 @@ def check_text(model: ModelFile, text: str, n_ctx: int) -> None:
     """
     require_vocabulary(model)
     n_ctx = n_ctx or model.hparams.n_ctx_train
-    # No token is shorter than a byte, so that most prompts need no tokenizer to be let through.
+    # No token is shorter than a byte, so most prompts pass without the tokenizer.
     if len(text.encode(errors="replace")) + _MAX_ADDED > n_ctx:
         with Tokenizer(model) as tokenizer:
             room_after(len(tokenizer.encode(text)), n_ctx)

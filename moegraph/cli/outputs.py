@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before the model is loaded, kept if nothing was written."""
+"""Files that a command writes: opened before the model is loaded, truncated by the first write."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..errors import ConfigError
 
 
 class OutputFile:
-    """A file that is opened at once and truncated only by the first write.
+    """A file that is opened at once but truncated only by the first write.
 
-    What stood in it stays when the command fails before there is something to write; a file that
-    was not there before is removed again. Devices and pipes such as /dev/null work, too.
+    If the command fails before its first write, an old file keeps its content and a new file is
+    removed. Devices and pipes such as /dev/null also work.
 
     Raises:
         ConfigError: the file cannot be opened or written.
@@ -39,7 +39,7 @@ class OutputFile:
         """Append bytes.
 
         Raises:
-            ConfigError: the disk is full, or the reader of a pipe is gone.
+            ConfigError: the disk is full, or the reader of a pipe has closed it.
         """
         try:
             if not self._written and self._is_regular:
@@ -52,14 +52,14 @@ class OutputFile:
             raise ConfigError(f"{self.path}: cannot write: {error.strerror}") from error
 
     def rewrite_start(self, data: bytes) -> None:
-        """Replace the first bytes of a regular file by as many others."""
+        """Overwrite the first bytes of a regular file."""
         os.pwrite(self._file.fileno(), data, 0)
 
     def require_regular(self) -> None:
         """Refuse a device or a pipe.
 
         Raises:
-            ConfigError: the start of the file cannot be written again at the end.
+            ConfigError: the path is a device or a pipe, whose start cannot be rewritten.
         """
         if not self._is_regular:
             raise ConfigError(f"{self.path}: cannot write an array to a device or a pipe")
@@ -85,7 +85,7 @@ class OutputFile:
 
 
 class NpyWriter:
-    """Write rows of F32 to a .npy file as they come; the header is completed at the end."""
+    """Writes rows of F32 to a .npy file as they come; `close` completes the header."""
 
     def __init__(self, path: Path) -> None:
         self._out = OutputFile(path)
@@ -106,7 +106,7 @@ class NpyWriter:
         self._out.write(np.ascontiguousarray(rows, dtype="<f4").data)
 
     def close(self) -> None:
-        """Put the number of rows into the header and close the file."""
+        """Write the number of rows into the header and close the file."""
         if self._n_columns:
             self._out.rewrite_start(_npy_header(self._n_rows, self._n_columns))
         self._out.close()
@@ -124,6 +124,6 @@ class NpyWriter:
 
 
 def _npy_header(n_rows: int, n_columns: int) -> bytes:
-    """Return a version 1.0 header of 128 bytes, whatever the number of rows."""
+    """Return a version 1.0 header; it has 128 bytes for any number of rows."""
     fields = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({n_rows}, {n_columns}), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{fields:<117}\n".encode()

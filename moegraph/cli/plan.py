@@ -1,4 +1,4 @@
-"""`moegraph plan`: what of a model a card would hold, and how fast that is predicted to be."""
+"""`moegraph plan`: how much of a model fits on a card, and the predicted speed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss"
 )  # fmt: skip
-# Enough to warm up and to average over; a generated trace does not drift further.
+# Tokens of a generated trace: enough to warm up and to average over.
 _N_GENERATED, _N_WARM = 512, 192
 _HEADER = (
     "budget", "experts resident", "full layers", "slots a layer", "left over", "hit rate", "tok/s",
@@ -47,13 +47,13 @@ _HEADER = (
 
 
 def _plan_options(command: Any) -> Any:
-    """Add the engine settings that a plan depends on."""
+    """Add the options of the engine settings that a plan depends on."""
     for setting in reversed([s for s in engine_settings() if s.name in _SETTINGS]):
         command = options.setting_option(setting)(command)
     return command
 
 
-@click.command("plan", short_help="Show what fits into a card, and the predicted speed.")
+@click.command("plan", short_help="Show what fits on a card, and the predicted speed.")
 @click.argument("target", type=MODEL_TARGET)
 @click.option(
     "--vram",
@@ -61,7 +61,7 @@ def _plan_options(command: Any) -> Any:
     default=("6", "8", "12", "16", "24"),
     show_default=True,
     metavar="SIZE",
-    help="Device memory for everything, in GiB or as 8GiB; repeatable.",
+    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable.",
 )
 @click.option(
     "--context",
@@ -69,7 +69,7 @@ def _plan_options(command: Any) -> Any:
     default="512MiB",
     show_default=True,
     metavar="SIZE",
-    help="What the driver takes of it for itself.",
+    help="Part of --vram that the driver takes for itself.",
 )
 @_plan_options
 @click.option(
@@ -77,32 +77,35 @@ def _plan_options(command: Any) -> Any:
     "profile_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Routing profile: spreads the slots by layer and fills them.",
+    help="Routing profile, from which the planner spreads and fills the slots.",
 )
-@click.option("--profile-class", metavar="NAME", help="Prompt class of the profile; default: all.")
+@click.option(
+    "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all classes."
+)
 @click.option(
     "--routing",
     "trace_path",
     type=click.Path(path_type=Path),
     metavar="TRACE",
-    help="Routing trace to predict with; default: a generated one.",
+    help="Predict speed with this routing trace. Default: a generated one.",
 )
 @click.option(
     "--machine",
     default="desktop",
     show_default=True,
     metavar="NAME|FILE",
-    help="Times to predict with: h200, desktop, or a JSON file of measured ones.",
+    help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     target: str, vram: tuple[str, ...], context: str, profile_path: Path | None,
     profile_class: str | None, trace_path: Path | None, machine: str, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Show how the planner divides device memory for the model TARGET; its weights are not loaded.
+    """Show how the planner divides device memory for the model TARGET, without loading weights.
 
-    A full layer has all its experts on the device; the others share slots. The last column is what
-    upstream would need for the same memory: the experts of so many layers in host memory.
+    A full layer has all its experts on the device; the other layers share the slots. The last
+    column is the -ncmoe (number of layers whose experts stay in host memory) with which llama.cpp
+    needs the same device memory.
 
     \b
     Examples:
@@ -143,7 +146,7 @@ def plan_command(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all budgets have in common. sizes: of experts, and the machine's times for them."""
+    """What all budgets have in common. sizes: of the experts, with the machine's times."""
 
     config: EngineConfig
     policy: Policy
@@ -199,7 +202,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
 
 
 def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]:
-    """Return what the plans are for: model, context, machine and routing, in words."""
+    """Return the rows that describe model, context, machine, routing and policy."""
     hp, config = model.hparams, job.config
     name = model.kv.get("general.name") or model.path.name
     machine = job.sizes.machine

@@ -1,4 +1,4 @@
-"""The `moegraph` program: its commands, and the one place where errors become exit codes."""
+"""The `moegraph` program: its commands, and how errors become exit codes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .run import run
 from .simulate import simulate_command
 from .trace import trace_command
 
-# What a shell reports for a program that SIGPIPE ended.
+# The exit code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
 
 
 class _ReaderGone(Exception):
-    """Whoever read our stdout has left."""
+    """The reader of stdout has closed the pipe."""
 
 
 class Program(click.Group):
-    """A group whose errors are one line on stderr and an exit code, never a traceback."""
+    """A group that reports each error as one line on stderr and an exit code."""
 
     def main(
         self,
@@ -51,7 +51,7 @@ class Program(click.Group):
         sys.exit(_flush(self._run(args, prog_name or "moegraph", complete_var, extra)))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; click's own answers to Ctrl-C and a closed pipe are kept out."""
+        """Run a command; bypass click's own handling of Ctrl-C and of a closed pipe."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -62,7 +62,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; its letters must not be run together."""
+        """Find the command; refuse option letters that are run together."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
             own = click.Context(command, info_name=name, parent=ctx)
@@ -81,7 +81,7 @@ class Program(click.Group):
             if isinstance(error, click.NoSuchOption):
                 error = with_close_guesses(error)
             where = error.ctx.command_path if error.ctx else name
-            # click lists choices on lines of their own
+            # click puts each choice on its own line
             message = " ".join(error.format_message().split())
             return _say(f"{message} (see {where} -h)", error.exit_code)
         except click.ClickException as error:
@@ -97,24 +97,24 @@ class Program(click.Group):
             )
         except OSError as error:
             return _say(f"{error.filename or 'output'}: {error.strerror or error}", 1)
-        except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees one line
+        except Exception as error:  # noqa: BLE001 - whatever fails, a user sees one line
             return _say(str(InternalError(f"{type(error).__name__}: {error}")), 1)
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams ones that can be used, whatever the caller left of them."""
+    """Make the standard streams usable, also if the caller closed some of them."""
     # A stream that was closed before the start, as by >&- in a shell, is None here.
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character is no reason to stop.
+            # A terminal that cannot show a character must not stop the program.
             stream.reconfigure(errors="replace")
 
 
 def _say(message: str, code: int) -> int:
-    """Print an error; with MOEGRAPH_DEBUG=1 where it came from, too."""
+    """Print an error, and with MOEGRAPH_DEBUG=1 its traceback; return the code."""
     try:
         if debug_level() >= 1:
             traceback.print_exc()
@@ -124,7 +124,7 @@ def _say(message: str, code: int) -> int:
         else:
             ui.error(message)
     except OSError:
-        pass  # stderr is gone: the exit code says it all
+        pass  # stderr is closed; only the exit code remains
     return code
 
 
@@ -157,11 +157,11 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-    help="Show the version and what it was built from.",
+    help="Show the versions of moegraph, ggml, llama.cpp and the patch set.",
 )  # fmt: skip
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Run Qwen3.5 / Qwen3.6 Mixture-of-Experts models (GGUF) on ggml graphs built by Python.
+    """Run Qwen3.5 and Qwen3.6 MoE models (GGUF) on GPUs too small for all their experts.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""What a command line means that is not one of ours: llama.cpp's options, letters run together."""
+"""Helpful refusals: options of llama.cpp that do not exist here, and letters run together."""
 
 from __future__ import annotations
 
@@ -9,57 +9,70 @@ from typing import Any
 
 import click
 
-_PLACED = "moegraph places experts itself; --vram SIZE limits what it takes on the device"
-_ONE_GPU = "moegraph computes on one device; --device cuda:N chooses it"
-_DOWNLOAD = "moegraph does not download; get the file first, then give its path"
-_FREE_TEXT = "moegraph cannot hold an answer to a grammar or a schema"
+_PLACED = "moegraph places experts automatically; --vram SIZE limits its device memory"
+_ONE_GPU = "moegraph uses one device; --device cuda:N chooses it"
+_DOWNLOAD = "moegraph does not download models; download the file and give its path"
+_FREE_TEXT = "moegraph cannot constrain an answer to a grammar or a schema"
 _CHAIN = "the order of the samplers is fixed"
-_CHAT = "moegraph chat is the conversation, moegraph chat -p TEXT asks one question"
-# llama.cpp's options that people try, by the reason why they are not here. Without this list,
-# -ngl 99 would be read as -n gl, and -hf as -h -f.
+_CHAT = "use moegraph chat for a conversation, moegraph chat -p TEXT for one question"
+# Options of llama.cpp that people try, by the reason why they do not exist here. Without this
+# list, click would read -ngl 99 as -n gl, and -hf as -h -f.
 NOT_HERE: dict[tuple[str, ...], str] = {
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu leaves the GPU alone",
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu uses no GPU",
     ("-ncmoe", "--n-cpu-moe"): _PLACED,
-    ("-cmoe", "--cpu-moe"): f"{_PLACED}, --cache-slots 0 keeps no expert there",
+    ("-cmoe", "--cpu-moe"): f"{_PLACED}, --cache-slots 0 keeps no experts there",
     ("-ot", "--override-tensor"): _PLACED,
     ("-fa", "--flash-attn"): "flash attention is always on",
-    ("-b", "--batch-size"): "-ub N is the number of prompt tokens in one pass",
-    ("-tb", "--threads-batch"): "-t N sets the threads of prompts and answers alike",
+    ("-b", "--batch-size"): "-ub N sets the number of prompt tokens in one pass",
+    ("-tb", "--threads-batch"): "-t N sets the threads for prompts and for decode",
     ("--mlock",): "--host-pin all keeps the experts in memory",
-    ("-nommap", "--no-mmap"): "the file is mapped; what the device needs is copied when it loads",
-    ("--keep",): "run stops when the context is full; chat drops its oldest turns, and keeps the "
+    (
+        "-nommap",
+        "--no-mmap",
+    ): "the file is always mapped; moegraph copies what the device needs when it loads",
+    (
+        "--keep",
+    ): "when the context is full, run stops, and chat forgets the oldest turns but keeps the "
     "system prompt",
     ("--samplers", "--sampling-seq", "--sampler-seq"): _CHAIN,
     ("--mirostat", "--mirostat-lr", "--mirostat-ent"): "there is no Mirostat; see --temp, --top-p",
     ("--grammar", "--grammar-file"): _FREE_TEXT,
-    ("-j", "--json-schema", "--json-schema-file"): f"{_FREE_TEXT}; --json is about the report",
+    (
+        "-j",
+        "--json-schema",
+        "--json-schema-file",
+    ): f"{_FREE_TEXT}; --json sets the format of the report",
     ("-hf", "-hfr", "--hf-repo"): _DOWNLOAD,
     ("-hff", "--hf-file"): _DOWNLOAD,
     ("-mu", "--model-url"): _DOWNLOAD,
-    ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"): "prompts are not kept on disk",
+    (
+        "--prompt-cache",
+        "--prompt-cache-all",
+        "--prompt-cache-ro",
+    ): "moegraph does not save prompts to disk",
     ("-mg", "--main-gpu"): _ONE_GPU,
     ("-sm", "--split-mode"): _ONE_GPU,
     ("-ts", "--tensor-split"): _ONE_GPU,
     ("-dev",): "write --device cpu, cuda or cuda:N",
-    ("-nkvo", "--no-kv-offload"): "the KV cache is on the device that computes",
-    ("-md", "--model-draft"): "there is no speculative decoding yet",
+    ("-nkvo", "--no-kv-offload"): "the KV cache is always on the device",
+    ("-md", "--model-draft"): "moegraph has no speculative decoding yet",
     ("-st", "--single-turn"): _CHAT,
     ("-cnv", "--conversation"): _CHAT,
-    ("-no-cnv", "--no-conversation"): "moegraph run continues a text without a chat template",
+    ("-no-cnv", "--no-conversation"): "moegraph run never uses a chat template",
     ("-i", "--interactive"): _CHAT,
     ("--jinja", "--no-jinja"): "chat templates are always Jinja",
     ("--chat-template",): "--chat-template-file FILE replaces the template of the model",
-    ("-lv", "--verbosity"): "MOEGRAPH_DEBUG=1 shows where errors come from, 2 also native logs",
+    ("-lv", "--verbosity"): "MOEGRAPH_DEBUG=1 shows tracebacks of errors, 2 also native logs",
 }
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.I | re.A)
-# How alike an unknown option must be to one of ours, dashes left out, to be offered in its place.
+# An option is suggested if its similarity to the unknown one, without dashes, is at least this.
 _ALIKE = 0.75
 
 
 def refused_options(taken: Collection[str]) -> list[Callable[[Any], Any]]:
-    """Return hidden options that only say why there is no such option.
+    """Return hidden options that only say why the option does not exist.
 
-    taken: spellings that the command itself has.
+    taken: spellings that the command uses for its own options.
     """
     return [
         _refused_option(flags, reason)
@@ -81,12 +94,12 @@ def _refused_option(flags: tuple[str, ...], reason: str) -> Callable[[Any], Any]
 
 
 def refuse_clusters(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse letters run together, such as -pg, which would be read as -p with the value g.
+    """Refuse letters run together, such as -pg, which click would read as -p with the value g.
 
-    A number may follow its letter (-n128). args: those after the command's name.
+    A number may follow its letter (-n128). args: the arguments after the command's name.
 
     Raises:
-        UsageError: names the letters, and what they would have meant.
+        UsageError: names the letters, and what to write instead.
     """
     options = {
         flag: param
@@ -121,7 +134,7 @@ def _refuse_cluster(arg: str, options: dict[str, click.Option], ctx: click.Conte
 
 
 def with_close_guesses(error: click.NoSuchOption) -> click.NoSuchOption:
-    """Return an error with only those of its suggestions that are close to what was typed."""
+    """Return the error with only the suggestions that are close to what the user typed."""
     typed = error.option_name.lstrip("-")
     close = [
         name

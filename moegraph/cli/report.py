@@ -1,4 +1,4 @@
-"""What a finished generation reports: the JSON object and the line on stderr."""
+"""The report of a finished generation: the JSON object and the line on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def stats_line(
     event: GenerationEvent, memory: dict[str, int], sampling: SamplingParams | None = None
 ) -> str:
-    """Return one line about speed and memory, and about the seed if sampling drew with one."""
+    """Return one line about speed and memory, and the seed if sampling used one."""
     read = f"{event.n_computed} "
     if event.n_computed + event.n_reused < event.n_prompt:
         read += f"of {event.n_prompt} "
@@ -25,7 +25,7 @@ def stats_line(
         f"prefill {read}tokens in {format_duration(event.prefill_s)}, {event.prefill_tps:.1f} tok/s"
     )
     if event.n_generated > 1:
-        # The first token comes with the prompt: what is timed are the steps after it.
+        # The first token comes with the prompt; decode_s covers the steps after it.
         line += (
             f"; decode {event.n_generated - 1} tokens in {format_duration(event.decode_s)}, "
             f"{event.decode_tps:.1f} tok/s"
@@ -38,7 +38,7 @@ def stats_line(
 
 
 def model_report(engine: Engine) -> dict[str, Any]:
-    """Return what identifies a model."""
+    """Return path, name, architecture, size and main dimensions of a model."""
     hp, kv = engine.hparams, engine.file.kv
     return {
         "path": str(engine.file.path),
@@ -55,7 +55,7 @@ def model_report(engine: Engine) -> dict[str, Any]:
 
 
 def config_report(engine: Engine) -> dict[str, Any]:
-    """Return the settings as they took effect."""
+    """Return the settings in effect."""
     return {
         **dataclasses.asdict(engine.config),
         "device": engine.device_name,
@@ -68,7 +68,7 @@ def config_report(engine: Engine) -> dict[str, Any]:
 def sampling_report(params: SamplingParams, from_file: Iterable[str] = ()) -> dict[str, Any]:
     """Return the sampler settings; logit biases by token id, "-inf" where a token is banned.
 
-    from_file: settings that the model file recommends and the command line leaves alone.
+    from_file: settings that the model file recommends and the command line does not set.
     """
     values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
     bias = {
@@ -113,7 +113,7 @@ def run_report(
 
 
 def expert_report(engine: Engine) -> dict[str, Any] | None:
-    """Return slots, hits, bytes moved and phases; None when one graph computes the whole pass."""
+    """Return slots, hits, bytes uploaded and phases; None if one graph computes the whole pass."""
     stats = engine.expert_stats()
     if stats is None:
         return None

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..modelfile import ModelFile
 
-# How a message begins in the templates of these models: who writes it needs no template.
+# How these models' templates begin a message; a prompt that has it needs no template.
 _TURN = "<|im_start|>"
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A checked command line: what to run and where its results go."""
+    """A checked command line: the model, the prompt, the settings, and where results go."""
 
     target: str
     config: EngineConfig
     sampling: SamplingParams
-    chosen: frozenset[str]  # sampling settings that the file must not change
+    chosen: frozenset[str]  # sampling settings of the command line, which the file must not change
     max_tokens: int | None
     stop: tuple[str, ...]
     prompt: str | None
@@ -64,12 +64,12 @@ class _Job:
 @click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [PROMPT_IDS N_GEN OUT_IDS]")
 @click.option(
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
-    help="The model, in place of the first argument.",
+    help="The model, instead of the first argument.",
 )  # fmt: skip
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
-    help="Read the prompt from FILE, - for stdin.",
+    help="Read the prompt from FILE (-: stdin).",
 )  # fmt: skip
 @options.length_options
 @options.engine_options
@@ -77,23 +77,25 @@ class _Job:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(
     "--logits-out", type=click.Path(path_type=Path), metavar="F.npy", cls=Option,
-    group="Diagnostic", help="Write logits as float32 [n_prompt + n_generated - 1, n_vocab].",
+    group="Diagnostic",
+    help="Write the logits, as a float32 array [n_prompt + n_generated - 1, n_vocab].",
 )  # fmt: skip
 @click.option(
     "--display-prompt/--no-display-prompt", default=None,
-    help="Print the prompt before the text. Default: on a terminal.",
+    help="Print the prompt before the generated text. Default: only on a terminal.",
 )  # fmt: skip
-@click.option("-q", "--quiet", is_flag=True, help="Print no statistics and no notes.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not print statistics and notes.")
 def run(args: tuple[str, ...], **given: Any) -> None:
     """Continue a prompt with the model TARGET: a GGUF file, or a shipped model's name (tiny).
 
-    The prompt comes from -p, from -f, or through a pipe. Text goes to stdout, everything else to
-    stderr. It is not put into a chat template; 'moegraph chat -p' does that. A sampling setting
-    that is not given is the one that the model file recommends (general.sampling), if any.
+    The prompt comes from -p, from -f, or through a pipe. Run does not apply a chat template; to
+    ask a question, use 'moegraph chat -p'. Text goes to stdout, everything else to stderr.
+    Sampling settings that you do not give are those that the model file recommends
+    (general.sampling.*), or else the defaults below.
 
-    With token ids: PROMPT_IDS holds raw little-endian 32-bit ids, N_GEN is how many to generate,
-    OUT_IDS receives the prompt and the generated ids (/dev/null is fine). This form is greedy
-    unless --temp says otherwise.
+    With three more arguments, run takes token ids: it reads raw little-endian 32-bit ids from the
+    file PROMPT_IDS, generates N_GEN tokens, and writes the ids of prompt and tokens to the file
+    OUT_IDS. This form is greedy unless you give --temp.
 
     \b
     Examples:
@@ -114,7 +116,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
 def _check(
     ctx: click.Context, args: tuple[str, ...], given: dict[str, Any], stack: ExitStack
 ) -> _Job:
-    """Check everything that can be checked before the model is opened."""
+    """Check all that can be checked before the model file is opened."""
     rest = list(args)
     model = given["model"] or (rest.pop(0) if rest else None)
     if model is None:
@@ -122,8 +124,8 @@ def _check(
     if len(rest) not in (0, 3):
         arguments = "1 argument" if len(rest) == 1 else f"{len(rest)} arguments"
         raise click.UsageError(
-            f"{arguments} after the model; a text prompt goes to -p, and the form with token ids "
-            "takes three, PROMPT_IDS N_GEN OUT_IDS",
+            f"{arguments} after the model; give a text prompt with -p; the form with token ids "
+            "takes three: PROMPT_IDS N_GEN OUT_IDS",
             ctx,
         )
     config = options.build_config(given)
@@ -182,7 +184,7 @@ def _read_prompt(given: dict[str, Any]) -> str:
 
 
 def _check_request(job: _Job, model: ModelFile) -> _Job:
-    """Check prompt and sampling against the file's header, before its weights are loaded.
+    """Check prompt and sampling against the file's header, before the weights are loaded.
 
     Return the job with the sampling settings that the file recommends.
     """
@@ -204,7 +206,7 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
 
 
 def _generate(engine: Engine, job: _Job, load_s: float) -> None:
-    """Run the job and write its results; what was generated before Ctrl-C is written, too."""
+    """Run the job and write its results, after Ctrl-C those up to then."""
     if job.ids is None:
         prompt = engine.tokenizer.encode(job.prompt or "")
     else:
@@ -272,7 +274,7 @@ def _finish(
 ) -> None:
     n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
     if event.n_prompt <= n_trained < n_held:
-        ui.note(f"warning: {n_held} positions, the model was trained on {n_trained}")
+        ui.note(f"warning: {n_held} positions; the model was trained on only {n_trained}")
     if job.out_ids is not None:
         job.out_ids.write(np.array([*prompt, *tokens], dtype="<i4").tobytes())
     if not job.quiet:

@@ -1,4 +1,4 @@
-"""`moegraph simulate`: what a routing trace does to an expert cache, without any model."""
+"""`moegraph simulate`: replay a routing trace through the expert cache, without a model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ HEAT_ORDERS = ("rank", "id")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one expert of each layer, [n_layer], as far as known, and a machine's times for it.
+    """Bytes of one expert of each layer, [n_layer] or empty, and a machine's times for them.
 
-    machine: None where its times say nothing about experts of this size.
+    machine: None if its times do not hold for experts of this size; `why` then says so.
     """
 
     slot_bytes: tuple[int, ...]
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Row:
-    """The replay of one policy at one budget, a share of 0 to 1."""
+    """The replay of one policy with a share (0 to 1) of the experts resident."""
 
     share: float
     policy: str
@@ -69,15 +69,17 @@ def heat_options(command: Any) -> Any:
     """Add the options of a heat map."""
     order = click.option(
         "--heat-order", type=click.Choice(HEAT_ORDERS), default="rank", show_default=True,
-        help="Order of the experts in the heat map: most chosen first, or by their ids.",
+        help="Order of the experts in the heat map: by how often they were chosen, or by id.",
     )  # fmt: skip
     path = options.svg_option(
-        "--heat-map", "heat_path", help="Write how often each layer's experts were chosen."
+        "--heat-map",
+        "heat_path",
+        help="Write a plot of how often each layer's experts were chosen.",
     )
     return path(order(command))
 
 
-@click.command("simulate", short_help="Replay a routing trace under policies and budgets.")
+@click.command("simulate", short_help="Replay a routing trace with other cache sizes and policies.")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option(
     "--resident",
@@ -85,7 +87,7 @@ def heat_options(command: Any) -> Any:
     default="10,25,40,60,80,100",
     show_default=True,
     metavar="LIST",
-    help="Shares of the experts that have a slot, in percent.",
+    help="Percentages of the experts that have a slot; each is replayed.",
 )
 @click.option(
     "--policy",
@@ -94,7 +96,7 @@ def heat_options(command: Any) -> Any:
     default=("lfu", "lru"),
     show_default=True,
     metavar="NAME[:PARAMETER=N]",
-    help="Policy, such as lfu:half_life=64,hysteresis=1.5; repeatable.",
+    help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
 )
 @options.setting_option(next(s for s in engine_settings() if s.name == "miss"))
 @click.option(
@@ -102,18 +104,18 @@ def heat_options(command: Any) -> Any:
     default="desktop",
     show_default=True,
     metavar="NAME|FILE",
-    help="Times to predict with: h200, desktop, or a JSON file of measured ones.",
+    help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
 )
 @click.option(
     "--model",
     "target",
     metavar="TARGET",
-    help="Take the sizes of experts from this model; default: as the trace has them.",
+    help="Take the size of an expert from this model. Default: from the trace.",
 )
 @click.option(
     "--expert-size",
     metavar="SIZE",
-    help="Bytes of one expert, such as 1.8MiB, where no model is at hand.",
+    help="Size of an expert, such as 1.8MiB, instead of --model.",
 )
 @click.option(
     "--skip",
@@ -121,17 +123,19 @@ def heat_options(command: Any) -> Any:
     default=0,
     show_default=True,
     metavar="N",
-    help="Tokens after the prompt that only warm the cache.",
+    help="Tokens after the prompt that warm the cache and are not counted.",
 )
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Fill the slots from a routing profile; without one, with the lowest ids.",
+    help="Fill the slots from this routing profile. Default: with the experts of the lowest ids.",
 )
-@click.option("--profile-class", metavar="NAME", help="Prompt class of the profile; default: all.")
-@options.svg_option("--plot", "plot_path", help="Write misses and predicted speed by budget.")
+@click.option(
+    "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all."
+)
+@options.svg_option("--plot", "plot_path", help="Write a plot of misses and speed by share.")
 @heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
@@ -140,11 +144,12 @@ def simulate_command(
     profile_path: Path | None, profile_class: str | None, plot_path: Path | None,
     heat_path: Path | None, heat_order: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Replay TRACE, the routing of a real run or a generated one, under policies and budgets.
+    """Replay TRACE, a recorded or generated routing trace, for several policies and cache sizes.
 
-    Hits and bytes are counted by the same cache that serves decode. Only times are predicted: from
-    the machine's, and only for experts of about the size that the machine was measured with.
-    `moegraph trace` records traces, `moegraph doctor --measure` measures a machine.
+    The replay uses the same cache as decode, so it counts hits and bytes exactly. It predicts times
+    from those of --machine, which hold only for experts of about the size that the machine was
+    measured with. `moegraph trace` records a trace, and `moegraph doctor --measure` measures a
+    machine.
 
     \b
     Examples:
@@ -183,7 +188,7 @@ def simulate_command(
 def _given_sizes(
     trace: Trace, path: Path, target: str | None, expert_size: str | None
 ) -> tuple[int, ...]:
-    """Return the bytes of an expert of each layer as the user gave them, or as the trace has."""
+    """Return the bytes of an expert of each layer: given by the user, or else the trace's."""
     if target is not None and expert_size is not None:
         raise click.UsageError("--model and --expert-size both give the size of experts; give one")
     if expert_size is not None:
@@ -199,16 +204,16 @@ def _given_sizes(
 
 
 def find_sizes(machine: Machine, trace: Trace, slot_bytes: tuple[int, ...]) -> Sizes:
-    """Return what is known about sizes, and the machine's times for them if they are near."""
+    """Return the sizes, and the machine's times if they hold for experts of such a size."""
     if not slot_bytes:
-        why = "the trace does not tell the size of an expert; give --model or --expert-size"
+        why = "the trace does not say how large an expert is; give --model or --expert-size"
         return Sizes((), None, why)
     mean = sum(slot_bytes) // len(slot_bytes)
     scaled = machine.scaled(trace.shape.n_layer, mean)
     if scaled is None:
         why = (
-            f"experts of {format_bytes(mean)} are far from the {format_bytes(machine.expert_bytes)}"
-            f" of machine {machine.name}"
+            f"experts of {format_bytes(mean)} differ too much from those of machine "
+            f"{machine.name}, {format_bytes(machine.expert_bytes)}"
         )
         return Sizes(slot_bytes, None, why)
     return Sizes(slot_bytes, scaled)
@@ -247,13 +252,13 @@ def heat_map(trace: Trace, order: str = "rank") -> str:
 
 
 def _origin(trace: Trace) -> str:
-    """Return where a trace comes from and how long it is."""
+    """Return the origin and the length of a trace as text."""
     source = trace.source or f"trace {trace.sha256[:16]}"
     return f"{source}; {trace.n_tokens:,} tokens"
 
 
 def _plot(trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row]) -> str:
-    """Return missing experts a token, and predicted speed or else the hit rate, by budget."""
+    """Return a plot of missing experts per token and of speed (or else hit rate) by share."""
     from . import svg
 
     def series(value: Any) -> dict[str, list[tuple[float, float]]]:
@@ -317,10 +322,10 @@ def _cells(trace: Trace, sizes: Sizes, row: _Row, is_best: bool) -> tuple[str, .
 
 
 def _equal(rows: Sequence[_Row]) -> list[str]:
-    """Return which policies did exactly the same at one budget, as 'lfu = lru'."""
+    """Return the policies that behaved exactly the same, as 'lfu = lru'; rows: of one share."""
     groups: list[list[_Row]] = []
     for row in rows:
-        # where all is resident, nothing is there to be done
+        # If every expert is resident, all policies are equal.
         if not row.found.stats.misses.any():
             continue
         same = next(
@@ -334,12 +339,12 @@ def _equal(rows: Sequence[_Row]) -> list[str]:
 
 
 def _end(note: str) -> str:
-    """Return what a note says, without where."""
+    """Return a note without its share."""
     return note.partition(": ")[2]
 
 
 def _folded(notes: Sequence[str]) -> list[str]:
-    """Return notes 'at 10 %: lfu = lru', those with the same end as one."""
+    """Return notes such as 'at 10 %: lfu = lru', with equal ones merged into one."""
     by_end: dict[str, list[str]] = {}
     for note in notes:
         by_end.setdefault(_end(note), []).append(note.partition(": ")[0].removeprefix("at "))
@@ -347,13 +352,15 @@ def _folded(notes: Sequence[str]) -> list[str]:
 
 
 def _reasons(notes: Sequence[str], has_profile: bool) -> list[str]:
-    """Return why policies may do the same, for those that notes name."""
+    """Return why the policies that the notes name can behave the same."""
     equal = [{name.partition(":")[0] for name in _end(note).split(" = ")} for note in notes]
     found = []
     if any("lfu" in names and names & {"lru", "adaptive"} for names in equal):
-        found.append("with fewer slots than a token chooses experts, lru and adaptive are lfu")
+        found.append(
+            "if a layer has fewer slots than a token chooses experts, lru and adaptive act as lfu"
+        )
     if any({"adaptive", "lru"} <= names for names in equal) and not has_profile:
-        found.append("without --profile, adaptive is lru")
+        found.append("without --profile, adaptive acts as lru")
     return found
 
 
@@ -377,7 +384,7 @@ def _report(
 
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
-    """Return what identifies and describes a trace, for JSON."""
+    """Return the JSON fields that identify and describe a trace."""
     from ..experts.tracestats import trace_stats
 
     stats = trace_stats(trace)
@@ -395,7 +402,7 @@ def trace_fields(trace: Trace) -> dict[str, Any]:
 def simulation_fields(
     found: Simulation, has_times: bool = True, has_bytes: bool = True
 ) -> dict[str, Any]:
-    """Return what a replay found, for JSON; times and bytes are null where they are not known."""
+    """Return the JSON fields of a replay; unknown times and bytes are null."""
     stats = found.stats
     return {
         "n_tokens": found.n_tokens,

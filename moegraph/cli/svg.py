@@ -1,4 +1,4 @@
-"""Plots as SVG text: lines over an axis, a heat map, shares in bars. No dependencies."""
+"""Plots as SVG text, without dependencies: line charts, a heat map, bars of shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .drawing import COLOURS, Axis, Drawing, LogAxis, Points, apart, text_width
 _LEVELS = 48
 _WIDTH, _PANEL = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 60, 44
-# Of the choices of a layer; how many experts hold so many decides how many slots are worth having.
+# The heat map marks how many experts get these shares of a layer's choices: a guide to how many
+# slots the layer needs.
 _CUMULATIVE = (0.5, 0.8, 0.95)
 
 
@@ -20,8 +21,8 @@ _CUMULATIVE = (0.5, 0.8, 0.95)
 class Panel:
     """One of several plots over the same x axis; series: points (x, y) in order of x, by name.
 
-    log: a logarithmic y axis, on which 0 has a place of its own.
-    y_range: low and high end of the y axis; None takes them from the data.
+    log: a logarithmic y axis; 0 has its own place below a gap.
+    y_range: both ends of the y axis; None: from the data.
     """
 
     y_label: str
@@ -44,9 +45,9 @@ def line_panels(
     title: str, subtitle: str, x_label: str, panels: Sequence[Panel],
     second_x: tuple[str, float] | None = None,
 ) -> str:  # fmt: skip
-    """Return line charts above each other. Curves are named at their ends.
+    """Return line charts above each other, with the name of each curve at its end.
 
-    second_x: label and factor of a second row of ticks, for x times the factor.
+    second_x: label and factor of a second row of ticks, which shows x times the factor.
     """
     everything = [panel.series for panel in panels]
     xs = [x for all_of in everything for points in all_of.values() for x, _ in points] or [0.0]
@@ -73,7 +74,7 @@ def line_panels(
 
 
 def _groups(series: Mapping[str, Points]) -> list[tuple[list[str], str]]:
-    """Return names of equal curves together, and what to write at their end: 'lru = adaptive'."""
+    """Return groups of equal curves, each with its label: 'lru = adaptive'."""
     groups: list[list[str]] = []
     for name, points in series.items():
         equal = next((g for g in groups if list(series[g[0]]) == list(points)), None)
@@ -104,7 +105,7 @@ def _panel(
         points = panel.series[names[0]]
         path = [(x_axis.at(x), y_axis.at(y)) for x, y in points]
         for at, name in enumerate(names):
-            # equal curves lie on each other: the later ones are dashes on the first
+            # Equal curves overlap: the later ones are drawn as dashes over the first.
             d.line(path, f"l{numbers[name]}", 2.0, f"{6} {6 * at}" if at else "")
         for (x, y), (px, py) in zip(points, path, strict=True):
             d.dot(px, py, f"a{numbers[names[0]]}", f"{label}: {x:g}, {y:.4g}")
@@ -114,7 +115,7 @@ def _panel(
 
 
 def _range_of(ys: Sequence[float]) -> tuple[float, float]:
-    """Return round ends of a y axis a little beyond the data."""
+    """Return round ends of a y axis that includes the data."""
     axis = Axis(min(ys), max(ys), 0.0, 1.0)
     step = axis.step()
     low = step * math.floor(axis.low / step + 1e-9)
@@ -142,11 +143,11 @@ def _frame(d: Drawing, x_axis: Axis, y_axis: Axis, y_label: str, x_ticks: bool) 
 def heat_map(
     title: str, subtitle: str, x_label: str, rows: Sequence[Sequence[float]], cumulative: bool
 ) -> str:
-    """Return a heat map of shares, one row of cells for each layer, dark for the largest.
+    """Return a heat map of shares with one row of cells for each layer; the largest is darkest.
 
-    rows: share of the tokens that chose an expert, 0 to 1. The scale is a square root, and its
-    colour bar says so. cumulative: the cells of a row fall; draw how many of them hold half and
-    more of the row's choices.
+    rows: for each expert, the share of the tokens that chose it, 0 to 1. The colour scale is a
+    square root, as the colour bar says. cumulative: rows are sorted, largest first; also draw how
+    many experts get 50, 80 and 95 % of a row's choices.
     """
     n_columns = max((len(row) for row in rows), default=0)
     largest = max((value for row in rows for value in row), default=0.0)
@@ -174,12 +175,12 @@ def heat_map(
 
 
 def _round_step(n: int, n_ticks: int) -> int:
-    """Return a round distance of about n_ticks ticks over n cells."""
+    """Return a round step that gives about n_ticks ticks over n cells."""
     return next(m * int(10**p) for p in range(9) for m in (1, 2, 5) if m * 10**p * n_ticks >= n)
 
 
 def _reached(row: Sequence[float], share: float) -> int:
-    """Return how many cells of a falling row hold a share of its sum."""
+    """Return how many cells of a row, largest first, hold the given share of its sum."""
     need, so_far = share * sum(row) * (1 - 1e-9), 0.0
     for at, value in enumerate(row):
         if so_far >= need:
@@ -209,7 +210,7 @@ def _cumulative_lines(
 
 
 def _tips(d: Drawing, rows: Sequence[Sequence[float]], height: float, right: float) -> None:
-    """Lay a text over every row that is shown under the pointer."""
+    """Add to every row a text that shows under the pointer."""
     for il, row in enumerate(rows):
         falling = sorted(row, reverse=True)
         counts = ", ".join(
@@ -224,7 +225,7 @@ def _tips(d: Drawing, rows: Sequence[Sequence[float]], height: float, right: flo
 
 
 def _colour_bar(d: Drawing, x: float, largest: float) -> None:
-    """Draw the scale beside a heat map, with the shares that its colours stand for."""
+    """Draw the colour scale beside a heat map, labelled with shares."""
     n, tall = 24, 120.0
     for at in range(n):
         y = _TOP + tall * (n - 1 - at) / n
@@ -243,10 +244,10 @@ def _colour_bar(d: Drawing, x: float, largest: float) -> None:
 def share_bars(
     title: str, unit: str, bars: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()
 ) -> str:
-    """Return bars by name, each of the same length and divided by the shares of its named parts.
+    """Return one bar for each name, divided by the shares of its parts.
 
-    The values are written below each bar, in the unit; notes are lines below the plot. So a bar of
-    1 ms can be read beside one of 100 ms.
+    All bars have the same length, so that 1 ms can be read beside 100 ms. Below each bar stand the
+    values in `unit`, and below the plot the notes.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     left = 24 + max((text_width(name) for name in bars), default=0.0)
@@ -274,10 +275,10 @@ def share_bars(
 
 
 def _cell_paths(rows: Sequence[Sequence[float]], largest: float) -> list[str]:
-    """Return for each level the cells that have it, runs of equal ones as one rectangle."""
+    """Return the SVG path of the cells of each colour level; a run of cells is one rectangle."""
     paths = [""] * _LEVELS
     for y, row in enumerate(rows):
-        # a root shows the rare ones, too: popularity is very uneven
+        # The square root keeps rarely chosen experts visible.
         levels = [
             round((_LEVELS - 1) * math.sqrt(value / largest)) if largest else 0 for value in row
         ]

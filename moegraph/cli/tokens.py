@@ -16,7 +16,8 @@ def read_ids(path: Path) -> npt.NDArray[np.int32]:
     """Return the ids in a file.
 
     Raises:
-        RequestError: it cannot be read, is empty or too large, or its length is no multiple of 4.
+        RequestError: the file cannot be read, is empty or too large, or is not a multiple of 4
+            bytes long.
     """
     try:
         with open(path, "rb") as file:
@@ -39,7 +40,7 @@ def require_ids_in_range(path: Path, ids: npt.NDArray[np.int32], n_vocab: int) -
     """Refuse ids that the model does not have.
 
     Raises:
-        RequestError: names the first one and its place.
+        RequestError: names the first such id and its position.
     """
     wrong = np.flatnonzero((ids < 0) | (ids >= n_vocab))
     if wrong.size:

@@ -1,4 +1,4 @@
-"""`moegraph trace`: record which experts the router chose while a prompt is continued."""
+"""`moegraph trace`: record which experts the router chooses while a prompt is continued."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     help="Write the trace to FILE.",
 )
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE, - for stdin.")
+@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE (-: stdin).")
 @click.option(
     "-n",
     "--predict",
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
     default=256,
     metavar="N",
     show_default=True,
-    help="Tokens to generate at most.",
+    help="Maximum number of tokens to generate; end tokens do not stop the run.",
 )
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Add the choices to a routing profile, new or not.",
+    help="Create this routing profile, or add the choices to it.",
 )
 @click.option(
     "--profile-class",
     default="default",
     show_default=True,
     metavar="NAME",
-    help="Prompt class of the profile to add to.",
+    help="Class of prompts in the profile to add to.",
 )
 @heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -73,7 +73,8 @@ def trace_command(
 ) -> None:  # fmt: skip
     """Continue a prompt with the model TARGET and record the routing of every token.
 
-    The end token does not stop it. `moegraph simulate` replays what was recorded.
+    The recording goes on after an end token. `moegraph simulate` replays a trace with other cache
+    sizes and policies.
 
     \b
     Examples:
@@ -88,7 +89,7 @@ def trace_command(
     from ..experts.tracestats import trace_stats
 
     if (prompt is None) == (file is None):
-        raise RequestError("give the prompt with either -p or -f")
+        raise RequestError("give the prompt with -p or with -f, one of them")
     if output is None and profile_path is None and heat_path is None:
         raise RequestError("nothing to write; give -o, --profile or --heat-map")
     require_class_name(profile_class)
@@ -96,7 +97,7 @@ def trace_command(
     if not text:
         raise RequestError("the prompt is empty; give it at least one character")
     sampling = options.build_sampling(given).seeded()
-    # only mode 'layered' lets the host see the routing
+    # Only in mode 'layered' does the host see the routing.
     config = replace(options.build_config(given), mode="layered")
     with ExitStack() as stack:
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
@@ -116,7 +117,7 @@ def trace_command(
         if profile is not None:
             kept = profile.update(trace.counts())
             if kept.why:
-                raise ConfigError(f"the routing profile stays as it was: {kept.why}")
+                raise ConfigError(f"the routing profile was not updated: {kept.why}")
         if heat:
             heat.write(heat_map(trace, heat_order).encode())
         if as_json:
@@ -153,12 +154,12 @@ def _record(
 
 
 def _require_writable(path: Path) -> None:
-    """Find out now, and not after a long run, that a file cannot be written.
+    """Refuse a path that cannot be written before the run, not after it.
 
     Raises:
-        ConfigError: its folder is not there, or path is a folder.
+        ConfigError: its folder does not exist, or the path is a folder.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: cannot write: there is no folder {path.parent}")
+        raise ConfigError(f"{path}: cannot write: the folder {path.parent} does not exist")
     if path.is_dir():
         raise ConfigError(f"{path}: cannot write: it is a folder")

@@ -1,4 +1,4 @@
-"""Messages typed at a terminal: editing, pasted lines, blocks of lines, completion with Tab."""
+"""Typed messages: line editing, pasted lines, blocks of lines, completion with Tab."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ BLOCK = '"""'
 
 
 def start_editing(commands: Sequence[str], with_files: Sequence[str]) -> None:
-    """Have Tab complete commands, and file names after some of them; keep pasted lines together.
+    """Let Tab complete commands and file names, and keep pasted lines together.
 
-    Without Python's readline nothing happens.
+    commands: what Tab completes. with_files: those that take a file name. Does nothing if Python
+    has no readline.
     """
     ui.enable_line_editing()
     readline = _readline()
     if readline is None:
         return
-    # A terminal marks what is pasted; the lines of a paste are then one message.
+    # With bracketed paste, the lines of a paste are one message.
     readline.parse_and_bind("set enable-bracketed-paste on")
     readline.parse_and_bind("tab: complete")
     readline.set_completer_delims(" \n")
@@ -38,7 +39,7 @@ def start_editing(commands: Sequence[str], with_files: Sequence[str]) -> None:
 def candidates(
     line: str, text: str, commands: Sequence[str], with_files: Sequence[str]
 ) -> list[str]:
-    """Return what Tab can make of text, the last word of a line; usually nothing."""
+    """Return the completions of text, the last word of a line."""
     if line == text:
         return [name for name in commands if text.startswith("/") and name.startswith(text)]
     if line.split(" ")[0] not in with_files:
@@ -48,7 +49,7 @@ def candidates(
 
 
 def next_message() -> str | None:
-    """Return what the user says next, empty after Ctrl-C, None at the end of the input."""
+    """Return the next message; empty after Ctrl-C, None at the end of the input."""
     readline = _readline()
     n_before = readline.get_current_history_length() if readline else 0
     try:
@@ -69,7 +70,7 @@ def next_message() -> str | None:
 
 
 def _read_block(first: str, ask: Callable[[str], str]) -> str:
-    """Return the lines of a block up to its end, which is the closing mark or Ctrl-D."""
+    """Return the lines of a block; the closing mark or Ctrl-D ends it."""
     lines = [first]
     while not lines[-1].endswith(BLOCK):
         try:
@@ -81,12 +82,12 @@ def _read_block(first: str, ask: Callable[[str], str]) -> str:
 
 
 def _readline() -> ModuleType | None:
-    """Return Python's readline if the program edits lines with it."""
+    """Return Python's readline if it is loaded."""
     return sys.modules.get("readline")
 
 
 def _join_history(readline: ModuleType, n_before: int, message: str) -> None:
-    """Put a block into the history as one entry, in place of its lines."""
+    """Replace the lines of a block in the history by one entry."""
     with suppress(ValueError):
         for at in range(readline.get_current_history_length() - 1, n_before - 1, -1):
             readline.remove_history_item(at)

@@ -1,7 +1,7 @@
 """All terminal drawing: colours, progress bars, tables, notes.
 
-Content goes to stdout, everything else to stderr. Nothing is drawn on a stream that is not a
-terminal, and no colour where NO_COLOR is set.
+Content goes to stdout, everything else to stderr. Progress bars and colours appear only on a
+terminal, and colours only if NO_COLOR is not set.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "prompt": {"fg": "cyan", "bold": True},
 }
 _STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking"}
-# A bar that would be gone at once only flickers.
+# Seconds before a bar is drawn; a bar that vanishes at once would only flicker.
 _BAR_DELAY_S = 0.25
-# A model can write any character; a terminal must not obey it. Tab and newline are harmless,
-# and a carriage return only belongs to the newline behind it.
-# What a column of numbers holds: a number, perhaps with digits grouped, and a unit.
+# A model can write any character, but a terminal must not obey control characters. Tab, newline,
+# and a carriage return before a newline are harmless.
+# A cell of a column of numbers: a number, perhaps with grouped digits, and perhaps a unit.
 _NUMBER = re.compile(
     r"[-+]?\d[\d,.]*( ?(%|[KMGT]?i?B|[KMBT]|[mun]?s|tok/s))?( (\u00b1|to) [\d.]+)?"
 )
-# What such a column may hold instead, where there is no number.
+# A cell of such a column that has no value.
 NONE = "-"
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
@@ -59,16 +59,16 @@ def stdin_is_terminal() -> bool:
 
 
 def styled(text: str, role: str, stream: TextIO) -> str:
-    """Return text in the style of a role, plain where the stream shows no colour."""
+    """Return text in the style of a role, or plain text if the stream shows no colour."""
     if not is_terminal(stream) or os.environ.get("NO_COLOR"):
         return text
     return click.style(text, **STYLES[role])
 
 
 def write_text(text: str, role: str | None = None, stream: TextIO | None = None) -> None:
-    """Write a piece of streamed text at once; control characters are shown and not obeyed.
+    """Write a piece of streamed text and flush; on a terminal, control characters are made visible.
 
-    A stream that is not a terminal gets the text as it is.
+    Other streams get the text unchanged.
     """
     stream = stream or sys.stdout
     if is_terminal(stream):
@@ -78,9 +78,9 @@ def write_text(text: str, role: str | None = None, stream: TextIO | None = None)
 
 
 def end_line(text: str) -> None:
-    """Put the cursor of a terminal on a new line after text; a pipe or a file gets only the text.
+    """Move the cursor to a new line after text; a pipe or a file gets only the text.
 
-    Through a pipe, as in `| tee FILE`, the text may reach the terminal that shows stderr, too.
+    Text that goes through a pipe, as in `| tee FILE`, may reach the same terminal as stderr.
     """
     if text.endswith("\n"):
         return
@@ -91,13 +91,13 @@ def end_line(text: str) -> None:
 
 
 def stdin_has_text() -> bool:
-    """Return whether the input is a pipe or a file, and not a terminal or /dev/null."""
+    """Return whether stdin is a pipe or a file, not a terminal or /dev/null."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):
-        return not sys.stdin.closed  # a text in memory has no file
+        return not sys.stdin.closed  # an in-memory stream has no file descriptor
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
@@ -132,8 +132,8 @@ def table(
 ) -> None:  # fmt: skip
     """Print aligned columns to stdout; text is made printable. An empty row is an empty line.
 
-    A column of which all cells are numbers, but for empty ones and NONE, goes to the right; with
-    is_text, none does.
+    A column is aligned to the right if all its cells are numbers, empty, or NONE. is_text: align
+    all columns to the left.
     """
     lines = [[one_line(str(cell)) for cell in row] for row in rows]
     cells = [list(header), *lines] if header else lines
@@ -158,13 +158,13 @@ def table(
 
 
 def _is_numeric(column: Sequence[str]) -> bool:
-    """Return whether a column holds numbers, and nothing else but cells without one."""
+    """Return whether a column holds numbers, apart from empty cells and NONE."""
     found = [cell for cell in column if cell]
     return bool(found) and all(cell == NONE or _NUMBER.fullmatch(cell) for cell in found)
 
 
 def checks(findings: Iterable[tuple[str, bool, bool, str]]) -> None:
-    """Print findings to stdout, one a line: name, is it well, must it be, what was found."""
+    """Print findings to stdout, one for each line: (name, is ok, is required, detail)."""
     for name, ok, required, detail in findings:
         sign, role = ("ok", "good") if ok else ("no", "error") if required else ("--", "muted")
         mark = styled(sign, role, sys.stdout)
@@ -172,7 +172,7 @@ def checks(findings: Iterable[tuple[str, bool, bool, str]]) -> None:
 
 
 def enable_line_editing() -> None:
-    """Give `ask` arrow keys and the lines typed before, where Python has readline."""
+    """Give `ask` arrow keys and a history, if Python has readline."""
     with suppress(ImportError):
         import readline  # noqa: F401 - importing it is what enables it
 
@@ -185,18 +185,18 @@ def ask(prompt: str) -> str:
         KeyboardInterrupt: Ctrl-C.
     """
     if not is_terminal(sys.stdout):
-        # The prompt is not part of what is redirected into a file.
+        # stdout is redirected: the prompt goes to stderr.
         sys.stderr.write(styled(prompt, "prompt", sys.stderr))
         sys.stderr.flush()
         return input()
-    # readline counts columns, and must be told which characters take none.
+    # readline counts columns; these marks tell it which characters take none.
     return input(re.sub(r"(\x1b\[[0-9;]*m)", "\x01\\1\x02", styled(prompt, "prompt", sys.stdout)))
 
 
 class Bars:
     """Progress bars on stderr: call it with (stage, done, total), as the engine does.
 
-    Draws nothing unless stderr is a terminal, and nothing for work that is quickly done.
+    Draws only on a terminal, and only for work that takes some time.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Bars:
         self._task: TaskID | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that done of total units of a stage are finished."""
+        """Show that `done` of `total` units of a stage are finished."""
         if not self._enabled:
             return
         now = time.monotonic()
@@ -226,7 +226,7 @@ class Bars:
                     self._draw(done, total)
 
     def expect(self, stage: str, total: int) -> None:
-        """Show a stage that is about to begin, also if its first report comes late."""
+        """Show a stage that is about to begin, even if its first report comes late."""
         if not self._enabled:
             return
         self.clear()
@@ -263,7 +263,7 @@ class Bars:
                 self._draw(0, total)
 
     def _draw(self, done: int, total: int) -> None:
-        # rich takes a tenth of a second to import: only where a bar is drawn.
+        # rich takes a tenth of a second to import, so it is imported only here.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

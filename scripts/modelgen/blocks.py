@@ -27,7 +27,7 @@ JITTER_RMS = float(np.sqrt(1 + JITTER**2 / 3))
 
 @dataclass(frozen=True)
 class BlockType:
-    """A ggml tensor type: its id, elements a block, bytes a block, and how to fill blocks."""
+    """A ggml tensor type: its id, elements and bytes of a block, and how to fill blocks."""
 
     name: str
     ggml_id: int

@@ -10,15 +10,15 @@ memory of earlier tokens comes from the DeltaNet layers: `mixer_boost` strengthe
 dimensions at their input, which makes keys and queries alike, so that the state averages over
 recent values.
 
-Measured with these defaults (12 layers of 256 experts top-8, 256 tokens, text and random ids),
-beside what is aimed at for models of the 35B-A3B kind:
+Measured with these defaults (12 layers of 256 experts top-8, 256 tokens, text and random ids), and
+in the right column the targets for models like 35B-A3B:
 
     normalised entropy of the selections            .73 to .75           .74
     shared with the token before / 8 before         .25 to .29 / .23 to .27   .31 / .22
     distinct experts of 2 / 4 / 8 / 16 / 32 tokens  13.8 22.7 35 51 70   13.5 22.2 34.9 51.7 71.6
     hits of a global LRU over 26.9 %, by quarters   .80 .88 .88 .88      .80 .87 .87 .86
 
-What weights cannot carry is a static part that changes with the prompt.
+Weights cannot express a static part that changes with the prompt.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Calibration:
     def const_dims(self, s: Shape, embd_type: str) -> int:
         """Return how many leading dimensions are constant: whole blocks, about n_embd / 8.
 
-        0 where a row is a single block: such a model has no static part.
+        0 if a row is a single block: such a model has no static part.
         """
         block = TYPES[embd_type].n_elem
         n = max(block, s.n_embd // 8 // block * block)

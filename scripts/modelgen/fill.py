@@ -1,9 +1,9 @@
-"""Tensor bytes: quantized matrices tiled from pools, and the few vectors that have a structure.
+"""Tensor bytes: quantized matrices copied from pools, and the few vectors that have a structure.
 
-A pool holds random blocks of one type and deviation. A matrix is a run of the pool from a drawn
-offset, an expert stack one run for each expert, so writing costs no arithmetic. The number of
-blocks is prime and above the number of rows, so that no two rows of a matrix are equal: equal rows
-of the head would tie in every argmax.
+A pool holds random blocks of one type and deviation. A matrix is a run of the pool from a random
+offset, and an expert stack is one run for each expert, so writing needs no arithmetic. The number
+of blocks is prime and above the number of rows, so that no two rows of a matrix are equal: equal
+rows of the head would tie in every argmax.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _next_prime(n: int) -> int:
 
 
 class Filler:
-    """Makes the bytes of every tensor of one model, the same ones for the same seed."""
+    """Makes the bytes of every tensor of one model; the same seed gives the same bytes."""
 
     def __init__(self, shape: Shape, cal: Calibration, embd_type: str, seed: int) -> None:
         self.shape, self.cal, self.seed = shape, cal, seed
@@ -134,7 +134,7 @@ class Filler:
 
 
 def _run(pool: U8, start: int, n_bytes: int) -> Iterator[memoryview]:
-    """Yield `n_bytes` of the pool from block `start` on, round and round, in pieces of a CHUNK."""
+    """Yield `n_bytes` of the pool from block `start` on, cyclically, in pieces of CHUNK bytes."""
     flat = pool.reshape(-1).data
     at = start * pool.shape[1]
     while n_bytes:

@@ -37,7 +37,7 @@ class KV:
     value: Any
 
     def encode(self) -> bytes:
-        """Return the key, its type and its value as they stand in the file."""
+        """Return the key, its type and its value as bytes of the file."""
         gguf_type, code, element = self.kind.value
         head = _string(self.key) + struct.pack("<I", gguf_type)
         if element is None:
@@ -108,7 +108,7 @@ def write_gguf(
 
 
 def split_tensors(tensors: Sequence[TensorEntry], n_parts: int) -> list[list[TensorEntry]]:
-    """Cut the table into `n_parts` runs of about equal bytes, none of them empty."""
+    """Cut the table into `n_parts` runs of about equal size, none of them empty."""
     if not 1 <= n_parts <= len(tensors):
         raise ValueError(f"cannot split {len(tensors)} tensors into {n_parts} files")
     total = sum(t.n_bytes for t in tensors)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from .blocks import TYPES
 
-# The classes a rule may name, and names for several of them.
+# The classes that a rule may name, and names for groups of them.
 CLASSES = ("embd", "head", "attn", "ssm", "ssm_ab", "shexp", "gate_up", "down", "nextn")
 GROUPS = {
     "dense": ("attn", "ssm", "ssm_ab", "shexp", "nextn"),
     "experts": ("gate_up", "down"),
     "all": CLASSES,
 }
-# The mix of the published 35B-A3B files the numbers in docs/benchmarks were taken with.
+# The mix of the published 35B-A3B files, used for the figures in docs/benchmarks.
 DEFAULT_MIX = "all=Q8_0,embd=F16,head=Q6_K,gate_up=Q4_K,down=Q5_K"
 
 
@@ -27,7 +27,7 @@ class Rule:
 
 
 class Mix:
-    """A list of rules of which the last that matches wins."""
+    """A list of rules; the last one that matches wins."""
 
     def __init__(self, text: str) -> None:
         self.rules = [_parse(part) for part in text.split(",") if part]

@@ -97,7 +97,7 @@ class Shape:
     def rope_sections(self) -> list[int]:
         """Return sections that give every rotated pair a text position.
 
-        Pair i takes section i % 3 while i < 3 * section; what is left would read position 0.
+        Pair i takes section i % 3 if i < 3 * section; all other pairs would read position 0.
         """
         n = self.n_rot // 2
         return [(n + 2) // 3, (n + 1) // 3, n // 3, 0]

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE and turn the corpus into token ids.
+"""Train the byte-level BPE and convert the corpus to token ids.
 
     python bpe.py CORPUS_DIR
 

@@ -2,8 +2,8 @@
 
     python check.py MODEL.gguf TOKENIZER.json TEXT [--prompt "def fibonacci(n):"]
 
-Token ids of TEXT, logits and perplexity over its first N_CTX_TRAIN tokens, then greedy text.
-LLAMA_CPP_LIB_PATH selects the llama.cpp build that llama-cpp-python loads.
+Compares the token ids of TEXT, and logits and perplexity over its first N_CTX_TRAIN tokens; then
+prints greedy text. LLAMA_CPP_LIB_PATH selects the llama.cpp build that llama-cpp-python loads.
 """
 
 from __future__ import annotations

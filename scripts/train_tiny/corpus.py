@@ -3,8 +3,8 @@
     python corpus.py OUT_DIR [--stdlib DIR ...] [--packages DIR]
 
 Writes OUT_DIR/train.txt and OUT_DIR/heldout.txt (files separated by a NUL byte) and
-OUT_DIR/provenance.json. CPython's standard library is the main part; several versions may be
-given, newest first, and a file of an older one is taken only where most of its lines are new.
+OUT_DIR/provenance.json. CPython's standard library is the main part. Give several versions newest
+first: a file of an older version is used only if most of its lines are new.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import sysconfig
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-# Modules whose source, and the source of whose tests, no training text contains.
+# Held-out modules: no training text contains their source or that of their tests.
 HELD_OUT = (
     "shlex textwrap heapq bisect fractions statistics graphlib sched cmd getopt fnmatch"
     " colorsys stack_data quopri rlcompleter timeit filecmp nturl2path contextlib queue"
 ).split()
-PACKAGES = {  # distribution: licence, as its metadata and source headers state it
+PACKAGES = {  # distribution: the licence that its metadata and source headers state
     "torch": "BSD-3-Clause",
     "numpy": "BSD-3-Clause",
     "sympy": "BSD-3-Clause",
@@ -32,7 +32,7 @@ PACKAGES = {  # distribution: licence, as its metadata and source headers state 
     "fsspec": "BSD-3-Clause",
     "setuptools": "MIT",
 }
-# Tables, generated code and copies of other projects: little to learn, or another licence.
+# Tables, generated code and copies of other projects: of little use, or under another licence.
 SKIP = re.compile(
     r"site-packages|lib2to3/tests/data|encodings/|cjkencodings|pydoc_data|_vendor|third_party"
     r"|__pycache__|bad_coding|badsyntax|_sysconfigdata|/config-|ensurepip|torchgen/packaged"
@@ -43,7 +43,7 @@ MIN_BYTES = 200
 
 
 def read_source(path: Path) -> str | None:
-    """Return the text of a source file, or None where it is unsuitable."""
+    """Return the text of a source file, or None if it is unsuitable."""
     size = path.stat().st_size
     if not MIN_BYTES <= size <= MAX_BYTES:
         return None
@@ -59,7 +59,7 @@ def read_source(path: Path) -> str | None:
 
 
 def is_held_out(path: Path) -> bool:
-    """Say whether the path is a held-out module or a test of one."""
+    """Return whether the path is a held-out module or a test of one."""
     names = {part.removesuffix(".py").removeprefix("test_") for part in path.parts}
     return not names.isdisjoint(HELD_OUT)
 
@@ -73,7 +73,7 @@ class Gatherer:
         self.held_out: list[str] = []
 
     def novel(self, text: str) -> bool:
-        """Say whether most of the lines that matter were not seen before, and remember them."""
+        """Return whether most of the lines that matter are new, and remember them."""
         keys = {hash(s) for line in text.splitlines() if len(s := line.strip()) >= 16}
         fresh = len(keys - self.seen)
         self.seen |= keys
@@ -128,7 +128,7 @@ def main() -> None:
     gatherer = Gatherer()
     sources = []
     for i, root in enumerate(args.stdlib):
-        # Held-out text comes from the newest version alone: the others nearly repeat it.
+        # Held-out text comes from the newest version only: the others nearly repeat it.
         sources.append(
             {
                 "source": "CPython standard library",

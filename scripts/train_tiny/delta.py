@@ -1,7 +1,7 @@
-"""Faster training forms of two functions that transformers offers only as plain fallbacks.
+"""Faster training versions of two functions that transformers implements only as slow fallbacks.
 
-Both compute what the function they stand in for computes (check with `python delta.py`), without
-host synchronisation, so that a whole training step can be captured in a CUDA graph.
+Both give the results of the functions that they replace (`python delta.py` checks this). They do
+not synchronise with the host, so that a CUDA graph can capture a whole training step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def small_product(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y [..., n, n]; tiny ones by elements, as huge batches of them are slow."""
+    """Return x @ y [..., n, n]; tiny matrices element-wise, because huge batches are slow."""
     if x.shape[-1] > 4:
         return x @ y
     return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)
@@ -74,7 +74,7 @@ def chunk_gated_delta_rule(
     """
     batch, time, heads, dim = value.shape
     if time % chunk_size or kwargs.get("initial_state") is not None:
-        raise ValueError(f"time {time} is no multiple of {chunk_size}, or a state was given")
+        raise ValueError(f"time {time} is not a multiple of {chunk_size}, or a state was given")
     chunked = (batch, heads, time // chunk_size, chunk_size)
     q, k, v = (x.transpose(1, 2).float() for x in (query, key, value))
     if use_qk_l2norm_in_kernel:
@@ -123,7 +123,7 @@ def causal_conv1d(
 
 
 def install() -> None:
-    """Make transformers' qwen3_5_moe use the functions of this file."""
+    """Replace functions of transformers' qwen3_5_moe by those of this file."""
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
     modeling.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
@@ -138,7 +138,7 @@ def main() -> None:
     shape = (2, 192, 4, 64)
     inputs = [torch.randn(shape) for _ in range(3)]
     inputs += [-torch.rand(shape[:3]), torch.rand(shape[:3])]
-    inputs[1] = inputs[1] + 2.0  # keys that nearly agree are the hard case of the inverse
+    inputs[1] = inputs[1] + 2.0  # keys that are nearly equal are the hard case for the inverse
     results = []
     functions: tuple[Callable[..., Any], ...]
     functions = (modeling.torch_chunk_gated_delta_rule, chunk_gated_delta_rule)

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from mapping import Entry, entries, to_gguf
 from safetensors import safe_open
 
-# Types that vary by layer, as in files quantized dynamically: the first and last layers and the
+# Types vary by layer, as in dynamically quantized files: the first and last layers and the
 # full-attention layers keep more bits. Rows of the down projection (n_ff_exp 128) are shorter
 # than a K-quant block.
 GATE_UP = (Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q5_K, Type.Q4_K, Type.Q4_K, Type.Q4_K, Type.Q5_K)
@@ -45,7 +45,7 @@ NORMAL, CONTROL = 1, 3
 
 
 def tensor_type(name: str) -> Type:
-    """Return the type that a tensor is stored in."""
+    """Return the type of a tensor in the file."""
     parts = name.split(".")
     if parts[0] == "blk":
         il, stem = int(parts[1]), parts[2]
@@ -70,7 +70,7 @@ class Quantizer:
         """Return x [..., row] as bytes [..., row bytes] of the given type."""
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if x.shape[-1] % block:
-            raise SystemExit(f"a row of {x.shape[-1]} is no multiple of {kind.name}'s {block}")
+            raise SystemExit(f"a row of {x.shape[-1]} is not a multiple of {kind.name}'s {block}")
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((*x.shape[:-1], x.shape[-1] // block * size), np.uint8)
         rows = x.size // x.shape[-1]
@@ -132,7 +132,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, path: Path) -> None:
 
 
 def add_general(writer: gguf.GGUFWriter) -> None:
-    """Write what the model is and where its text comes from."""
+    """Write the keys that describe the model and the origin of its training text."""
     writer.add_name("moegraph tiny")
     writer.add_description(
         "A small Mixture-of-Experts model of Python source, trained from scratch for tests and"

@@ -1,4 +1,4 @@
-"""Turn the shipped GGUF back into the transformers model, to train a drafter on its features.
+"""Load the shipped GGUF as a transformers model, to train a drafter on its features.
 
 model = load_gguf("moegraph/models/tiny.gguf")
 hidden = hidden_states(model, ids)
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the transformers model whose weights are the file's, dequantized."""
+    """Return the transformers model with the file's weights, dequantized."""
     from transformers import Qwen3_5MoeForCausalLM
 
     tensors = {
@@ -28,7 +28,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module
         parts.setdefault(entry.param, []).append(from_gguf(entry, tensors.pop(entry.gguf)))
     if tensors:
         raise SystemExit(f"{path}: tensors that no parameter takes: {sorted(tensors)}")
-    # The two halves of a fused projection follow each other in entries(), gate first.
+    # entries() lists the two halves of a fused projection one after the other, gate first.
     state = {
         name: torch.from_numpy(np.concatenate(x, axis=1) if len(x) > 1 else x[0])
         for name, x in parts.items()

@@ -17,7 +17,7 @@ NORM, DECAY, PLAIN = "norm", "decay", "plain"
 
 @dataclass(frozen=True)
 class Entry:
-    """How one GGUF tensor is made from one transformers parameter, and back.
+    """The relation of one GGUF tensor to one transformers parameter.
 
     part: which half of the parameter's second axis (fused gate and up projections), or None.
     v_axis: the axis along which value heads lie, or None; v_offset: where they begin on it;

@@ -1,4 +1,4 @@
-"""Hyper-parameters of the small model and of its tokenizer: one place, read by every step."""
+"""Hyper-parameters of the small model and of its tokenizer, which every step reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 VOCAB_SIZE = 4096
 PRE_TOKENIZER = "qwen35"
-# The expression that the name above selects in llama.cpp; ids agree only if both use the same one.
+# The expression that the name above selects in llama.cpp; only with the same one do ids agree.
 PRE_TOKENIZER_REGEX = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
     r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
@@ -44,7 +44,7 @@ N_CTX_TRAIN = 2048
 
 
 def is_recurrent(il: int) -> bool:
-    """Say whether layer il is a DeltaNet layer."""
+    """Return whether layer il is a DeltaNet layer."""
     return (il + 1) % FULL_ATTENTION_INTERVAL != 0
 
 

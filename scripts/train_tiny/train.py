@@ -108,7 +108,7 @@ def balance_loss(routing: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class Step:
-    """Forward and backward pass over a fixed shape, captured in a CUDA graph where asked."""
+    """Forward and backward pass over a fixed shape, optionally captured in a CUDA graph."""
 
     def __init__(
         self, model: nn.Module, router: Router, shape: tuple[int, int], weight: float, graph: bool
@@ -203,7 +203,7 @@ def sample_batch(tokens: Tensor, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, router: Router, tokens: Tensor) -> dict[str, object]:
-    """Return held-out loss by whole windows of EVAL_TIME tokens and the share of each expert."""
+    """Return held-out loss over whole windows of EVAL_TIME tokens, and the share of each expert."""
     n = (tokens.numel() - 1) // EVAL_TIME
     losses, shares = [], []
     for i in range(0, n, 16):
@@ -274,7 +274,7 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
         n_step += 1
         n_tokens += batch * length
         if n_step % 8 == 0 and device == "cuda":
-            torch.cuda.synchronize()  # the schedule follows the clock: do not run ahead of it
+            torch.cuda.synchronize()  # the schedule follows the clock, so wait for the device
         if n_step % args.log_every == 0:
             entry = {
                 "step": n_step,
@@ -307,7 +307,7 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the device that trained."""
+    """Return the name of the training device."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 

@@ -321,10 +321,10 @@ def test_impossible_plans_are_one_line(tmp_path: Path, recorded: Path, need: Foo
 
 @pytest.mark.parametrize(
     ("args", "say"),
-    [(("-p", "x"), "nothing to write"), (("-o", "t"), "either -p or -f"),
-     (("-p", "x", "-f", "y", "-o", "t"), "either -p or -f"), (("-p", "", "-o", "t"), "is empty"),
-     (("-p", "x", "-o", "/nowhere/t"), "no folder /nowhere"), (("-p", "x", "-o", "/"), "a folder"),
-     (("-p", "x", "--profile", "/nowhere/p"), "no folder /nowhere"),
+    [(("-p", "x"), "nothing to write"), (("-o", "t"), "with -p or with -f"),
+     (("-p", "x", "-f", "y", "-o", "t"), "with -p or with -f"), (("-p", "", "-o", "t"), "is empty"),
+     (("-p", "x", "-o", "/nowhere/t"), "folder /nowhere does not exist"), (("-p", "x", "-o", "/"), "a folder"),
+     (("-p", "x", "--profile", "/nowhere/p"), "folder /nowhere does not exist"),
      (("-p", "x", "--profile", "/dev/null"), "not a routing profile"),
      (("-p", "x", "-o", "t", "--profile-class", "a b"), "use 1 to 64 letters")],
 )  # fmt: skip
@@ -366,7 +366,7 @@ def test_a_profile_fills_the_slots_of_a_run(recorded: Path, tmp_path: Path) -> N
     missing = refused("run", "tiny", "-p", "x", "--profile", tmp_path / "no" / "p.json", *CPU)
     assert "there is no folder" in missing
     missing = refused("bench", "tiny", "--profile", tmp_path / "none.json", "--device", "cpu")
-    assert "no such profile, and bench writes none" in missing
+    assert "the profile does not exist, and bench does not create one" in missing
 
 
 def test_run_and_chat_keep_a_profile_only_where_it_is_asked_for(tmp_path: Path) -> None:

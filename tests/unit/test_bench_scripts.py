@@ -74,7 +74,7 @@ def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
     ("bench_cpu_experts.py", ["--repeat", "0"], "not a whole number of 1 or more"),
     ("fit_routing.py", ["/nowhere"], "cannot read the trace"),
     ("make_trace.py", ["t", "--preset", "round"], "invalid choice: 'round'"),
-    ("make_trace.py", ["t", "--used", "300"], "more experts than there are"),
+    ("make_trace.py", ["t", "--used", "300"], "--used at most --experts"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named_in_one_line(script: str, args: list[str], said: str) -> None:
     done = run(script, *args)

@@ -211,7 +211,7 @@ class TestPiped:
     def test_a_long_prompt_is_told_once_before_the_work(self, cli: Cli) -> None:
         cli.engine = FakeEngine("ok", kv=KV, n_ctx=99999)
         result = cli("chat", "m", stdin="a" * 5000 + "\nb\n")
-        assert result.stderr.count("positions, the model was trained on 4096") == 1
+        assert result.stderr.count("positions; the model was trained on only 4096") == 1
 
     def test_ctrl_c_ends_it(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abc", kv=KV, before_token=lambda at: at == 2 and press())
@@ -349,7 +349,7 @@ class TestTyped:
         assert "context 4096 tokens; /help" in shown
         assert "note: the answer was cut at 2 tokens (-n)\ncontext 20 of 4096; read 18" in shown
         cli.engine = FakeEngine("abcdef", kv=KV, n_ctx=20)
-        assert "cut: the context of 20 tokens is full; the next" in type_lines("a").stderr
+        assert "cut: the context of 20 tokens is full; your next" in type_lines("a").stderr
 
     def test_a_failure_of_the_engine_ends_it(self, cli: Cli, type_lines: Type) -> None:
         def fail(at: int) -> None:

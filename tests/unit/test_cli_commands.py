@@ -87,7 +87,7 @@ def test_an_argument_that_is_missing_is_told(cli: Cli, talk: Talk) -> None:
 
 def test_regen_asks_again_with_another_seed(cli: Cli, talk: Talk) -> None:
     result = talk("/regen", "a", "b", "/regen")
-    assert "error: there is no answer yet" in result.stderr
+    assert "error: there is no question to ask again; type one first" in result.stderr
     assert prompts(cli)[2] == prompts(cli)[1] == "[user]a[assistant]one[user]b[assistant]"
     seeds = [call.sampling.seed for call in cli.engine.calls]
     assert seeds[0] == seeds[1] != seeds[2]
@@ -154,7 +154,7 @@ def test_a_conversation_can_be_saved_and_continued(cli: Cli, talk: Talk, tmp_pat
 )  # fmt: skip
 def test_a_file_that_is_no_conversation(cli: Cli, talk: Talk, tmp_path: Path, text: str) -> None:
     (tmp_path / "f").write_text(text)
-    assert "is no conversation that /save wrote" in talk(f"/load {tmp_path / 'f'}").stderr
+    assert "not a conversation that /save wrote" in talk(f"/load {tmp_path / 'f'}").stderr
 
 
 @pytest.mark.parametrize("roles", [["user"], ["assistant", "user"], ["user", "user"], ["root"]])

@@ -124,7 +124,7 @@ class TestInspect:
         assert len(tokens) == Shape().n_vocab
         result = invoke("inspect", path, "--key", "general.nam")
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "no metadata key 'general.nam'; near it: general.name" in result.stderr
+        assert "no metadata key 'general.nam'; close to it: general.name" in result.stderr
 
     def test_tensors_by_name(self, model: Path) -> None:
         globs = ("--tensor", "blk.0.*_exps.*", "--tensor", "output*")

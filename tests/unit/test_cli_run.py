@@ -242,7 +242,7 @@ class TestPrompt:
         args = ("run", "m", "-p", "x" * 4094, "-c", "8192", "-n")
         assert "warning" not in cli(*args, "2").stderr
         warning, _ = cli(*args, "3").stderr.splitlines()
-        assert warning == "warning: 4097 positions, the model was trained on 4096"
+        assert warning == "warning: 4097 positions; the model was trained on only 4096"
 
     def test_a_prompt_beyond_the_trained_context_is_told_before_the_work(self, cli: Cli) -> None:
         def fail(at: int) -> None:
@@ -251,7 +251,7 @@ class TestPrompt:
         cli.engine = FakeEngine("abc", n_ctx=8192, before_token=fail)
         result = cli("run", "m", "-p", "x" * 4097, "-c", "8192")
         assert result.stderr.splitlines() == [
-            "warning: 4097 positions, the model was trained on 4096", "error: device lost",
+            "warning: 4097 positions; the model was trained on only 4096", "error: device lost",
         ]  # fmt: skip
 
     def test_a_prompt_that_just_fits(self, cli: Cli) -> None:

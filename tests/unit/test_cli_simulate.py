@@ -131,7 +131,7 @@ def test_times_of_other_experts_are_not_told_as_ones_own(
     assert row["decode_tps"] is None and row["misses"] == 70 * 16
     result = cli("simulate", other, *given)
     assert result.stdout.splitlines()[1].split()[-2:] == ["-", "-"]
-    assert "are far from the 1.81 MiB of machine desktop" in result.stderr
+    assert "differ too much from those of machine desktop, 1.81 MiB" in result.stderr
     plot = tmp_path / "p.svg"
     cli("simulate", other, *given, "--plot", plot)
     assert "predicted" not in plot.read_text() and "hit rate" in plot.read_text()
@@ -146,7 +146,7 @@ def test_without_sizes_nothing_is_made_up(cli: Cli, tmp_path: Path) -> None:
     row = json.loads(cli("simulate", path, "--json").stdout)["rows"][0]
     assert row["uploaded_bytes_per_token"] is None and row["token_us"] is None
     result = cli("simulate", path)
-    assert "does not tell the size of an expert; give --model or --expert-size" in result.stderr
+    assert "does not say how large an expert is; give --model or --expert-size" in result.stderr
     assert result.stdout.splitlines()[1].split()[-3:] == ["-", "-", "-"]
     line = cli.refused("simulate", path, "--model", "m", "--expert-size", "1MiB")
     assert "give one" in line
@@ -165,9 +165,9 @@ def test_budgets_stand_apart_and_the_best_is_marked(cli: Cli, trace: Path) -> No
     assert 0 < len(best) < 3
     assert "best" not in groups[1], "all resident: nothing to choose"
     assert "at 25 %: lru = adaptive" in result.stderr
-    assert "without --profile, adaptive is lru" in result.stderr
+    assert "without --profile, adaptive acts as lru" in result.stderr
     few = cli(*args[:2], "--resident", "6.25", "--policy", "lfu", "--policy", "lru")
-    assert "at 6.2 %: lfu = lru" in few.stderr and "lru and adaptive are lfu" in few.stderr
+    assert "at 6.2 %: lfu = lru" in few.stderr and "lru and adaptive act as lfu" in few.stderr
 
 
 @pytest.mark.parametrize(

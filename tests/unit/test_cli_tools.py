@@ -72,7 +72,7 @@ class TestDoctor:
         ("threads", "line"),
         [
             (None, "unknown; the shipped model does not run"),
-            ({"n_threads": 1, "poll": 50, "tried": []}, "1, there is no choice"),
+            ({"n_threads": 1, "poll": 50, "tried": []}, "1; nothing else to try"),
             (
                 {"n_threads": 2, "poll": 0, "tried": [
                     {"n_threads": 2, "poll": 50, "tokens_per_s": 1810.4},

@@ -99,7 +99,7 @@ def test_without_nvcc_or_cublas_it_says_that_it_did_not(
     monkeypatch.setattr(_cuda, "find_toolkit", lambda: (build.parent / "cuda", (13, 0)))
     monkeypatch.setattr(_ptx.subprocess, "run", lambda *args, **kwargs: done)
     _ptx.check("90", build, None)
-    assert "CUDA sources NOT compiled: no headers of cuBLAS 13" in capsys.readouterr().out
+    assert "CUDA sources NOT compiled: no cuBLAS 13 headers" in capsys.readouterr().out
 
     def none() -> None:
         raise BuildError("no nvcc; install the CUDA toolkit")
