@@ -197,8 +197,8 @@ class Tuner:
         best = min(self.measured, key=lambda way: self.measured[way])
         if self.measured[self._before] <= _BETTER * self.measured[best]:
             best = self._before
-        unchanged = best == self._before and self.measured.keys() == set(self._ways)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S) if unchanged else _PAUSE_S
+        is_same = best == self._before
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S) if is_same else _PAUSE_S
         self.current, self._usual = best, self.measured[best]
         self._cost = max(0.0, self._trial_s - self._trial_tokens * self._usual)
         self._since = 0.0

@@ -67,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--depth", type=count, default=0, help="context positions filled before a run (default: 0)"
     )
+    p.add_argument("--short", action="store_true",
+                   help="of fixed settings only llama-bench's with threads that wait actively")  # fmt: skip
     p.add_argument("--repetitions", type=positive, default=5, help="timed runs in a process")
     p.add_argument("--rounds", type=positive, default=3, help="processes of each way")
     p.add_argument("--out", type=Path, help="append JSON lines here")
@@ -105,7 +107,7 @@ def ways(args: argparse.Namespace) -> list[Way]:
     ours = (sys.executable, "-m", "moegraph", "bench", *shared, "--device", "cpu")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     found = [Way("moegraph", "default", ours, {"PYTHONPATH": path})]
-    for n in threads:
+    for n in threads if not args.short else ():
         for poll in (50, 0) if n > 1 else (50,):
             fixed = (*ours, "-t", str(n), "--poll", str(poll))
             found.append(Way("moegraph", f"-t {n} --poll {poll}", fixed, {"PYTHONPATH": path}))
@@ -116,8 +118,10 @@ def ways(args: argparse.Namespace) -> list[Way]:
     env = {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)), **dict(args.llama_env)}
     for n in threads:
         command = (*theirs, "-t", str(n))
-        found.append(Way("upstream", f"-t {n}", command, env))
-        for policy in ("active", "passive") if n > 1 else ():
+        if n == 1 or not args.short:
+            found.append(Way("upstream", f"-t {n}", command, env))
+        policies = ("active",) if args.short else ("active", "passive")
+        for policy in policies if n > 1 else ():
             more = {**env, "OMP_WAIT_POLICY": policy}
             found.append(Way("upstream", f"-t {n} {policy}", command, more))
     return found
