@@ -67,8 +67,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--depth", type=count, default=0, help="context positions filled before a run (default: 0)"
     )
-    p.add_argument("--short", action="store_true",
-                   help="of fixed settings only llama-bench's with threads that wait actively")  # fmt: skip
+    p.add_argument(
+        "--short",
+        action="store_true",
+        help="fixed settings of llama-bench only, with threads that wait actively",
+    )
     p.add_argument("--repetitions", type=positive, default=5, help="timed runs in a process")
     p.add_argument("--rounds", type=positive, default=3, help="processes of each way")
     p.add_argument("--out", type=Path, help="append JSON lines here")
