@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Generator
@@ -31,6 +32,7 @@ class Ownership:
 
     def __init__(self) -> None:
         self.is_closed = False
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._thread = _NO_THREAD
         self._generation: weakref.ref[Generator[Any, None, None]] | None = None
@@ -43,6 +45,10 @@ class Ownership:
         """
         if self.is_closed:
             raise RequestError("the engine is closed; load the model again")
+        if os.getpid() != self._process:
+            raise RequestError(
+                "the engine was loaded before a fork; load the model in this process"
+            )
 
     def enter(self) -> None:
         """Check that the calling thread owns the engine; make it the owner if no thread is.

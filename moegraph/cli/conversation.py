@@ -185,8 +185,10 @@ class Conversation:
         line = (
             f"context {answer.n_held} of {self.engine.n_ctx}; "
             f"read {event.n_computed}, {event.prefill_tps:.1f} tok/s; "
-            f"wrote {event.n_generated}, {event.decode_tps:.1f} tok/s"
+            f"wrote {event.n_generated}"
         )
+        if event.n_generated > 1:
+            line += f", {event.decode_tps:.1f} tok/s"
         if answer.hit_rate is not None:
             line += f"; hit rate {answer.hit_rate:.1%}"
         return line

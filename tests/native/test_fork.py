@@ -51,6 +51,26 @@ with Engine.load(sys.argv[1], config) as engine:
     assert tokens() == expected
 """
 
+CHILD_COMPUTES = """
+import os, sys
+from moegraph import Engine, EngineConfig
+from moegraph.errors import RequestError
+
+engine = Engine.load(sys.argv[1], EngineConfig(device="cpu", n_threads=2, n_ctx=256))
+if os.fork() == 0:
+    for call in (lambda: engine.forward([1]), lambda: list(engine.generate([1], text=False))):
+        try:
+            call()
+        except RequestError as error:
+            assert "fork" in str(error)
+        else:
+            sys.exit(1)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+engine.forward([1])
+engine.close()
+"""
+
 UNFINISHED = """
 import os, sys
 from moegraph.config import EngineConfig
@@ -86,3 +106,7 @@ def test_an_engine_is_closed_in_the_child_and_goes_on_in_the_parent(model_path) 
 
 def test_a_process_may_end_in_the_middle_of_an_answer(model_path) -> None:
     run(UNFINISHED, str(model_path("legacy32")))
+
+
+def test_a_forked_child_is_refused_and_does_not_wait_for_threads_it_lacks(model_path) -> None:
+    run(CHILD_COMPUTES, str(model_path("legacy32")))

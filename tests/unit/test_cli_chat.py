@@ -288,6 +288,11 @@ class TestTyped:
         assert "/help for help" in result.stderr
         assert "; wrote 4, 4.0 tok/s\n" in result.stderr
 
+    def test_one_token_has_no_speed(self, cli: Cli, type_lines: Type) -> None:
+        cli.engine = FakeEngine("one", kv=KV)
+        result = type_lines("a", args=("-n", "1"))
+        assert result.stderr.rstrip().endswith("wrote 1")
+
     def test_a_message_of_several_lines(self, cli: Cli, type_lines: Type) -> None:
         cli.engine = FakeEngine("ok", kv=KV)
         block = ('"""one', "", 'two"""', '"""three"""')
