@@ -51,7 +51,7 @@ class SamplingParams:
         "float",
         0.8,
         ("--temp", "--temperature"),
-        "Temperature. 0: always take the likeliest token.",
+        "Temperature; 0 always takes the likeliest token.",
         minimum=-100,
         maximum=100,
     )
@@ -67,7 +67,7 @@ class SamplingParams:
         "float",
         0.95,
         ("--top-p",),
-        "Keep the likeliest tokens whose probabilities add up to this; 1 is off.",
+        "Keep the likeliest tokens up to this probability; 1 is off.",
         minimum=0,
         maximum=1,
     )
@@ -75,7 +75,7 @@ class SamplingParams:
         "float",
         0.05,
         ("--min-p",),
-        "Drop tokens less likely than this share of the likeliest token's probability; 0 is off.",
+        "Drop tokens below this share of the likeliest; 0 is off.",
         minimum=0,
         maximum=1,
     )
@@ -83,7 +83,7 @@ class SamplingParams:
         "float",
         1.0,
         ("--typical", "--typical-p"),
-        "Locally typical sampling, up to this total probability; 1 is off.",
+        "Locally typical sampling up to this probability; 1 is off.",
         minimum=0,
         maximum=1,
     )
@@ -91,7 +91,7 @@ class SamplingParams:
         "float",
         1.0,
         ("--repeat-penalty",),
-        "Divide the logits of recent tokens by this; 1 is off.",
+        "Divide the logits of recent tokens; 1 is off.",
         minimum=0.01,
         maximum=100,
     )
@@ -99,7 +99,7 @@ class SamplingParams:
         "int",
         64,
         ("--repeat-last-n",),
-        "How many recent tokens the penalties apply to; 0 is off.",
+        "Tokens the penalties look back on; 0 is off.",
         minimum=0,
         maximum=1 << 22,
     )
@@ -107,7 +107,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--presence-penalty",),
-        "Subtract this from the logit of every recent token; 0 is off.",
+        "Subtracted once from logits of recent tokens.",
         minimum=-100,
         maximum=100,
     )
@@ -115,7 +115,7 @@ class SamplingParams:
         "float",
         0.0,
         ("--frequency-penalty",),
-        "Subtract this from a recent token's logit once for each occurrence; 0 is off.",
+        "Subtracted as often as the token occurred.",
         minimum=-100,
         maximum=100,
     )

@@ -160,6 +160,6 @@ def _require_writable(path: Path) -> None:
         ConfigError: its folder does not exist, or the path is a folder.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: cannot write: the folder {path.parent} does not exist")
+        raise ConfigError(f"{path}: cannot write: there is no folder {path.parent}")
     if path.is_dir():
         raise ConfigError(f"{path}: cannot write: it is a folder")
