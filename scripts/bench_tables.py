@@ -261,7 +261,7 @@ def curve(lines: Lines) -> str:
     for (setting, test, system), values in last_samples(lines).items():
         ours = system.startswith("moegraph") and not re.search("argmax|sampled", system)
         if setting in loads and test.startswith("tg") and (ours or system == "upstream"):
-            point = 100 * loads[setting]["share"], statistics.median(values)
+            point = round(100 * loads[setting]["share"], 1), statistics.median(values)
             series.setdefault(system, []).append(point)
     label = "experts on the device, % (upstream: same device memory)"
     ordered = {name: sorted(points) for name, points in series.items()}
