@@ -66,17 +66,18 @@ def let_interrupts_pass_callbacks() -> None:
     Python would print a traceback there, drop the exception and continue. Instead, another thread
     sends the interrupt again a moment later: raised here, it would be dropped as well.
     """
-    default = sys.unraisablehook
+    default, main_thread = sys.unraisablehook, _thread.get_ident()
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is KeyboardInterrupt:
-            _thread.start_new_thread(_interrupt_soon, ())
+            _thread.start_new_thread(_interrupt_soon, (main_thread,))
         else:
             default(unraisable)
 
     sys.unraisablehook = hook
 
 
-def _interrupt_soon() -> None:
+def _interrupt_soon(thread: int) -> None:
+    """Send the signal itself: unlike interrupt_main, it also ends a system call that waits."""
     time.sleep(_AGAIN_S)
-    _thread.interrupt_main()
+    signal.pthread_kill(thread, signal.SIGINT)
