@@ -61,6 +61,7 @@ def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
     ("bench_trees.py", ["tiny", f"a={ROOT}", f"a={ROOT}"], "two systems have one name"),
     ("bench_trees.py", ["tiny", f"a={ROOT / 'docs'}"], "has no folder moegraph"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--settings", "101"], "'101' is not a percentage"),
+    ("bench_trees.py", ["tiny", f"upstream={ROOT}", "--seqs", "2"], "--seqs: upstream's"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--samples", "0"], "not a whole number of 1 or more"),
     ("bench_vs_upstream.py", ["tiny"], "required: --llama-bench"),
     ("bench_vs_upstream.py", ["tiny", "--llama-bench", "/nowhere"], "/nowhere does not exist"),
