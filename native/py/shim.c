@@ -12,8 +12,6 @@
 // Reads of memory that the device writes, before the host synchronizes: 10 to 50 ms in all.
 #define SPINS 1000000
 
-const char * moegraph_patchset(void);
-
 static inline void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
