@@ -132,7 +132,7 @@ class CpuExperts(ABC):
 
 
 class KernelCpuExperts(CpuExperts):
-    """Computes experts with our CPU kernel (ggml/cpu_ffn.c), for a GPU as the main device.
+    """Computes experts with our CPU kernel (native/py/cpu_ffn.c), for a GPU as the main device.
 
     y: weighted sum of the experts, [n_embd, n_tokens].
     """
