@@ -13,7 +13,7 @@ extern "C" {
 
     // Trees of rows, for the verification of a draft. Row i of a sequence continues row parents[i] < i, or what is
     // committed (the initial state, the columns in front of the rows) where parents[i] is -1. A value outside of
-    // [-1, i) counts as -1. CPU and CUDA only: other backends do not look at parents.
+    // [-1, i) counts as -1. CPU and CUDA only.
     //
     // parents : I32 [n_tokens, n_seqs], contiguous, n_tokens <= MOEGRAPH_TREE_ROWS
     #define MOEGRAPH_TREE_ROWS 64
@@ -38,7 +38,7 @@ extern "C" {
             struct ggml_tensor  * parents);
 
     // ggml_get_rows(table, ids) for a table that says in which row of a cache something is: what is in none is fetched
-    // first. CPU and CUDA only: other backends do not fetch, and a scheduler of backends would copy `from` as a whole.
+    // first. CPU and CUDA only. A scheduler of backends would copy `from` as a whole.
     //
     // table   : I32 [1, n], a row of `to` each, below 0 for what is not there
     // ids     : I32 [n_ids], contiguous, n_ids <= MOEGRAPH_FETCH_IDS; one that is not below n gives -1

@@ -14,6 +14,7 @@ struct ggml_tensor * moegraph_ssm_conv_tree(
         struct ggml_tensor  * parents) {
     struct ggml_tensor * result = ggml_ssm_conv(ctx, sx, c);
     moegraph_check_parents(parents, result->ne[1], result->ne[2]);
+    result->op     = GGML_OP_MOEGRAPH_CONV;
     result->src[2] = parents;
     return result;
 }
@@ -38,6 +39,7 @@ struct ggml_tensor * moegraph_gated_delta_net_tree(
     result->ne[1] = n_tokens*n_seqs; // without the states behind the scores
     result->nb[2] = result->nb[3] = result->nb[1]*result->ne[1];
     result->op_params[0] = 0;
+    result->op     = GGML_OP_MOEGRAPH_DELTA_NET;
     result->src[6] = parents;
     return result;
 }

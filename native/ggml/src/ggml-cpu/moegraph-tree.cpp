@@ -74,7 +74,7 @@ static void order_rows(tree_plan & plan) {
 }
 
 size_t moegraph_tree_work_size(const ggml_tensor * dst, int n_tasks) {
-    if (dst->op == GGML_OP_SSM_CONV) {
+    if (dst->op == GGML_OP_MOEGRAPH_CONV) {
         return ggml_nelements(dst->src[1])*sizeof(float);
     }
     return (1 + N_SAVED)*dst->src[2]->ne[0]*sizeof(float)*n_tasks;

@@ -1,6 +1,5 @@
 #include "moegraph-tree.cuh"
 #include "moegraph.h"
-#include "unary.cuh"
 
 constexpr int TREE_ROWS    = MOEGRAPH_TREE_ROWS;
 constexpr int TREE_THREADS = 128;
@@ -368,7 +367,6 @@ void moegraph_tree_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst)
 struct tree_conv_args {
     const float   * x;
     const float   * w;
-    const float   * bias;
     const int32_t * parents;
     float         * dst;
     int     n_tokens;
@@ -380,7 +378,7 @@ struct tree_conv_args {
 constexpr int TREE_CONV_ROWS = 16; // of a block
 
 // Grid: sequences, channels, rows. A thread has one channel; all columns of the block's channels lie in shared memory.
-template <int d_conv, bool apply_silu>
+template <int d_conv>
 static __global__ void moegraph_tree_conv_kernel(const tree_conv_args a) {
     extern __shared__ float tile[];
     __shared__ int parent[TREE_ROWS];
@@ -418,7 +416,6 @@ static __global__ void moegraph_tree_conv_kernel(const tree_conv_args a) {
     for (int j = 0; j < d_conv; ++j) {
         w[j] = a.w[(channel0 + tid)*d_conv + j];
     }
-    const float b = a.bias != nullptr ? a.bias[channel0 + tid] : 0.0f;
     float * dst = a.dst + sequence*a.sd2 + row0*a.sd1 + channel0 + tid;
     __syncthreads();
 
@@ -428,26 +425,20 @@ static __global__ void moegraph_tree_conv_kernel(const tree_conv_args a) {
         for (int j = 0; j < d_conv; ++j) {
             sumf += tile[tid*pitch + columns[i][j]] * w[j];
         }
-        sumf += b;
-        dst[i*a.sd1] = apply_silu ? ggml_cuda_op_silu_single(sumf) : sumf;
+        dst[i*a.sd1] = sumf;
     }
 }
 
 template <int d_conv>
-static void tree_conv_launch(const tree_conv_args & a, const bool silu, const int n_channels, const int n_seqs,
+static void tree_conv_launch(const tree_conv_args & a, const int n_channels, const int n_seqs,
         cudaStream_t stream) {
     const size_t shared = TREE_THREADS*(a.n_cols | 1)*sizeof(float);
     const dim3   grid(n_seqs, n_channels/TREE_THREADS, (a.n_tokens + TREE_CONV_ROWS - 1)/TREE_CONV_ROWS);
     const ggml_cuda_kernel_launch_params params(grid, dim3(TREE_THREADS), shared, stream);
-    if (silu) {
-        ggml_cuda_kernel_launch(moegraph_tree_conv_kernel<d_conv, true>,  params, a);
-    } else {
-        ggml_cuda_kernel_launch(moegraph_tree_conv_kernel<d_conv, false>, params, a);
-    }
+    ggml_cuda_kernel_launch(moegraph_tree_conv_kernel<d_conv>, params, a);
 }
 
-void moegraph_tree_conv(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const float * bias, const bool silu,
-        float * out) {
+void moegraph_tree_conv(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_tensor * x = dst->src[0];
     const ggml_tensor * w = dst->src[1];
     const int n_channels = (int) x->ne[1];
@@ -458,20 +449,19 @@ void moegraph_tree_conv(ggml_backend_cuda_context & ctx, const ggml_tensor * dst
     tree_conv_args a;
     a.x        = (const float *) x->data;
     a.w        = (const float *) w->data;
-    a.bias     = bias;
     a.parents  = (const int32_t *) dst->src[2]->data;
-    a.dst      = out;
+    a.dst      = (float *) dst->data;
     a.n_tokens = (int) dst->ne[1];
     a.n_cols   = (int) x->ne[0];
     a.sx2      = x->nb[2]/sizeof(float);
     a.sd1      = dst->nb[1]/sizeof(float);
     a.sd2      = dst->nb[2]/sizeof(float);
     switch (w->ne[0]) {
-        case  3: tree_conv_launch< 3>(a, silu, n_channels, n_seqs, ctx.stream()); break;
-        case  4: tree_conv_launch< 4>(a, silu, n_channels, n_seqs, ctx.stream()); break;
-        case  5: tree_conv_launch< 5>(a, silu, n_channels, n_seqs, ctx.stream()); break;
-        case  9: tree_conv_launch< 9>(a, silu, n_channels, n_seqs, ctx.stream()); break;
-        case 15: tree_conv_launch<15>(a, silu, n_channels, n_seqs, ctx.stream()); break;
+        case  3: tree_conv_launch< 3>(a, n_channels, n_seqs, ctx.stream()); break;
+        case  4: tree_conv_launch< 4>(a, n_channels, n_seqs, ctx.stream()); break;
+        case  5: tree_conv_launch< 5>(a, n_channels, n_seqs, ctx.stream()); break;
+        case  9: tree_conv_launch< 9>(a, n_channels, n_seqs, ctx.stream()); break;
+        case 15: tree_conv_launch<15>(a, n_channels, n_seqs, ctx.stream()); break;
         default: GGML_ABORT("ssm_conv with parents: kernel size %d, not 3, 4, 5, 9 or 15", (int) w->ne[0]);
     }
 }
