@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .config import EngineConfig
+from .cpuload import LOAD
 from .ggml.device import Device
 from .runner import Batch, Runner
 from .runner.base import NotFinite
@@ -24,20 +25,27 @@ class CpuThreads:
         self._device = device
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
+        self._may_sleep = config.poll is None
         choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
         if device.is_cpu:
             choices = ways(device.n_threads, config.n_threads, config.poll)
         self._is_measured = len(choices) > 1
-        self.tuner = Tuner(choices)
+        self.tuner = Tuner(choices, LOAD.free)
         self._started: float | None = None
 
     def begin(self, n_rows: int) -> None:
         """Set the threads for the next pass, of n_rows rows."""
         self._started = None
         if self._device.is_cpu:
-            self._device.use_threads(self.tuner.current if n_rows == 1 else self._batch)
+            self._device.use_threads(self.tuner.current if n_rows == 1 else self._for_prompt())
             if n_rows == 1:
                 self._started = time.perf_counter()
+
+    def _for_prompt(self) -> Threads:
+        """Return the batch threads; they sleep while they share a core with another program."""
+        free = LOAD.free() if self._may_sleep else None
+        is_crowded = free is not None and self._batch.n > free
+        return self._batch._replace(poll=SLEEP) if is_crowded else self._batch
 
     def end(self) -> None:
         """Record the time since `begin`; call it when the pass has been computed."""
@@ -88,11 +96,12 @@ class CpuThreads:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return the settings in use, for --json: threads and poll in decode, prompt threads."""
-        n, poll = self.tuner.current
+        """Return what --json shows: threads and poll in decode, prompt threads, CPUs taken."""
+        (n, poll), taken = self.tuner.current, LOAD.taken()
         return {
             "n_threads": n,
             "n_threads_batch": self._batch.n,
             "poll": poll if self._device.is_cpu else None,
             "threads_chosen": "measured" if self._is_measured else "given",
+            "cpus_taken": None if taken is None else round(taken, 1),
         }
