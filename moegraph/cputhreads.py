@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from .threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 
 # Time limit of measuring at load; the first tokens of an answer are measured for the rest.
 _MEASURE_S = 1.0
+# After so many seconds without a token, the load may be another one.
+_GAP_S = 1.0
 
 
 class CpuThreads:
@@ -32,14 +35,20 @@ class CpuThreads:
         self._is_measured = len(choices) > 1
         self.tuner = Tuner(choices, LOAD.free)
         self._started: float | None = None
+        self._ended = math.inf  # time of the last token
 
     def begin(self, n_rows: int) -> None:
         """Set the threads for the next pass, of n_rows rows."""
         self._started = None
-        if self._device.is_cpu:
-            self._device.use_threads(self.tuner.current if n_rows == 1 else self._for_prompt())
-            if n_rows == 1:
-                self._started = time.perf_counter()
+        if not self._device.is_cpu:
+            return
+        if n_rows > 1:
+            self._device.use_threads(self._for_prompt())
+            return
+        if time.perf_counter() - self._ended > _GAP_S:
+            self.tuner.resume()
+        self._device.use_threads(self.tuner.current)
+        self._started = time.perf_counter()
 
     def _for_prompt(self) -> Threads:
         """Return the batch threads; they sleep while they share a core with another program."""
@@ -50,7 +59,8 @@ class CpuThreads:
     def end(self) -> None:
         """Record the time since `begin`; call it when the pass has been computed."""
         if self._started is not None:
-            self.tuner.took(time.perf_counter() - self._started)
+            self._ended = time.perf_counter()
+            self.tuner.took(self._ended - self._started)
 
     def measure(self, runner: Runner) -> None:
         """Measure one-row passes for about a second, then reset sequence 0.

@@ -179,6 +179,15 @@ class Tuner:
         elif self._is_tried():
             self._next_way()
 
+    def resume(self) -> None:
+        """Start a trial if another program took a core while no tokens were computed."""
+        if self.is_settled and self.current not in self._promising():
+            self._begin_trial()
+
+    def _promising(self) -> list[Threads]:
+        """Return the ways that may be the fastest, judged by the length of a token."""
+        return self._ways if self._usual >= _LONG_S else self._roomy()
+
     def _roomy(self) -> list[Threads]:
         """Return the ways with no more threads than free CPUs; if there is none, those that sleep.
 
@@ -256,7 +265,7 @@ class Tuner:
             self._begin_trial()
 
     def _should_try(self) -> bool:
-        promising = self._ways if self._usual >= _LONG_S else self._roomy()
+        promising = self._promising()
         if self.current not in promising:  # another program took a core
             return self._n_slow > 0
         pause = self._pause

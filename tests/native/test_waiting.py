@@ -176,6 +176,24 @@ def test_beside_a_busy_core_only_one_of_two_threads_is_tried(model_path, monkeyp
         assert [way["n_threads"] for way in engine.threads.tried()] == [1]
 
 
+def test_the_load_decides_again_when_an_answer_begins_after_a_pause(
+    model_path, monkeypatch
+) -> None:
+    token = np.array([1], dtype=np.int32)
+    with Engine.load(model_path("legacy32"), EngineConfig(device="cpu", n_ctx=256)) as engine:
+        engine.forward(token)  # builds graphs and is not measured
+        engine.forward(token)
+        tuner, used = engine.threads.tuner, noted(monkeypatch)
+        tuner.current = Threads(2, SPIN)
+        monkeypatch.setattr(tuner, "took", lambda _: None)
+        monkeypatch.setattr(tuner, "resume", lambda: setattr(tuner, "current", Threads(1, SPIN)))
+        monkeypatch.setattr(cputhreads, "_GAP_S", 3600.0)
+        engine.forward(token)
+        monkeypatch.setattr(cputhreads, "_GAP_S", 0.0)
+        engine.forward(token)
+    assert used == [Threads(2, SPIN), Threads(1, SPIN)]
+
+
 @pytest.mark.parametrize(
     ("poll", "free", "expected"),
     [(None, None, SPIN), (None, 2, SPIN), (None, 1, SLEEP), (SPIN, 1, SPIN), (SLEEP, 2, SLEEP)],

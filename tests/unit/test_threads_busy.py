@@ -127,6 +127,27 @@ def test_programs_that_come_and_go_cost_little(n_cores: int, period: float, limi
     assert {way.n for way in machine.used} >= {n_cores - 1, n_cores}
 
 
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize(("n_cores", "n_busy"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_a_program_that_came_between_two_answers_costs_little(
+    n_cores: int, n_busy: int, span: float
+) -> None:
+    machine = Machine(n_cores, lambda now: n_busy if now > 1 else 0)
+    machine.load()
+    machine.now = 10.0
+    machine.tuner.resume()
+    assert machine.lost(span) < 0.05
+    assert max(way.n for way in machine.used[-5:]) == max(1, n_cores - n_busy)
+
+
+def test_nothing_is_tried_between_two_answers_while_cores_are_free() -> None:
+    for token_s, n_busy in ((SMALL, 0), (LARGE, 1)):
+        machine = Machine(2, lambda now, n=n_busy: n, token_s=token_s)
+        machine.load()
+        machine.tuner.resume()
+        assert machine.tuner.is_settled
+
+
 def test_a_load_that_is_wrong_costs_little() -> None:
     """Some containers show only their own load: all cores seem free, and one is busy."""
     machine = Machine(2, lambda now: 1)
