@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import numpy as np
 
 from .config import EngineConfig
+from .cpuload import LOAD
 from .ggml.device import Device
 from .runner import Batch, Runner
 from .runner.base import NotFinite
@@ -15,6 +17,8 @@ from .threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 
 # Time limit of measuring at load; the first tokens of an answer are measured for the rest.
 _MEASURE_S = 1.0
+# After so many seconds without a token, the load may be another one.
+_GAP_S = 1.0
 
 
 class CpuThreads:
@@ -24,25 +28,39 @@ class CpuThreads:
         self._device = device
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
+        self._may_sleep = config.poll is None
         choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
         if device.is_cpu:
             choices = ways(device.n_threads, config.n_threads, config.poll)
         self._is_measured = len(choices) > 1
-        self.tuner = Tuner(choices)
+        self.tuner = Tuner(choices, LOAD.free)
         self._started: float | None = None
+        self._ended = math.inf  # time of the last token
 
     def begin(self, n_rows: int) -> None:
         """Set the threads for the next pass, of n_rows rows."""
         self._started = None
-        if self._device.is_cpu:
-            self._device.use_threads(self.tuner.current if n_rows == 1 else self._batch)
-            if n_rows == 1:
-                self._started = time.perf_counter()
+        if not self._device.is_cpu:
+            return
+        if n_rows > 1:
+            self._device.use_threads(self._for_prompt())
+            return
+        if time.perf_counter() - self._ended > _GAP_S:
+            self.tuner.resume()
+        self._device.use_threads(self.tuner.current)
+        self._started = time.perf_counter()
+
+    def _for_prompt(self) -> Threads:
+        """Return the batch threads; they sleep while they share a core with another program."""
+        free = LOAD.free() if self._may_sleep else None
+        is_crowded = free is not None and self._batch.n > free
+        return self._batch._replace(poll=SLEEP) if is_crowded else self._batch
 
     def end(self) -> None:
         """Record the time since `begin`; call it when the pass has been computed."""
         if self._started is not None:
-            self.tuner.took(time.perf_counter() - self._started)
+            self._ended = time.perf_counter()
+            self.tuner.took(self._ended - self._started)
 
     def measure(self, runner: Runner) -> None:
         """Measure one-row passes for about a second, then reset sequence 0.
@@ -88,11 +106,12 @@ class CpuThreads:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return the settings in use, for --json: threads and poll in decode, prompt threads."""
-        n, poll = self.tuner.current
+        """Return what --json shows: threads and poll in decode, prompt threads, CPUs taken."""
+        (n, poll), taken = self.tuner.current, LOAD.taken()
         return {
             "n_threads": n,
             "n_threads_batch": self._batch.n,
             "poll": poll if self._device.is_cpu else None,
             "threads_chosen": "measured" if self._is_measured else "given",
+            "cpus_taken": None if taken is None else round(taken, 1),
         }

@@ -66,7 +66,8 @@ class FakeEngine:
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
         self.closed = False
-        used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50, "threads_chosen": "measured"}
+        used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50, "threads_chosen": "measured",
+                "cpus_taken": 0.0}  # fmt: skip
         self.threads = SimpleNamespace(report=lambda: used)
 
     def __enter__(self) -> FakeEngine:

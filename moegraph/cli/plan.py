@@ -17,6 +17,7 @@ from . import options, ui
 from .budget import (
     Budget,
     budget_fields,
+    default_budgets,
     memory_rows,
     plan_budget,
     refusals,
@@ -58,10 +59,9 @@ def _plan_options(command: Any) -> Any:
 @click.option(
     "--vram",
     multiple=True,
-    default=("6", "8", "12", "16", "24"),
-    show_default=True,
     metavar="SIZE",
-    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable.",
+    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable. Default: 6, 8, "
+    "12, 16 and 24; if the model fits into 6, sizes that hold 25 to 100 % of its experts.",
 )
 @click.option(
     "--context",
@@ -120,7 +120,7 @@ def plan_command(
     from ..footprint import needed_bytes
 
     config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
-    sizes = [parse_bytes(size, unit="g") for size in vram]
+    given_sizes = [parse_bytes(size, unit="g") for size in vram]
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
@@ -133,6 +133,7 @@ def plan_command(
             config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
             trace, profile, profile_class,
         )  # fmt: skip
+        sizes = given_sizes or default_budgets(need, config, reserve)
         demand = profile.demand().tolist() if profile else None
         budgets = [plan_budget(need, config, n, reserve, demand) for n in sizes]
         if len(budgets) == 1 and budgets[0].refusal:

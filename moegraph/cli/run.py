@@ -195,12 +195,6 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
         room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
         return job
     options.check_text(model, job.prompt or "", job.config.n_ctx)
-    talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
-    if talks and not job.quiet and _TURN not in (job.prompt or ""):
-        ui.note(
-            "note: this model has a chat template, and run does not use it; to ask a question, "
-            "use moegraph chat -p"
-        )
     sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 
@@ -215,6 +209,7 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     if job.ignore_eos:
         bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
         sampling = replace(sampling, logit_bias=bans)
+    _note_template(engine.file, job)
     options.warn_beyond_training(engine, len(prompt))
     tokens: list[int] = []
     pieces: list[str] = []
@@ -223,6 +218,16 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, load_s)
     if cancel.is_set():
         raise Cancelled
+
+
+def _note_template(model: ModelFile, job: _Job) -> None:
+    """Say that run does not use the model's chat template, if the prompt may need it."""
+    talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
+    if talks and job.prompt is not None and not job.quiet and _TURN not in job.prompt:
+        ui.note(
+            "note: this model has a chat template, and run does not use it; to ask a question, "
+            "use moegraph chat -p"
+        )
 
 
 def _stream(
