@@ -25,7 +25,7 @@ class CpuThreads:
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
         choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
-        if device.is_cpu:
+        if device.can.cpu_threads:
             choices = ways(device.n_threads, config.n_threads, config.poll)
         self._is_measured = len(choices) > 1
         self.tuner = Tuner(choices)
@@ -34,7 +34,7 @@ class CpuThreads:
     def begin(self, n_rows: int) -> None:
         """Set the threads for the next pass, of n_rows rows."""
         self._started = None
-        if self._device.is_cpu:
+        if self._device.can.cpu_threads:
             self._device.use_threads(self.tuner.current if n_rows == 1 else self._batch)
             if n_rows == 1:
                 self._started = time.perf_counter()
@@ -93,6 +93,6 @@ class CpuThreads:
         return {
             "n_threads": n,
             "n_threads_batch": self._batch.n,
-            "poll": poll if self._device.is_cpu else None,
+            "poll": poll if self._device.can.cpu_threads else None,
             "threads_chosen": "measured" if self._is_measured else "given",
         }
