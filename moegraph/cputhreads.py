@@ -30,7 +30,7 @@ class CpuThreads:
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
         self._may_sleep = config.poll is None
         choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
-        if device.is_cpu:
+        if device.can.cpu_threads:
             choices = ways(device.n_threads, config.n_threads, config.poll)
         self._is_measured = len(choices) > 1
         self.tuner = Tuner(choices, LOAD.free)
@@ -40,7 +40,7 @@ class CpuThreads:
     def begin(self, n_rows: int) -> None:
         """Set the threads for the next pass, of n_rows rows."""
         self._started = None
-        if not self._device.is_cpu:
+        if not self._device.can.cpu_threads:
             return
         if n_rows > 1:
             self._device.use_threads(self._for_prompt())
@@ -111,7 +111,7 @@ class CpuThreads:
         return {
             "n_threads": n,
             "n_threads_batch": self._batch.n,
-            "poll": poll if self._device.is_cpu else None,
+            "poll": poll if self._device.can.cpu_threads else None,
             "threads_chosen": "measured" if self._is_measured else "given",
             "cpus_taken": None if taken is None else round(taken, 1),
         }

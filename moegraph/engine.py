@@ -178,7 +178,7 @@ class Engine:
                 "use --miss stream"
             )
         cpu_experts: CpuExperts | None = None
-        if miss != "stream" and store.is_aligned and self.device.is_cpu:
+        if miss != "stream" and store.is_aligned and self.device.can.cpu_threads:
             cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
         elif miss != "stream" and store.is_aligned:
             cpu_experts = KernelCpuExperts(
@@ -233,7 +233,7 @@ class Engine:
         budget, source = None, "--vram"
         if config.vram != "auto":
             budget = parse_bytes(config.vram, "g") - self.device.context_bytes
-        elif not self.device.is_cpu:
+        elif self.device.can.own_memory:
             budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
         self.plan = make_plan(
             needed_bytes(self.file, config, self.n_ctx),

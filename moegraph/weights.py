@@ -65,7 +65,7 @@ class Loader:
         self._progress = progress
         self._done = 0
         self._total = sum(info.nbytes for info in model.tensors.values())
-        self._staging = None if device.is_cpu else _Staging(device, self._report)
+        self._staging = _Staging(device, self._report) if device.can.own_memory else None
 
     def _report(self, n_bytes: int) -> None:
         self._done += n_bytes
@@ -86,7 +86,7 @@ class Loader:
         """
         infos = list(infos)
         aligned = all(info.offset % _HOST_ALIGNMENT == 0 for info in infos)
-        in_place = self._device.is_cpu and aligned
+        in_place = not self._device.can.own_memory and aligned
         if in_place:
             join = ()
         context = Context(len(infos) + len(join) + 1)

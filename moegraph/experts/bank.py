@@ -160,11 +160,11 @@ class _Slots:
         size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
         # The buffer is marked as weights although slots change. Our CUDA kernels assume that
-        # weights are constant (moegraph_is_constant of patch 0010, moegraph_moe_is_constant of
+        # weights are constant (moegraph_is_constant (rows), moegraph_moe_is_constant of
         # 0018), so they may load them before the preceding kernel has ended. Every write to a slot
         # must therefore end before a kernel that reads the slot may start:
         # - an upload ends before an event that the compute stream waits for between two graphs;
-        # - the look-up of slots that fetches (patch 0021) lets the next kernel start early only if
+        # - the look-up of slots that fetches lets the next kernel start early only if
         #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
         #   the kernel of 0018 start.
         # A new kernel between the look-up, gate and up, and down must keep this order. The test is

@@ -108,7 +108,7 @@ class ExpertStore:
         self.warning = ""
         self.rows: dict[int, Tensor] = {}
         self._context = Context(len(self._infos) + 1)
-        if pin == "all" or (pin == "auto" and not device.is_cpu):
+        if pin == "all" or (pin == "auto" and device.can.own_memory):
             self._pin_all(pin)
         if any(il not in self._pinned for il in layers):
             size = max(packing.n_bytes for packing in self._packing.values())

@@ -118,7 +118,7 @@ class LayeredRunner(Runner):
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * hp.n_expert_used
-        self._sums_last = device.is_cpu and misses is not None
+        self._sums_last = device.can.exact_sums and misses is not None
         self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._layer_graphs = LayerGraphs(
             device,

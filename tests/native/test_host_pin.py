@@ -27,7 +27,7 @@ PRESET = "legacy32"
 class PinningDevice:
     """The CPU device, for a store that asks whether it can pin; refuses from a number on."""
 
-    is_cpu = False
+    can = SimpleNamespace(own_memory=True)
 
     def __init__(self, n_blocks: int = 1000) -> None:
         self.real = Device("cpu", 1)
@@ -143,7 +143,7 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
         ExpertStore,
         "__init__",
         lambda self, device, *args: real(
-            self, SimpleNamespace(is_cpu=False, host_buffer=device.host_buffer), *args
+            self, SimpleNamespace(can=PinningDevice.can, host_buffer=device.host_buffer), *args
         ),
     )
     half = open_engine(PRESET, host_pin="auto", **settings)
