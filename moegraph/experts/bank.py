@@ -160,13 +160,13 @@ class _Slots:
         size = packing.stride * n_slots + _TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
         # The buffer is marked as weights although slots change. Our CUDA kernels assume that
-        # weights are constant (moegraph_is_constant (rows), moegraph_moe_is_constant of
-        # 0018), so they may load them before the preceding kernel has ended. Every write to a slot
-        # must therefore end before a kernel that reads the slot may start:
+        # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
+        # may load them before the preceding kernel has ended. Every write to a slot must therefore
+        # end before a kernel that reads the slot may start:
         # - an upload ends before an event that the compute stream waits for between two graphs;
         # - the look-up of slots that fetches lets the next kernel start early only if
         #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
-        #   the kernel of 0018 start.
+        #   the kernel of the down product start.
         # A new kernel between the look-up, gate and up, and down must keep this order. The test is
         # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
         C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)

@@ -1,8 +1,8 @@
 """The readback: graphs copy the router's choice to the host while they run.
 
 A copy node writes a layer's ids into pinned memory, and the host watches that memory. On CUDA the
-copy runs beside the layer's experts (native/README.md: publish). A driver copy and an event would instead cost
-the device a boundary between two graphs, and the host about 10 us per miss.
+copy runs beside the layer's experts (native/README.md: publish). A driver copy and an event would
+instead cost the device a boundary between two graphs, and the host about 10 us per miss.
 """
 
 from __future__ import annotations
