@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
-from moegraph import engine as engine_module
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.engine import engine as engine_module
 from moegraph.errors import (
     ConfigError,
     ModelFileError,

@@ -14,13 +14,13 @@ import pytest
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled
+from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
 from moegraph.runner import WholeRunner
-from moegraph.sequence import CancelToken
 from moegraph.threads import SLEEP, SPIN, Threads
 
 N_NODES = 400

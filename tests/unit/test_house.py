@@ -23,36 +23,34 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Low to high: a room imports rooms of its own line and of the lines above it.
 ROOMS = (
-    ("errors", "threads", "config", "units", "hostmem"),
-    ("modelfile", "hparams"),
+    ("errors", "units", "threads", "events", "config", "sampling"),
+    ("modelfile",),
     ("ggml",),
-    ("weights", "state"),
-    # Banks and placement know nothing of graphs; the graph of an expert FFN is built over a bank.
+    ("text",),
+    ("resident",),
+    # Pure, and driven by both the simulator and the runner.
     ("experts",),
+    ("placement",),
     ("graphs",),
     ("runner",),
     ("draft",),
-    (
-        "tokenizer",
-        "chat",
-        "sampling",
-        "sequence",
-        "generation",
-        "footprint",
-        "ownership",
-        "passes",
-        "cputhreads",
-        "engine",
-    ),
-    ("bench", "cli", "server", "__main__"),
+    ("engine",),
+    ("server", "bench"),
+    ("cli",),
+    ("__main__",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "threads", "units", "hostmem", "hparams", "modelfile", "modelfile.summary",
-    "sampling", "sequence",
-    "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
-    "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
-    "experts.profilefile", "experts.guard",
+    "config", "errors", "events", "sampling", "threads", "units",
+    "modelfile", "modelfile.hparams", "modelfile.summary",
+    "text.chat", "text.stream",
+    "resident.layout",
+    "experts.cache", "experts.cachestats", "experts.cost", "experts.guard", "experts.policy",
+    "experts.prefetch",
+    "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
+    "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
+    "placement.tracestats",
+    "engine.ownership", "engine.sequence",
 )  # fmt: skip
 
 FILE_CAP, FILE_MEDIAN = 500, 200

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, RequestError
-from moegraph.experts import profilefile
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.profile import Profile, read_profile
-from moegraph.experts.profilefile import ProfileFile, open_profile
+from moegraph.placement import profilefile
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile, read_profile
+from moegraph.placement.profilefile import ProfileFile, open_profile
 
 SHAPE = RouterShape(2, 4, 2, "abc")
 COUNTS = np.array([[8, 0, 1, 1], [0, 5, 5, 0]])
