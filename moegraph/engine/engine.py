@@ -6,61 +6,30 @@ import os
 import resource
 import sys
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
-from ..errors import ConfigError
 from ..events import CancelToken, Progress
-from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
-from ..experts.policy import POLICIES
-from ..experts.prefetch import MAX_PREFETCH
-from ..ggml.device import Device
 from ..ggml.handles import closed_on_failure
-from ..ggml.mapped import WatchedFiles
-from ..graphs.layer import Model
 from ..modelfile import ModelFile, open_model, resolve_target
-from ..placement.footprint import needed_bytes
-from ..placement.identity import router_shape
-from ..placement.planner import make_plan
-from ..placement.profile import profile_path
-from ..placement.profilefile import ProfileFile, ProfileUpdate, open_profile
-from ..resident.bank import ExpertBanks
-from ..resident.state import State
-from ..resident.store import ExpertStore
-from ..resident.weights import Loader, Weights
-from ..runner import LayeredRunner, Output, Runner, WholeRunner
-from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
-from ..runner.cpu_experts_graph import GraphCpuExperts
-from ..runner.misses import ADMIT_ROWS, MissHandler
-from ..runner.replay import Replay
+from ..placement.profilefile import ProfileUpdate
+from ..runner import LayeredRunner, Output
+from ..runner.misses import MissHandler
 from ..sampling import SamplingParams
-from ..units import parse_bytes
-from .cputhreads import CpuThreads
+from ..text.tokenizer import Tokenizer
 from .generation import Events, Generation
+from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes, checked_ids
 from .sequence import Sequence
 
-if TYPE_CHECKING:
-    from ..text.tokenizer import Tokenizer
-
-# Device memory left free with --vram auto, for other programs and for CUDA graphs.
-_MARGIN_BYTES = 256 << 20
-
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-Part = TypeVar("Part", bound=_Closes)
 
 
 class Engine:
@@ -89,11 +58,10 @@ class Engine:
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
-        self._n_saved: npt.NDArray[np.int64] | int = 0  # choices that are in the profile
         self.ownership = Ownership()
         with closed_on_failure():
             try:
-                self._load(progress, routing)
+                self._take(load_model(model, config, progress, routing, self._stack))
             except BaseException:
                 self.close()
                 raise
@@ -120,94 +88,16 @@ class Engine:
         config = (config or EngineConfig()).validate()
         return cls(open_model(resolve_target(path)), config, progress, routing)
 
-    def _load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> None:
-        config, hp = self.config, self.hparams
-        self._files = self._own(WatchedFiles(self.file.mappings()))
-        self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
-        self.threads = CpuThreads(self.device, config)
-        self.n_ctx = config.n_ctx or hp.n_ctx_train
-        self._profile = self._read_profile()
-        n_slots = self._plan_slots()
-        if n_slots is not None and config.mode == "whole":
-            raise ConfigError(
-                "mode 'whole' needs every expert on the device, but not all experts get a slot; "
-                "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
-            )
-        loader = Loader(self.device, self.file, progress)
-        try:
-            self.weights = self._own(Weights(loader, self.file))
-            may_prefetch = (
-                config.prefetch == "auto" and not config.deterministic and routing is None
-            )
-            n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-            self.banks = self._own(
-                ExpertBanks(self.device, loader, self.file, n_slots, n_prefetch_slots)
-            )
-        finally:
-            loader.close()
-        self.state = self._own(
-            State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
-        )
-        parts = Model(hp, self.weights, self.banks, self.state)
-        n_ubatch = min(config.n_ubatch, self.state.n_ctx)
-        self.runner: Runner
-        if n_slots is None and routing is None and config.mode != "layered":
-            self.runner = self._own(WholeRunner(self.device, parts, n_ubatch))
-        else:
-            misses = None if n_slots is None else self._open_misses(n_slots)
-            replay = None if routing is None else Replay(self.device, hp, routing)
-            self.runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
-        self.runner.reserve_graphs()
-        self.passes = Passes(self.runner, self._files, self.n_ctx, self.threads)
-        self.device.note_peak()
-        self._files.check()
-        self.file.check_unchanged()
-        self.threads.measure(self.runner)
-
-    def _open_misses(self, n_slots: list[int]) -> MissHandler:
-        """Open the expert store and the cache, and fill the slots."""
-        config, hp = self.config, self.hparams
-        partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
-        policy = POLICIES[config.policy]()
-        cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        # 'auto' depends on measured times
-        miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
-        if miss == "cpu" and not store.is_aligned:
-            raise ConfigError(
-                "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
-                "use --miss stream"
-            )
-        cpu_experts: CpuExperts | None = None
-        if miss != "stream" and store.is_aligned and self.device.is_cpu:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
-        elif miss != "stream" and store.is_aligned:
-            cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, ADMIT_ROWS
-            )
-        max_rows = config.n_ubatch * config.n_seq
-        misses = MissHandler(
-            self.device,
-            self.banks,
-            store,
-            cache,
-            cpu_experts,
-            miss,
-            max_rows,
-            not config.deterministic,
-        )
-        profile = self._profile
-        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
-        for il in partial:
-            misses.fill(il, cache.preload(il, *starts[il]))
-        return misses
-
-    def _read_profile(self) -> ProfileFile | None:
-        """Return the profile that --profile names, or the one beside the model; None without."""
-        config, beside = self.config, profile_path(self.file.path)
-        return open_profile(
-            config.profile, config.profile_class, beside, lambda: router_shape(self.file)
-        )
+    def _take(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._profile = loaded.profile
+        self.n_ctx = loaded.n_ctx
+        self.plan = loaded.plan
+        self.device = loaded.device
+        self.threads = loaded.threads
+        self.weights, self.banks, self.state = loaded.weights, loaded.banks, loaded.state
+        self.runner = loaded.runner
+        self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -217,34 +107,7 @@ class Engine:
         misses = self._misses
         if self._profile is None or not misses:
             return None
-        counts = np.array(misses.cache.counts, dtype=np.int64)
-        update = self._profile.update(counts - self._n_saved)
-        if not update.why:
-            self._n_saved = counts
-        return update
-
-    def _own(self, part: Part) -> Part:
-        """Have `close` close a part, in reverse order of these calls; return the part."""
-        self._stack.callback(part.close)
-        return part
-
-    def _plan_slots(self) -> list[int] | None:
-        """Return the expert slots of each layer, or None if all experts are resident."""
-        config, free = self.config, self.device.memory()[0]
-        budget, source = None, "--vram"
-        if config.vram != "auto":
-            budget = parse_bytes(config.vram, "g") - self.device.context_bytes
-        elif not self.device.is_cpu:
-            budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
-        self.plan = make_plan(
-            needed_bytes(self.file, config, self.n_ctx),
-            budget,
-            config.pin_layers if config.pin_layers >= 0 else None,
-            config.cache_slots if config.cache_slots >= 0 else None,
-            source,
-            self._profile.demand if self._profile else None,
-        )
-        return None if self.plan.all_resident else list(self.plan.n_slots)
+        return self._profile.add_new(np.array(misses.cache.counts, dtype=np.int64))
 
     @property
     def device_name(self) -> str:
@@ -272,9 +135,7 @@ class Engine:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from ..text.tokenizer import Tokenizer
-
-        return self._own(Tokenizer(self.file))
+        return self._stack.enter_context(closing(Tokenizer(self.file)))
 
     def memory(self) -> dict[str, int]:
         """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
@@ -485,7 +346,10 @@ class Engine:
             eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
             stop=stop,
         )
-        generation = Generation(self, sequence, ids, sampling, cancel, keep_logits, progress)
+        generation = Generation(
+            self._loaded, self.passes, self.ownership,
+            sequence, ids, sampling, cancel, keep_logits, progress,
+        )  # fmt: skip
         return Events(generation.run(reuse), self.ownership)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +12,10 @@ from ..errors import Cancelled, InternalError
 from ..events import CancelToken, GenerationEvent, Progress
 from ..runner import Output
 from ..sampling import Sampler, SamplingParams
+from .loader import LoadedModel
 from .ownership import Ownership, is_live
+from .passes import Passes
 from .sequence import Sequence
-
-if TYPE_CHECKING:
-    from . import Engine
 
 
 class Events(Iterator[GenerationEvent]):
@@ -56,7 +54,9 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        model: LoadedModel,
+        passes: Passes,
+        ownership: Ownership,
         sequence: Sequence,
         ids: npt.NDArray[np.int32],
         sampling: SamplingParams,
@@ -64,22 +64,24 @@ class Generation:
         keep_logits: bool,
         progress: Progress | None,
     ) -> None:
-        self.engine = engine
+        self.model = model
+        self.passes = passes
+        self.ownership = ownership
         self.sequence = sequence
         self.ids = ids
         self.cancel = cancel or CancelToken()
         self.keep_logits = keep_logits
         self.progress = progress
         self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = Sampler(sampling, engine.hparams.n_vocab)
+        self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
         self.sampler.accept_all(ids.tolist())
         self.prefill_s = self.decode_s = 0.0
         self.n_reused = self.n_read = 0
 
     def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
         """Yield the events; reuse: as in `Engine.generate`."""
-        engine, passes = self.engine, self.engine.passes
-        engine.file.check_unchanged()
+        passes, device = self.passes, self.model.device
+        self.model.file.check_unchanged()
         held = passes.held(0)
         n_reused = len(held)
         if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
@@ -87,7 +89,7 @@ class Generation:
             n_reused = 0
         self.n_reused = self.n_read = n_reused
         self.started = time.perf_counter()
-        engine.device.bind_cancel(self.cancel.flag)
+        device.bind_cancel(self.cancel.flag)
         finished = False
         try:
             yield from self._steps(n_reused)
@@ -101,9 +103,9 @@ class Generation:
         finally:
             if not finished:
                 passes.abandon(0)  # an error, or the caller closed it
-            if not engine.device.compute.is_closed:
-                engine.device.bind_cancel(None)
-                if not finished and engine.ownership.is_here:
+            if not device.compute.is_closed:
+                device.bind_cancel(None)
+                if not finished and self.ownership.is_here:
                     passes.reset(0)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
@@ -127,17 +129,17 @@ class Generation:
                 yield event  # its token was sampled before the cancellation
                 raise
             yield event
-            output = self.engine.passes.collect()
+            output = self.passes.collect()
             logits = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        step, n = self.engine.runner.n_ubatch, len(self.ids)
+        step, n = self.model.runner.n_ubatch, len(self.ids)
         rows: list[npt.NDArray[np.float32]] = []
         output = None
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :])
-            output = self.engine.passes.collect()
+            output = self.passes.collect()
             self.n_read = min(start + step, n)
             if self.keep_logits:
                 rows.append(output.require_logits())
@@ -148,7 +150,7 @@ class Generation:
         return output, np.concatenate(rows) if rows else None
 
     def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
-        self.engine.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
+        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:

@@ -77,6 +77,7 @@ class ProfileFile:
         require_class_name(self.class_name)
         self._is_named = is_named
         self._shape = shape
+        self._n_added: npt.NDArray[np.int64] | int = 0  # by `add_new`
         self._ignored = ""  # why the file is ignored
         try:
             self.profile = self._read(path)
@@ -138,6 +139,16 @@ class ProfileFile:
             return self._add(counts, where)
         except (MoegraphError, OSError, RuntimeError) as error:  # RuntimeError: circular links
             return ProfileUpdate(*where, str(error))
+
+    def add_new(self, counts: npt.NDArray[np.int64]) -> ProfileUpdate:
+        """Add the choices of a run that the last call has not added; as `update`.
+
+        counts: all choices of the run so far [n_layer, n_expert].
+        """
+        update = self.update(counts - self._n_added)
+        if not update.why:
+            self._n_added = counts
+        return update
 
     def _add(self, counts: npt.NDArray[np.int64], where: tuple[str, str, int]) -> ProfileUpdate:
         path = self.path.resolve()  # do not replace a symbolic link
