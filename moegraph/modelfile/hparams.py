@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
-
-if TYPE_CHECKING:
-    from .metadata import Metadata
+from .metadata import Metadata
 
 ARCH = "qwen35moe"
 MAX_LAYERS = 512

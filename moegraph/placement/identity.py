@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-
-if TYPE_CHECKING:
-    from ..modelfile import ModelFile
+from ..modelfile import ModelFile
 
 _MAX = {"n_layer": 1024, "n_expert": 65536, "n_expert_used": 1024}
 
