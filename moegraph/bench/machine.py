@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ..config import EngineConfig
 from ..engine import Engine
 from ..experts.cost import Curve, Machine, machine_fields
-from ..experts.identity import RouterShape
-from ..experts.trace import Trace, ids_dtype
-from ..footprint import slot_bytes
+from ..placement.footprint import slot_bytes
+from ..placement.identity import RouterShape
+from ..placement.trace import Trace, ids_dtype
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
 from ..runner.misses import MissHandler

@@ -11,7 +11,7 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..units import GiB, MiB, format_bytes, format_share
 
 if TYPE_CHECKING:
-    from ..experts.planner import Footprint, Plan
+    from ..placement.planner import Footprint, Plan
 
 # Device memory that a CUDA driver takes for itself, if it was not measured.
 RESERVE_BYTES = 512 * MiB
@@ -65,7 +65,7 @@ def plan_budget(
     Raises:
         ConfigError: the slots or full layers that config demands do not fit.
     """
-    from ..experts.planner import make_plan, upstream_cpu_layers
+    from ..placement.planner import make_plan, upstream_cpu_layers
 
     usable = n_bytes - reserve
     if usable < 0:

@@ -18,7 +18,7 @@ from .. import __version__
 from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import MoegraphError, NativeError
-from ..hostmem import host_memory
+from ..ggml.free_memory import host_memory
 from ..threads import default_threads
 from ..units import format_bytes
 from . import options, ui

@@ -28,13 +28,13 @@ from .simulate import Sizes, find_sizes, simulation_fields, trace_fields
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
-    from ..experts.identity import RouterShape
-    from ..experts.planner import Footprint
     from ..experts.policy import Policy
-    from ..experts.profile import Profile
-    from ..experts.simulate import Simulation
-    from ..experts.trace import Trace
     from ..modelfile import ModelFile
+    from ..placement.identity import RouterShape
+    from ..placement.planner import Footprint
+    from ..placement.profile import Profile
+    from ..placement.simulate import Simulation
+    from ..placement.trace import Trace
 
 _SETTINGS = (
     "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss"
@@ -114,10 +114,10 @@ def plan_command(
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
     """
     from ..experts.cost import find_machine
-    from ..experts.identity import router_shape
     from ..experts.policy import parse_policy
-    from ..experts.profile import read_profile
-    from ..footprint import needed_bytes
+    from ..placement.footprint import needed_bytes
+    from ..placement.identity import router_shape
+    from ..placement.profile import read_profile
 
     config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
     given_sizes = [parse_bytes(size, unit="g") for size in vram]
@@ -162,8 +162,8 @@ _Rows = list[tuple[Budget, "Simulation | None"]]
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
-    from ..experts.generator import generate_trace
-    from ..experts.trace import read_trace
+    from ..placement.generator import generate_trace
+    from ..placement.trace import read_trace
 
     if path is None:
         return generate_trace(shape, _N_GENERATED)
@@ -173,7 +173,7 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
 
 
 def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
-    from ..experts.simulate import simulate
+    from ..placement.simulate import simulate
 
     if budget.plan is None:
         return None

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..sequence import GenerationEvent
 from ..units import format_bytes, format_duration
 
 if TYPE_CHECKING:

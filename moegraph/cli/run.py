@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from click.core import ParameterSource
 
-from ..chat.template import TEMPLATE_KEY
 from ..config import EngineConfig
+from ..engine.sequence import room_after
 from ..errors import Cancelled, RequestError
+from ..events import CancelToken, GenerationEvent
 from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
-from ..sequence import CancelToken, GenerationEvent, room_after
+from ..text.chat.template import TEMPLATE_KEY
 from . import options, ui
 from .command import Command, Option
 from .completion import MODEL_TARGET

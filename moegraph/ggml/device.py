@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
-from ..hostmem import host_memory
 from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
+from .free_memory import gpu_used_bytes, host_memory
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
-from .nvml import used_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -167,7 +166,7 @@ _contexts: dict[str, int] = {}
 def _context_bytes(address: str, before: dict[str, int]) -> int:
     """Return the bytes of this process's context on a GPU; 0 if the driver does not tell."""
     if address and address not in _contexts:
-        grown = used_bytes().get(address, 0) - before.get(address, 0)
+        grown = gpu_used_bytes().get(address, 0) - before.get(address, 0)
         _contexts[address] = max(0, grown) if address in before else 0
     return _contexts.get(address, 0)
 
@@ -191,7 +190,7 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
-        before = {} if name == "cpu" else used_bytes()
+        before = {} if name == "cpu" else gpu_used_bytes()
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError
-from ..experts.bank import Bank
 from ..experts.cache import ExpertCache
 from ..experts.policy import Lru
 from ..ggml.device import Device
@@ -41,7 +40,8 @@ from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
 from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
-from ..state import KV_PAD
+from ..resident.bank import Bank
+from ..resident.layout import KV_PAD
 from .base import Output, Runner
 from .layer_graphs import LayerGraphs
 from .misses import ADMIT_ROWS, MissHandler, MissMode

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ..errors import NativeError
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import I32, Builder, Tensor
-from ..weights import place
 
 
 class HostIds(NamedTuple):

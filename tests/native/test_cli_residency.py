@@ -20,14 +20,14 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
 from moegraph.experts.cost import MACHINES, find_machine
-from moegraph.experts.identity import router_shape
-from moegraph.experts.planner import Footprint, make_plan
 from moegraph.experts.policy import parse_policy
-from moegraph.experts.profile import Profile, read_profile
-from moegraph.experts.simulate import simulate
-from moegraph.experts.trace import Trace, TraceRecorder, read_trace
-from moegraph.footprint import needed_bytes, slot_bytes
 from moegraph.modelfile import open_model, resolve_target
+from moegraph.placement.footprint import needed_bytes, slot_bytes
+from moegraph.placement.identity import router_shape
+from moegraph.placement.planner import Footprint, make_plan
+from moegraph.placement.profile import Profile, read_profile
+from moegraph.placement.simulate import simulate
+from moegraph.placement.trace import Trace, TraceRecorder, read_trace
 from moegraph.sampling import SamplingParams
 from moegraph.units import parse_bytes
 

@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph import cputhreads
 from moegraph.config import EngineConfig
 from moegraph.cpuload import LOAD
-from moegraph.engine import Engine
+from moegraph.engine import Engine, cputhreads
 from moegraph.errors import Cancelled
+from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
 from moegraph.runner import WholeRunner
-from moegraph.sequence import CancelToken
 from moegraph.threads import SLEEP, SPIN, Threads, ways
 
 N_NODES = 400

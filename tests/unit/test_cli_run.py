@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fake_engine import END, N_VOCAB, FakeEngine, ids_file
+from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
-from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import ui
 from moegraph.cli.report import stats_line
 from moegraph.config import EngineConfig
@@ -27,7 +26,8 @@ from moegraph.errors import (
     OutOfDeviceMemory,
     UnsupportedModel,
 )
-from moegraph.sequence import GenerationEvent
+from moegraph.events import GenerationEvent
+from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
     from conftest import Cli
