@@ -26,7 +26,7 @@ ROOMS = (
     ("errors", "threads", "config", "units", "hostmem", "kinds"),
     ("modelfile", "hparams"),
     ("ggml",),
-    ("weights", "state"),
+    ("weights", "kvpool", "state"),
     # Banks and placement know nothing of graphs; the graph of an expert FFN is built over a bank.
     ("experts",),
     ("graphs",),
@@ -48,8 +48,8 @@ ROOMS = (
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "threads", "units", "hostmem", "kinds", "hparams", "modelfile", "modelfile.summary",
-    "sampling", "sequence",
+    "config", "threads", "units", "hostmem", "kinds", "kvpool", "hparams", "modelfile",
+    "modelfile.summary", "sampling", "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
     "experts.profilefile", "experts.guard",
