@@ -32,13 +32,14 @@ from .ggml.device import Device
 from .ggml.handles import closed_on_failure
 from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
+from .kinds import MAX_CPU_ROWS
 from .modelfile import ModelFile, open_model, resolve_target
 from .ownership import Ownership
-from .passes import Passes, checked_ids
+from .passes import Passes, Seqs, checked_ids
 from .runner import LayeredRunner, Output, Runner, WholeRunner
 from .runner.cpu_experts import CpuExperts, KernelCpuExperts
 from .runner.cpu_experts_graph import GraphCpuExperts
-from .runner.misses import ADMIT_ROWS, MissHandler
+from .runner.misses import MissHandler
 from .runner.replay import Replay
 from .sampling import SamplingParams
 from .sequence import CancelToken, Sequence
@@ -179,10 +180,10 @@ class Engine:
             )
         cpu_experts: CpuExperts | None = None
         if miss != "stream" and store.is_aligned and self.device.is_cpu:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
+            cpu_experts = GraphCpuExperts(self.device, hp, store, MAX_CPU_ROWS)
         elif miss != "stream" and store.is_aligned:
             cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, ADMIT_ROWS
+                self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
             )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
@@ -333,7 +334,7 @@ class Engine:
         self.ownership.hand_over()
 
     def reset(self, seq: int = 0) -> None:
-        """Empty a sequence and drop the results of a pass in flight that includes it.
+        """Empty a sequence, also of a pass in flight; its other sequences and results stay.
 
         Raises:
             RequestError: there is no such sequence, the engine is closed, or it belongs to another
@@ -354,15 +355,15 @@ class Engine:
     def forward(
         self,
         tokens: Ids,
-        seq: int = 0,
+        seq: Seqs = 0,
         all_rows: bool = False,
         greedy: bool = False,
         cancel: CancelToken | None = None,
     ) -> Output:
         """Run token rows as one pass and wait for it.
 
-        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
-            seq.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens].
+        seq: the sequence of each row of tokens, or the first of consecutive sequences.
         all_rows: results for every row; otherwise for the last row of each sequence.
         greedy: return the device's argmax instead of logits.
 
@@ -403,7 +404,7 @@ class Engine:
     def submit(
         self,
         tokens: Ids,
-        seq: int,
+        seq: Seqs,
         all_rows: bool,
         greedy: bool,
         cancel: CancelToken | None,
@@ -430,7 +431,7 @@ class Engine:
             RequestError: no pass is in flight, the engine is closed, or it belongs to another
                 thread.
             EngineBusy: a generation is running.
-            NativeError: a result is not finite; the message names the first such layer.
+            NotFinite: a result is not finite (a NativeError); see `Passes.collect`.
             ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         self.ownership.enter_alone()

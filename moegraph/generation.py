@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Cancelled, InternalError
+from .kinds import Kind
 from .ownership import Ownership, is_live
 from .runner import Output
 from .sampling import Sampler, SamplingParams
@@ -122,7 +123,7 @@ class Generation:
                 yield event
                 return
             try:
-                self._submit(np.array([[token]], dtype=np.int32))
+                self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
             except Cancelled:
                 yield event  # its token was sampled before the cancellation
                 raise
@@ -136,7 +137,7 @@ class Generation:
         output = None
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
-            self._submit(chunk[None, :])
+            self._submit(chunk[None, :], Kind.PREFILL)
             output = self.engine.passes.collect()
             self.n_read = min(start + step, n)
             if self.keep_logits:
@@ -147,8 +148,9 @@ class Generation:
             raise InternalError("a prompt without tokens reached the prefill")
         return output, np.concatenate(rows) if rows else None
 
-    def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
-        self.engine.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
+    def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
+        passes = self.engine.passes
+        passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:

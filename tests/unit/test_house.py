@@ -26,7 +26,7 @@ ROOMS = (
     ("errors", "threads", "config", "units", "hostmem", "kinds"),
     ("modelfile", "hparams"),
     ("ggml",),
-    ("weights", "kvpool", "state"),
+    ("weights", "kvpool", "drafts", "snapshots", "state"),
     # Banks and placement know nothing of graphs; the graph of an expert FFN is built over a bank.
     ("experts",),
     ("graphs",),
