@@ -124,6 +124,17 @@ class Side:
 class Ours(Side):
     """An engine of the moegraph package that PYTHONPATH selects."""
 
+    def together(self, n_seqs: int, n: int, seed: int) -> dict[str, Any]:
+        """Time n passes of one row for each of n_seqs sequences, all from position 0."""
+        ids = token_ids(seed, n * n_seqs, self.n_vocab).reshape(n, n_seqs, 1)
+        for seq in range(n_seqs):
+            self.engine.reset(seq)
+        before, begin = self.stats(), time.perf_counter()
+        for rows in ids:
+            self.engine.forward(rows, greedy=True)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "experts": self._report(before)}
+
     def __init__(self) -> None:
         self.engine: Any = None
 

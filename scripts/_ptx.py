@@ -1,4 +1,4 @@
-"""Compile the CUDA sources that the patches touch to PTX: checks syntax and types without a GPU.
+"""Compile our CUDA sources and those that patches touch to PTX: checks them without a GPU.
 
 Machine code would take most of an hour; PTX for one architecture takes a minute or two and finds
 the same compiler errors. Of cuBLAS only the headers are needed.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,10 +30,10 @@ FLAGS = (
 STAMP = "ptx-stamp"
 
 
-def touched_by(patches: Sequence[Path]) -> list[str]:
-    """Return the CUDA files that patches change or add, sorted, relative to the tree."""
+def touched_by(patches: Sequence[Path], native: Iterable[str]) -> list[str]:
+    """Return the CUDA files that patches change or native files add, sorted, in the tree."""
     lines = [line for patch in patches for line in patch.read_text("utf-8").splitlines()]
-    names = {line[len("+++ b/") :] for line in lines if line.startswith("+++ b/")}
+    names = {line[len("+++ b/") :] for line in lines if line.startswith("+++ b/")} | set(native)
     return sorted(name for name in names if name.endswith((".cu", ".cuh")))
 
 
@@ -113,7 +113,7 @@ def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], a
 
 
 def check(arch: str, build: Path, sdist: str | None) -> None:
-    """Compile the CUDA sources that the patches touch, unless this patch set already passed here.
+    """Compile our CUDA sources and patched ones, unless this patch set already passed here.
 
     Prints one line: what was compiled, or why nothing was.
 
@@ -127,7 +127,6 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     except BuildError as error:
         say(f"CUDA sources NOT compiled: {str(error).partition(';')[0]}")
         return
-    patches = fetch.patch_files()
     what = f"{fetch.patchset()} {fetch.PIN['sha256']} CUDA {major}.{minor} compute_{arch}"
     wanted = f"{what} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
     work = build / "check-patches"
@@ -138,7 +137,7 @@ def check(arch: str, build: Path, sdist: str | None) -> None:
     begin = time.monotonic()
     tree = work / "llama.cpp"
     fetch.provide(tree, build / "cache", sdist)
-    sources = units(tree, touched_by(patches))
+    sources = units(tree, touched_by(fetch.patch_files(), fetch.native_files()))
     # The wheels share one folder, which may hold another toolkit's headers: copy cuBLAS's only.
     shutil.rmtree(work / "cublas", ignore_errors=True)
     (work / "cublas").mkdir(parents=True)

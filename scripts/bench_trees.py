@@ -54,6 +54,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", type=int, nargs="*", default=[512, 2048])
     p.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     p.add_argument(
+        "--depth",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="positions that a sequence holds before a decode sample",
+    )
+    p.add_argument(
+        "--seqs",
+        type=bench.positive,
+        nargs="*",
+        default=[],
+        help="sequences that decode one token each in a pass; then no other test runs, because "
+        "the engine has memory for so many sequences; not for upstream",
+    )
+    p.add_argument(
         "--repeat",
         type=bench.positive,
         default=7,
@@ -97,9 +112,19 @@ class Test:
 def tests(args: argparse.Namespace) -> list[Test]:
     """Return the tests in the order in which they run."""
 
-    def decode(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
-        found = worker.ask("decode", n=args.gen, seed=at, logits=logits)
-        return args.gen / found["seconds"], {"experts": found["experts"]}
+    def decode(depth: int) -> Test:
+        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
+            found = worker.ask("decode", n=args.gen, seed=at, depth=depth, logits=logits)
+            return args.gen / found["seconds"], {"experts": found["experts"]}
+
+        return Test(f"tg{args.gen}" + (f" @ {depth}" if depth else ""), "tok/s", sample)
+
+    def together(n: int) -> Test:
+        def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
+            found = worker.ask("together", n_seqs=n, n=args.gen, seed=at)
+            return n * args.gen / found["seconds"], {"experts": found["experts"]}
+
+        return Test(f"seqs {n}", "tok/s", sample)
 
     def prompt(n: int) -> Test:
         def sample(worker: bench.Worker, at: int, logits: bool) -> tuple[float, dict[str, object]]:
@@ -117,13 +142,16 @@ def tests(args: argparse.Namespace) -> list[Test]:
 
         return Test(f"rows {n}", "ms", sample)
 
-    generation = [Test(f"tg{args.gen}", "tok/s", decode)] if args.gen else []
+    if args.seqs:
+        return [together(n) for n in args.seqs]
+    generation = [decode(depth) for depth in args.depth] if args.gen else []
     return [*generation, *map(rows, args.rows), *map(prompt, args.prompt)]
 
 
 def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) -> dict[str, object]:
     """Return the settings with which a worker loads."""
-    longest = max([args.gen, args.warm, *args.prompt, *args.rows, 256])
+    decoded = max(args.gen, args.warm) + max(args.depth, default=0)
+    longest = max([decoded, *args.prompt, *args.rows, 256])
     common = {"n_ctx": longest, "n_ubatch": args.ubatch}
     if bench.is_upstream(name):
         place = {"device": "cpu" if args.device == "cpu" else "gpu"}
@@ -131,6 +159,8 @@ def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) ->
         return {**common, **place, "threads": n_threads, "n_batch": max(2048, args.ubatch)}
     threads = {"n_threads": args.threads} if args.threads else {}
     config = {**common, **threads, "device": args.device, "profile": "none"}
+    if args.seqs:
+        config["n_seq"] = max(args.seqs)
     if setting == "whole":
         return config | {"mode": "whole"}
     slots = round(float(setting.split()[0]) / 100 * n_all)
@@ -189,6 +219,8 @@ def main() -> int:
 
     def run() -> None:
         bench.check_systems(args.systems)
+        if args.seqs and any(map(bench.is_upstream, args.systems)):
+            raise bench.BenchError("--seqs: upstream's batches of several sequences are not timed")
         clock, raw = bench.Clock(args.time_limit), bench.Raw("trees", args)
 
         def compare() -> None:

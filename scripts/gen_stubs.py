@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Write moegraph/ggml/_native.pyi, the type stub of the extension module.
 
-The stub is derived from the declarations in moegraph/ggml/decl, which the C compiler checks against
-ggml's headers. Run the script after a change there; a test checks that the stub is up to date.
+The stub is derived from moegraph/ggml/decl, which the C compiler checks against ggml's headers, and
+from our own headers in native/. Run the script after a change there. A test checks that the stub is
+up to date.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STUB = ROOT / "moegraph" / "ggml" / "_native.pyi"
 WIDTH = 100
 
 HEAD = '''\
-# Written by scripts/gen_stubs.py from decl/*.h; do not edit.
+# Written by scripts/gen_stubs.py from C declarations; do not edit.
 """The patched ggml, and the C parts of moegraph, as cffi presents them."""
 
 from typing import Any, Final, TypeAlias

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Put a patched llama.cpp into a folder: fetch the pinned source, verify, unpack, patch.
+"""Put our llama.cpp into a folder: fetch the pinned source, verify, unpack, patch, add our files.
 
-CMake and people run it. If the folder is up to date, it does nothing. After a change in patches/ it
-writes only the files that differ, so that little is compiled again.
+CMake and people run it. If the folder is up to date, it does nothing. After a change in patches/ or
+native/ it writes only the files that differ, so that little is compiled again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PIN: dict[str, str] = json.loads((ROOT / "vendor" / "pin.json").read_text("utf-8"))
 STAMP = ".moegraph-stamp"
 PRISTINE = ".moegraph-pristine"
+NATIVE_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h")
 
 
 class FetchError(Exception):
@@ -41,11 +43,20 @@ def patch_files(root: Path = ROOT) -> list[Path]:
     return sorted((root / "patches").glob("[0-9]*.patch"))
 
 
-def patchset(files: list[Path] | None = None) -> str:
-    """Return the first 16 hex digits of the sha256 over all patches in order."""
+def native_files(root: Path = ROOT) -> dict[str, Path]:
+    """Return our own source files by their path in the tree, sorted."""
+    folder = root / "native"
+    found = (path for path in (folder / "ggml").rglob("*") if path.suffix in NATIVE_SUFFIXES)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+
+
+def patchset(root: Path = ROOT) -> str:
+    """Return 16 hex digits that change with every patch and native file: name, content, order."""
     digest = hashlib.sha256()
-    for path in patch_files() if files is None else files:
-        digest.update(path.read_bytes())
+    for path in [*patch_files(root), *native_files(root).values()]:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()[:16]
 
 
@@ -131,13 +142,14 @@ def unpack(sdist: Path, dest: Path) -> None:
         shutil.move(Path(tmp) / PIN["llama_cpp_path"], dest)
 
 
-def apply_patches(dest: Path, files: list[Path]) -> list[str]:
-    """Make `dest` the pristine source plus the patches `files`; return the paths written.
+def apply(dest: Path, patches: list[Path], native: Mapping[str, Path]) -> list[str]:
+    """Make `dest` the pristine source with patches and native files; return the paths written.
 
-    PRISTINE keeps the original text of every file that a patch touches, so that another series can
-    be applied to the same folder.
+    PRISTINE keeps the original text of every file that this changes, so that other patches and
+    files can follow in the same folder.
 
     Raises:
+        FetchError: llama.cpp has a file where a native file goes; the folder is unchanged.
         unified.PatchError: a patch does not apply; the folder is unchanged.
     """
     pristine = dest / PRISTINE
@@ -149,7 +161,11 @@ def apply_patches(dest: Path, files: list[Path]) -> list[str]:
                 return None if folder is pristine and not text else text
         return None
 
-    texts = unified.apply_series([(p.name, p.read_text("utf-8")) for p in files], read)
+    texts = unified.apply_series([(p.name, p.read_text("utf-8")) for p in patches], read)
+    for path, ours in native.items():
+        if read(path) is not None:
+            raise FetchError(f"{ours}: llama.cpp has a file of that name; give ours another")
+        texts[path] = ours.read_text("utf-8")
     before = {p.relative_to(pristine).as_posix() for p in pristine.rglob("*") if p.is_file()}
     for path in texts.keys() - before:
         (pristine / path).parent.mkdir(parents=True, exist_ok=True)
@@ -169,10 +185,10 @@ def apply_patches(dest: Path, files: list[Path]) -> list[str]:
     return written
 
 
-def provide(dest: Path, cache: Path, given: str | None = None, patched: bool = True) -> None:
-    """Make `dest` hold the pinned llama.cpp, with the patches applied unless `patched` is false."""
-    files = patch_files() if patched else []
-    state = json.dumps({"sdist": PIN["sha256"], "patchset": patchset(files)})
+def provide(dest: Path, cache: Path, given: str | None = None, pristine: bool = False) -> None:
+    """Make `dest` hold the pinned llama.cpp: as it is if `pristine`, else with all that is ours."""
+    ours = "none" if pristine else patchset()
+    state = json.dumps({"sdist": PIN["sha256"], "patchset": ours})
     stamp = dest / STAMP
     found = stamp.read_text("utf-8") if stamp.is_file() else ""
     if found == state:
@@ -180,24 +196,28 @@ def provide(dest: Path, cache: Path, given: str | None = None, patched: bool = T
     if f'"sdist": "{PIN["sha256"]}"' not in found:
         unpack(find_sdist(given, cache), dest)
         stamp.write_text(json.dumps({"sdist": PIN["sha256"]}), "utf-8")
-    written = apply_patches(dest, files)
+    patches, native = ([], {}) if pristine else (patch_files(), native_files())
+    written = apply(dest, patches, native)
     stamp.write_text(state, "utf-8")
-    say(f"{len(files)} patches applied ({len(written)} files written), patch set {patchset(files)}")
+    say(
+        f"{len(patches)} patches and {len(native)} native files ({len(written)} files written),"
+        f" patch set {ours}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, help="folder for the patched llama.cpp")
+    parser.add_argument("--dest", type=Path, help="folder for our llama.cpp")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="downloads")
     parser.add_argument("--sdist", help=f"copy of {PIN['file']} to use (also MOEGRAPH_SDIST)")
-    parser.add_argument("--pristine", action="store_true", help="apply no patches")
+    parser.add_argument("--pristine", action="store_true", help="change nothing in it")
     parser.add_argument("--patchset", action="store_true", help="print the patch set's hash")
     args = parser.parse_args()
     try:
         if args.patchset:
             print(patchset())
         if args.dest is not None:
-            provide(args.dest.resolve(), args.cache, args.sdist, not args.pristine)
+            provide(args.dest.resolve(), args.cache, args.sdist, args.pristine)
         elif not args.patchset:
             print(find_sdist(args.sdist, args.cache))
     except (FetchError, unified.PatchError, OSError, tarfile.TarError) as e:

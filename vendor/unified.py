@@ -32,7 +32,6 @@ class FileDiff:
     """All hunks for one file; `path` is relative to the root of the tree."""
 
     path: str
-    is_new: bool
     hunks: list[Hunk] = field(default_factory=list)
 
 
@@ -40,18 +39,21 @@ def parse(text: str, name: str) -> list[FileDiff]:
     """Read the file diffs of one patch; text before the first `--- ` line of a diff is ignored.
 
     Raises:
-        PatchError: a deletion, a rename, a binary diff, or a hunk shorter than its header says.
+        PatchError: a new file, a deletion, a rename, a binary diff, or a hunk shorter than its
+            header says.
     """
     files: list[FileDiff] = []
     lines = iter(text.split("\n"))
     for line in lines:
         if line.startswith(("rename ", "deleted file ", "GIT binary ", "Binary files ")):
-            raise PatchError(f"{name}: only changed and new files are supported, found {line!r}")
-        if line.startswith(("--- a/", "--- /dev/null")):
+            raise PatchError(f"{name}: a patch can only change files, found {line!r}")
+        if line.startswith(("new file ", "--- /dev/null")):
+            raise PatchError(f"{name}: adds a file; a file of ours belongs in native/")
+        if line.startswith("--- a/"):
             target = next(lines, "")
             if not target.startswith("+++ b/"):
                 raise PatchError(f"{name}: expected '+++ b/PATH' after {line!r}, found {target!r}")
-            files.append(FileDiff(target[len("+++ b/") :], line == "--- /dev/null"))
+            files.append(FileDiff(target[len("+++ b/") :]))
         elif match := _HUNK.match(line):
             if not files:
                 raise PatchError(f"{name}: hunk before any file header: {line!r}")
@@ -78,12 +80,11 @@ def apply(diff: FileDiff, old: str | None, name: str) -> str:
     """Return the text of one file after its hunks; `old` is None if the file does not exist.
 
     Raises:
-        PatchError: a context line or removed line differs, or a new file already exists.
+        PatchError: a context line or removed line differs, or there is no such file.
     """
-    if diff.is_new != (old is None):
-        state = "exists already" if diff.is_new else "does not exist"
-        raise PatchError(f"{name}: {diff.path} {state}")
-    source = (old or "").split("\n")
+    if old is None:
+        raise PatchError(f"{name}: {diff.path} does not exist")
+    source = old.split("\n")
     out: list[str] = []
     done = 0
     for hunk in diff.hunks:

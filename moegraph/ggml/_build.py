@@ -7,39 +7,50 @@ Runs during the build, when cffi is installed and moegraph is not, so it imports
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import cffi
 
-HERE = Path(__file__).resolve().parent
+NATIVE = Path(__file__).resolve().parents[2] / "native"
+DECL = Path(__file__).resolve().parent / "decl"
 
-# The order matters: a file may use types that earlier files declare.
+# The order matters: a file may use types that earlier files declare. decl/ chooses from ggml's
+# headers; of our own headers all is declared.
 DECLARATIONS = (
-    "ggml.h",
-    "moegraph.h",
-    "ggml-backend.h",
-    "shim.h",
-    "sigbus.h",
-    "cpu_ffn.h",
+    DECL / "ggml.h",
+    NATIVE / "ggml" / "include" / "moegraph.h",
+    DECL / "ggml-backend.h",
+    NATIVE / "py" / "shim.h",
+    NATIVE / "py" / "sigbus.h",
+    NATIVE / "py" / "cpu_ffn.h",
 )
 
 SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n'
 
 
-def declarations(folder: Path = HERE / "decl") -> str:
-    """Concatenate the declaration files.
+def declarations(files: Sequence[Path] = DECLARATIONS) -> str:
+    """Concatenate what cffi declares.
 
     Raises:
-        ValueError: the files of the folder are not those of DECLARATIONS.
+        ValueError: a header of ours has no part in `extern "C"`.
     """
-    present = {path.name for path in folder.glob("*.h")}
-    if present != set(DECLARATIONS):
-        odd = ", ".join(sorted(present ^ set(DECLARATIONS)))
-        raise ValueError(
-            f"{folder}: DECLARATIONS in {Path(__file__).name} and the files differ: {odd}"
-        )
-    return "\n".join((folder / name).read_text("utf-8") for name in DECLARATIONS)
+    return "\n".join(
+        path.read_text("utf-8") if path.parent == DECL else _cut(path) for path in files
+    )
+
+
+def _cut(header: Path) -> str:
+    """Return what a header of ours has in `extern "C"`, as cffi reads it."""
+    text = header.read_text("utf-8")
+    found = re.search(r'^extern "C" \{\n#endif\n(.*)^#ifdef __cplusplus\n\}', text, re.M | re.S)
+    if found is None:
+        raise ValueError(f'{header}: no declarations in extern "C"')
+    # the C compiler computes the constants
+    constants = re.sub(r"^( *#define \w+) .*$", r"\1 ...", found[1], flags=re.M)
+    return constants.replace("GGML_API ", "")
 
 
 def emit(out: Path) -> None:

@@ -1,4 +1,4 @@
-# Written by scripts/gen_stubs.py from decl/*.h; do not edit.
+# Written by scripts/gen_stubs.py from C declarations; do not edit.
 """The patched ggml, and the C parts of moegraph, as cffi presents them."""
 
 from typing import Any, Final, TypeAlias
@@ -285,6 +285,7 @@ class Lib:
     def ggml_build_forward_expand(self, a0: ggml_cgraph_ptr, a1: Tensor, /) -> None: ...
     def ggml_graph_n_nodes(self, a0: ggml_cgraph_ptr, /) -> int: ...
     def ggml_graph_node(self, a0: ggml_cgraph_ptr, a1: int, /) -> Tensor: ...
+    def moegraph_patchset(self) -> Address: ...
     def moegraph_ssm_conv_tree(
         self,
         a0: ggml_context_ptr,
@@ -408,6 +409,7 @@ class Lib:
         a0: ggml_backend_device_ptr,
         /,
     ) -> ggml_backend_buffer_type_ptr: ...
+    def ggml_backend_cpu_buffer_type(self) -> ggml_backend_buffer_type_ptr: ...
     def ggml_backend_alloc_ctx_tensors_from_buft(
         self,
         a0: ggml_context_ptr,

@@ -1,4 +1,4 @@
-"""Expert FFN on the CPU (cpu_ffn.c), for the experts that a decode pass misses."""
+"""Expert FFN on the CPU (native/py/cpu_ffn.c), for the experts that a decode pass misses."""
 
 from __future__ import annotations
 

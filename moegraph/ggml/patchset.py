@@ -2,7 +2,7 @@
 
 Loading a library with other patches may fail on a missing symbol, or succeed with other struct
 layouts. So every library that we build carries the hash of its patches in an ELF note
-(patchset_note.c), and this module checks the notes before the dynamic linker loads a library.
+(native/py/patchset_note.c). This module checks the notes before the dynamic linker loads a library.
 """
 
 from __future__ import annotations

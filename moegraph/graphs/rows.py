@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..kvpool import PAGE, KVPool
+from ..resident.kvpool import KVPool
+from ..resident.layout import PAGE
 
 _IN_PAGE: npt.NDArray[np.int32] = np.arange(PAGE, dtype=np.int32)
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from ..errors import RequestError
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import I32, MAX_TREE_ROWS, Builder, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.deltanet import DeltaRows
 from ..graphs.layer import Model
 from ..graphs.tree import build_commit
-from ..weights import place, round_up
+from ..units import round_up
 from .batch import Batch
 
 _ALIGN = 256

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.bank import Bank, strided_stack
-from ..experts.store import ExpertStore
 from ..ggml.cpu_ffn import CpuFfn
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, shape
-from ..hparams import HParams
-from ..weights import place, round_up
+from ..modelfile.hparams import HParams
+from ..resident.bank import Bank, strided_stack
+from ..resident.store import ExpertStore
+from ..units import round_up
 
 
 class CpuExperts(ABC):
@@ -132,7 +133,7 @@ class CpuExperts(ABC):
 
 
 class KernelCpuExperts(CpuExperts):
-    """Computes experts with our CPU kernel (ggml/cpu_ffn.c), for a GPU as the main device.
+    """Computes experts with our CPU kernel (native/py/cpu_ffn.c), for a GPU as the main device.
 
     y: weighted sum of the experts, [n_embd, n_tokens].
     """

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..experts.bank import Bank
 from ..ggml.device import Device
 from ..ggml.lib import C
+from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.experts import (
     build_expert_rows,
@@ -36,7 +36,8 @@ from ..graphs.layer import (
 )
 from ..graphs.router import build_prediction
 from ..kinds import Kind, rules_of
-from ..weights import place, round_up
+from ..resident.bank import Bank
+from ..units import round_up
 from .misses import MissHandler, MissMode
 from .readback import RoutingReadback
 from .replay import Replay

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tree_layer import Layer, verify_and_commit
-from tree_rows import TREES, ConvCase, DeltaCase, path
+from helpers.tree_layer import Layer, verify_and_commit
+from helpers.tree_rows import TREES, ConvCase, DeltaCase, path
 
 from moegraph.ggml.device import Device
 from moegraph.graphs.tree import check_parents

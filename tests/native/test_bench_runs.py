@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-FAKE = ROOT / "tests" / "fake_llama_bench.py"
+FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
 import _llama_bench
@@ -48,6 +48,15 @@ def keys(lines: Sequence[dict[str, Any]], **wanted: object) -> set[tuple[str, st
         (x["setting"], x["test"], x["system"]) for x in lines
         if x["kind"] == "sample" and all(x[name] == value for name, value in wanted.items())
     }  # fmt: skip
+
+
+def test_sequences_decode_together_and_at_depth(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    given = ("bench_trees.py", "tiny", f"now={ROOT}", *COMMON, *SHORT, "--settings", "whole")
+    run(*given, "--seqs", 1, 3, "--out", out)
+    run(*given, "--depth", 0, 300, "--rows", "--prompt", "--out", out)
+    tests = ("seqs 1", "seqs 3", "tg4", "tg4 @ 300")
+    assert keys(lines_of(out)) == {("whole", test, "now") for test in tests}
 
 
 def test_two_trees_take_turns_and_every_sample_is_kept(tmp_path: Path) -> None:

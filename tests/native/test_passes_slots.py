@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import prompt
+from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.lib import C, ffi
-from moegraph.kvpool import PAGE
+from moegraph.resident.kvpool import PAGE
+from moegraph.resident.state import State
 from moegraph.runner import NotFinite
-from moegraph.state import State
 
 Open = Callable[..., Engine]
 MODES: list[dict[str, Any]] = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS, faulty
-from tree_rows import TREES, path
+from helpers.faults import FAULTS, faulty
+from helpers.tree_rows import TREES, path
 
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError, RequestError

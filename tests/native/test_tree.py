@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_layer import Layer, verify_and_commit
-from tree_rows import TREES, ConvCase, DeltaCase, chain, forest, heap, path
+from helpers.tree_layer import Layer, verify_and_commit
+from helpers.tree_rows import TREES, ConvCase, DeltaCase, chain, forest, heap, path
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import prompt
-from tree_rows import TREES, path
+from helpers.shared import prompt
+from helpers.tree_rows import TREES, path
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, ContextOverflow, InternalError, RequestError
+from moegraph.events import CancelToken
 from moegraph.ggml.lib import C, ffi
 from moegraph.runner import NotFinite
 from moegraph.runner.inspect import read_tensor
-from moegraph.sequence import CancelToken
 
 Open = Callable[..., Engine]
 N_SEQ, N_VOCAB = 4, 1000
@@ -293,7 +293,8 @@ def test_more_drafted_rows_than_before_get_room(open_engine: Open) -> None:
 def test_single_drafted_rows_with_joined_projections_are_kept_too(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moegraph.weights._HOST_ALIGNMENT", 1 << 40)  # forces the copying loader
+    # forces the copying loader
+    monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
     engine, other = (open_engine(cpu_reference=True) for _ in range(2))
     assert engine.weights.layer(0).joined
     for token in range(6):

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from native import Array, BuftOverride, Tensor, Upstream, node_key
 
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}

@@ -26,13 +26,13 @@ from _traces import ModelFacts, find_trace, write_routing
 
 from moegraph.errors import RequestError
 from moegraph.experts.cost import MACHINES, Curve
-from moegraph.experts.generator import PRESETS, RoutingModel, generate_trace
-from moegraph.experts.identity import RouterShape
 from moegraph.experts.policy import POLICIES
-from moegraph.experts.simulate import even_slots, simulate
-from moegraph.experts.trace import read_trace
+from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.simulate import even_slots, simulate
+from moegraph.placement.trace import read_trace
 
-FAKE = str(ROOT / "tests" / "fake_llama_bench.py")
+FAKE = str(ROOT / "tests" / "helpers" / "fake_llama_bench.py")
 BIG = RouterShape(40, 256, 8)
 
 
@@ -61,6 +61,7 @@ def test_a_script_has_help_that_begins_with_its_purpose(name: str) -> None:
     ("bench_trees.py", ["tiny", f"a={ROOT}", f"a={ROOT}"], "two systems have one name"),
     ("bench_trees.py", ["tiny", f"a={ROOT / 'docs'}"], "has no folder moegraph"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--settings", "101"], "'101' is not a percentage"),
+    ("bench_trees.py", ["tiny", f"upstream={ROOT}", "--seqs", "2"], "--seqs: upstream's"),
     ("bench_trees.py", ["tiny", f"a={ROOT}", "--samples", "0"], "not a whole number of 1 or more"),
     ("bench_vs_upstream.py", ["tiny"], "required: --llama-bench"),
     ("bench_vs_upstream.py", ["tiny", "--llama-bench", "/nowhere"], "/nowhere does not exist"),

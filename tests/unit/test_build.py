@@ -158,9 +158,19 @@ def test_wrong_arguments_of_the_build_get_one_line(arguments: list[str], message
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_declarations_and_their_list_agree(builder: ModuleType, tmp_path: Path) -> None:
+def test_declarations_come_from_the_list_and_from_our_headers(
+    builder: ModuleType, tmp_path: Path
+) -> None:
     text = builder.declarations()
-    assert all(name in text for name in ("ggml_init", "ggml_backend_dev_init", "mg_launch"))
-    (tmp_path / "stray.h").write_text("int f(void);")
-    with pytest.raises(ValueError, match=r"stray\.h"):
-        builder.declarations(tmp_path)
+    names = ("ggml_init", "ggml_backend_dev_init", "mg_launch", "mg_watch", "moegraph_fetch_rows")
+    assert all(name in text for name in names) and "GGML_API" not in text
+    assert set(builder.DECL.glob("*.h")) == {
+        p for p in builder.DECLARATIONS if p.parent == builder.DECL
+    }
+    header = tmp_path / "ours.h"
+    header.write_text("#define NO 1\nint f(void);")
+    with pytest.raises(ValueError, match=r"ours\.h: no declarations"):
+        builder.declarations([header])
+    words = '#ifdef __cplusplus\nextern "C" {\n#endif\n#define A INT32_MIN\nGGML_API int f(void);\n'
+    header.write_text(f"#define NO 1\n{words}#ifdef __cplusplus\n}}\n#endif\n")
+    assert builder.declarations([header]) == "#define A ...\nint f(void);\n"

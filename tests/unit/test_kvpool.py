@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moegraph.errors import InternalError
-from moegraph.kvpool import PAGE, KVPool
+from moegraph.resident.kvpool import PAGE, KVPool
 
 
 def test_one_sequence_always_has_its_pages_in_order() -> None:

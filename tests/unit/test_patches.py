@@ -1,4 +1,4 @@
-"""The patch series: it applies to the pinned source, exactly, and its README tells the truth."""
+"""Patches and native files: they fit the pinned source exactly, and their READMEs are true."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 README = (ROOT / "patches" / "README.md").read_text("utf-8")
+NATIVE_README = (ROOT / "native" / "README.md").read_text("utf-8")
+NATIVE_ROW = re.compile(r"^\| (`(?:include|src)/.*?) \|(.*)\|$", re.MULTILINE)
 ROW = re.compile(r"^\| (\d{4}-[a-z0-9-]+) \|(.*)\|$", re.MULTILINE)
 
 DIFF = """\
@@ -33,7 +35,7 @@ diff --git a/a.txt b/a.txt
 +TWO
  three
 """
-NEW_FILE = "--- /dev/null\n+++ b/b.txt\n@@ -0,0 +1,2 @@\n+x\n+y\n"
+OTHER = "--- a/b.txt\n+++ b/b.txt\n@@ -1 +1 @@\n-x\n+y\n"
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +108,8 @@ def test_another_file_is_refused_by_its_hash(fetch: ModuleType, tmp_path: Path) 
 def test_a_patch_says_why_and_stays_small(patch: Path) -> None:
     head, _, diff = patch.read_text("utf-8").partition("\n---\n")
     assert len(head.split("\n\n")) >= 2, "a subject, an empty line, a reason"
-    # kernels are whole new files and may be long; what changes in upstream's files may not
-    hooks = [part for part in diff.split("\ndiff --git ")[1:] if "\n--- /dev/null\n" not in part]
-    lines = [line for part in hooks for line in part.split("\n@@ ", 1)[1].splitlines()]
+    parts = diff.split("\ndiff --git ")[1:]
+    lines = [line for part in parts for line in part.split("\n@@ ", 1)[1].splitlines()]
     assert sum(line[:1] in ("+", "-") for line in lines) < 200
 
 
@@ -118,25 +119,54 @@ def test_every_patch_has_a_row_and_every_row_a_patch() -> None:
 
 def test_rows_are_complete_and_name_tests_that_exist() -> None:
     for name, cells in ROW.findall(README):
+        why, upstream, ready, proof, drop = (cell.strip() for cell in cells.split("|"))
+        assert why and upstream and ready and drop, name
+        assert_is_a_test(proof)
+
+
+def assert_is_a_test(proof: str) -> None:
+    file, _, test = proof.strip("`").partition("::")
+    assert f"def {test}(" in (ROOT / file).read_text("utf-8"), proof
+
+
+def test_every_native_file_is_in_one_row_that_names_a_test() -> None:
+    listed = []
+    for files, cells in NATIVE_ROW.findall(NATIVE_README):
         why, upstream, proof, drop = (cell.strip() for cell in cells.split("|"))
-        assert why and upstream and drop, name
-        file, _, test = proof.strip("`").partition("::")
-        assert f"def {test}(" in (ROOT / file).read_text("utf-8"), f"{name}: {proof}"
+        assert why and upstream and drop, files
+        assert_is_a_test(proof)
+        for pattern in re.findall("`(.*?)`", files):
+            found = sorted((ROOT / "native" / "ggml").glob(pattern))
+            assert found, f"{pattern}: no such file"
+            listed += found
+    present = [path for path in (ROOT / "native" / "ggml").rglob("*") if path.is_file()]
+    assert sorted(listed) == sorted(present)
 
 
-def test_the_patch_set_changes_with_content_and_order(fetch: ModuleType, tmp_path: Path) -> None:
-    first, second = tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
-    first.write_text("a")
-    second.write_text("b")
-    hashes = {fetch.patchset(files) for files in ([first, second], [second, first], [first], [])}
-    assert len(hashes) == 4
+def test_the_patch_set_changes_with_names_and_contents(fetch: ModuleType, tmp_path: Path) -> None:
+    def patchset(**files: str) -> str:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, text in files.items():
+            path = root / (
+                "patches/0001-{}.patch" if name < "n" else "native/ggml/src/{}.cu"
+            ).format(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return str(fetch.patchset(root))
+
+    hashes = {
+        patchset(), patchset(a="x"), patchset(a="y"), patchset(b="x"), patchset(a="x", b="y"),
+        patchset(a="y", b="x"), patchset(n="x"), patchset(o="x"), patchset(a="x", n="y"),
+        patchset(n="x", o="y"), patchset(n="y", o="x"),
+    }  # fmt: skip
+    assert len(hashes) == 11
     assert all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes)
 
 
-def test_a_diff_changes_a_file_and_adds_another(fetch: ModuleType) -> None:
-    series = [("1", DIFF), ("2", NEW_FILE)]
-    texts = fetch.unified.apply_series(series, {"a.txt": "one\ntwo\nthree\n"}.get)
-    assert texts == {"a.txt": "one\nTWO\nthree\n", "b.txt": "x\ny\n"}
+def test_a_series_changes_two_files(fetch: ModuleType) -> None:
+    tree = {"a.txt": "one\ntwo\nthree\n", "b.txt": "x\n"}
+    texts = fetch.unified.apply_series([("1", DIFF), ("2", OTHER)], tree.get)
+    assert texts == {"a.txt": "one\nTWO\nthree\n", "b.txt": "y\n"}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +195,10 @@ def test_a_hunk_fits_exactly_or_not_at_all(
     [
         ("nothing here\n", "holds no diff"),
         ("@@ -1,1 +1,1 @@\n a\n", "hunk before any file header"),
-        ("rename from a\n", "only changed and new files"),
-        ("deleted file mode 100644\n", "only changed and new files"),
+        ("rename from a\n", "can only change files"),
+        ("deleted file mode 100644\n", "can only change files"),
+        ("new file mode 100644\n", "a file of ours belongs in native/"),
+        ("--- /dev/null\n+++ b/x\n", "a file of ours belongs in native/"),
         ("--- a/x\n+++ /dev/null\n", "expected '\\+\\+\\+ b/PATH'"),
         ("--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n one\n", "ends early"),
     ],
@@ -176,18 +208,57 @@ def test_a_damaged_patch_is_refused(fetch: ModuleType, text: str, message: str) 
         fetch.unified.parse(text, "p")
 
 
-def test_another_series_can_follow_in_the_same_folder(fetch: ModuleType, tmp_path: Path) -> None:
-    tree, changing, adding = tmp_path / "tree", tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
-    tree.mkdir()
-    (tree / "a.txt").write_text("one\ntwo\nthree\n")
-    changing.write_text(DIFF)
-    adding.write_text(NEW_FILE)
-    assert fetch.apply_patches(tree, [changing, adding]) == ["a.txt", "b.txt"]
-    assert fetch.apply_patches(tree, [changing, adding]) == [], "nothing to write a second time"
-    assert fetch.apply_patches(tree, [changing]) == []
-    assert not (tree / "b.txt").exists()
-    assert fetch.apply_patches(tree, []) == ["a.txt"]
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a folder with two upstream files."""
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\ntwo\nthree\n")
+    (folder / "b.txt").write_text("x\n")
+    return folder
+
+
+def test_another_series_can_follow_in_the_same_folder(
+    fetch: ModuleType, tree: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "0001-a.patch", tmp_path / "0002-b.patch"
+    first.write_text(DIFF)
+    second.write_text(OTHER)
+    assert fetch.apply(tree, [first, second], {}) == ["a.txt", "b.txt"]
+    assert fetch.apply(tree, [first, second], {}) == [], "nothing to write a second time"
+    assert fetch.apply(tree, [first], {}) == ["b.txt"]
+    assert (tree / "b.txt").read_text() == "x\n"
+    assert fetch.apply(tree, [], {}) == ["a.txt"]
     assert (tree / "a.txt").read_text() == "one\ntwo\nthree\n"
+
+
+def test_only_native_files_that_changed_are_written_and_those_gone_are_removed(
+    fetch: ModuleType, tree: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "native" / "ggml" / "src"
+    folder.mkdir(parents=True)
+    for name in ("one.cu", "two.cuh", "notes.md", "two.cuh~"):
+        (folder / name).write_text(name)
+    names = ["ggml/src/one.cu", "ggml/src/two.cuh"]
+    assert list(fetch.native_files(tmp_path)) == names, "sources only"
+    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == names
+    kept = (tree / "ggml/src/two.cuh").stat()
+    (folder / "one.cu").write_text("other")
+    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == names[:1]
+    assert (tree / "ggml/src/one.cu").read_text() == "other"
+    assert (tree / "ggml/src/two.cuh").stat().st_mtime_ns == kept.st_mtime_ns
+    (folder / "one.cu").unlink()
+    assert fetch.apply(tree, [], fetch.native_files(tmp_path)) == []
+    assert not (tree / "ggml/src/one.cu").exists() and (tree / "ggml/src/two.cuh").exists()
+
+
+def test_a_native_file_does_not_replace_one_of_upstream(
+    fetch: ModuleType, tree: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("ours")
+    with pytest.raises(fetch.FetchError, match=r"a.txt: llama.cpp has a file of that name"):
+        fetch.apply(tree, [], {"b.cu": tmp_path / "a.txt", "a.txt": tmp_path / "a.txt"})
+    assert not (tree / "b.cu").exists() and (tree / "a.txt").read_text().startswith("one")
 
 
 def test_fetch_reports_one_line(tmp_path: Path) -> None:

@@ -49,10 +49,11 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tree / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / FOLDER / name).write_text(text)
-    touched = ("ours.cu", "tile.cuh", "notes.md")
+    touched = ("tile.cuh", "notes.md")
     patch = tmp_path / "0001-a.patch"
     patch.write_text("".join(f"+++ b/{FOLDER}/{name}\n" for name in touched))
     monkeypatch.setattr(fetch, "patch_files", lambda: [patch])
+    monkeypatch.setattr(fetch, "native_files", lambda: {f"{FOLDER}/ours.cu": tmp_path / "ours.cu"})
     monkeypatch.setattr(fetch, "patchset", lambda: str(len(patch.read_text())))
     monkeypatch.setattr(fetch, "provide", lambda *args: None)
     return tmp_path / "build"
@@ -79,7 +80,7 @@ def test_sources_and_one_user_of_a_header_are_compiled_once_for_a_patch_set(
     assert len(compiled(build)) == 2, "another architecture"
     fetch.patch_files()[0].write_text(f"+++ b/{FOLDER}/tile.cu\n")
     _ptx.check("86", build, None)
-    assert compiled(build) == ["tile.cu"], "other patches"
+    assert compiled(build) == ["ours.cu", "tile.cu"], "other patches"
 
 
 def test_an_error_in_a_source_fails_now_and_next_time(build: Path) -> None:
@@ -110,8 +111,9 @@ def test_without_nvcc_or_cublas_it_says_that_it_did_not(
     assert compiled(build) == []
 
 
-def test_the_patches_of_this_checkout_name_their_kernels() -> None:
-    names = [Path(name).name for name in _ptx.touched_by(fetch.patch_files())]
+def test_the_kernels_of_this_checkout_are_compiled_and_what_its_patches_touch() -> None:
+    touched = _ptx.touched_by(fetch.patch_files(), fetch.native_files())
+    names = [Path(name).name for name in touched]
     assert {"ggml-cuda.cu", "mmvq.cu", "mmq.cuh"} < set(names)
     ours = [name for name in names if name.startswith("moegraph-") and name.endswith(".cu")]
     assert len(ours) >= 13

@@ -1,0 +1,427 @@
+#include "moegraph-deltanet.cuh"
+#include "moegraph-match.cuh"
+#include "moegraph-rows.cuh"
+#include "moegraph-rows-types.cuh"
+#include "unary.cuh"
+
+constexpr int MOEGRAPH_STEP_THREADS = 128; // channels of a block
+constexpr int MOEGRAPH_STEP_TOKENS  = 32;
+constexpr int MOEGRAPH_STEP_D_CONV  = 4;
+constexpr int MOEGRAPH_STEP_SEQS    = 65535; // blocks in y
+constexpr int MOEGRAPH_GATED_THREADS = 256;
+
+struct moegraph_step_args {
+    const float * qkv;      // channels side by side
+    int64_t       qkv_t;    // floats between tokens and between sequences
+    int64_t       qkv_s;
+    float       * state;    // the last d_conv - 1 values of each channel, updated in place
+    int64_t       state_s;
+    const float * w;
+    float       * conv;     // silu of the convolution, all channels
+    float       * q;
+    float       * k;
+    float         eps[2];   // of q and k
+    float         scale[2];
+    const float * beta;
+    float       * beta_out;
+    const float * alpha;
+    const float * dt;
+    const float * a;
+    float       * gate;
+    int           n_conv_blocks;
+    int           n_channels;
+    int           n_qk;     // channels of q, and of k
+    int           n_v;      // heads with a gate
+    int           n_tokens;
+    int           early;    // w may be read before the preceding kernel has ended
+};
+
+// The first blocks take 128 channels each, the others the gates. blockIdx.y: the sequence.
+template <int d>
+static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
+    ggml_cuda_pdl_lc();
+    const int s = blockIdx.y;
+    if ((int) blockIdx.x >= args.n_conv_blocks) {
+        ggml_cuda_pdl_sync();
+        const int i = (blockIdx.x - args.n_conv_blocks)*MOEGRAPH_STEP_THREADS + threadIdx.x;
+        if (i < args.n_v*args.n_tokens) {
+            const int64_t at = (int64_t) s*args.n_v*args.n_tokens + i;
+            const int     h  = i % args.n_v;
+            const float   x  = args.alpha[at] + args.dt[h];
+            args.beta_out[at] = 1.0f/(1.0f + expf(-args.beta[at]));
+            args.gate[at]     = (x > 20.0f ? x : logf(1.0f + expf(x)))*args.a[h];
+        }
+        return;
+    }
+
+    __shared__ float values[MOEGRAPH_STEP_TOKENS][MOEGRAPH_STEP_THREADS];
+    const int    first = blockIdx.x*MOEGRAPH_STEP_THREADS;
+    const int    c     = first + threadIdx.x;
+    if (!args.early) {
+        ggml_cuda_pdl_sync();
+    }
+    const float4 w     = *(const float4 *) (args.w + (int64_t) c*MOEGRAPH_STEP_D_CONV);
+    if (args.early) {
+        ggml_cuda_pdl_sync();
+    }
+
+    float * state = args.state + s*args.state_s + (int64_t) c*(MOEGRAPH_STEP_D_CONV - 1);
+    float x0 = state[0];
+    float x1 = state[1];
+    float x2 = state[2];
+    const float * qkv  = args.qkv + s*args.qkv_s + c;
+    float       * conv = args.conv + (int64_t) s*args.n_tokens*args.n_channels + c;
+    const bool    norm = first < 2*args.n_qk;
+    for (int t = 0; t < args.n_tokens; ++t) {
+        const float x3 = qkv[t*args.qkv_t];
+        float sum = 0.0f;
+        sum += x0*w.x;
+        sum += x1*w.y;
+        sum += x2*w.z;
+        sum += x3*w.w;
+        const float y = ggml_cuda_op_silu_single(sum);
+        conv[(int64_t) t*args.n_channels] = y;
+        if (norm) {
+            values[t][threadIdx.x] = y;
+        }
+        x0 = x1;
+        x1 = x2;
+        x2 = x3;
+    }
+    state[0] = x0;
+    state[1] = x1;
+    state[2] = x2;
+    if (!norm) {
+        return;
+    }
+    __syncthreads();
+
+    // one warp a head and token
+    constexpr int n_heads = MOEGRAPH_STEP_THREADS/d;
+    constexpr int n_lane  = d/WARP_SIZE;
+    const bool    is_k  = first >= args.n_qk;
+    const int     lane  = threadIdx.x % WARP_SIZE;
+    float       * dst   = is_k ? args.k : args.q;
+    for (int item = threadIdx.x/WARP_SIZE; item < n_heads*args.n_tokens; item += MOEGRAPH_STEP_THREADS/WARP_SIZE) {
+        const int t    = item/n_heads;
+        const int from = (item % n_heads)*d;
+        float v[n_lane];
+        float squares = 0.0f;
+#pragma unroll
+        for (int j = 0; j < n_lane; ++j) {
+            v[j] = values[t][from + j*WARP_SIZE + lane];
+            squares += v[j]*v[j];
+        }
+        squares = warp_reduce_sum<WARP_SIZE>(squares);
+        const float scale = rsqrtf(squares/d + args.eps[is_k]);
+        float * row = dst + ((int64_t) s*args.n_tokens + t)*args.n_qk + (first - (is_k ? args.n_qk : 0)) + from;
+#pragma unroll
+        for (int j = 0; j < n_lane; ++j) {
+            row[j*WARP_SIZE + lane] = scale*v[j]*args.scale[is_k];
+        }
+    }
+}
+
+// d/4 threads a row.
+template <int d>
+static __global__ void moegraph_gated_norm_kernel(
+        const float * x, const float * w, const float * z, float * dst, moegraph_block_y * y, const int n_rows,
+        const int early, const float eps) {
+    ggml_cuda_pdl_lc();
+    constexpr int n_threads = d/4;
+    const int     row = blockIdx.x*(MOEGRAPH_GATED_THREADS/n_threads) + threadIdx.x/n_threads;
+    const int     i   = 4*(threadIdx.x % n_threads);
+    if (!early) {
+        ggml_cuda_pdl_sync();
+    }
+    const float4  f   = *(const float4 *) (w + i);
+    if (early) {
+        ggml_cuda_pdl_sync();
+    }
+    if (row >= n_rows) {
+        return; // whole groups of n_threads
+    }
+    const int64_t at = (int64_t) row*d + i;
+    float4        v  = *(const float4 *) (x + at);
+    const float4  g  = *(const float4 *) (z + at);
+    float squares = v.x*v.x + v.y*v.y + v.z*v.z + v.w*v.w;
+    const int      lane = threadIdx.x % WARP_SIZE / n_threads*n_threads; // the group's first
+    const unsigned mask = n_threads == WARP_SIZE ? 0xFFFFFFFFu : 0xFFFFu << lane;
+#pragma unroll
+    for (int offset = n_threads/2; offset > 0; offset /= 2) {
+        squares += __shfl_xor_sync(mask, squares, offset, n_threads);
+    }
+    const float scale = rsqrtf(squares/d + eps);
+    v.x = scale*v.x*f.x*ggml_cuda_op_silu_single(g.x);
+    v.y = scale*v.y*f.y*ggml_cuda_op_silu_single(g.y);
+    v.z = scale*v.z*f.z*ggml_cuda_op_silu_single(g.z);
+    v.w = scale*v.w*f.w*ggml_cuda_op_silu_single(g.w);
+    *(float4 *) (dst + at) = v;
+    if (y != nullptr) {
+        moegraph_quantize_4(v, y + at/32);
+    }
+}
+
+static bool moegraph_is_f32(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && (uintptr_t) t->data % 16 == 0;
+}
+
+static bool moegraph_has_ne(const ggml_tensor * t, const int64_t ne0, const int64_t ne1, const int64_t ne2) {
+    return t->ne[0] == ne0 && t->ne[1] == ne1 && t->ne[2] == ne2 && t->ne[3] == 1;
+}
+
+struct moegraph_step_nodes {
+    enum { BETA, ADD, SOFTPLUS, GATE, CONCAT, COPY, CONV, SILU, Q_NORM, Q, K_NORM, K, N };
+    ggml_tensor * at[N];
+    int           last;
+};
+
+static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegraph_step_nodes & m) {
+    using nodes = moegraph_step_nodes;
+    static const ggml_op ops[nodes::N] = {
+        GGML_OP_UNARY, GGML_OP_ADD, GGML_OP_UNARY, GGML_OP_MUL, GGML_OP_CONCAT, GGML_OP_CPY, GGML_OP_SSM_CONV,
+        GGML_OP_UNARY, GGML_OP_RMS_NORM, GGML_OP_SCALE, GGML_OP_RMS_NORM, GGML_OP_SCALE,
+    };
+    int found[nodes::N];
+    m.last = moegraph_find_ops(cgraph, i, ops, nodes::N, found);
+    if (m.last < 0) {
+        return false;
+    }
+    for (int n = 0; n < nodes::N; ++n) {
+        m.at[n] = cgraph->nodes[found[n]];
+    }
+    ggml_tensor ** at = m.at;
+    for (const int n : { nodes::ADD, nodes::SOFTPLUS, nodes::CONV, nodes::Q_NORM, nodes::K_NORM }) {
+        if (!ggml_node_has_n_uses(cgraph, found[n], 1)) {
+            return false;
+        }
+    }
+    const ggml_tensor * kept = at[nodes::COPY]->src[0];
+    for (int n = found[nodes::CONCAT]; n < found[nodes::COPY]; ++n) { // the columns are not written for others to read
+        const bool alone = ggml_node_get_use_count(cgraph, n) == 1 &&
+            (cgraph->nodes[n]->flags & GGML_TENSOR_FLAG_OUTPUT) == 0;
+        if (cgraph->nodes[n] == kept && !alone) {
+            return false;
+        }
+    }
+    return moegraph_is_unary(at[nodes::BETA], GGML_UNARY_OP_SIGMOID) &&
+        moegraph_is_unary(at[nodes::SOFTPLUS], GGML_UNARY_OP_SOFTPLUS) &&
+        moegraph_is_unary(at[nodes::SILU], GGML_UNARY_OP_SILU) && at[nodes::SOFTPLUS]->src[0] == at[nodes::ADD] &&
+        at[nodes::GATE]->src[0] == at[nodes::SOFTPLUS] &&
+        ggml_node_has_n_uses(cgraph, found[nodes::CONCAT], 2) && kept->op == GGML_OP_VIEW &&
+        kept->src[0] == at[nodes::CONCAT] && at[nodes::CONV]->src[0] == at[nodes::CONCAT] &&
+        at[nodes::CONV]->src[2] == nullptr && at[nodes::SILU]->src[0] == at[nodes::CONV] &&
+        at[nodes::Q]->src[0] == at[nodes::Q_NORM] && at[nodes::K]->src[0] == at[nodes::K_NORM] &&
+        at[nodes::Q_NORM]->src[0]->view_src == at[nodes::SILU] &&
+        at[nodes::K_NORM]->src[0]->view_src == at[nodes::SILU];
+}
+
+// Shapes, strides and places; needs allocated tensors.
+static bool moegraph_step_supported(const moegraph_step_nodes & m) {
+    using nodes = moegraph_step_nodes;
+    ggml_tensor * const * at = m.at;
+    const ggml_tensor * columns = at[nodes::CONCAT];
+    const ggml_tensor * past = columns->src[0];
+    const ggml_tensor * qkv  = columns->src[1]; // transposed
+    const ggml_tensor * kept = at[nodes::COPY]->src[0];
+    const ggml_tensor * slot = at[nodes::COPY];
+    const ggml_tensor * w    = at[nodes::CONV]->src[1];
+    const ggml_tensor * silu = at[nodes::SILU];
+    const ggml_tensor * beta = at[nodes::BETA]->src[0];
+    const ggml_tensor * alpha = at[nodes::ADD]->src[0];
+    const ggml_tensor * dt   = at[nodes::ADD]->src[1];
+    const ggml_tensor * a    = at[nodes::GATE]->src[1];
+    const ggml_tensor * q    = at[nodes::Q_NORM]->src[0];
+    const ggml_tensor * k    = at[nodes::K_NORM]->src[0];
+
+    const int64_t n_channels = silu->ne[0];
+    const int64_t n_tokens   = silu->ne[1];
+    const int64_t n_seqs     = silu->ne[2];
+    const int64_t n_kept     = MOEGRAPH_STEP_D_CONV - 1;
+    const int64_t d          = q->ne[0];
+    const int64_t n_qk       = d*q->ne[1];
+    const int64_t n_v        = alpha->ne[0];
+
+    const bool sizes = (d == 64 || d == 128) && n_tokens <= MOEGRAPH_STEP_TOKENS && n_seqs <= MOEGRAPH_STEP_SEQS &&
+        n_channels % MOEGRAPH_STEP_THREADS == 0 && n_qk % MOEGRAPH_STEP_THREADS == 0 && 2*n_qk <= n_channels;
+    // what is read and written through strides of its own; the rest is contiguous
+    const bool state = moegraph_has_ne(past, n_kept, n_channels, n_seqs) && past->nb[0] == sizeof(float) &&
+        past->nb[1] == n_kept*sizeof(float) && past->nb[2] % sizeof(float) == 0 &&
+        (n_seqs == 1 || past->nb[2] >= n_channels*past->nb[1]) && slot->data == past->data &&
+        ggml_nelements(slot) == n_kept*n_channels*n_seqs && (n_seqs == 1 ? ggml_is_contiguous(slot) :
+            moegraph_has_ne(slot, n_kept*n_channels, n_seqs, 1) && slot->nb[0] == sizeof(float) &&
+            slot->nb[1] == past->nb[2]);
+    const bool input = ggml_get_op_params_i32(columns, 0) == 0 && moegraph_has_ne(qkv, n_tokens, n_channels, n_seqs) &&
+        qkv->nb[0] % sizeof(float) == 0 && qkv->nb[1] == sizeof(float) && qkv->nb[2] % sizeof(float) == 0 &&
+        moegraph_has_ne(kept, n_kept, n_channels, n_seqs) && kept->nb[1] == columns->nb[1] &&
+        kept->nb[2] == columns->nb[2] && kept->view_offs == n_tokens*sizeof(float) &&
+        moegraph_has_ne(w, MOEGRAPH_STEP_D_CONV, n_channels, 1);
+    const bool gates = moegraph_has_ne(alpha, n_v, n_tokens, n_seqs) && ggml_nelements(beta) == ggml_nelements(alpha) &&
+        moegraph_has_ne(dt, n_v, 1, 1) && moegraph_has_ne(a, n_v, 1, 1);
+    bool heads = ggml_are_same_shape(q, k) && q->ne[2] == n_tokens && q->ne[3] == n_seqs && q->view_offs == 0 &&
+        k->view_offs == n_qk*sizeof(float);
+    for (const ggml_tensor * t : { q, k }) {
+        heads = heads && t->nb[0] == sizeof(float) && t->nb[1] == d*sizeof(float) && t->nb[2] == silu->nb[1] &&
+            t->nb[3] == silu->nb[2];
+    }
+    if (!sizes || !state || !input || !gates || !heads || past->type != GGML_TYPE_F32 || qkv->type != GGML_TYPE_F32 ||
+            slot->type != GGML_TYPE_F32) {
+        return false;
+    }
+    const ggml_tensor * out[] = { silu, at[nodes::Q], at[nodes::K], at[nodes::BETA], at[nodes::GATE], past };
+    for (const ggml_tensor * t : { w, silu, beta, alpha, dt, a, out[1], out[2], out[3], out[4] }) {
+        if (!moegraph_is_f32(t)) {
+            return false;
+        }
+    }
+    for (const int n : { nodes::Q, nodes::K }) {
+        if (ggml_get_op_params_f32(at[n], 1) != 0.0f) {
+            return false; // a scale with a bias
+        }
+    }
+    // every block writes while others still read; only a value's own thread may find its place taken
+    for (const ggml_tensor * o : out) {
+        for (const ggml_tensor * in : { qkv, beta, alpha, w, dt, a }) {
+            const bool same_rows = n_tokens == 1 && (n_seqs == 1 || qkv->nb[2] == silu->nb[2]);
+            const bool own = (o == silu && in == qkv && same_rows) || (o == out[3] && in == beta) ||
+                (o == out[4] && in == alpha);
+            if (!moegraph_apart(o, in) && !(own && o->data == in->data)) {
+                return false;
+            }
+        }
+        for (const ggml_tensor * other : out) {
+            if (o != other && !moegraph_apart(o, other)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    using nodes = moegraph_step_nodes;
+    nodes m;
+    if (!moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) || !moegraph_step_match(cgraph, i, m) ||
+            !moegraph_step_supported(m)) {
+        return 0;
+    }
+    ggml_tensor * const * at = m.at;
+    const ggml_tensor * past = at[nodes::CONCAT]->src[0];
+    const ggml_tensor * qkv  = at[nodes::CONCAT]->src[1];
+    const ggml_tensor * q    = at[nodes::Q_NORM]->src[0];
+    const int n_seqs = at[nodes::SILU]->ne[2];
+
+    moegraph_step_args args = {};
+    args.qkv        = (const float *) qkv->data;
+    args.qkv_t      = qkv->nb[0]/sizeof(float);
+    args.qkv_s      = qkv->nb[2]/sizeof(float);
+    args.state      = (float *) past->data;
+    args.state_s    = past->nb[2]/sizeof(float);
+    args.w          = (const float *) at[nodes::CONV]->src[1]->data;
+    args.conv       = (float *) at[nodes::SILU]->data;
+    args.q          = (float *) at[nodes::Q]->data;
+    args.k          = (float *) at[nodes::K]->data;
+    args.eps[0]     = ggml_get_op_params_f32(at[nodes::Q_NORM], 0);
+    args.eps[1]     = ggml_get_op_params_f32(at[nodes::K_NORM], 0);
+    args.scale[0]   = ggml_get_op_params_f32(at[nodes::Q], 0);
+    args.scale[1]   = ggml_get_op_params_f32(at[nodes::K], 0);
+    args.beta       = (const float *) at[nodes::BETA]->src[0]->data;
+    args.beta_out   = (float *) at[nodes::BETA]->data;
+    args.alpha      = (const float *) at[nodes::ADD]->src[0]->data;
+    args.dt         = (const float *) at[nodes::ADD]->src[1]->data;
+    args.a          = (const float *) at[nodes::GATE]->src[1]->data;
+    args.gate       = (float *) at[nodes::GATE]->data;
+    args.n_channels = at[nodes::SILU]->ne[0];
+    args.n_tokens   = at[nodes::SILU]->ne[1];
+    args.n_qk       = q->ne[0]*q->ne[1];
+    args.n_v        = at[nodes::ADD]->ne[0];
+    args.n_conv_blocks = args.n_channels/MOEGRAPH_STEP_THREADS;
+    args.early      = moegraph_is_constant(at[nodes::CONV]->src[1]);
+
+    const int n_gate_blocks = (args.n_v*args.n_tokens + MOEGRAPH_STEP_THREADS - 1)/MOEGRAPH_STEP_THREADS;
+    const ggml_cuda_kernel_launch_params params(
+        dim3(args.n_conv_blocks + n_gate_blocks, n_seqs), dim3(MOEGRAPH_STEP_THREADS), (size_t) 0, ctx.stream());
+    if (q->ne[0] == 128) {
+        ggml_cuda_kernel_launch(moegraph_step_kernel<128>, params, args);
+    } else {
+        ggml_cuda_kernel_launch(moegraph_step_kernel<64>, params, args);
+    }
+    return m.last - i;
+}
+
+struct moegraph_gated_nodes {
+    ggml_tensor * norm;
+    ggml_tensor * weighted;
+    ggml_tensor * silu;
+    ggml_tensor * dst;
+    int           last;
+};
+
+static bool moegraph_gated_match(const ggml_cgraph * cgraph, const int i, moegraph_gated_nodes & m) {
+    static const ggml_op ops[4] = { GGML_OP_RMS_NORM, GGML_OP_MUL, GGML_OP_UNARY, GGML_OP_MUL };
+    int found[4];
+    m.last = moegraph_find_ops(cgraph, i, ops, 4, found);
+    if (m.last < 0) {
+        return false;
+    }
+    m.norm     = cgraph->nodes[found[0]];
+    m.weighted = cgraph->nodes[found[1]];
+    m.silu     = cgraph->nodes[found[2]];
+    m.dst      = cgraph->nodes[found[3]];
+    return m.weighted->src[0] == m.norm && moegraph_is_unary(m.silu, GGML_UNARY_OP_SILU) &&
+        m.dst->src[0] == m.weighted &&
+        m.dst->src[1] == m.silu && ggml_node_has_n_uses(cgraph, found[0], 1) &&
+        ggml_node_has_n_uses(cgraph, found[1], 1) &&
+        ggml_node_has_n_uses(cgraph, found[2], 1);
+}
+
+int moegraph_gated_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    moegraph_gated_nodes m;
+    if (cgraph->nodes[i]->op != GGML_OP_RMS_NORM || !moegraph_gated_match(cgraph, i, m)) {
+        return 0;
+    }
+    const ggml_tensor * x = m.norm->src[0];
+    const ggml_tensor * w = m.weighted->src[1];
+    const ggml_tensor * z = m.silu->src[0];
+    const int64_t       d = x->ne[0];
+    if ((d != 64 && d != 128) || !moegraph_has_ne(w, d, 1, 1) || !moegraph_apart(m.dst, w) ||
+            !ggml_are_same_shape(x, z) || !ggml_are_same_shape(x, m.dst) ||
+            !moegraph_is_f32(x) || !moegraph_is_f32(w) || !moegraph_is_f32(z) || !moegraph_is_f32(m.dst) ||
+            (m.dst->data != x->data && !moegraph_apart(m.dst, x)) ||
+            (m.dst->data != z->data && !moegraph_apart(m.dst, z))) {
+        return 0;
+    }
+    // a product reads it as rows of another length
+    const ggml_tensor * read = m.dst;
+    if (m.last + 1 < cgraph->n_nodes && cgraph->nodes[m.last + 1]->op == GGML_OP_RESHAPE &&
+            cgraph->nodes[m.last + 1]->src[0] == read) {
+        read = cgraph->nodes[m.last + 1];
+    }
+    moegraph_block_y * y = (moegraph_block_y *) moegraph_rows_reserve(ctx, read);
+
+    const int n_rows  = ggml_nrows(x);
+    const int n_block = MOEGRAPH_GATED_THREADS/(d/4);
+    const ggml_cuda_kernel_launch_params params(
+        dim3((n_rows + n_block - 1)/n_block), dim3(MOEGRAPH_GATED_THREADS), (size_t) 0, ctx.stream());
+    const auto kernel = d == 128 ? moegraph_gated_norm_kernel<128> : moegraph_gated_norm_kernel<64>;
+    ggml_cuda_kernel_launch(kernel, params, (const float *) x->data, (const float *) w->data, (const float *) z->data,
+        (float *) m.dst->data, y, n_rows, (int) moegraph_is_constant(w), ggml_get_op_params_f32(m.norm, 0));
+    return m.last - i;
+}
+
+void moegraph_deltanet_keep(const ggml_cgraph * cgraph, const int i,
+        const ggml_backend_graph_optimize_params * params) {
+    moegraph_step_nodes step;
+    if (moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) && moegraph_step_match(cgraph, i, step)) {
+        using nodes = moegraph_step_nodes;
+        for (ggml_tensor * t : { step.at[nodes::BETA]->src[0], step.at[nodes::ADD]->src[0],
+                step.at[nodes::CONCAT]->src[1] }) {
+            params->add_alloc_dep(params->user_data, t, step.at[nodes::K]);
+        }
+    }
+    moegraph_gated_nodes gated;
+    if (cgraph->nodes[i]->op == GGML_OP_RMS_NORM && moegraph_gated_match(cgraph, i, gated)) {
+        params->add_alloc_dep(params->user_data, gated.norm->src[0], gated.dst);
+        params->add_alloc_dep(params->user_data, gated.silu->src[0], gated.dst);
+    }
+}

@@ -1,0 +1,306 @@
+#include "moegraph-norm.cuh"
+#include "moegraph-rows.cuh"
+#include "moegraph-rows-types.cuh"
+
+constexpr int MOEGRAPH_NORM_MAX = 8192; // values of a row
+
+struct moegraph_add_norm_args {
+    const float      * terms[3]; // the third may be nullptr
+    int                gated;    // the term that is multiplied by its row's gate, -1 for none
+    const float      * gate;     // what the sigmoid is taken of, nullptr: the product of the next two
+    const float      * gate_x;
+    const float      * gate_w;
+    const float      * w;
+    float            * sum;
+    float            * dst;
+    moegraph_block_y * y;   // nullptr: not quantized for products of few rows
+    block_q8_1       * q8_1; // the same for the experts of one token
+    int                n;
+    int                early; // weights may be read before the preceding kernel has ended
+    float              eps;
+};
+
+static __device__ __forceinline__ float4 moegraph_add_scaled_4(const float4 a, const float4 b, const float f) {
+    return make_float4(a.x + b.x*f, a.y + b.y*f, a.z + b.z*f, a.w + b.w*f);
+}
+
+// One block a row. A block has little to do and much to wait for, so everything is loaded before the first reduction,
+// and weights that are constant before the preceding kernel has ended.
+template <int n_threads, int n_values>
+static __global__ void __launch_bounds__(n_threads, 1) moegraph_add_norm_kernel(const moegraph_add_norm_args args) {
+    ggml_cuda_pdl_lc();
+    const int64_t offset  = (int64_t) blockIdx.x*args.n;
+    const bool    product = args.gated >= 0 && args.gate == nullptr;
+    const float4  zero    = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    float4 w[n_values];
+    float4 gate_w[n_values];
+    if (!args.early) {
+        ggml_cuda_pdl_sync();
+    }
+#pragma unroll
+    for (int k = 0; k < n_values; ++k) {
+        const int  i    = 4*(threadIdx.x + k*n_threads);
+        const bool mine = i < args.n;
+        w[k]      = mine ? *(const float4 *) (args.w + i) : zero;
+        gate_w[k] = mine && product ? *(const float4 *) (args.gate_w + i) : zero;
+    }
+    if (args.early) {
+        ggml_cuda_pdl_sync();
+    }
+
+    float4 terms[3][n_values];
+    float  gate = args.gated >= 0 && !product ? args.gate[blockIdx.x] : 0.0f;
+#pragma unroll
+    for (int k = 0; k < n_values; ++k) {
+        const int  i    = 4*(threadIdx.x + k*n_threads);
+        const bool mine = i < args.n;
+#pragma unroll
+        for (int t = 0; t < 3; ++t) {
+            terms[t][k] = mine && args.terms[t] != nullptr ? *(const float4 *) (args.terms[t] + offset + i) : zero;
+        }
+        if (mine && product) {
+            const float4 x = *(const float4 *) (args.gate_x + offset + i);
+            gate += x.x*gate_w[k].x + x.y*gate_w[k].y + x.z*gate_w[k].z + x.w*gate_w[k].w;
+        }
+    }
+
+    __shared__ float shared[2][32];
+    if (product) {
+        gate = block_reduce<block_reduce_method::SUM, n_threads>(gate, shared[0]);
+    }
+    gate = 1.0f/(1.0f + expf(-gate));
+
+    float4 v[n_values];
+    float  squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < n_values; ++k) {
+        v[k] = zero;
+#pragma unroll
+        for (int t = 0; t < 3; ++t) {
+            v[k] = moegraph_add_scaled_4(v[k], terms[t][k], t == args.gated ? gate : 1.0f);
+        }
+        squares += v[k].x*v[k].x + v[k].y*v[k].y + v[k].z*v[k].z + v[k].w*v[k].w;
+    }
+    squares = block_reduce<block_reduce_method::SUM, n_threads>(squares, shared[1]);
+    const float scale = rsqrtf(squares/args.n + args.eps);
+
+#pragma unroll
+    for (int k = 0; k < n_values; ++k) {
+        const int i = 4*(threadIdx.x + k*n_threads);
+        if (i < args.n) {
+            *(float4 *) (args.sum + offset + i) = v[k];
+            v[k] = make_float4(scale*v[k].x*w[k].x, scale*v[k].y*w[k].y, scale*v[k].z*w[k].z, scale*v[k].w*w[k].w);
+            *(float4 *) (args.dst + offset + i) = v[k];
+            if (args.y != nullptr) {
+                moegraph_quantize_4(v[k], args.y + (offset + i)/32);
+            }
+            if (args.q8_1 != nullptr) {
+                moegraph_quantize_q8_1_4(v[k], args.q8_1 + (offset + i)/32);
+            }
+        }
+    }
+}
+
+static bool moegraph_apart(const ggml_tensor * a, const ggml_tensor * b) {
+    const char * pa = (const char *) a->data;
+    const char * pb = (const char *) b->data;
+    return pa + ggml_nbytes(a) <= pb || pb + ggml_nbytes(b) <= pa;
+}
+
+static bool moegraph_same_or_apart(const ggml_tensor * a, const ggml_tensor * b) {
+    return a->data == b->data || moegraph_apart(a, b);
+}
+
+// A vector of n weights for every row. All blocks read it, so nothing may be written there.
+static bool moegraph_is_weights(const ggml_tensor * w, const ggml_tensor * sum, const ggml_tensor * dst) {
+    return w->type == GGML_TYPE_F32 && w->ne[0] == sum->ne[0] && ggml_nelements(w) == w->ne[0] &&
+        ggml_is_contiguous(w) && (uintptr_t) w->data % 16 == 0 && moegraph_apart(w, sum) && moegraph_apart(w, dst);
+}
+
+static bool moegraph_is_plain(const ggml_tensor * t, const ggml_tensor * like) {
+    return t->type == GGML_TYPE_F32 && ggml_are_same_shape(t, like) && ggml_is_contiguous(t) &&
+        (uintptr_t) t->data % 16 == 0;
+}
+
+struct moegraph_add_norm_nodes {
+    const ggml_tensor * terms[3]; // the third is nullptr where two are summed
+    int                 gated;    // the term that is multiplied by a gate, -1 for none
+    const ggml_tensor * gate;     // [1, n_rows], before the sigmoid
+    const ggml_tensor * product;  // the product that is the gate, where it is computed here, or nullptr
+    const ggml_tensor * w;
+    ggml_tensor * sum;
+    ggml_tensor * norm;
+    ggml_tensor * dst;
+    int           n_ops;
+};
+
+// The gate of a shared expert in front of the sum: [product], sigmoid, mul. Returns how many nodes that is, and the
+// result and its operand in gated and term.
+static int moegraph_gate_match(
+        const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m, const ggml_tensor ** gated,
+        const ggml_tensor ** term) {
+    ggml_tensor * const * nodes = cgraph->nodes + i;
+    const int first = nodes[0]->op == GGML_OP_MUL_MAT ? 1 : 0;
+    if (i + first + 1 >= cgraph->n_nodes) {
+        return 0;
+    }
+    const ggml_tensor * sigmoid = nodes[first];
+    const ggml_tensor * mul     = nodes[first + 1];
+    if (sigmoid->op != GGML_OP_UNARY || ggml_get_unary_op(sigmoid) != GGML_UNARY_OP_SIGMOID || sigmoid->ne[0] != 1 ||
+            mul->op != GGML_OP_MUL || mul->src[1] != sigmoid || (first && sigmoid->src[0] != nodes[0])) {
+        return 0;
+    }
+    for (int k = 0; k < first + 2; ++k) {
+        if (!ggml_node_has_n_uses(cgraph, i + k, 1)) {
+            return 0;
+        }
+    }
+    m.gate    = sigmoid->src[0];
+    m.product = first ? nodes[0] : nullptr;
+    *gated    = mul;
+    *term     = mul->src[0];
+    return first + 2;
+}
+
+static bool moegraph_add_norm_match(const ggml_cgraph * cgraph, const int i, moegraph_add_norm_nodes & m) {
+    const ggml_tensor * gated = nullptr;
+    const ggml_tensor * term  = nullptr;
+    m.gated = -1;
+    const int op      = cgraph->nodes[i]->op;
+    const int n_gate  = op == GGML_OP_MUL_MAT || op == GGML_OP_UNARY ?
+        moegraph_gate_match(cgraph, i, m, &gated, &term) : 0;
+    const int i_add   = i + n_gate;
+    if (i_add + 2 >= cgraph->n_nodes || cgraph->nodes[i_add]->op != GGML_OP_ADD) {
+        return false;
+    }
+    ggml_tensor * const * nodes = cgraph->nodes + i_add;
+    const bool chain = nodes[1]->op == GGML_OP_ADD;
+    const int  n_sum = chain ? 4 : 3;
+    m.n_ops = n_gate + n_sum;
+    if (i + m.n_ops > cgraph->n_nodes) {
+        return false;
+    }
+    m.sum  = nodes[n_sum - 3];
+    m.norm = nodes[n_sum - 2];
+    m.dst  = nodes[n_sum - 1];
+    if (m.norm->op != GGML_OP_RMS_NORM || m.norm->src[0] != m.sum || m.dst->op != GGML_OP_MUL ||
+            (m.dst->src[0] == m.norm) == (m.dst->src[1] == m.norm) ||
+            !ggml_node_has_n_uses(cgraph, i + m.n_ops - 2, 1)) {
+        return false;
+    }
+    m.w        = m.dst->src[0] == m.norm ? m.dst->src[1] : m.dst->src[0];
+    m.terms[0] = nodes[0]->src[0];
+    m.terms[1] = nodes[0]->src[1];
+    m.terms[2] = nullptr;
+    if (chain) {
+        if ((m.sum->src[0] != nodes[0]) == (m.sum->src[1] != nodes[0]) || !ggml_node_has_n_uses(cgraph, i_add, 1)) {
+            return false;
+        }
+        m.terms[2] = m.sum->src[0] == nodes[0] ? m.sum->src[1] : m.sum->src[0];
+    }
+    for (int t = 0; t < 3 && n_gate > 0; ++t) {
+        if (m.terms[t] == gated) {
+            m.gated    = t;
+            m.terms[t] = term;
+        }
+    }
+    if (n_gate > 0 && m.gated < 0) {
+        return false;
+    }
+    for (int k = 0; k < m.n_ops; ++k) {
+        if ((cgraph->nodes[i + k]->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// A gate that can be read or computed in the kernel.
+static bool moegraph_gate_supported(const moegraph_add_norm_nodes & m) {
+    if (m.product == nullptr) {
+        return m.gate->type == GGML_TYPE_F32 && ggml_is_contiguous(m.gate) &&
+            ggml_nelements(m.gate) == ggml_nrows(m.sum) && moegraph_apart(m.gate, m.sum) &&
+            moegraph_apart(m.gate, m.dst); // other blocks read it
+    }
+    const ggml_tensor * x = m.product->src[1];
+    return moegraph_is_weights(m.product->src[0], m.sum, m.dst) && moegraph_is_plain(x, m.sum) &&
+        moegraph_same_or_apart(x, m.sum) && moegraph_same_or_apart(x, m.dst);
+}
+
+int moegraph_add_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    moegraph_add_norm_nodes m;
+    if (!moegraph_add_norm_match(cgraph, i, m)) {
+        return 0;
+    }
+    const ggml_tensor * sum = m.sum;
+    const ggml_tensor * dst = m.dst;
+    const ggml_tensor * w   = m.w;
+
+    const int64_t n = sum->ne[0];
+    if (n % 32 != 0 || n > MOEGRAPH_NORM_MAX || !moegraph_is_weights(w, sum, dst) || !moegraph_is_plain(sum, sum) ||
+            !moegraph_is_plain(dst, sum) || !moegraph_same_or_apart(sum, dst)) {
+        return 0;
+    }
+    if (m.gated >= 0 && !moegraph_gate_supported(m)) {
+        return 0;
+    }
+    for (const ggml_tensor * t : m.terms) {
+        if (t != nullptr && (!moegraph_is_plain(t, sum) || !moegraph_same_or_apart(t, sum) ||
+                !moegraph_same_or_apart(t, dst))) {
+            return 0;
+        }
+    }
+    moegraph_add_norm_args args = {};
+    for (int t = 0; t < 3; ++t) {
+        args.terms[t] = m.terms[t] ? (const float *) m.terms[t]->data : nullptr;
+    }
+    args.gated = m.gated;
+    if (m.gated >= 0 && m.product != nullptr) {
+        args.gate_x = (const float *) m.product->src[1]->data;
+        args.gate_w = (const float *) m.product->src[0]->data;
+    } else if (m.gated >= 0) {
+        args.gate = (const float *) m.gate->data;
+    }
+    args.w   = (const float *) w->data;
+    args.sum = (float *) sum->data;
+    args.dst = (float *) dst->data;
+    args.y    = (moegraph_block_y *) moegraph_rows_reserve(ctx, dst);
+    args.q8_1 = (block_q8_1 *) moegraph_q8_1_reserve(ctx, dst);
+    args.n   = n;
+    args.early = moegraph_is_constant(w) && (args.gate_w == nullptr || moegraph_is_constant(m.product->src[0]));
+    args.eps = ggml_get_op_params_f32(m.norm, 0);
+
+    const auto launch = [&](auto kernel, const int n_threads) {
+        const ggml_cuda_kernel_launch_params params(dim3(ggml_nrows(sum)), dim3(n_threads), (size_t) 0, ctx.stream());
+        ggml_cuda_kernel_launch(kernel, params, args);
+    };
+    if (n <= 4*256) {
+        launch(moegraph_add_norm_kernel<256, 1>, 256);
+    } else if (n <= 4*512) {
+        launch(moegraph_add_norm_kernel<512, 1>, 512);
+    } else if (n <= 4*512*2) {
+        launch(moegraph_add_norm_kernel<512, 2>, 512);
+    } else {
+        launch(moegraph_add_norm_kernel<512, 4>, 512);
+    }
+    return m.n_ops - 1;
+}
+
+void moegraph_add_norm_keep(const ggml_cgraph * cgraph, const int i,
+        const ggml_backend_graph_optimize_params * params) {
+    moegraph_add_norm_nodes m;
+    if (!moegraph_add_norm_match(cgraph, i, m)) {
+        return;
+    }
+    for (const ggml_tensor * t : m.terms) {
+        if (t != nullptr) {
+            params->add_alloc_dep(params->user_data, const_cast<ggml_tensor *>(t), m.dst);
+        }
+    }
+    params->add_alloc_dep(params->user_data, m.sum, m.dst);
+    if (m.gated >= 0) {
+        params->add_alloc_dep(params->user_data, m.product ? m.product->src[1] : const_cast<ggml_tensor *>(m.gate),
+            m.dst);
+    }
+}

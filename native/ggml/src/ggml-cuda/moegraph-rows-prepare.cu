@@ -1,0 +1,297 @@
+#include "moegraph-context.cuh"
+#include "moegraph-rows.cuh"
+#include "moegraph-rows-types.cuh"
+
+constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_MAX_SLOTS/32;
+
+// Exclusive sum over the threads of a block of MOEGRAPH_MAX_SLOTS threads; *total is the sum of all.
+static __device__ __forceinline__ int moegraph_block_scan(const int value, int * total) {
+    __shared__ int warp_sums[MOEGRAPH_PREP_WARPS];
+    int sum = value;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFF, sum, offset);
+        sum += (int) (threadIdx.x % 32) >= offset ? other : 0;
+    }
+    if (threadIdx.x % 32 == 31) {
+        warp_sums[threadIdx.x/32] = sum;
+    }
+    __syncthreads();
+    int before = 0;
+    *total = 0;
+#pragma unroll
+    for (int w = 0; w < MOEGRAPH_PREP_WARPS; ++w) {
+        before += w < (int) (threadIdx.x/32) ? warp_sums[w] : 0;
+        *total += warp_sums[w];
+    }
+    return before + sum - value;
+}
+
+// Lists the experts in use with their slots, at most MOEGRAPH_GROUP_COLS a group. Ids outside of the experts go to
+// groups of their own. One block, a thread for each slot. Which slots meet in a group does not change any result.
+static __device__ void moegraph_list_groups(
+        const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
+        moegraph_group * groups, int * n_groups) {
+    extern __shared__ int counts[]; // [n_experts + 1], then the first group of each
+    int * first = counts + n_experts + 1;
+    const int slot = threadIdx.x;
+
+    for (int i = threadIdx.x; i <= n_experts; i += blockDim.x) {
+        counts[i] = 0;
+    }
+    int id = 0;
+    if (slot < n_slots) {
+        id = ids[(slot / n_used)*stride_ids + slot % n_used];
+        id = (uint32_t) id < (uint32_t) n_experts ? id : n_experts;
+    }
+    __syncthreads();
+    const int rank = slot < n_slots ? atomicAdd(&counts[id], 1) : -1;
+    __syncthreads();
+    int total;
+    const int n_here = rank == 0 ? (counts[id] + MOEGRAPH_GROUP_COLS - 1) / MOEGRAPH_GROUP_COLS : 0;
+    const int before = moegraph_block_scan(n_here, &total);
+    if (rank == 0) {
+        first[id] = before;
+    }
+    __syncthreads();
+    if (rank >= 0) {
+        moegraph_group * group = groups + first[id] + rank/MOEGRAPH_GROUP_COLS;
+        group->slots[rank % MOEGRAPH_GROUP_COLS] = slot;
+        if (rank % MOEGRAPH_GROUP_COLS == 0) {
+            group->expert = id < n_experts ? id : -1;
+            group->n      = min(MOEGRAPH_GROUP_COLS, counts[id] - rank);
+        }
+    }
+    if (threadIdx.x == 0) {
+        *n_groups = total;
+    }
+}
+
+// Quantizes rows of floats, 8 threads a block of 32 values, in one format or both. With ids the first block lists the
+// groups instead.
+static __global__ void moegraph_prepare_kernel(
+        const float * x, moegraph_block_y * y, block_q8_1 * q8_1, const int64_t stride_row, const int64_t stride_token,
+        const int n_values, const int n_rows, const int n_y,
+        const int32_t * ids, const int stride_ids, const int n_used, const int n_slots, const int n_experts,
+        moegraph_group * groups, int * n_groups) {
+    ggml_cuda_pdl_lc(); // the product that follows loads weights meanwhile
+    ggml_cuda_pdl_sync();
+    int block = blockIdx.x;
+    if (ids != nullptr) {
+        if (block == 0) {
+            moegraph_list_groups(ids, stride_ids, n_used, n_slots, n_experts, groups, n_groups);
+            return;
+        }
+        --block;
+    }
+    const int64_t i   = ((int64_t) block*blockDim.x + threadIdx.x)*4;
+    const int     row = i / n_values;
+    const int     col = i % n_values;
+    if (row >= n_rows) {
+        return; // whole groups of 8 threads: n_values is a multiple of 32
+    }
+    const float4 v = *(const float4 *) (x + (row / n_y)*stride_token + (row % n_y)*stride_row + col);
+
+    if (y != nullptr) {
+        moegraph_quantize_4(v, y + i/32);
+    }
+    if (q8_1 != nullptr) {
+        moegraph_quantize_q8_1_4(v, q8_1 + i/32);
+    }
+}
+
+// The tensor that was computed: reading through another view of it gives the same values from the same place.
+static const ggml_tensor * moegraph_origin(const ggml_tensor * t) {
+    while (moegraph_is_view_op(t) && t->src[0] != nullptr && t->src[0]->data == t->data) {
+        t = t->src[0];
+    }
+    return t;
+}
+
+void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    for (moegraph_rows_state::entry & e : state.y) {
+        e.key  = {};
+        e.used = 0;
+    }
+    for (moegraph_rows_state::entry & e : state.groups) {
+        e.key  = {};
+        e.used = 0;
+    }
+    for (moegraph_rows_state::entry & e : state.q8_1) {
+        e.key  = {};
+        e.used = 0;
+    }
+    state.clock = 0;
+    state.changed.clear();
+    state.wanted.clear();
+    state.wanted_q8_1.clear();
+    const int cc = ggml_cuda_info().devices[ctx.device].cc;
+    for (int i = 0; i < cgraph->n_nodes; ++i) {
+        const ggml_tensor * node = cgraph->nodes[i];
+        if (node->view_src != nullptr && !moegraph_is_view_op(node)) {
+            state.changed.insert(node->view_src);
+        }
+        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) &&
+                moegraph_rows_supported(node, nullptr, cc)) {
+            state.wanted.insert(moegraph_origin(node->src[1]));
+        } else if (node->op == GGML_OP_MUL_MAT_ID && ggml_is_quantized(node->src[0]->type) &&
+                ggml_nrows(node->src[1]) == 1 &&
+                node->src[1]->ne[0] % MATRIX_ROW_PADDING == 0) {
+            state.wanted_q8_1.insert(moegraph_origin(node->src[1]));
+        }
+    }
+}
+
+// Finds or takes an entry of a tensor's contents. extra: what else the entry depends on. Returns whether it is filled.
+static bool moegraph_rows_find(
+        moegraph_rows_state & state, moegraph_rows_state::entry * entries, const int n_entries,
+        const ggml_tensor * tensor, const int64_t extra, const size_t size, moegraph_rows_state::entry ** result) {
+    const ggml_tensor * origin = moegraph_origin(tensor);
+    const bool known = origin->view_src == nullptr && !moegraph_is_view_op(origin) &&
+        state.changed.find(origin) == state.changed.end();
+    std::array<int64_t, 6> key = { (int64_t) (intptr_t) origin, tensor->ne[0], ggml_nrows(tensor), extra, 0, 0 };
+    if (!ggml_is_contiguous(tensor)) {
+        key[3] += tensor->ne[1] << 32;
+        key[4]  = tensor->nb[1];
+        key[5]  = tensor->nb[2];
+    }
+
+    *result = entries;
+    for (int i = 0; i < n_entries; ++i) {
+        moegraph_rows_state::entry & e = entries[i];
+        if (known && e.key == key) {
+            e.used  = ++state.clock;
+            *result = &e;
+            return true;
+        }
+        if (e.used < (*result)->used) {
+            *result = &e;
+        }
+    }
+    moegraph_rows_state::entry & e = **result;
+    e.key  = known ? key : std::array<int64_t, 6>{};
+    e.used = ++state.clock;
+    if (e.size < size) {
+        if (e.data != nullptr) {
+            state.retired.push_back(e.data);
+        }
+        e.size = 64*1024;
+        while (e.size < size) {
+            e.size *= 2;
+        }
+        CUDA_CHECK(cudaMalloc(&e.data, e.size));
+    }
+    return false;
+}
+
+void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, moegraph_rows_operands & result) {
+    const ggml_tensor * src0 = dst->src[0];
+    const ggml_tensor * src1 = dst->src[1];
+    const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
+
+    const int64_t n_values = src1->ne[0];
+    const int64_t n_y      = ids ? src1->ne[1] : 1;
+    const int64_t n_rows_y = ids ? src1->ne[1]*src1->ne[2] : src1->ne[1];
+    const int     n_used   = ids ? ids->ne[0] : 1;
+    const int     n_slots  = ids ? ids->ne[0]*ids->ne[1] : 0;
+    const int     n_experts = src0->ne[2];
+    const size_t  size_y      = n_rows_y*n_values/32*sizeof(moegraph_block_y);
+    const size_t  size_groups = sizeof(int) + n_slots*sizeof(moegraph_group);
+
+    // other streams than the first would race for the cached buffers
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    const bool cached = ctx.curr_stream_no == 0;
+    char * y      = nullptr;
+    char * groups = nullptr;
+    bool have_y      = false;
+    bool have_groups = ids == nullptr;
+    if (cached) {
+        moegraph_rows_state::entry * e;
+        have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
+        y = (char *) e->data;
+        if (ids) {
+            have_groups = moegraph_rows_find(state, state.groups, 2, ids, n_experts, size_groups, &e);
+            groups = (char *) e->data;
+        }
+    } else {
+        y = result.pool_y.alloc(size_y);
+        if (ids) {
+            groups = result.pool_groups.alloc(size_groups);
+        }
+    }
+    int            * n_groups_d = (int *) groups;
+    moegraph_group * groups_d   = ids ? (moegraph_group *) (groups + sizeof(int)) : nullptr;
+
+    if (!have_y || !have_groups) {
+        const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_MAX_SLOTS - 1) / MOEGRAPH_MAX_SLOTS;
+        const int64_t n_blocks = n_blocks_y + !have_groups;
+        const size_t  smem     = have_groups ? 0 : 2*(n_experts + 1)*sizeof(int);
+        const int64_t stride_y = src1->nb[1]/sizeof(float);
+        const int64_t stride_t = (ids ? src1->nb[2] : src1->nb[1])/sizeof(float);
+        const ggml_cuda_kernel_launch_params params(dim3(n_blocks), dim3(MOEGRAPH_MAX_SLOTS), smem, ctx.stream());
+        void * q8_1 = have_y ? nullptr : moegraph_q8_1_reserve(ctx, src1);
+        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
+            (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) q8_1, stride_y, stride_t, (int) n_values,
+            (int) n_rows_y, (int) n_y,
+            have_groups ? (const int32_t *) nullptr : (const int32_t *) ids->data,
+            have_groups ? 0 : (int) (ids->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts, groups_d, n_groups_d);
+    }
+    result.y        = (const moegraph_block_y *) y;
+    result.groups   = groups_d;
+    result.n_groups = n_groups_d;
+}
+
+static bool moegraph_q8_1_wanted(
+        const ggml_backend_cuda_context & ctx, const moegraph_rows_state & state, const ggml_tensor * tensor) {
+    return ctx.curr_stream_no == 0 && ggml_is_contiguous(tensor) && ggml_nrows(tensor) == 1 &&
+        tensor->type == GGML_TYPE_F32 &&
+        (uintptr_t) tensor->data % 16 == 0 &&
+        state.wanted_q8_1.find(moegraph_origin(tensor)) != state.wanted_q8_1.end();
+}
+
+static size_t moegraph_q8_1_size(const ggml_tensor * tensor) {
+    return tensor->ne[0]/QK8_1*sizeof(block_q8_1);
+}
+
+void * moegraph_q8_1_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    if (!moegraph_q8_1_wanted(ctx, state, tensor)) {
+        return nullptr;
+    }
+    moegraph_rows_state::entry * e;
+    moegraph_rows_find(state, state.q8_1, 2, tensor, 0, moegraph_q8_1_size(tensor), &e);
+    return e->key[0] != 0 ? e->data : nullptr;
+}
+
+const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * src1) {
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    if (!moegraph_q8_1_wanted(ctx, state, src1)) {
+        return nullptr;
+    }
+    moegraph_rows_state::entry * e;
+    if (!moegraph_rows_find(state, state.q8_1, 2, src1, 0, moegraph_q8_1_size(src1), &e)) {
+        void *        y        = moegraph_rows_reserve(ctx, src1);
+        const int     n_values = src1->ne[0];
+        const ggml_cuda_kernel_launch_params params(
+            dim3((n_values/4 + MOEGRAPH_MAX_SLOTS - 1)/MOEGRAPH_MAX_SLOTS), dim3(MOEGRAPH_MAX_SLOTS), (size_t) 0,
+            ctx.stream());
+        ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
+            (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) e->data, (int64_t) 0, (int64_t) 0,
+            n_values, 1, 1,
+            (const int32_t *) nullptr, 0, 0, 0, 0, (moegraph_group *) nullptr, (int *) nullptr);
+    }
+    return e->data;
+}
+
+void * moegraph_rows_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
+    if (ctx.curr_stream_no != 0 || state.wanted.find(moegraph_origin(tensor)) == state.wanted.end() ||
+            !ggml_is_contiguous(tensor)) {
+        return nullptr;
+    }
+    moegraph_rows_state::entry * e;
+    const size_t size = ggml_nelements(tensor)/32*sizeof(moegraph_block_y);
+    moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, tensor, 0, size, &e);
+    return e->key[0] != 0 ? e->data : nullptr;
+}

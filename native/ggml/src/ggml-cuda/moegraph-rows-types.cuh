@@ -1,0 +1,135 @@
+#pragma once
+
+#include "common.cuh"
+
+// One warp multiplies a tile of 16 weight rows with 8*n_tiles activation rows on the int8 tensor cores. Weights go
+// through shared memory in chunks of 256 values per row, two chunks in flight for each warp, so that a block needs
+// no barrier before its partial sums are added up.
+
+constexpr int MOEGRAPH_CHUNK      = 256; // values per weight row and step
+constexpr int MOEGRAPH_TILE_ROWS  = 16;
+constexpr int MOEGRAPH_GROUP_COLS = 8;   // activation rows per tile, and slots per group of an expert
+constexpr int MOEGRAPH_MAX_COLS   = 32;  // activation rows of a dense product
+constexpr int MOEGRAPH_MAX_WARPS  = 8;
+constexpr int MOEGRAPH_MAX_SLOTS  = 512; // tokens*slots of MUL_MAT_ID, threads of the kernel that lists them
+constexpr int MOEGRAPH_MIN_BLOCKS = 2;   // 128 registers a thread; 80 are 5 to 10 % slower with experts
+constexpr int MOEGRAPH_STAGES     = 2;
+
+// 32 activations. Lane c of a quad reads the values 4c..4c+3 and 16+4c..16+4c+3 of each block: they lie side by side.
+struct moegraph_block_y {
+    float  d;    // scale
+    float  s;    // scale times the sum of the quants
+    int8_t qs[32];
+};
+static_assert(sizeof(moegraph_block_y) == 40, "bad block size");
+
+// Slots (token*n_used + i) that use one expert, expert < 0: slots without an expert.
+struct moegraph_group {
+    int expert;
+    int n;
+    int slots[MOEGRAPH_GROUP_COLS];
+};
+
+// One of the products of the same activations that share a launch.
+struct moegraph_segment {
+    const char * x;              // weights
+    const char * x_end;          // first byte behind them
+    float      * dst;
+    int64_t      stride_dst_col; // floats, between slots of a token or dense columns
+    int          n_rows;
+    int          first_tile;
+};
+
+constexpr int MOEGRAPH_MAX_SEGMENTS = 4;
+
+struct moegraph_rows_args {
+    moegraph_segment         segments[MOEGRAPH_MAX_SEGMENTS];
+    int                      n_segments;
+    const char             * x_gate;   // weights of the gate product, nullptr without GLU (one segment)
+    const char             * x_gate_end;
+    const moegraph_block_y * y;
+    const moegraph_group   * groups;   // nullptr: dense
+    const int              * n_groups;
+    int64_t                  stride_row;    // bytes
+    int64_t                  stride_expert; // bytes
+    int64_t                  stride_dst_token; // floats
+    int                      n_cols;   // dense columns
+    int                      n_chunks;
+    int                      n_used;   // slots per token
+    int                      n_y;      // activation rows per token
+    int                      k_split;  // warps that share a tile
+    int                      early;    // weights may be read before the preceding kernel has ended
+    int                      glu_op;
+    float                    glu_limit;
+};
+
+// Quantizes 32 values with the 8 neighbouring threads that hold 4 each.
+static __device__ __forceinline__ void moegraph_quantize_4(const float4 v, moegraph_block_y * dst) {
+    const int      j    = threadIdx.x % 8;
+    const unsigned mask = 0xFFu << (threadIdx.x % 32 - j);
+    float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) {
+        amax = fmaxf(amax, __shfl_xor_sync(mask, amax, offset, 8));
+    }
+    const float d_inv = amax > 0.0f ? 127.0f/amax : 0.0f;
+    const char4 q = make_char4(roundf(v.x*d_inv), roundf(v.y*d_inv), roundf(v.z*d_inv), roundf(v.w*d_inv));
+    int sum = q.x + q.y + q.z + q.w;
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(mask, sum, offset, 8);
+    }
+    *(char4 *) (dst->qs + 8*(j % 4) + 4*(j/4)) = q;
+    if (j == 0) {
+        const float d = amax/127.0f;
+        *(float2 *) dst = make_float2(d, d*sum);
+    }
+}
+
+// The same in the format of the vector kernels. The quants and the scale are those of quantize_q8_1; the sum is added
+// up in another order.
+static __device__ __forceinline__ void moegraph_quantize_q8_1_4(const float4 v, block_q8_1 * dst) {
+    const int      j    = threadIdx.x % 8;
+    const unsigned mask = 0xFFu << (threadIdx.x % 32 - j);
+    float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    float sum  = v.x + v.y + v.z + v.w;
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) {
+        amax = fmaxf(amax, __shfl_xor_sync(mask, amax, offset, 8));
+        sum += __shfl_xor_sync(mask, sum, offset, 8);
+    }
+    const float d = amax/127.0f;
+    const char4 q = amax == 0.0f ? make_char4(0, 0, 0, 0) :
+        make_char4(roundf(v.x/d), roundf(v.y/d), roundf(v.z/d), roundf(v.w/d));
+    *(char4 *) (dst->qs + 4*j) = q;
+    if (j == 0) {
+        dst->ds = make_half2(d, sum);
+    }
+}
+
+// What a product reads besides weights. The pools hold it where it is not remembered for other products.
+struct moegraph_rows_operands {
+    ggml_cuda_pool_alloc<char> pool_y;
+    ggml_cuda_pool_alloc<char> pool_groups;
+    const moegraph_block_y   * y        = nullptr;
+    const moegraph_group     * groups   = nullptr;
+    const int                * n_groups = nullptr;
+
+    explicit moegraph_rows_operands(ggml_cuda_pool & pool) : pool_y(pool), pool_groups(pool) {}
+};
+
+// Quantizes the activations of a product and lists the groups of its experts, unless that has been done already.
+void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, moegraph_rows_operands & result);
+
+static bool moegraph_is_view_op(const ggml_tensor * t) {
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+// Whether no kernel writes a tensor, so that it may be loaded before the preceding kernel has ended.
+static bool moegraph_is_constant(const ggml_tensor * t) {
+    while (moegraph_is_view_op(t)) {
+        t = t->src[0];
+    }
+    return t->op == GGML_OP_NONE && t->view_src == nullptr && t->buffer != nullptr &&
+        ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}

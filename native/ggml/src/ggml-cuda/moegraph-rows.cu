@@ -1,0 +1,228 @@
+#include "moegraph-rows.cuh"
+#include "moegraph-rows-kernel.cuh"
+#include "mmvq.cuh"
+
+#include <algorithm>
+
+constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
+constexpr int MOEGRAPH_MAX_EXPERTS = 4096; // counters in shared memory
+
+static bool moegraph_rows_type(const ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K:
+            return true;
+        default:
+            return false;
+    }
+}
+
+// Whether the kernels can read these weights.
+static bool moegraph_rows_weights(const ggml_tensor * t) {
+    if (!moegraph_rows_type(t->type) || t->ne[0] % MOEGRAPH_CHUNK != 0 || t->ne[3] != 1 ||
+            t->nb[0] != ggml_type_size(t->type) || (uintptr_t) t->data % 16 != 0) {
+        return false;
+    }
+    if (t->type == GGML_TYPE_Q6_K) {
+        return t->nb[1] % 2 == 0 && t->nb[2] % 2 == 0;
+    }
+    return t->nb[1] % 16 == 0 && (t->ne[2] == 1 || t->nb[2] % 16 == 0);
+}
+
+bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, const int cc) {
+    const ggml_tensor * src0 = dst->src[0];
+    const ggml_tensor * src1 = dst->src[1];
+    const bool mmid = dst->op == GGML_OP_MUL_MAT_ID;
+
+    if (src0 == nullptr || src1 == nullptr) {
+        return false; // the slices of the path that sorts on the host name no sources
+    }
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc) || !turing_mma_available(cc) || src1->type != GGML_TYPE_F32 ||
+            dst->type != GGML_TYPE_F32) {
+        return false;
+    }
+    if (!moegraph_rows_weights(src0) || (gate != nullptr && !moegraph_rows_weights(gate->src[0]))) {
+        return false;
+    }
+    if (src1->nb[0] != sizeof(float) || (uintptr_t) src1->data % 16 != 0 || src1->nb[1] % 16 != 0 ||
+            src1->nb[2] % 16 != 0 ||
+            src1->ne[3] != 1 || dst->ne[3] != 1 || dst->nb[0] != sizeof(float)) {
+        return false;
+    }
+    // without asynchronous copies the other vector kernels keep their range
+    const bool async = cp_async_available(cc);
+    if (mmid) {
+        const int64_t n_tokens = dst->ne[2];
+        return n_tokens >= (async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+            dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
+            src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
+    }
+    const int64_t n_cols = dst->ne[1];
+    return n_cols >= (async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
+        src1->ne[2] == 1;
+}
+
+template <ggml_type type, int n_tiles, bool glu>
+static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_groups, cudaStream_t stream) {
+    moegraph_rows_args args = args0;
+    const ggml_cuda_device_info::cuda_device_info & dev = ggml_cuda_info().devices[ggml_cuda_get_device()];
+    constexpr size_t warp_bytes = MOEGRAPH_STAGES*(glu ? 2 : 1)*MOEGRAPH_TILE_ROWS*moegraph_x<type>::pitch;
+
+    // several warps share a tile if there are few tiles, as long as all warps fit on the device at once
+    const int n_warps_wanted = dev.nsm*MOEGRAPH_MAX_WARPS*MOEGRAPH_MIN_BLOCKS;
+    const moegraph_segment & last = args.segments[args.n_segments - 1];
+    const int n_row_tiles = last.first_tile + (last.n_rows + MOEGRAPH_TILE_ROWS - 1) / MOEGRAPH_TILE_ROWS;
+    int max_warps = MOEGRAPH_MAX_WARPS;
+    while (max_warps > 1 && max_warps*warp_bytes > dev.smpbo) {
+        max_warps /= 2;
+    }
+    args.k_split = 1;
+    if (args.groups != nullptr) {
+        // the number of groups is not known here: two chunks a warp
+        max_warps = std::min(max_warps, 4);
+        while (args.k_split < max_warps && 4*args.k_split <= args.n_chunks) {
+            args.k_split *= 2;
+        }
+    } else {
+        while (args.k_split < max_warps && 2*args.k_split <= args.n_chunks &&
+                2*n_row_tiles*args.k_split <= n_warps_wanted) {
+            args.k_split *= 2;
+        }
+    }
+    int n_warps = args.k_split;
+    while (n_warps < 4 && 2*n_warps*warp_bytes <= 48*1024) {
+        n_warps *= 2;
+    }
+    const int tiles_per_block = n_warps/args.k_split;
+    const dim3 grid((n_row_tiles + tiles_per_block - 1)/tiles_per_block, n_groups, 1);
+    const dim3 block(32, n_warps, 1);
+
+    const auto kernel = moegraph_rows_kernel<type, n_tiles, glu>;
+    CUDA_SET_SHARED_MEMORY_LIMIT(kernel, dev.smpbo);
+    const ggml_cuda_kernel_launch_params params(grid, block, n_warps*warp_bytes, stream);
+    ggml_cuda_kernel_launch(kernel, params, args);
+}
+
+template <ggml_type type, bool glu>
+static void moegraph_rows_switch_tiles(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    switch (args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
+        case 1: moegraph_rows_launch<type, 1, glu>(args, n_groups, stream); break;
+        case 2: moegraph_rows_launch<type, 2, glu>(args, n_groups, stream); break;
+        case 3: moegraph_rows_launch<type, 3, glu>(args, n_groups, stream); break;
+        case 4: moegraph_rows_launch<type, 4, glu>(args, n_groups, stream); break;
+        default: GGML_ABORT("fatal error");
+    }
+}
+
+template <bool glu>
+static void moegraph_rows_switch_type(
+        const ggml_type type, const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
+    switch (type) {
+        case GGML_TYPE_Q4_0: moegraph_rows_switch_tiles<GGML_TYPE_Q4_0, glu>(args, n_groups, stream); break;
+        case GGML_TYPE_Q8_0: moegraph_rows_switch_tiles<GGML_TYPE_Q8_0, glu>(args, n_groups, stream); break;
+        case GGML_TYPE_Q4_K: moegraph_rows_switch_tiles<GGML_TYPE_Q4_K, glu>(args, n_groups, stream); break;
+        case GGML_TYPE_Q5_K: moegraph_rows_switch_tiles<GGML_TYPE_Q5_K, glu>(args, n_groups, stream); break;
+        case GGML_TYPE_Q6_K: moegraph_rows_switch_tiles<GGML_TYPE_Q6_K, glu>(args, n_groups, stream); break;
+        default: GGML_ABORT("fatal error");
+    }
+}
+
+// n_dst products of the same activations; a gate only goes with one.
+static void moegraph_rows_run(
+        ggml_backend_cuda_context & ctx, ggml_tensor * const * dsts, const int n_dst, const ggml_tensor * gate,
+        ggml_tensor * glu) {
+    const ggml_tensor * dst  = dsts[0];
+    const ggml_tensor * src0 = dst->src[0];
+    const ggml_tensor * src1 = dst->src[1];
+    const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
+
+    const int64_t n_values  = src1->ne[0];
+    const int     n_slots   = ids ? ids->ne[0]*ids->ne[1] : 0;
+    const int     n_experts = src0->ne[2];
+    moegraph_rows_operands operands(ctx.pool());
+    moegraph_rows_prepare(ctx, dst, operands);
+
+    const auto end_of = [](const ggml_tensor * w) {
+        return (const char *) w->data + (w->ne[2] - 1)*w->nb[2] + w->ne[1]*w->nb[1];
+    };
+    moegraph_rows_args args = {};
+    args.n_segments = n_dst;
+    args.early      = !gate || moegraph_is_constant(gate->src[0]);
+    int n_tiles = 0;
+    for (int i = 0; i < n_dst; ++i) {
+        const ggml_tensor * w   = dsts[i]->src[0];
+        const ggml_tensor * out = glu != nullptr ? glu : dsts[i];
+        args.segments[i] = {
+            (const char *) w->data, end_of(w), (float *) out->data, (int64_t) (out->nb[1]/sizeof(float)),
+            (int) w->ne[1], n_tiles };
+        n_tiles += (w->ne[1] + MOEGRAPH_TILE_ROWS - 1) / MOEGRAPH_TILE_ROWS;
+        args.early = args.early && moegraph_is_constant(w);
+        args.stride_dst_token = out->nb[2]/sizeof(float);
+    }
+    args.x_gate           = gate ? (const char *) gate->src[0]->data : nullptr;
+    args.x_gate_end       = gate ? end_of(gate->src[0]) : nullptr;
+    args.y                = operands.y;
+    args.groups           = operands.groups;
+    args.n_groups         = operands.n_groups;
+    args.stride_row       = src0->nb[1];
+    args.stride_expert    = src0->nb[2];
+    args.n_cols           = ids ? 0 : src1->ne[1];
+    args.n_chunks         = n_values/MOEGRAPH_CHUNK;
+    args.n_used           = ids ? ids->ne[0] : 1;
+    args.n_y              = ids ? src1->ne[1] : 1;
+    args.glu_op           = glu ? ggml_get_glu_op(glu) : 0;
+    args.glu_limit        = glu ? ggml_get_op_params_f32(glu, 3) : 0.0f;
+
+    // at most this many groups; blocks of the rest end at once
+    const int n_groups = ids ? (int) std::min<int64_t>(n_slots, n_experts + 1 + n_slots/MOEGRAPH_GROUP_COLS) : 1;
+    if (glu) {
+        moegraph_rows_switch_type<true>(src0->type, args, n_groups, ctx.stream());
+    } else {
+        moegraph_rows_switch_type<false>(src0->type, args, n_groups, ctx.stream());
+    }
+}
+
+void moegraph_rows_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const ggml_tensor * gate,
+        ggml_tensor * glu) {
+    moegraph_rows_run(ctx, &dst, 1, gate, glu);
+}
+
+int moegraph_rows_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {
+    const int cc = ggml_cuda_info().devices[ctx.device].cc;
+    ggml_tensor * first = cgraph->nodes[i];
+    if (first->op != GGML_OP_MUL_MAT || ctx.curr_stream_no != 0 || !moegraph_rows_supported(first, nullptr, cc)) {
+        return 0;
+    }
+    ggml_tensor * dsts[MOEGRAPH_MAX_SEGMENTS] = { first };
+    int n_dst  = 1;
+    int i_last = i;
+    for (int j = i + 1; j < cgraph->n_nodes && n_dst < MOEGRAPH_MAX_SEGMENTS; ++j) {
+        ggml_tensor * node = cgraph->nodes[j];
+        if (moegraph_is_view_op(node)) {
+            continue;
+        }
+        const bool same = node->op == GGML_OP_MUL_MAT && node->src[1] == first->src[1] &&
+            node->src[0]->type == first->src[0]->type &&
+            node->src[0]->nb[1] == first->src[0]->nb[1] && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0 &&
+            moegraph_rows_supported(node, nullptr, cc);
+        const bool glu = j + 2 < cgraph->n_nodes && cgraph->nodes[j + 2]->op == GGML_OP_GLU;
+        bool apart = same && !glu;
+        for (int d = 0; apart && d < n_dst; ++d) { // results that nobody reads may lie in the same place
+            apart = (char *) node->data + ggml_nbytes(node) <= (char *) dsts[d]->data ||
+                (char *) dsts[d]->data + ggml_nbytes(dsts[d]) <= (char *) node->data;
+        }
+        if (!apart) {
+            break;
+        }
+        dsts[n_dst++] = node;
+        i_last = j;
+    }
+    if (n_dst == 1) {
+        return 0;
+    }
+    moegraph_rows_run(ctx, dsts, n_dst, nullptr, nullptr);
+    return i_last - i;
+}
