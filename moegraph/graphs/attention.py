@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
@@ -76,6 +77,8 @@ def _attend(
 
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
     q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
+    if inp.kq_mask is None:
+        raise InternalError("no op reads pages, and the device was said to have one")
     if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
         cached_k, cached_v = state.k[il], state.v[il]
     else:

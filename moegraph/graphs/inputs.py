@@ -18,17 +18,20 @@ from ..modelfile.hparams import HParams
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
+from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
 
 _ALIGN = 256
+PAGED = 0
 
 
 class PassShape(NamedTuple):
     """Everything that determines the graphs of a pass; which sequences it has is an input.
 
-    n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions. n_out rows reach
-    the head: none, the last of each sequence, or all. is_tree: the rows of a sequence are a tree,
-    and the pass leaves all states as they are.
+    n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
+    PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
+    each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
+    states as they are.
     """
 
     n_seq_tokens: int
@@ -36,6 +39,11 @@ class PassShape(NamedTuple):
     n_kv: int
     n_out: int
     is_tree: bool = False
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether attention reads K and V through lists of pages."""
+        return self.n_kv == PAGED
 
     @property
     def n_tokens(self) -> int:
@@ -51,24 +59,28 @@ class PassInputs:
     out_ids I32 [n_out], or None if n_out is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
     With several sequences in the engine: slots I32 [n_seqs], rows of the states; kv_rows I32
     [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents I32
-    [n_seq_tokens, n_seqs]. Otherwise None.
+    [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
+    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
     """
 
     embd: Tensor
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
-    kq_mask: Tensor
+    kq_mask: Tensor | None
     slots: Tensor | None
     kv_rows: Tensor | None
     parents: Tensor | None
+    pages: Tensor | None
+    rows: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Layout:
     """Byte offsets of the inputs in the block.
 
-    out_ids has room for all rows, so that all but the last two depend on n_tokens alone.
+    out_ids has room for all rows, so that all depend on n_tokens alone, except for what attention
+    needs, which comes last.
     """
 
     embd: int
@@ -77,7 +89,7 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
-    mask: int
+    attention: int
 
     @classmethod
     def of(cls, n_embd: int, n_tokens: int) -> _Layout:
@@ -89,7 +101,11 @@ class _Layout:
 
     def kv_rows(self, shape: PassShape) -> int:
         """Return the offset of kv_rows, which follow the mask."""
-        return round_up(self.mask + 2 * shape.n_kv * shape.n_tokens, _ALIGN)
+        return round_up(self.attention + 2 * shape.n_kv * shape.n_tokens, _ALIGN)
+
+    def rows(self, shape: PassShape, n_pages: int) -> int:
+        """Return the offset of the rows of a pass with pages, which follow the lists of pages."""
+        return round_up(self.attention + 4 * n_pages * shape.n_seqs, _ALIGN)
 
 
 class InputBlock:
@@ -130,24 +146,33 @@ class InputBlock:
             place(self._buffer, tensor, offset)
             return tensor
 
-        slots = kv_rows = parents = None
+        slots = parents = kq_mask = kv_rows = pages = rows = None
         if self._gathers:
             slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
-            kv_ne = (shape.n_kv * shape.n_seqs,)
-            kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.kv_rows(shape))
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
             parents = leaf(I32, parents_ne, "inp_parents", at.parents)
-        mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
+        if shape.is_paged:
+            n_pages = self._state.pool.table.shape[1]
+            pages = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
+            rows = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", at.rows(shape, n_pages))
+        else:
+            mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
+            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.attention)
+            if self._gathers:
+                kv_ne = (shape.n_kv * shape.n_seqs,)
+                kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.kv_rows(shape))
         return PassInputs(
             embd=leaf(F32, (self._n_embd, n_tokens), "inp_embd", at.embd),
             pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
             kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
-            kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at.mask),
+            kq_mask=kq_mask,
             slots=slots,
             kv_rows=kv_rows,
             parents=parents,
+            pages=pages,
+            rows=rows,
         )
 
     def fill(
@@ -188,6 +213,9 @@ class InputBlock:
 
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""
+        if shape.is_paged:
+            rows = at.rows(shape, self._state.pool.table.shape[1])
+            return rows + 4 * ROW_WORDS * shape.n_tokens
         return at.kv_rows(shape) + 4 * shape.n_kv * shape.n_seqs * self._gathers
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
@@ -211,10 +239,18 @@ class InputBlock:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
-        mask = region(at.mask, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
-        fill_mask(mask, pos0, None if tree is None else tree.sees)
         if self._gathers:
             region(at.slots, shape.n_seqs, np.int32)[:] = slots
+        if shape.is_paged:
+            table = state.pool.table
+            n_pages = table.shape[1]
+            region(at.attention, n_pages * shape.n_seqs, np.int32)[:] = table[[*slots]].reshape(-1)
+            rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
+            fill_rows(rows, pos0, n, tree)
+            return
+        mask = region(at.attention, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
+        fill_mask(mask, pos0, None if tree is None else tree.sees)
+        if self._gathers:
             rows = region(at.kv_rows(shape), shape.n_kv * shape.n_seqs, np.int32)
             rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
 
@@ -258,12 +294,15 @@ class _OneRow:
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
         self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
         region(at.out_ids, 1, np.int32)[:] = 0
-        self._mask = region(at.mask, shape.n_kv, np.float16)
         self._slot = region(at.slots, 1, np.int32)
+        n_pages = state.pool.table.shape[1]
+        self._pages = region(at.attention, n_pages, np.int32)
+        self._row = region(at.rows(shape, n_pages), ROW_WORDS, np.int32)
+        self._mask = region(at.attention, shape.n_kv, np.float16)
         self._kv_rows: npt.NDArray[np.int32] | None = None
         if state.n_seq > 1:
             self._kv_rows = region(at.kv_rows(shape), shape.n_kv, np.int32)
-        # position and sequence of the row that the mask is for, and the pages that it had
+        # position and sequence of the row that was written last, and the pages that it had
         self._last: tuple[int, int, int] = (-2, -1, -1)
 
     def move_to(self, slot: int) -> None:
@@ -271,7 +310,13 @@ class _OneRow:
         pool, first = self._pool, self._state.n_past[slot]
         self._pos[0] = first
         self._kv_idx[0] = pool.row(slot, first)
-        if self._last == (first - 1, slot, pool.version):
+        goes_on = self._last == (first - 1, slot, pool.version)
+        if self.shape.is_paged:
+            fill_rows(self._row, [first], 1, None)
+            if not goes_on:
+                self._slot[0] = slot
+                self._pages[:] = pool.table[slot]
+        elif goes_on:
             self._mask[first] = 0.0
         else:
             fill_mask(self._mask.reshape(1, 1, -1), [first])

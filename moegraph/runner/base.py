@@ -14,8 +14,9 @@ from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
-from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.layer import Model
+from ..graphs.paged import MAX_ROWS, can_page
 from ..units import round_up
 from .batch import Batch
 from .commit import Commits
@@ -74,6 +75,7 @@ class Runner(ABC):
         self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
         self._results = device.host_buffer(4096)
         self._commits = Commits(device, model, self.graphs)
+        self._can_page = can_page(device, model.hp)
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
@@ -108,7 +110,8 @@ class Runner(ABC):
         state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
-        n_kv = state.n_kv(longest + n_seq_tokens)
+        is_paged = self._can_page and batch.tokens.size <= MAX_ROWS
+        n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
 

@@ -38,11 +38,10 @@ from ..experts.policy import Lru
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
-from ..graphs.inputs import PassShape
+from ..graphs.inputs import PAGED, PassShape
 from ..graphs.layer import Model
 from ..kinds import Kind, MissRules, rules_of
 from ..resident.bank import Bank
-from ..resident.layout import PAGE
 from .base import Output, Runner
 from .batch import Batch
 from .layer_graphs import LayerGraphs
@@ -59,6 +58,7 @@ MERGED, MERGED_LATER = 4, 64
 _QUICK_ROWS = 8
 # Ids of so few rows are handled one by one, which is faster than as arrays.
 _LISTED_ROWS = 8
+_NO_FETCH = MissMode()
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class LayeredRunner(Runner):
 
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
-        miss_mode = self.misses.miss_mode if self.misses and rules.fetches else MissMode()
+        miss_mode = self.misses.miss_mode if self.misses and rules.fetches else _NO_FETCH
         self._layer_graphs.miss_mode, self._layer_graphs.rules = miss_mode, rules
         key, graphs = (shape, greedy, miss_mode, rules), self.graphs
         plan = self._plans.get(key)
@@ -197,7 +197,7 @@ class LayeredRunner(Runner):
         n_nodes = self._n_nodes_moe
         # the KV length does not matter to DeltaNet layers: one graph serves all lengths
         is_recurrent = all(self.model.hp.is_recurrent(il) for il in layers)
-        layer_shape = shape._replace(n_out=0, n_kv=PAGE if is_recurrent else shape.n_kv)
+        layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
         predicts = any(graphs.is_predicted(il + 1) for il in layers)
         fetch_layers = frozenset(il for il in layers if graphs.fetches(il))
         graph = get(
