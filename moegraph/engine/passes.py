@@ -99,6 +99,8 @@ class Passes:
 
     def _clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
+        if not self._unfinished and not self._to_truncate:
+            return
         for seq in sorted(self._to_truncate - self._unfinished):
             self._state.truncate(seq, self._state.n_past[seq])
             self._runner.drop(seq)

@@ -158,10 +158,10 @@ class LayeredRunner(Runner):
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
         miss_mode = self.misses.miss_mode if self.misses and rules.fetches else _NO_FETCH
-        self._layer_graphs.miss_mode, self._layer_graphs.rules = miss_mode, rules
         key, graphs = (shape, greedy, miss_mode, rules), self.graphs
         plan = self._plans.get(key)
         while plan is None or plan.generation != graphs.generation:
+            self._layer_graphs.miss_mode, self._layer_graphs.rules = miss_mode, rules
             generation = graphs.generation
             plan = self._plans[key] = _LaunchPlan(
                 self._steps(shape, rules), self._head(shape, greedy), generation
@@ -336,7 +336,7 @@ class LayeredRunner(Runner):
 
     def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
         """Read the ids of a step's layers, and handle missing experts of the last one."""
-        misses = self.misses
+        misses, padding = self.misses, self._is_padding
         for il, host_ids in step.ids:
             if misses and step.prediction is not None and il == step.lacking:
                 self._readback.wait(step.prediction)
@@ -346,8 +346,8 @@ class LayeredRunner(Runner):
             self._readback.wait(host_ids)
             start = self._add_phase("wait", start)
             ids = real = host_ids.ids
-            if self._is_padding is not None:
-                real, ids = ids[~self._is_padding], np.where(self._is_padding, -1, ids)
+            if padding is not None:
+                real, ids = ids[~padding], np.where(padding, -1, ids)
             if n_tokens <= _LISTED_ROWS:
                 chosen = real.tolist()
                 missing = self.cache.access(il, chosen)
