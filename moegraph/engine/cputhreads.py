@@ -11,8 +11,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..cpuload import LOAD
 from ..ggml.device import Device
-from ..runner import Batch, Runner
-from ..runner.base import NotFinite
+from ..runner import Batch, NotFinite, Runner
 from ..threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 
 # Time limit of measuring at load; the first tokens of an answer are measured for the rest.

@@ -26,7 +26,7 @@ from ..text.tokenizer import Tokenizer
 from .generation import Events, Generation
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
-from .passes import Passes, checked_ids
+from .passes import Passes, Seqs, checked_ids
 from .sequence import Sequence
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
@@ -195,7 +195,7 @@ class Engine:
         self.ownership.hand_over()
 
     def reset(self, seq: int = 0) -> None:
-        """Empty a sequence and drop the results of a pass in flight that includes it.
+        """Empty a sequence, also of a pass in flight; its other sequences and results stay.
 
         Raises:
             RequestError: there is no such sequence, the engine is closed, or it belongs to another
@@ -216,15 +216,15 @@ class Engine:
     def forward(
         self,
         tokens: Ids,
-        seq: int = 0,
+        seq: Seqs = 0,
         all_rows: bool = False,
         greedy: bool = False,
         cancel: CancelToken | None = None,
     ) -> Output:
         """Run token rows as one pass and wait for it.
 
-        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
-            seq.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens].
+        seq: the sequence of each row of tokens, or the first of consecutive sequences.
         all_rows: results for every row; otherwise for the last row of each sequence.
         greedy: return the device's argmax instead of logits.
 
@@ -265,7 +265,7 @@ class Engine:
     def submit(
         self,
         tokens: Ids,
-        seq: int,
+        seq: Seqs,
         all_rows: bool,
         greedy: bool,
         cancel: CancelToken | None,
@@ -292,7 +292,7 @@ class Engine:
             RequestError: no pass is in flight, the engine is closed, or it belongs to another
                 thread.
             EngineBusy: a generation is running.
-            NativeError: a result is not finite; the message names the first such layer.
+            NotFinite: a result is not finite (a NativeError); see `Passes.collect`.
             ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         self.ownership.enter_alone()

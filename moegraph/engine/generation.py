@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError
 from ..events import CancelToken, GenerationEvent, Progress
+from ..kinds import Kind
 from ..runner import Output
 from ..sampling import Sampler, SamplingParams
 from .loader import LoadedModel
@@ -124,7 +125,7 @@ class Generation:
                 yield event
                 return
             try:
-                self._submit(np.array([[token]], dtype=np.int32))
+                self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
             except Cancelled:
                 yield event  # its token was sampled before the cancellation
                 raise
@@ -138,7 +139,7 @@ class Generation:
         output = None
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
-            self._submit(chunk[None, :])
+            self._submit(chunk[None, :], Kind.PREFILL)
             output = self.passes.collect()
             self.n_read = min(start + step, n)
             if self.keep_logits:
@@ -149,8 +150,8 @@ class Generation:
             raise InternalError("a prompt without tokens reached the prefill")
         return output, np.concatenate(rows) if rows else None
 
-    def _submit(self, tokens: npt.NDArray[np.int32]) -> None:
-        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel)
+    def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
+        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:

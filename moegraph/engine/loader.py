@@ -18,6 +18,7 @@ from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
 from ..ggml.mapped import WatchedFiles
 from ..graphs.layer import Model
+from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
 from ..placement.footprint import needed_bytes
 from ..placement.identity import router_shape
@@ -31,7 +32,7 @@ from ..resident.weights import Loader, Weights
 from ..runner import LayeredRunner, Runner, WholeRunner
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
-from ..runner.misses import ADMIT_ROWS, MissHandler
+from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
@@ -156,10 +157,10 @@ class _Loading:
             )
         cpu_experts: CpuExperts | None = None
         if miss != "stream" and store.is_aligned and self.device.can.cpu_threads:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
+            cpu_experts = GraphCpuExperts(self.device, hp, store, MAX_CPU_ROWS)
         elif miss != "stream" and store.is_aligned:
             cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, ADMIT_ROWS
+                self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
             )
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(

@@ -7,18 +7,23 @@ the clean-up is interrupted too, the call after it does that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ContextOverflow, ModelFileError, MoegraphError, NativeError, RequestError
+from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
-from ..runner import Batch, Output, Runner
-from ..runner.base import NotFinite
+from ..kinds import Kind
+from ..resident.snapshots import Snapshot
+from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place, node_values
 from .cputhreads import CpuThreads
+
+# A sequence for each row of token ids, or the first of consecutive sequences.
+Seqs = int | Sequence[int]
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
@@ -60,7 +65,8 @@ class Passes:
         self._n_vocab = runner.model.hp.n_vocab
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
-        self._batch = (0, 1, 1)  # last pass: first sequence, sequences, results of each
+        self._to_truncate: set[int] = set()  # after a failed verify pass
+        self._batch: Batch | None = None  # the last pass
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds.
@@ -72,7 +78,7 @@ class Passes:
         return [] if seq in self._unfinished else self._held[seq]
 
     def reset(self, seq: int) -> None:
-        """Empty a sequence and drop the results of a pass in flight that includes it.
+        """Empty a sequence; others, and their results of a pass in flight, stay as they are.
 
         Raises:
             RequestError: there is no such sequence.
@@ -93,9 +99,12 @@ class Passes:
 
     def _clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
-        if not self._unfinished:
+        if not self._unfinished and not self._to_truncate:
             return
-        self._runner.device.synchronize()
+        for seq in sorted(self._to_truncate - self._unfinished):
+            self._state.truncate(seq, self._state.n_past[seq])
+            self._runner.drop(seq)
+        self._to_truncate.clear()
         for seq in sorted(self._unfinished):
             self._runner.drop(seq)
             self._state.reset(seq)
@@ -103,12 +112,19 @@ class Passes:
             self._unfinished.discard(seq)
 
     def submit(
-        self, tokens: object, seq: int, all_rows: bool, greedy: bool, cancel: CancelToken | None
+        self,
+        tokens: object,
+        seq: Seqs,
+        all_rows: bool,
+        greedy: bool,
+        cancel: CancelToken | None,
+        kind: Kind | None = None,
     ) -> None:
         """Start a pass without waiting. If it fails or is cancelled, its sequences are emptied.
 
-        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
-        seq.
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
+        row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
+        one row, else PREFILL.
 
         Raises:
             RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
@@ -117,31 +133,119 @@ class Passes:
         """
         self._clean_up()
         self._runner.require_idle()
-        rows = self._checked(tokens, seq)
-        n_seqs, n_tokens = rows.shape
-        self._batch = (seq, n_seqs, n_tokens if all_rows else 1)
-        self.abandon(*range(seq, seq + n_seqs))  # until everything is recorded
+        rows = self._rows(tokens)
+        kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
+        batch = self._checked(Batch(rows, self._slots(seq, rows), kind, all_rows, greedy))
+        self.abandon(*batch.slots)  # until everything is recorded
         try:
-            batch = Batch(rows, seq, all_rows, greedy)
-            n_built = self._runner.graphs.n_built
-            self._threads.begin(rows.size)
-            self._runner.submit(batch, cancel.is_set if cancel else bool)
-            if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
-                self._threads.end()
-            for i, row in enumerate(rows.tolist()):
-                self._held[seq + i].extend(row)
+            self._run(batch, cancel)
+            for slot, row in zip(batch.slots, rows.tolist()):
+                self._held[slot].extend(row)
         except BaseException:
             self._clean_up()  # some layers may have advanced and others not
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
-        self._unfinished.difference_update(range(seq, seq + n_seqs))
+        self._unfinished.difference_update(batch.slots)
+
+    def verify(
+        self,
+        tokens: object,
+        seq: Seqs,
+        parents: npt.ArrayLike | None = None,
+        lengths: Sequence[int] | None = None,
+        greedy: bool = True,
+        cancel: CancelToken | None = None,
+    ) -> None:
+        """Start a pass over trees of drafted rows; `collect` returns results of all rows.
+
+        It changes no sequence, whatever happens; `commit` takes rows of it. tokens, parents,
+        lengths: as in `Batch.verify`; seq, cancel: as in `submit`.
+
+        Raises:
+            RequestError: as in `submit`, or the lengths do not fit the tokens.
+            InternalError: a parent is neither an earlier row nor -1, or a tree has too many rows.
+            ContextOverflow: the rows do not fit into the context.
+            Cancelled: cancel was set while the pass was launched.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        rows = self._rows(tokens)
+        batch = Batch.verify(rows, self._slots(seq, rows), parents, lengths, greedy)
+        self._checked(batch)
+        self._to_truncate.update(batch.slots)  # until the pass is launched
+        try:
+            self._run(batch, cancel)
+        except BaseException:
+            self._clean_up()
+            self._files.check()
+            raise
+        self._to_truncate.clear()
+
+    def commit(self, seq: int, path: Sequence[int]) -> None:
+        """Have a sequence take rows of the last verify pass, as if they had been submitted.
+
+        path: rows of its tree from a root on, each the child of the one before; none changes
+        nothing. If this fails, the sequence is emptied.
+
+        Raises:
+            RequestError: a pass is in flight, or these rows are not such a path.
+        """
+        self._require_seq(seq)
+        self._clean_up()
+        self.abandon(seq)  # until everything is recorded
+        try:
+            self._held[seq].extend(self._runner.commit(seq, list(path)))
+        except RequestError:
+            self._unfinished.discard(seq)  # nothing has changed
+            raise
+        except BaseException:
+            self._clean_up()
+            raise
+        self._unfinished.discard(seq)
+
+    def snapshot(self, seq: int) -> Snapshot:
+        """Return a snapshot of a sequence, to `restore`; close it when it is not needed.
+
+        Raises:
+            RequestError: there is no such sequence.
+            OutOfDeviceMemory: there is no memory for it.
+        """
+        self._require_seq(seq)
+        self._clean_up()
+        return self._state.snapshot(seq)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have a sequence be again as it was when a snapshot was taken; no other one waits.
+
+        Raises:
+            RequestError: the snapshot is closed, or the sequence has lost positions that it had.
+        """
+        self._clean_up()
+        slot = snapshot.slot
+        snapshot.copy_of_states()  # an error here changes nothing
+        self.abandon(slot)
+        self._runner.drop(slot)
+        self._state.restore(snapshot)
+        del self._held[slot][snapshot.n_past :]
+        self._unfinished.discard(slot)
+
+    def _run(self, batch: Batch, cancel: CancelToken | None) -> None:
+        """Submit a pass to the runner, with the threads for it."""
+        self._batch = batch
+        n_built = self._runner.graphs.n_built
+        self._threads.begin(batch.tokens.size)
+        self._runner.submit(batch, cancel.is_set if cancel else bool)
+        if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
+            self._threads.end()
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.
 
         Raises:
             RequestError: no pass is in flight.
-            NativeError: a result is not finite; the message names the first such layer.
+            NotFinite: results of some sequences are not finite; the message names the first such
+                layer. Those sequences are emptied, or left as they were by a verify pass. The
+                others keep what they hold, and their results are in the error's `output`.
             ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
         try:
@@ -150,14 +254,23 @@ class Passes:
             return output
         except NotFinite as error:
             self._require_files()
-            first, _, n_rows = self._batch
-            bad = first + error.row // n_rows
+            bad = error.sequences[0]
+            of = f" of sequence {bad}" if self._state.n_seq > 1 else ""
             n_held = len(self._held[bad])
+            if self._batch and self._batch.tree:
+                self._to_truncate.update(error.sequences)  # what they hold is good
+            else:
+                self.abandon(*error.sequences)
             try:
-                where = self._trace_fault(bad)
+                where = "in a drafted row" if self._to_truncate else self._trace_fault(bad)
             finally:
-                self._reset_batch()
-            raise NativeError(f"{error} after {n_held} positions, {where}") from error
+                self._clean_up()
+            raise NotFinite(
+                f"{self._runner.device.name} computed logits{of} that are not finite after "
+                f"{n_held} positions, {where}",
+                error.sequences,
+                error.output,
+            ) from error
 
     def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
         """Run tokens as one pass; return named nodes by (name, il), as `node_values`.
@@ -168,17 +281,19 @@ class Passes:
         """
         self._clean_up()
         self._runner.require_idle()
-        rows = self._checked(tokens, seq)
-        self.abandon(seq)
+        rows = self._rows(tokens)
+        batch = self._checked(Batch(rows, self._slots(seq, rows), Kind.PREFILL, all_rows=True))
+        self.abandon(*batch.slots)
         try:
             self._threads.begin(rows.size)
-            values = node_values(self._runner, Batch(rows, seq, all_rows=True))
+            values = node_values(self._runner, batch)
             self._files.check()
-            self._held[seq].extend(rows[0].tolist())
+            for slot, row in zip(batch.slots, rows.tolist()):
+                self._held[slot].extend(row)
         except BaseException:
             self._clean_up()
             raise
-        self._unfinished.discard(seq)
+        self._unfinished.difference_update(batch.slots)
         return values
 
     def expect_position(self, seq: int, pos0: int) -> None:
@@ -195,26 +310,45 @@ class Passes:
                 f"but the pass starts at {pos0}; reset the sequence or change pos0"
             )
 
-    def _checked(self, tokens: object, seq: int) -> npt.NDArray[np.int32]:
+    def _rows(self, tokens: object) -> npt.NDArray[np.int32]:
+        """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens]."""
         self._files.check()
         rows = np.ascontiguousarray(checked_ids(tokens, self._n_vocab))
         if rows.ndim < 2:
             rows = rows.reshape(1, -1)
         if rows.ndim > 2:
             raise RequestError(f"token ids have shape {rows.shape}; allowed: [n_seqs, n_tokens]")
-        n_seqs, n_tokens = rows.shape
-        n_seq, n_ubatch = self._state.n_seq, self._runner.n_ubatch
-        if not 0 <= seq < seq + n_seqs <= n_seq:
-            raise RequestError(
-                f"the pass needs sequences {seq} to {seq + n_seqs - 1}; "
-                f"the engine has 0 to {n_seq - 1}"
-            )
+        n_tokens, n_ubatch = rows.shape[1], self._runner.n_ubatch
         if not 1 <= n_tokens <= n_ubatch:
             raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {n_ubatch} (-ub)")
-        last = max(self._state.n_past[seq : seq + n_seqs]) + n_tokens
-        if last > self._n_ctx:
-            raise ContextOverflow(f"{last} positions, the context holds {self._n_ctx}; raise -c")
         return rows
+
+    def _slots(self, seq: Seqs, rows: npt.NDArray[np.int32]) -> tuple[int, ...]:
+        """Return the sequence of each row of token ids."""
+        if not isinstance(seq, int):
+            for slot in seq:
+                self._require_seq(slot)
+            return tuple(seq)
+        last, n_seq = seq + len(rows) - 1, self._state.n_seq
+        if not 0 <= seq <= last < n_seq:
+            raise RequestError(
+                f"the pass needs sequences {seq} to {last}; the engine has 0 to {n_seq - 1}"
+            )
+        return tuple(range(seq, last + 1))
+
+    def _checked(self, batch: Batch) -> Batch:
+        """Return a batch whose rows fit into the context.
+
+        Raises:
+            ContextOverflow: they do not.
+        """
+        for seq, slot in enumerate(batch.slots):
+            last = self._state.n_past[slot] + batch.n_rows(seq)
+            if last > self._n_ctx:
+                raise ContextOverflow(
+                    f"{last} positions, the context holds {self._n_ctx}; raise -c"
+                )
+        return batch
 
     def _require_files(self) -> None:
         """Empty the sequences of a pass that read zeros, because the model file was cut short."""
@@ -235,6 +369,6 @@ class Passes:
         return f"first in {place}; the model file may be damaged"
 
     def _reset_batch(self) -> None:
-        first, n_seqs, _ = self._batch
-        self.abandon(*range(first, first + n_seqs))
+        if self._batch is not None:
+            self.abandon(*self._batch.slots)
         self._clean_up()

@@ -18,13 +18,15 @@ class Tensor(Protocol):
     """A cffi pointer to struct ggml_tensor; its memory belongs to a Context.
 
     type: a GGML_TYPE number. ne, nb: 4 extents and 4 strides in bytes. src: operands. data:
-    address of the elements, or NULL. op_params: 16 I32 parameters of the op.
+    address of the elements, or NULL. view_src: the tensor that this is a view of, or
+    NULL. op_params: 16 I32 parameters of the op.
     """
 
     type: int
     ne: MutableSequence[int]
     nb: MutableSequence[int]
     src: Sequence[Tensor]
+    view_src: Tensor
     data: Any
     name: Any
     op_params: MutableSequence[int]
@@ -220,6 +222,18 @@ class Builder:
         calls = (C.ggml_view_1d, C.ggml_view_2d, C.ggml_view_3d, C.ggml_view_4d)
         return calls[len(ne) - 1](self.ctx, a, *ne, *nb, offset)
 
+    def retype(self, a: Tensor, dtype: int, ne0: int) -> Tensor:
+        """View the bytes of contiguous rows [n, r] as rows of ne0 elements of another type."""
+        n_rows, n_bytes = a.ne[1], C.ggml_row_size(dtype, ne0)
+        ok = C.ggml_is_contiguous(a) and a.ne[2] == a.ne[3] == 1 and n_bytes == a.nb[1]
+        _require(ok, f"retype([{ne0}])", a)
+        t = C.ggml_view_2d(self.ctx, a, a.ne[0], n_rows, a.nb[1], 0)
+        # ggml has views of other shapes, but not of other types; its kernels only read these
+        t.type, t.ne[0] = dtype, ne0
+        t.nb[0], t.nb[1] = C.ggml_type_size(dtype), n_bytes
+        t.nb[2] = t.nb[3] = n_bytes * n_rows
+        return t
+
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Move axis i to position axes[i]."""
         _require(sorted(axes) == [0, 1, 2, 3], f"permute{axes}", a)
@@ -281,8 +295,8 @@ class Builder:
         return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 rows [n, r] to rows ids I64 [r] of dst [n, m], converted to dst's type."""
-        ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type == I64
+        """Write F32 rows [n, r] to rows ids I64 or I32 [r] of dst [n, m], as dst's type."""
+        ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type in (I64, I32)
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
@@ -76,10 +77,17 @@ def _attend(
 
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
     q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
+    if inp.kq_mask is None:
+        raise InternalError("no op reads pages, and the device was said to have one")
+    if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
+        cached_k, cached_v = state.k[il], state.v[il]
+    else:
+        cached_k = _gathered(b, state.k_words[il], inp.kv_rows, state.k[il])
+        cached_v = _gathered(b, state.v_words[il], inp.kv_rows, state.v[il])
     out = b.flash_attn(
         b.permute(q, 0, 2, 1, 3),
-        b.permute(_cached(b, hp, state, shape, state.k[il]), 0, 2, 1, 3),
-        b.permute(_cached(b, hp, state, shape, state.v[il]), 0, 2, 1, 3),
+        b.permute(_heads(b, hp, shape, cached_k), 0, 2, 1, 3),
+        b.permute(_heads(b, hp, shape, cached_v), 0, 2, 1, 3),
         inp.kq_mask,
         1.0 / math.sqrt(d),
         state.n_attention_parts,
@@ -93,13 +101,19 @@ def _merge_heads(b: Builder, t: Tensor) -> Tensor:
     return b.view(t, (t.ne[0] * t.ne[1], t.ne[2]), (t.nb[2],))
 
 
-def _cached(b: Builder, hp: HParams, state: State, shape: PassShape, cache: Tensor) -> Tensor:
-    """View the first n_kv positions of the pass's sequences: [d, n_head_kv, n_kv, n_seqs]."""
-    d, row = hp.n_embd_head_k, cache.nb[1]
-    head = C.ggml_row_size(cache.type, d)
-    return b.view(
-        cache,
-        (d, hp.n_head_kv, shape.n_kv, shape.n_seqs),
-        (head, row, row * state.n_ctx),
-        row * state.n_ctx * shape.seq0,
-    )
+def _gathered(b: Builder, words: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+    """Append a copy of rows I32 [n] of a cache, byte for byte: [n_embd_gqa, n], the cache's type.
+
+    words: the cache's memory as F32.
+    """
+    return b.retype(b.get_rows(words, rows), cache.type, cache.ne[0])
+
+
+def _heads(b: Builder, hp: HParams, shape: PassShape, rows: Tensor) -> Tensor:
+    """View rows of the pass's sequences as [d, n_head_kv, n_kv, n_seqs].
+
+    rows: [n_embd_gqa, at least n_kv * n_seqs], first all positions of the first sequence.
+    """
+    d, row = hp.n_embd_head_k, rows.nb[1]
+    ne = (d, hp.n_head_kv, shape.n_kv, shape.n_seqs)
+    return b.view(rows, ne, (C.ggml_row_size(rows.type, d), row, row * shape.n_kv))

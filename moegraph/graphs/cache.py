@@ -37,7 +37,8 @@ class GraphCache:
 
     All graphs share one block for intermediates: they run one after another on one stream, and
     tensors that must outlive a graph are in fixed memory. If a larger graph makes the block move,
-    all earlier graphs are stale: the cache drops them and `generation` changes.
+    all earlier graphs are stale: the cache drops them and `generation` changes. n_built, n_dropped:
+    graphs that were built, and that were dropped to save memory, so far.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,7 +46,7 @@ class GraphCache:
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
         self._n_host_bytes = 0
-        self.generation = self.n_built = 0
+        self.generation = self.n_built = self.n_dropped = 0
 
     @property
     def n_bytes(self) -> int:
@@ -81,6 +82,7 @@ class GraphCache:
         while self._n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
             _, oldest = self._graphs.popitem(last=False)
             self._n_host_bytes -= oldest.n_bytes
+            self.n_dropped += 1
         return built
 
     def _allocate(self, context: Context, graph: Any) -> None:

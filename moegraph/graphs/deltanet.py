@@ -1,6 +1,8 @@
-"""Gated DeltaNet: a short convolution and the gated delta rule; both update states in place.
+"""Gated DeltaNet: a short convolution and the gated delta rule; both update the states.
 
-In shapes, T is n_seq_tokens and S is n_seqs.
+In shapes, T is n_seq_tokens and S is n_seqs. slots I32 [S] are the rows of the states that belong
+to the sequences of a pass: they are gathered and written back. None means the engine's only
+sequence, whose state is updated in place.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
 from ..resident.state import State
@@ -32,18 +35,19 @@ class DeltaRows:
 
 
 def build_deltanet(
-    b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, cur: Tensor, il: int
-) -> Tensor:
+    b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, slots: Tensor | None,
+    cur: Tensor, il: int,
+) -> Tensor:  # fmt: skip
     """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that the
     state is read in place; upstream copies it first.
     """
     rows, z = project_rows(b, hp, w, shape, cur, il)
-    columns = advance_conv_state(b, hp, state, shape, rows.qkv, il)
+    columns = advance_conv_state(b, hp, state, shape, slots, rows.qkv, il)
     conv = b.ssm_conv(columns, w["ssm_conv1d.weight"])
     q, k, v = delta_operands(b, hp, shape, conv, il)
-    out = advance_delta_state(b, hp, state, shape, (q, k, v, rows.gate, rows.beta), il)
+    out = advance_delta_state(b, hp, state, shape, slots, (q, k, v, rows.gate, rows.beta), il)
     return build_output(b, hp, w, shape, out, z, il)
 
 
@@ -81,31 +85,44 @@ def build_output(
     return b.reshape(out, hp.n_embd, t * s)
 
 
+def _read(b: Builder, states: Tensor, slots: Tensor | None, ne: tuple[int, ...]) -> Tensor:
+    """Return the states of the sequences: F32 ne, contiguous, of which the last extent is S."""
+    if slots is not None:
+        return b.reshape(b.get_rows(states, slots), *ne)
+    strides = [4 * math.prod(ne[: i + 1]) for i in range(len(ne) - 1)]
+    return b.view(states, ne, strides)
+
+
+def _write(b: Builder, states: Tensor, slots: Tensor | None, rows: Tensor) -> None:
+    """Append the write of new states of the sequences; rows: F32 with n * S elements.
+
+    CUDA updates the state in place if the copy into a plain view directly follows the op.
+    """
+    if slots is None:
+        b.expand(b.cpy(rows, b.view(states, (states.ne[0], 1), (states.nb[1],))))
+        return
+    flat = b.reshape if C.ggml_is_contiguous(rows) else b.cont
+    b.expand(b.set_rows(states, flat(rows, states.ne[0], slots.ne[0]), slots))
+
+
 def conv_columns(
-    b: Builder, hp: HParams, state: State, shape: PassShape, qkv: Tensor, il: int
-) -> Tensor:
+    b: Builder, hp: HParams, state: State, shape: PassShape, slots: Tensor | None, qkv: Tensor,
+    il: int,
+) -> Tensor:  # fmt: skip
     """Concatenate the state's columns and qkv's: F32 [d_conv - 1 + T, conv_dim, S]."""
-    n_past, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
-    past = b.view(
-        state.conv[il], (n_past, hp.conv_dim, shape.n_seqs), (4 * n_past, row), shape.seq0 * row
-    )
+    past = _read(b, state.conv[il], slots, (hp.ssm_d_conv - 1, hp.conv_dim, shape.n_seqs))
     return b.name(b.concat(past, b.transpose(qkv), 0), "conv_input", il)
 
 
 def advance_conv_state(
-    b: Builder, hp: HParams, state: State, shape: PassShape, qkv: Tensor, il: int
-) -> Tensor:
+    b: Builder, hp: HParams, state: State, shape: PassShape, slots: Tensor | None, qkv: Tensor,
+    il: int,
+) -> Tensor:  # fmt: skip
     """Store the last d_conv - 1 columns in the state; return all of `conv_columns`."""
-    n_past, row = hp.ssm_d_conv - 1, state.conv[il].nb[1]
-    columns = conv_columns(b, hp, state, shape, qkv, il)
-    last = b.view(
-        columns,
-        (n_past, hp.conv_dim, shape.n_seqs),
-        (columns.nb[1], columns.nb[2]),
-        4 * shape.n_seq_tokens,
-    )
-    target = b.view(state.conv[il], (n_past * hp.conv_dim, shape.n_seqs), (row,), shape.seq0 * row)
-    b.expand(b.cpy(last, target))
+    columns = conv_columns(b, hp, state, shape, slots, qkv, il)
+    ne = (hp.ssm_d_conv - 1, hp.conv_dim, shape.n_seqs)
+    last = b.view(columns, ne, (columns.nb[1], columns.nb[2]), 4 * shape.n_seq_tokens)
+    _write(b, state.conv[il], slots, last)
     return columns
 
 
@@ -146,31 +163,25 @@ def _l2_norm(b: Builder, x: Tensor, eps: float) -> Tensor:
     return b.scale(b.rms_norm(x, eps / n), 1.0 / math.sqrt(n))
 
 
-def delta_state(b: Builder, hp: HParams, state: State, shape: PassShape, il: int) -> Tensor:
-    """View the recurrent states of the sequences: F32 [head_v_dim, head_v_dim, n_v_heads, S]."""
-    d, row = hp.head_v_dim, state.ssm[il].nb[1]
-    ne = (d, d, hp.n_v_heads, shape.n_seqs)
-    return b.view(state.ssm[il], ne, (4 * d, 4 * d * d, row), shape.seq0 * row)
+def delta_state(
+    b: Builder, hp: HParams, state: State, shape: PassShape, slots: Tensor | None, il: int
+) -> Tensor:
+    """Return the recurrent states of the sequences: F32 [head_v_dim, head_v_dim, n_v_heads, S]."""
+    d = hp.head_v_dim
+    return _read(b, state.ssm[il], slots, (d, d, hp.n_v_heads, shape.n_seqs))
 
 
 def advance_delta_state(
-    b: Builder,
-    hp: HParams,
-    state: State,
-    shape: PassShape,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    il: int,
-) -> Tensor:
+    b: Builder, hp: HParams, state: State, shape: PassShape, slots: Tensor | None,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], il: int,
+) -> Tensor:  # fmt: skip
     """Append the recurrence and the write of the final state: F32 [head_v_dim, n_v_heads, T, S].
 
-    operands: q, k, v, gate, beta. CUDA updates the state in place if the copy into a plain view
-    directly follows the op.
+    operands: q, k, v, gate, beta.
     """
     d, h, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
-    row = state.ssm[il].nb[1]
-    both = b.gated_delta_net(*operands, delta_state(b, hp, state, shape, il))
+    both = b.gated_delta_net(*operands, delta_state(b, hp, state, shape, slots, il))
     out = b.view(both, (d, h, t, s), (4 * d, 4 * d * h, 4 * d * h * t))
     after = b.view(both, (d, d, h, s), (4 * d, 4 * d * d, 4 * d * d * h), 4 * d * h * t * s)
-    target = b.view(state.ssm[il], (d * d * h, s), (row,), shape.seq0 * row)
-    b.expand(b.cpy(b.name(after, "new_state", il), target))
+    _write(b, state.ssm[il], slots, b.name(after, "new_state", il))
     return b.name(out, "attn_output", il)

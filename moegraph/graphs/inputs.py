@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +18,32 @@ from ..modelfile.hparams import HParams
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
+from .paged import ROW_WORDS, fill_rows
+from .rows import Tree, fill_mask, gathered_rows
 
 _ALIGN = 256
+PAGED = 0
 
 
-@dataclass(frozen=True)
-class PassShape:
-    """Everything that determines the graphs of a pass.
+class PassShape(NamedTuple):
+    """Everything that determines the graphs of a pass; which sequences it has is an input.
 
-    n_seq_tokens rows for each of n_seqs consecutive sequences from seq0. Rows attend to n_kv
-    positions. n_out rows reach the head: none, the last of each sequence, or all.
+    n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
+    PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
+    each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
+    states as they are.
     """
 
     n_seq_tokens: int
     n_seqs: int
-    seq0: int
     n_kv: int
     n_out: int
+    is_tree: bool = False
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether attention reads K and V through lists of pages."""
+        return self.n_kv == PAGED
 
     @property
     def n_tokens(self) -> int:
@@ -48,23 +57,70 @@ class PassInputs:
 
     embd F32 [n_embd, n_tokens]; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches;
     out_ids I32 [n_out], or None if n_out is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
+    With several sequences in the engine: slots I32 [n_seqs], rows of the states; kv_rows I32
+    [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents I32
+    [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
+    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
     """
 
     embd: Tensor
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
-    kq_mask: Tensor
+    kq_mask: Tensor | None
+    slots: Tensor | None
+    kv_rows: Tensor | None
+    parents: Tensor | None
+    pages: Tensor | None
+    rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Byte offsets of the inputs in the block.
+
+    out_ids has room for all rows, so that all depend on n_tokens alone, except for what attention
+    needs, which comes last.
+    """
+
+    embd: int
+    pos: int
+    kv_idx: int
+    out_ids: int
+    slots: int
+    parents: int
+    attention: int
+
+    @classmethod
+    def of(cls, n_embd: int, n_tokens: int) -> _Layout:
+        """Return the layout of passes of n_tokens rows."""
+        words, offsets = (n_embd, 1, 2, 1, 1, 1), [0]
+        for n in words:
+            offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
+        return cls(*offsets)
+
+    def kv_rows(self, shape: PassShape) -> int:
+        """Return the offset of kv_rows, which follow the mask."""
+        return round_up(self.attention + 2 * shape.n_kv * shape.n_tokens, _ALIGN)
+
+    def rows(self, shape: PassShape, n_pages: int) -> int:
+        """Return the offset of the rows of a pass with pages, which follow the lists of pages."""
+        return round_up(self.attention + 4 * n_pages * shape.n_seqs, _ALIGN)
 
 
 class InputBlock:
-    """Fixed memory for the inputs of any pass of at most max_rows rows and n_ctx positions."""
+    """Fixed memory for the inputs of any pass of at most max_rows rows over a State."""
 
-    def __init__(self, device: Device, hp: HParams, max_rows: int, n_ctx: int) -> None:
+    def __init__(self, device: Device, hp: HParams, max_rows: int, state: State) -> None:
         self._device = device
         self._n_embd = hp.n_embd
-        self._max_rows = max_rows
-        size = self._offsets(max_rows)[-1] + 2 * n_ctx * max_rows
+        self._state = state
+        self._gathers = state.n_seq > 1
+        self._layouts: dict[int, _Layout] = {}
+        largest = PassShape(max_rows, 1, state.n_ctx, 0)
+        size = self._layout(max_rows).kv_rows(largest)
+        if self._gathers:
+            size += 4 * state.n_ctx * state.n_seq
         self._size = round_up(size, _ALIGN)
         self._buffer = device.buffer(self._size, "the inputs of a pass", "lower -ub or -c")
         self._host = device.host_buffer(self._size)
@@ -75,85 +131,139 @@ class InputBlock:
         self.n_bytes = self._size
         self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
-    def _offsets(self, n_tokens: int) -> tuple[int, ...]:
-        # out_ids has room for all rows, so that the mask is at one offset for every n_out
-        sizes = (4 * self._n_embd * n_tokens, 4 * n_tokens, 8 * n_tokens, 4 * n_tokens)
-        offsets = [0]
-        for size in sizes:
-            offsets.append(round_up(offsets[-1] + size, _ALIGN))
-        return tuple(offsets)
+    def _layout(self, n_tokens: int) -> _Layout:
+        found = self._layouts.get(n_tokens)
+        if found is None:
+            found = self._layouts[n_tokens] = _Layout.of(self._n_embd, n_tokens)
+        return found
 
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
         """Return the input tensors of a pass, placed in the block."""
-        at = self._offsets(shape.n_tokens)
+        at, n_tokens = self._layout(shape.n_tokens), shape.n_tokens
 
         def leaf(dtype: int, ne: tuple[int, ...], name: str, offset: int) -> Tensor:
             tensor = b.leaf(dtype, ne, name)
             place(self._buffer, tensor, offset)
             return tensor
 
-        mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
+        slots = parents = kq_mask = kv_rows = pages = rows = None
+        if self._gathers:
+            slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
+        if shape.is_tree:
+            parents_ne = (shape.n_seq_tokens, shape.n_seqs)
+            parents = leaf(I32, parents_ne, "inp_parents", at.parents)
+        if shape.is_paged:
+            n_pages = self._state.pool.table.shape[1]
+            pages = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
+            rows = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", at.rows(shape, n_pages))
+        else:
+            mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
+            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.attention)
+            if self._gathers:
+                kv_ne = (shape.n_kv * shape.n_seqs,)
+                kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.kv_rows(shape))
         return PassInputs(
-            embd=leaf(F32, (self._n_embd, shape.n_tokens), "inp_embd", at[0]),
-            pos=leaf(I32, (shape.n_tokens,), "inp_pos", at[1]),
-            kv_idx=leaf(I64, (shape.n_tokens,), "inp_kv_idx", at[2]),
-            out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at[3]) if shape.n_out else None,
-            kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at[4]),
+            embd=leaf(F32, (self._n_embd, n_tokens), "inp_embd", at.embd),
+            pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
+            kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
+            out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
+            kq_mask=kq_mask,
+            slots=slots,
+            kv_rows=kv_rows,
+            parents=parents,
+            pages=pages,
+            rows=rows,
         )
 
     def fill(
         self,
         shape: PassShape,
         tokens: npt.NDArray[np.int32],
-        pos0: list[int],
+        slots: tuple[int, ...],
+        tree: Tree | None,
         embedding: TokenEmbedding,
-        state: State,
     ) -> None:
         """Write the inputs of a pass and enqueue their upload.
 
-        tokens: [n_seqs, n_seq_tokens] (numpy order); pos0: first position of each sequence.
+        tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
+        have pages for the rows. The call waits for the previous upload, not for the device.
         """
         if self._uploaded:
-            self._uploaded.wait()  # the last upload may still be reading the host block
-        at = self._offsets(shape.n_tokens)
-        if shape.n_tokens > 1:
+            self._uploaded.wait()
+        n_tokens = tokens.size
+        if n_tokens > 1 or tree:
             self._one = None
-            self._fill_rows(at, shape, tokens, pos0, embedding, state)
+            at = self._layout(n_tokens)
+            self._fill_rows(at, shape, tokens, slots, tree)
+            rows = self._region(at.embd, n_tokens * self._n_embd, np.float32)
+            embedding.rows(tokens.reshape(-1), rows.reshape(n_tokens, self._n_embd))
+            end = self._end(at, shape)
         else:
-            if self._one is None or self._one.shape != shape:
-                self._one = _OneRow(self._region, at, shape, self._n_embd)
-            embedding.rows(tokens.reshape(-1), self._one.embd)
-            self._one.move_to(pos0[0], state.n_ctx)
-        self._device.send(self._all, self._host, 0, at[4] + 2 * shape.n_kv * shape.n_tokens)
+            one = self._one
+            if one is None or one.shape != shape:
+                at = self._layout(1)
+                one = _OneRow(self._region, at, shape, self._n_embd, self._state)
+                self._one, one.end = one, self._end(at, shape)
+            embedding.rows(tokens.reshape(-1), one.embd)
+            one.move_to(slots[0])
+            end = one.end
+        self._device.send(self._all, self._host, 0, end)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+
+    def _end(self, at: _Layout, shape: PassShape) -> int:
+        """Return how many bytes the inputs take."""
+        if shape.is_paged:
+            rows = at.rows(shape, self._state.pool.table.shape[1])
+            return rows + 4 * ROW_WORDS * shape.n_tokens
+        return at.kv_rows(shape) + 4 * shape.n_kv * shape.n_seqs * self._gathers
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
         return self._host.array[start : start + n * np.dtype(dtype).itemsize].view(dtype)
 
     def _fill_rows(
-        self, at: Sequence[int], shape: PassShape, tokens: npt.NDArray[np.int32],
-        pos0: list[int], embedding: TokenEmbedding, state: State,
+        self, at: _Layout, shape: PassShape, tokens: npt.NDArray[np.int32],
+        slots: tuple[int, ...], tree: Tree | None,
     ) -> None:  # fmt: skip
-        region, n_tokens, n_seq_tokens = self._region, shape.n_tokens, shape.n_seq_tokens
-        rows = region(at[0], n_tokens * self._n_embd, np.float32).reshape(n_tokens, self._n_embd)
-        embedding.rows(tokens.reshape(-1), rows)
-        steps = np.arange(n_seq_tokens)
-        pos = np.asarray(pos0)[:, None] + steps[None, :]
-        seqs = np.arange(shape.seq0, shape.seq0 + shape.n_seqs)[:, None]
-        region(at[1], n_tokens, np.int32)[:] = pos.reshape(-1)
-        region(at[2], n_tokens, np.int64)[:] = (seqs * state.n_ctx + pos).reshape(-1)
+        """Write all inputs but the embeddings."""
+        region, state, n_tokens, n = self._region, self._state, shape.n_tokens, shape.n_seq_tokens
+        pos0 = [state.n_past[slot] for slot in slots]
+        first, steps = np.array(pos0)[:, None], np.arange(n)
+        pos = first + (steps if tree is None else tree.depths)
+        region(at.pos, n_tokens, np.int32)[:] = pos.reshape(-1)
+        region(at.kv_idx, n_tokens, np.int64)[:] = self._kv_idx(slots, first + steps, tree)
         if shape.n_out == n_tokens:
-            region(at[3], n_tokens, np.int32)[:] = np.arange(n_tokens)
+            region(at.out_ids, n_tokens, np.int32)[:] = np.arange(n_tokens)
         elif shape.n_out:
-            region(at[3], shape.n_out, np.int32)[:] = (
-                np.arange(1, shape.n_seqs + 1) * n_seq_tokens - 1
-            )
-        mask = region(at[4], shape.n_kv * n_tokens, np.float16).reshape(
-            -1, n_seq_tokens, shape.n_kv
-        )
-        _fill_mask(mask, pos0)
+            region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
+        if tree is not None:
+            region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
+        if self._gathers:
+            region(at.slots, shape.n_seqs, np.int32)[:] = slots
+        if shape.is_paged:
+            table = state.pool.table
+            n_pages = table.shape[1]
+            region(at.attention, n_pages * shape.n_seqs, np.int32)[:] = table[[*slots]].reshape(-1)
+            rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
+            fill_rows(rows, pos0, n, tree)
+            return
+        mask = region(at.attention, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
+        fill_mask(mask, pos0, None if tree is None else tree.sees)
+        if self._gathers:
+            rows = region(at.kv_rows(shape), shape.n_kv * shape.n_seqs, np.int32)
+            rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
+
+    def _kv_idx(
+        self, slots: tuple[int, ...], places: npt.NDArray[np.int64], tree: Tree | None
+    ) -> npt.NDArray[np.int64]:
+        """Return where K and V of each row are written; places: [n_seqs, n_seq_tokens]."""
+        if tree is None or not tree.is_ragged:
+            return self._state.pool.rows(np.array(slots)[:, None], places).reshape(-1)
+        rows = np.full(places.shape, self._state.spare_row)
+        seqs, _ = np.nonzero(tree.real)
+        rows[tree.real] = self._state.pool.rows(np.array(slots)[seqs], places[tree.real])
+        return rows.reshape(-1)
 
     def close(self) -> None:
         """Free both blocks."""
@@ -165,43 +275,52 @@ class InputBlock:
 class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
-    embd: F32, numpy shape [1, n_embd]; the caller writes it. The device is idle meanwhile, so this
-    must be fast.
+    embd: F32, numpy shape [1, n_embd]; the caller writes it. end: bytes of all inputs. The device
+    is idle meanwhile, so this must be fast.
     """
+
+    end = 0
 
     def __init__(
         self,
         region: Callable[..., npt.NDArray[Any]],
-        at: Sequence[int],
+        at: _Layout,
         shape: PassShape,
         n_embd: int,
+        state: State,
     ) -> None:
         self.shape = shape
-        self.embd = region(at[0], n_embd, np.float32).reshape(1, n_embd)
-        self._pos, self._kv_idx = region(at[1], 1, np.int32), region(at[2], 1, np.int64)
-        region(at[3], 1, np.int32)[:] = 0
-        self._mask = region(at[4], shape.n_kv, np.float16)
-        self._first = -2  # position of the row that the mask is for
+        self._state, self._pool = state, state.pool
+        self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
+        self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
+        region(at.out_ids, 1, np.int32)[:] = 0
+        self._slot = region(at.slots, 1, np.int32)
+        n_pages = state.pool.table.shape[1]
+        self._pages = region(at.attention, n_pages, np.int32)
+        self._row = region(at.rows(shape, n_pages), ROW_WORDS, np.int32)
+        self._mask = region(at.attention, shape.n_kv, np.float16)
+        self._kv_rows: npt.NDArray[np.int32] | None = None
+        if state.n_seq > 1:
+            self._kv_rows = region(at.kv_rows(shape), shape.n_kv, np.int32)
+        # position and sequence of the row that was written last, and the pages that it had
+        self._last: tuple[int, int, int] = (-2, -1, -1)
 
-    def move_to(self, first: int, n_ctx: int) -> None:
-        """Write all inputs but the embedding, for a row at position `first`."""
+    def move_to(self, slot: int) -> None:
+        """Write all inputs but the embedding, for the next row of a sequence."""
+        pool, first = self._pool, self._state.n_past[slot]
         self._pos[0] = first
-        self._kv_idx[0] = self.shape.seq0 * n_ctx + first
-        if first == self._first + 1:
+        self._kv_idx[0] = pool.row(slot, first)
+        goes_on = self._last == (first - 1, slot, pool.version)
+        if self.shape.is_paged:
+            fill_rows(self._row, [first], 1, None)
+            if not goes_on:
+                self._slot[0] = slot
+                self._pages[:] = pool.table[slot]
+        elif goes_on:
             self._mask[first] = 0.0
         else:
-            _fill_mask(self._mask.reshape(1, 1, -1), [first])
-        self._first = first
-
-
-def _fill_mask(mask: npt.NDArray[np.float16], pos0: list[int]) -> None:
-    """Fill the causal mask, numpy shape [n_seqs, n_seq_tokens, n_kv]; pos0: first positions."""
-    n_seq_tokens = mask.shape[1]
-    for seq, first in enumerate(pos0):
-        mask[seq, :, :first] = 0.0
-        mask[seq, :, first:] = -np.inf
-        if n_seq_tokens == 1:
-            mask[seq, 0, first] = 0.0
-        else:
-            square = mask[seq, :, first : first + n_seq_tokens]
-            square[np.tril_indices(n_seq_tokens)] = 0.0
+            fill_mask(self._mask.reshape(1, 1, -1), [first])
+            if self._kv_rows is not None:
+                self._slot[0] = slot
+                self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
+        self._last = (first, slot, pool.version)

@@ -19,6 +19,7 @@ from .deltanet import build_deltanet
 from .experts import build_expert_rows, build_expert_sum, build_shared_expert
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
+from .tree import build_tree_deltanet
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ def build_mixer_router(
     """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
     if m.hp.is_recurrent(il):
-        cur = build_deltanet(b, m.hp, w, m.state, shape, cur, il)
+        if inp.parents is None:
+            cur = build_deltanet(b, m.hp, w, m.state, shape, inp.slots, cur, il)
+        else:
+            args = (b, m.hp, w, m.state, shape, inp.slots, inp.parents)
+            cur, rows = build_tree_deltanet(*args, cur, il)
+            m.state.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
     else:
         cur = build_attention(b, m.hp, w, m.state, inp, shape, cur, il)
     residual = b.name(b.add(cur, x), "attn_residual", il)

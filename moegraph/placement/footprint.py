@@ -7,7 +7,15 @@ from ..experts.prefetch import MAX_PREFETCH
 from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_token, state_bytes
-from ..resident.layout import KV_PAD, N_STAGING, Packing, expert_tensors, is_dense, stack_kind
+from ..resident.layout import (
+    N_STAGING,
+    PAGE,
+    Packing,
+    expert_tensors,
+    is_dense,
+    stack_kind,
+    zeros_bytes,
+)
 from ..units import round_up
 from .planner import Footprint
 
@@ -23,7 +31,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     * n_vocab * 4 bytes.
     """
     hp = model.hparams
-    padded = round_up(n_ctx, KV_PAD)
+    padded = round_up(n_ctx, PAGE)
     sizes = slot_bytes(model)
     dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
     if "output.weight" not in model.tensors:
@@ -34,13 +42,17 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
+    kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
+    if config.n_seq > 1:  # the rows that one layer's attention gathers
+        n_attention = max(hp.n_layer - hp.n_layer_recurrent, 1)
+        compute += kv // n_attention * padded * config.n_seq + 4 * padded * config.n_seq
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
         slot_bytes=sizes,
         weights=sum(info.nbytes for info in dense),
-        kv=kv_bytes_per_token(hp, config.type_k, config.type_v) * padded * config.n_seq,
-        state=state_bytes(hp, config.n_seq),
+        kv=kv * (padded * config.n_seq + 1),
+        state=state_bytes(hp, config.n_seq) + zeros_bytes(hp),
         compute=compute,
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),

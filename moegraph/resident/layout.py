@@ -9,16 +9,24 @@ from dataclasses import dataclass
 from gguf.constants import GGML_QUANT_SIZES
 
 from ..modelfile import ModelFile, TensorInfo
+from ..modelfile.hparams import HParams
 from ..units import round_up
 
-# The KV length of graphs grows in these steps, as upstream's does: a graph stays valid for 256
-# positions, and CUDA's attention kernels need a multiple of it.
-KV_PAD = 256
+# Rows of a page of the KV caches, and the step in which the KV length of graphs grows, as
+# upstream's does: CUDA's attention kernels need a multiple of it.
+PAGE = 256
+# Zeros that are copied to empty a state; more of them make fewer copies.
+_MIN_ZEROS = 1 << 20
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
+
+
+def zeros_bytes(hp: HParams) -> int:
+    """Return the size of the block of zeros that is copied to empty states and KV rows."""
+    return max(4 * hp.head_v_dim**2 * hp.n_v_heads, _MIN_ZEROS)
 
 
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:

@@ -1,12 +1,15 @@
 """KV cache of full-attention layers and recurrent states of DeltaNet layers.
 
-In every tensor a sequence is one contiguous block, so consecutive sequences are one view.
+A sequence has a slot: a row of every recurrent state, and a list of pages of the KV caches
+(kvpool.py). Passes over any slots run with the same graphs. An engine with one sequence has its
+state at row 0 and its positions in order, so its graphs read both in place.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..errors import ConfigError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -14,7 +17,10 @@ from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor, type_id
 from ..modelfile.hparams import HParams
 from ..units import round_up
-from .layout import KV_PAD
+from .drafts import DraftRows
+from .kvpool import KVPool
+from .layout import PAGE, zeros_bytes
+from .snapshots import Snapshot, Snapshots
 
 _ROT_MIN = 64
 
@@ -22,33 +28,41 @@ _ROT_MIN = 64
 class State:
     """KV cache and recurrent states of `n_seq` sequences on one device.
 
-    k, v: of each full-attention layer, [n_embd_gqa, n_ctx * n_seq]; row `seq * n_ctx + pos`.
+    k, v: of each full-attention layer, [n_embd_gqa, n_ctx * n_seq + 1]; `pool` knows which row has
+        which position. Padding rows of a pass are written to the last row, which nothing reads.
+    k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
+        multiple of 4 bytes.
+    drafts: what a verify pass keeps of its rows.
     conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
     ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
         head_dim.
+    pool: the pages of the sequences.
+    spare_row: the last row of the caches.
     n_past: positions that each sequence holds.
-    n_written: positions that may have been written; more than n_past after a failed pass.
     n_attention_parts: see `Device`.
 
     Raises:
         OutOfDeviceMemory: the tensors do not fit.
+        ConfigError: there are several sequences, and rows cannot be moved.
     """
 
     def __init__(
         self, device: Device, hp: HParams, n_ctx: int, n_seq: int, type_k: str, type_v: str
     ) -> None:
-        self.n_ctx = round_up(n_ctx, KV_PAD)
+        self.n_ctx = round_up(n_ctx, PAGE)
         self.n_seq = n_seq
+        self._device = device
+        self.pool = KVPool(n_seq, self.n_ctx // PAGE)
         self.n_attention_parts = device.n_attention_parts
         self.n_past = [0] * n_seq
-        self.n_written = [0] * n_seq
-        self._context = Context(2 * hp.n_layer + 2)
+        self._context = Context(4 * hp.n_layer + 3)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
         self.ssm: dict[int, Tensor] = {}
-        rows = self.n_ctx * n_seq
+        self.spare_row = self.n_ctx * n_seq
+        rows = self.spare_row + 1
         for il in range(hp.n_layer):
             if hp.is_recurrent(il):
                 self.conv[il] = self._new(F32, (hp.ssm_d_conv - 1) * hp.conv_dim, n_seq)
@@ -56,12 +70,37 @@ class State:
             else:
                 self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
                 self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
+        self.k_words, self.v_words = self._words(self.k), self._words(self.v)
+        if n_seq > 1:
+            self.require_words("several sequences (n_seq)")
         self.rot_k = self._rotation(type_k, hp.n_embd_head_k, largest=True)
         self.rot_v = self._rotation(type_v, hp.n_embd_head_v, largest=False)
+        self._n_zeros = zeros_bytes(hp)
         self._place(device)
+        self.drafts = DraftRows(device, hp)
+        self.snapshots = Snapshots(device, (*self.conv.values(), *self.ssm.values()))
 
     def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
         return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
+
+    def _words(self, cache: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return tensors for the memory of KV caches as F32 [bytes of a row / 4, rows]."""
+        fit = {il: t for il, t in cache.items() if t.nb[1] % 4 == 0}
+        return {il: self._new(F32, t.nb[1] // 4, t.ne[1]) for il, t in fit.items()}
+
+    def require_words(self, what: str) -> None:
+        """Check that KV rows can be moved, which `what` needs.
+
+        Raises:
+            ConfigError: a row is not a multiple of 4 bytes.
+        """
+        caches = (*self.k.values(), *self.v.values())
+        odd = next((t.nb[1] for t in caches if t.nb[1] % 4), 0)
+        if odd:
+            raise ConfigError(
+                f"{what} needs KV cache rows of a multiple of 4 bytes; this model's have "
+                f"{odd}; use f16 for the cache"
+            )
 
     def _rotation(self, type_name: str, head_dim: int, largest: bool) -> Tensor | None:
         # Upstream rotates K by the largest power of two that divides the head, V by the smallest.
@@ -76,9 +115,10 @@ class State:
         recurrent = [*self.conv.values(), *self.ssm.values()]
         cache = [*self.k.values(), *self.v.values()]
         constants = [rot for rot in (self.rot_k, self.rot_v) if rot is not None]
-        offsets, size = [], 0
-        for tensor in recurrent + cache + constants:
-            offsets.append(size)
+        self._zeros = self._new(F32, self._n_zeros // 4, 1)
+        offsets, size = {}, 0
+        for tensor in (*recurrent, *cache, *constants, self._zeros):
+            offsets[tensor] = size
             needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
             size = round_up(size + needed, device.alignment)
         self._buffer = device.buffer(
@@ -86,8 +126,11 @@ class State:
             f"the KV cache and states ({self.n_ctx} positions)",
             "lower -c or use -ctk q8_0 -ctv q8_0",
         )
-        for tensor, offset in zip(recurrent + cache + constants, offsets):
+        for tensor, offset in offsets.items():
             place(self._buffer, tensor, offset)
+        for words, tensors in ((self.k_words, self.k), (self.v_words, self.v)):
+            for il, tensor in words.items():
+                place(self._buffer, tensor, offsets[tensors[il]])
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
         for rot in constants:
             matrix = hadamard(rot.ne[0])
@@ -96,25 +139,57 @@ class State:
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
 
     def n_kv(self, n_used: int) -> int:
-        """Return the KV length of a graph for n_used positions: a multiple of KV_PAD."""
-        return min(self.n_ctx, max(KV_PAD, round_up(n_used, KV_PAD)))
+        """Return the KV length of a graph for n_used positions: a multiple of PAGE."""
+        return min(self.n_ctx, max(PAGE, round_up(n_used, PAGE)))
 
-    def reset(self, seq: int) -> None:
-        """Empty a sequence. The device must be idle.
+    def reset(self, slot: int) -> None:
+        """Enqueue that a sequence is emptied, after the passes in flight; its pages become free."""
+        for tensor in (*self.conv.values(), *self.ssm.values()):
+            self._clear(tensor, slot * tensor.nb[1], tensor.nb[1])
+        self.truncate(slot, 0)
+
+    def truncate(self, slot: int, n_past: int) -> None:
+        """Enqueue that a sequence loses its positions from n_past on; its states do not change.
 
         KV rows are cleared too: a failed pass may have left NaN in a row, and masking it would not
         help, because NaN times zero is NaN.
         """
-        for tensor in (*self.conv.values(), *self.ssm.values()):
-            C.ggml_backend_tensor_memset(tensor, 0, seq * tensor.nb[1], tensor.nb[1])
-        used = self.n_kv(self.n_written[seq])
+        runs = self.pool.beyond(slot, n_past)
         for tensor in (*self.k.values(), *self.v.values()):
-            start = seq * self.n_ctx * tensor.nb[1]
-            C.ggml_backend_tensor_memset(tensor, 0, start, used * tensor.nb[1])
-        self.n_past[seq] = self.n_written[seq] = 0
+            for first, n in runs:
+                self._clear(tensor, first * tensor.nb[1], n * tensor.nb[1])
+        self.snapshots.forget(slot, n_past)
+        self.n_past[slot] = n_past
+        self.pool.shrink(slot, n_past)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Enqueue that a sequence is again as it was when a snapshot was taken.
+
+        Raises:
+            RequestError: the snapshot cannot be restored.
+        """
+        self.snapshots.restore(snapshot)
+        self.truncate(snapshot.slot, snapshot.n_past)
+
+    def _clear(self, tensor: Tensor, start: int, size: int) -> None:
+        """Enqueue zeros over `size` bytes of a tensor from byte `start`."""
+        most = self._zeros.nb[1]
+        for at in range(start, start + size, most):
+            n = min(most, start + size - at)
+            C.mg_copy_bytes(self._device.compute.ptr, self._zeros, 0, tensor, at, n)
+
+    def snapshot(self, slot: int) -> Snapshot:
+        """Return a snapshot of a sequence, copied after the passes in flight.
+
+        Raises:
+            OutOfDeviceMemory: there is no memory for it.
+        """
+        return self.snapshots.take(slot, self.n_past[slot])
 
     def close(self) -> None:
-        """Free the caches."""
+        """Free the caches, snapshots and drafts."""
+        self.snapshots.close()
+        self.drafts.close()
         self._buffer.close()
         self._context.close()
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from .base import Batch, Output, Runner
+from .base import NotFinite, Output, Runner
+from .batch import Batch
 from .layered import LayeredRunner
 from .whole import WholeRunner
 
-__all__ = ["Batch", "LayeredRunner", "Output", "Runner", "WholeRunner"]
+__all__ = ["Batch", "LayeredRunner", "NotFinite", "Output", "Runner", "WholeRunner"]

@@ -14,28 +14,15 @@ from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
-from ..graphs.inputs import InputBlock, PassShape
+from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.layer import Model
+from ..graphs.paged import MAX_ROWS, can_page
 from ..units import round_up
+from .batch import Batch
+from .commit import Commits
 
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One pass.
-
-    tokens: I32, numpy shape [n_seqs, n_seq_tokens]; rows of consecutive sequences from seq0, each
-        continuing its sequence.
-    all_rows: results for every row; otherwise for the last row of each sequence.
-    greedy: the results are the device's argmax instead of logits.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    seq0: int = 0
-    all_rows: bool = False
-    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,14 +48,15 @@ class Output:
 
 
 class NotFinite(NativeError):
-    """A result is NaN or infinite; the caller can replay the tokens to locate the fault.
+    """Results of some sequences of a pass are NaN or infinite; those of the others are good.
 
-    row: index of the first such result.
+    sequences: those with such results. output: the results of the whole pass.
     """
 
-    def __init__(self, message: str, row: int) -> None:
+    def __init__(self, message: str, sequences: tuple[int, ...], output: Output) -> None:
         super().__init__(message)
-        self.row = row
+        self.sequences = sequences
+        self.output = output
 
 
 class Runner(ABC):
@@ -84,9 +72,12 @@ class Runner(ABC):
         self.model = model
         self.n_ubatch = n_ubatch
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state.n_ctx)
+        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
         self._results = device.host_buffer(4096)
-        self._pending: tuple[PassShape, bool] | None = None
+        self._commits = Commits(device, model, self.graphs)
+        self._can_page = can_page(device, model.hp)
+        self._pending: Batch | None = None
+        self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
     @property
     def compute_bytes(self) -> int:
@@ -102,43 +93,88 @@ class Runner(ABC):
         if self._pending is not None:
             raise RequestError("a pass is in flight; collect its results first")
 
-    def drop(self, seq: int) -> None:
-        """Drop the results of the pass in flight if it includes sequence seq."""
-        if self._pending is not None:
-            shape, _ = self._pending
-            if shape.seq0 <= seq < shape.seq0 + shape.n_seqs:
+    def drop(self, slot: int) -> None:
+        """Forget a sequence's verified rows, and its results in flight.
+
+        The pass in flight is dropped once all its sequences are.
+        """
+        self._commits.forget(slot)
+        if self._pending is not None and slot in self._pending.slots:
+            self._dropped.add(slot)
+            if self._dropped.issuperset(self._pending.slots):
+                self.device.synchronize()  # the next pass reuses host memory of this one
                 self._pending = None
+
+    def shape_of(self, batch: Batch) -> PassShape:
+        """Return what determines the graphs of a pass."""
+        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
+        slots, n_past = batch.slots, state.n_past
+        longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
+        is_paged = self._can_page and batch.tokens.size <= MAX_ROWS
+        n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
+        n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
+
+    def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
+        """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
+        state = self.model.state
+        for seq, slot in enumerate(batch.slots):
+            state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
+        embedding = self.model.weights.embedding
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding)
+
+    def advance(self, batch: Batch) -> None:
+        """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
+
+        A verify pass must not change them: its rows are committed later, if at all.
+        """
+        if batch.tree is None:
+            for slot in batch.slots:
+                self.model.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
-        After any error from launching, the caller must reset the sequences of the pass.
+        After any error from launching, the caller must reset the sequences of the pass, or truncate
+        them to what they held if it was a verify pass.
 
         Raises:
             Cancelled: cancelled() returned true before a graph.
             RequestError: a pass is in flight.
         """
         self.require_idle()
-        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
-        seqs = range(batch.seq0, batch.seq0 + n_seqs)
-        pos0 = [state.n_past[seq] for seq in seqs]
-        shape = PassShape(
-            n_seq_tokens=n_seq_tokens,
-            n_seqs=n_seqs,
-            seq0=batch.seq0,
-            n_kv=state.n_kv(max(pos0) + n_seq_tokens),
-            n_out=n_seqs * n_seq_tokens if batch.all_rows else n_seqs,
-        )
+        shape = self.shape_of(batch)
         self._grow_results(shape, batch.greedy)
+        self._commits.begin(batch)
+        if batch.tree:
+            self._reserve_drafts(shape.n_tokens)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs
-        self._prepare(shape, batch.greedy)
-        self._inputs.fill(shape, batch.tokens, pos0, self.model.weights.embedding, state)
-        for seq in seqs:
-            state.n_written[seq] = max(state.n_written[seq], state.n_past[seq] + n_seq_tokens)
-        self._launch(shape, batch.greedy, cancelled)
-        for seq in seqs:
-            state.n_past[seq] += n_seq_tokens
-        self._pending = (shape, batch.greedy)
+        self._prepare(shape, batch)
+        self.fill_inputs(batch, shape)
+        self._launch(shape, batch, cancelled)
+        self.advance(batch)
+        self._dropped.clear()
+        self._pending = batch
+        if batch.tree:
+            self._commits.verified(batch)
+
+    def _reserve_drafts(self, n_rows: int) -> None:
+        """Make room for what a verify pass keeps of its rows."""
+        state = self.model.state
+        state.require_words("a verify pass")
+        if state.drafts.n_rows < n_rows:
+            self.device.synchronize()
+            if state.drafts.reserve(n_rows):
+                self.graphs.clear()
+
+    def commit(self, slot: int, path: list[int]) -> list[int]:
+        """Enqueue the commit of verified rows; see `Commits.commit`.
+
+        Raises:
+            RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
+        """
+        self.require_idle()
+        return self._commits.commit(slot, path)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.
@@ -147,16 +183,17 @@ class Runner(ABC):
             RequestError: no pass is in flight.
             NotFinite: a logit, or a hidden state before the output matrix, is NaN or infinite.
         """
-        if self._pending is None:
+        batch = self._pending
+        if batch is None:
             raise RequestError("no pass is in flight; submit one first")
-        shape, greedy = self._pending
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
-        n_out, host = shape.n_out, self._results.array
+        n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
+        host = self._results.array
         check = host[: 4 * n_out].view(np.float32)
         body = host[round_up(4 * n_out, _ALIGN) :]
         finite = np.isfinite(check)
-        if greedy:
+        if batch.greedy:
             output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
         else:
             n_vocab = self.model.hp.n_vocab
@@ -164,8 +201,12 @@ class Runner(ABC):
             finite = finite & np.isfinite(logits.sum(axis=1))
             output = Output(None, logits)
         if not finite.all():
-            row = int(np.argmin(finite))
-            raise NotFinite(f"{self.device.name} computed logits that are not finite", row)
+            n_each = n_out // len(batch.slots)
+            seqs = dict.fromkeys((np.flatnonzero(~finite) // n_each).tolist())
+            bad = [batch.slots[seq] for seq in seqs if batch.slots[seq] not in self._dropped]
+            if bad:
+                message = f"{self.device.name} computed logits that are not finite"
+                raise NotFinite(message, tuple(bad), output)
         return output
 
     def _grow_results(self, shape: PassShape, greedy: bool) -> None:
@@ -202,16 +243,17 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def _prepare(self, shape: PassShape, greedy: bool) -> None:
+    def _prepare(self, shape: PassShape, batch: Batch) -> None:
         """Build every graph of the pass that is not built yet."""
 
     @abstractmethod
-    def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         """Enqueue the graphs of the pass and the copies of its results."""
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
         self.graphs.close()
+        self._commits.close()
         self._inputs.close()
         self._results.close()

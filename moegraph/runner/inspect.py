@@ -11,8 +11,9 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
-from ..graphs.inputs import PassShape
-from .base import Batch, Runner
+from ..kinds import Kind
+from .base import Runner
+from .batch import Batch
 from .whole import build_whole, n_nodes_whole
 
 # Rows of a pass when a sequence is computed again: every node takes memory of its own.
@@ -35,10 +36,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
         raise ConfigError(
             "forward_nodes needs every expert on the device; drop --cache-slots and --vram"
         )
-    state, (n_seqs, n_seq_tokens) = model.state, batch.tokens.shape
-    pos0 = [state.n_past[seq] for seq in range(batch.seq0, batch.seq0 + n_seqs)]
-    n_kv = state.n_kv(max(pos0) + n_seq_tokens)
-    at = PassShape(n_seq_tokens, n_seqs, batch.seq0, n_kv, batch.tokens.size)
+    at = runner.shape_of(batch)
     n_nodes = n_nodes_whole(model)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
@@ -49,12 +47,10 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
                 f"{device.name} cannot hold every node of a pass; use fewer rows"
             )
         with Buffer(raw, device.compute):
-            runner._inputs.fill(at, batch.tokens, pos0, model.weights.embedding, state)
+            runner.fill_inputs(batch, at)
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
-            for seq in range(batch.seq0, batch.seq0 + n_seqs):
-                state.n_past[seq] += n_seq_tokens
-                state.n_written[seq] = max(state.n_written[seq], state.n_past[seq])
+            runner.advance(batch)
             return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
 
 
@@ -67,7 +63,7 @@ def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
     runner.model.state.reset(seq)
     for start in range(0, len(tokens), _REPLAY_ROWS):
         rows = np.array([tokens[start : start + _REPLAY_ROWS]], dtype=np.int32)
-        nodes = node_values(runner, Batch(rows, seq, all_rows=True))
+        nodes = node_values(runner, Batch(rows, (seq,), Kind.PREFILL, all_rows=True))
         for il in range(runner.model.hp.n_layer):
             if not np.isfinite(nodes["l_out", il]).all():
                 return f"the output of layer {il}"

@@ -35,9 +35,10 @@ from ..graphs.layer import (
     build_moe,
 )
 from ..graphs.router import build_prediction
+from ..kinds import Kind, rules_of
 from ..resident.bank import Bank
 from ..units import round_up
-from .misses import ADMIT_ROWS, MissHandler, MissMode
+from .misses import MissHandler, MissMode
 from .readback import RoutingReadback
 from .replay import Replay
 
@@ -90,7 +91,7 @@ class LayerGraphs:
 
     sums_last: graphs leave the rows of single experts, and `sum_rows` sums them. readback: brings
     the ids to the host. misses: source of fetched experts, and of the CPU's memory if it may
-    compute experts. miss_mode: for one-row graphs that are built from now on.
+    compute experts. miss_mode, rules: of the pass whose graphs are built next.
     """
 
     def __init__(
@@ -112,22 +113,23 @@ class LayerGraphs:
         self._misses = misses
         self._cpu_experts = misses.cpu_experts if misses else None
         self.miss_mode = MissMode()
+        self.rules = rules_of(Kind.DECODE, 1)
         self.carry = CarryBuffers(device, model, max_rows, sums_last, self._cpu_experts is not None)
 
-    def fetches(self, il: int, n_tokens: int) -> bool:
+    def fetches(self, il: int) -> bool:
         """Return whether the graph of a layer fetches its missing experts."""
-        return n_tokens == 1 and il in self.miss_mode.fetch_layers
+        return il in self.miss_mode.fetch_layers
 
-    def may_lack(self, il: int, n_tokens: int) -> bool:
+    def may_lack(self, il: int) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
         is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
-        return is_partial and not self.fetches(il, n_tokens)
+        return is_partial and not self.fetches(il)
 
-    def is_predicted(self, il: int, n_tokens: int) -> bool:
+    def is_predicted(self, il: int) -> bool:
         """Return whether the choice of layer il is predicted one layer earlier."""
-        if n_tokens > 1 or not self.miss_mode.prefetch:
+        if not (self.miss_mode.prefetch and self.rules.predicts):
             return False
-        return 0 < il < self._model.hp.n_layer and self.may_lack(il, n_tokens)
+        return 0 < il < self._model.hp.n_layer and self.may_lack(il)
 
     def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
         return self.carry.leaf(b, name, F32, self._model.hp.n_embd, n_tokens)
@@ -141,19 +143,19 @@ class LayerGraphs:
             x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
         for il in layers:
             predict = None
-            if self.is_predicted(il + 1, n_tokens):
+            if self.is_predicted(il + 1):
                 predict = partial(self._predict, b, il + 1)
             r = build_mixer_router(b, m, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
-            may_lack = self.may_lack(il, n_tokens)
-            if may_lack and self._cpu_experts and n_tokens <= ADMIT_ROWS:
+            may_lack = self.may_lack(il)
+            if may_lack and self._cpu_experts and self.rules.on_cpu:
                 self._cpu_experts.export(b, r.post_norm, r.routing.weights)
             self._readback.export(b, ids, il)  # last: once the ids arrive, the rest has too
             if may_lack:
                 self._moe_that_may_lack(b, r, ids, il)
                 return
             slots = ids  # in a full layer, the slot of an expert is its id
-            if self._misses and self.fetches(il, n_tokens):
+            if self._misses and self.fetches(il):
                 slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -38,22 +38,27 @@ from ..experts.policy import Lru
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
-from ..graphs.inputs import PassShape
+from ..graphs.inputs import PAGED, PassShape
 from ..graphs.layer import Model
+from ..kinds import Kind, MissRules, rules_of
 from ..resident.bank import Bank
-from ..resident.layout import KV_PAD
 from .base import Output, Runner
+from .batch import Batch
 from .layer_graphs import LayerGraphs
-from .misses import ADMIT_ROWS, MissHandler, MissMode
+from .misses import MissHandler, MissMode
 from .readback import HostIds, RoutingReadback
 from .replay import Replay
 
-# Enough for decode at two KV lengths and a few prompt chunks. A plan keeps all graphs of a pass.
-_MAX_PLANS = 8
-# Most layers in one graph: in the first graph and in prompts, and in later graphs of few rows. A
-# short first graph lets the device start early, and a prompt is cancelled between graphs. Few rows
-# are quick, and each graph boundary costs about 5 us on CUDA.
+# Enough for sequences that take turns at any length; `GraphCache` limits the memory of the graphs.
+_MAX_PLANS = 1024
+# Most layers in one graph: in the first graph and in long passes, and in later graphs of up to
+# _QUICK_ROWS rows. A short first graph lets the device start early, and a prompt is cancelled
+# between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
+_QUICK_ROWS = 8
+# Ids of so few rows are handled one by one, which is faster than as arrays.
+_LISTED_ROWS = 8
+_NO_FETCH = MissMode()
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class LayeredRunner(Runner):
     replay: recorded routing for one-row passes, or None.
     phases: total host seconds: launching graphs, waiting for ids, and resolving them (uploads of
         missing experts and their computation on the CPU included).
-    observers: called with (il, ids I32 [n_tokens * n_expert_used]) for every layer of every pass.
+    n_planned: launch plans made so far.
+    observers: called with (il, ids I32 [rows * n_expert_used]) for every layer of every pass;
+        padding rows are left out.
     """
 
     mode = "layered"
@@ -130,69 +137,77 @@ class LayeredRunner(Runner):
             self._readback,
             misses,
         )
-        self._plans: OrderedDict[tuple[PassShape, bool, MissMode], _LaunchPlan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, _LaunchPlan] = OrderedDict()
+        self.n_planned = 0
+        self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
         # set while a pass is launched: if that fails, tables and memory must be rolled back
         self._is_unfinished = False
-        self._current: _LaunchPlan | None = None  # the pass that is launched next
+        # the pass that is launched next
+        self._current: _LaunchPlan | None = None
+        self._rules = rules_of(Kind.DECODE, 1)
+        self._is_padding: npt.NDArray[np.bool_] | None = None  # ids of its padding rows, if any
 
     @property
     def compute_bytes(self) -> int:
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
-    def _plan(self, shape: PassShape, greedy: bool) -> _LaunchPlan:
+    def _plan(self, shape: PassShape, greedy: bool, rules: MissRules) -> _LaunchPlan:
         """Return the launch plan of a pass, built at first use.
 
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
-        miss_mode = self.misses.miss_mode if self.misses and shape.n_tokens == 1 else MissMode()
-        self._layer_graphs.miss_mode = miss_mode
-        key = (shape, greedy, miss_mode)
+        miss_mode = self.misses.miss_mode if self.misses and rules.fetches else _NO_FETCH
+        key, graphs = (shape, greedy, miss_mode, rules), self.graphs
         plan = self._plans.get(key)
-        if plan and plan.generation != self.graphs.generation:
-            self._plans.clear()  # all plans have stale graphs
-        while plan is None or plan.generation != self.graphs.generation:
-            generation = self.graphs.generation
+        while plan is None or plan.generation != graphs.generation:
+            self._layer_graphs.miss_mode, self._layer_graphs.rules = miss_mode, rules
+            generation = graphs.generation
             plan = self._plans[key] = _LaunchPlan(
-                self._steps(shape), self._head(shape, greedy), generation
+                self._steps(shape, rules), self._head(shape, greedy), generation
             )
+            self.n_planned += 1
+            if self._n_dropped != graphs.n_dropped:
+                # no plan keeps a graph that the cache has dropped; the others are found again
+                self._plans = OrderedDict({key: plan})
+                self._n_dropped = graphs.n_dropped
         self._plans.move_to_end(key)
         while len(self._plans) > _MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 
-    def _steps(self, shape: PassShape) -> list[_LaunchStep]:
+    def _steps(self, shape: PassShape, rules: MissRules) -> list[_LaunchStep]:
         """Return the launch steps of all layers in order."""
         steps: list[_LaunchStep] = []
         il, n_layer = 0, self.model.hp.n_layer
         while il < n_layer:
             end = il + 1
-            n_merged = MERGED if il == 0 or shape.n_tokens > ADMIT_ROWS else MERGED_LATER
+            n_merged = MERGED if il == 0 or shape.n_tokens > _QUICK_ROWS else MERGED_LATER
             while end < min(il + n_merged, n_layer):
-                if self._layer_graphs.may_lack(end - 1, shape.n_tokens):
+                if self._layer_graphs.may_lack(end - 1):
                     break
                 end += 1
-            steps.append(self._step(shape, range(il, end)))
+            steps.append(self._step(shape, rules, range(il, end)))
             il = end
         return steps
 
-    def _step(self, shape: PassShape, layers: range) -> _LaunchStep:
+    def _step(self, shape: PassShape, rules: MissRules, layers: range) -> _LaunchStep:
         """Return the step of these layers, with the graphs that complete the last one."""
         get, graphs, n_tokens = self.graphs.get, self._layer_graphs, shape.n_tokens
         n_nodes = self._n_nodes_moe
         # the KV length does not matter to DeltaNet layers: one graph serves all lengths
         is_recurrent = all(self.model.hp.is_recurrent(il) for il in layers)
-        layer_shape = replace(shape, n_out=0, n_kv=KV_PAD if is_recurrent else shape.n_kv)
-        predicts = any(graphs.is_predicted(il + 1, n_tokens) for il in layers)
-        fetch_layers = frozenset(il for il in layers if graphs.fetches(il, n_tokens))
+        layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
+        predicts = any(graphs.is_predicted(il + 1) for il in layers)
+        fetch_layers = frozenset(il for il in layers if graphs.fetches(il))
         graph = get(
-            ("layers", layers, layer_shape, predicts, fetch_layers),
+            ("layers", layers, layer_shape, predicts, fetch_layers, rules.on_cpu),
             len(layers) * (self._n_nodes_mixer_router + n_nodes),
             lambda b: graphs.layers(b, layer_shape, layers),
         )
         ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
         il = layers[-1]
-        if not graphs.may_lack(il, n_tokens):
+        if not graphs.may_lack(il):
             return _LaunchStep(graph, ids, fetch_layers)
         add = {
             name: get(
@@ -200,9 +215,9 @@ class LayeredRunner(Runner):
                 n_nodes,
                 partial(graphs.add_uploaded, n_tokens=n_tokens, il=il, bank=bank),
             )
-            for name, bank in self._banks_for_misses(il, n_tokens).items()
+            for name, bank in self._banks_for_misses(il, rules).items()
         }
-        if self.misses and self.misses.cpu_experts and n_tokens <= ADMIT_ROWS:
+        if self.misses and self.misses.cpu_experts and rules.on_cpu:
             add["cpu"] = get(
                 ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
             )
@@ -211,7 +226,7 @@ class LayeredRunner(Runner):
             sum_rows = get(
                 ("sum_rows", il, n_tokens), n_nodes, lambda b: graphs.sum_rows(b, n_tokens, il)
             )
-        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il, n_tokens) else None
+        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il) else None
         return _LaunchStep(graph, ids, fetch_layers, il, prediction, add, sum_rows)
 
     def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
@@ -221,10 +236,10 @@ class LayeredRunner(Runner):
             lambda b: self._layer_graphs.head(b, shape, greedy),
         )
 
-    def _banks_for_misses(self, il: int, n_tokens: int) -> dict[str, Bank]:
+    def _banks_for_misses(self, il: int, rules: MissRules) -> dict[str, Bank]:
         banks = self.model.banks
         found = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
-        if n_tokens <= ADMIT_ROWS and banks.n_slots[il]:
+        if rules.admits and banks.n_slots[il]:
             found["own"] = banks.layer(il)
         return found
 
@@ -235,17 +250,22 @@ class LayeredRunner(Runner):
             OutOfDeviceMemory: the intermediates do not fit.
         """
         state = self.model.state
-        self._plan(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
+        shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
+        self._plan(shape, True, rules_of(Kind.PREFILL, shape.n_tokens))
 
-    def _prepare(self, shape: PassShape, greedy: bool) -> None:
-        self._current = self._plan(shape, greedy)
+    def _prepare(self, shape: PassShape, batch: Batch) -> None:
+        self._rules, self._is_padding = batch.rules, None
+        if batch.tree and batch.tree.is_ragged:
+            padding = ~batch.tree.real.reshape(-1)
+            self._is_padding = np.repeat(padding, self.model.hp.n_expert_used)
+        self._current = self._plan(shape, batch.greedy, self._rules)
 
-    def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         if self._is_unfinished:
             self._roll_back()  # the last pass failed, and its roll-back was interrupted
         self._is_unfinished = True
         try:
-            self._launch_all(shape, greedy, cancelled)
+            self._launch_all(shape, batch, cancelled)
         except BaseException:
             self._roll_back()
             raise
@@ -261,12 +281,12 @@ class LayeredRunner(Runner):
         self._readback.reset(self.n_ubatch * self.model.state.n_seq)
         self._is_unfinished = False
 
-    def _launch_all(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+    def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         start, plan = time.perf_counter(), self._current
         if plan is None:
             raise InternalError("a pass was launched before it was prepared")
         if self.misses:
-            self.misses.begin_pass(shape.n_tokens)
+            self.misses.begin_pass(shape.n_tokens, self._rules)
         else:
             self.cache.begin_pass()
         unread = None  # the last step, while the host has not read its ids
@@ -286,7 +306,7 @@ class LayeredRunner(Runner):
                 start = self._read_routing(step, shape.n_tokens, start)
                 unread = None
         head = plan.head
-        reads = self._result_reads(shape, head.outputs, greedy)
+        reads = self._result_reads(shape, head.outputs, batch.greedy)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
@@ -316,7 +336,7 @@ class LayeredRunner(Runner):
 
     def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
         """Read the ids of a step's layers, and handle missing experts of the last one."""
-        misses = self.misses
+        misses, padding = self.misses, self._is_padding
         for il, host_ids in step.ids:
             if misses and step.prediction is not None and il == step.lacking:
                 self._readback.wait(step.prediction)
@@ -325,18 +345,20 @@ class LayeredRunner(Runner):
                 start = self._add_phase("resolve", start)
             self._readback.wait(host_ids)
             start = self._add_phase("wait", start)
-            ids = host_ids.ids
-            if n_tokens <= ADMIT_ROWS:
-                chosen = ids.tolist()
+            ids = real = host_ids.ids
+            if padding is not None:
+                real, ids = ids[~padding], np.where(padding, -1, ids)
+            if n_tokens <= _LISTED_ROWS:
+                chosen = real.tolist()
                 missing = self.cache.access(il, chosen)
             else:
-                missing = self.cache.access_batch(il, ids)
+                missing = self.cache.access_batch(il, real)
             if misses and il in step.fetch_layers:
                 misses.commit_fetched(il, missing, chosen)
             if il == step.lacking:
                 self._complete(step, il, missing, ids, n_tokens)
             for observer in self.observers:
-                observer(il, ids)
+                observer(il, real)
             start = self._add_phase("resolve", start)
         return start
 

@@ -49,15 +49,12 @@ from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import MAX_FETCH_IDS, Tensor
 from ..graphs.cache import BuiltGraph
+from ..kinds import MAX_CPU_ROWS, MissRules
 from ..resident.bank import Bank, ExpertBanks
 from ..resident.layout import N_STAGING
 from ..resident.store import ExpertStore
 from .cpu_experts import CpuExperts
 from .tables import HostRows, SlotTables
-
-# In passes of more rows, experts only go through the staging banks: a prompt would evict all that a
-# layer holds.
-ADMIT_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -182,14 +179,14 @@ class MissHandler:
         self._prefetched = -1, {}
         self.cache.rollback()
 
-    def begin_pass(self, n_tokens: int) -> None:
+    def begin_pass(self, n_tokens: int, rules: MissRules) -> None:
         """Start a pass of n_tokens rows: mark promoted experts resident and upload changed tables.
 
         The last pass must have finished, so that no host row and no slot is in use.
         """
         self._prefetched = -1, {}
         self.prefetcher.discard()
-        is_prompt = n_tokens > ADMIT_ROWS
+        is_prompt = not rules.admits
         if self.guard and self.guard.begin_pass(n_tokens):
             self._after_prompt = True  # the slots are out of date, as after a prompt
         if self._after_prompt and not is_prompt and not self._is_bypassed:
@@ -209,7 +206,7 @@ class MissHandler:
             self._tables.write(il, with_victims=il in victim_layers)
         self._tables.send()
         self.cache.begin_pass()
-        may_prefetch = n_tokens == 1 and self._banks.n_prefetch_slots > 0
+        may_prefetch = rules.predicts and self._banks.n_prefetch_slots > 0
         is_trial = may_prefetch and not self._fetch_layers and not self._is_bypassed
         self._began = self.clock() if is_trial else None
 
@@ -275,7 +272,7 @@ class MissHandler:
             self.cpu_experts.close()
             self.cpu_experts = None
             return MissSplit.fixed(n_used, False)
-        rows = ADMIT_ROWS // 2
+        rows = MAX_CPU_ROWS // 2
         per_row = (self.cpu_experts.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
         return MissSplit(on_cpu, streamed, max(per_row, 0.0))
 
@@ -341,8 +338,8 @@ class MissHandler:
         """Upload or compute the missing experts of a layer, and launch the graphs that add them.
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il. graphs: `add_uploaded`
-        for each bank: 'own' (at most ADMIT_ROWS rows, and the layer has slots), 'staging0' and
-        'staging1'; `add_cpu` as 'cpu' (at most ADMIT_ROWS rows, and the CPU may compute).
+        for each bank: 'own' (the pass may admit, and the layer has slots), 'staging0' and
+        'staging1'; `add_cpu` as 'cpu' (the CPU may compute).
         """
         self.prefetcher.score(il, missing)
         on_cpu = self._for_cpu(il, missing, ids, n_tokens) if "cpu" in graphs else []

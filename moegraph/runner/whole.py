@@ -13,6 +13,7 @@ from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
 from .base import Runner
+from .batch import Batch
 
 
 def build_whole(
@@ -56,18 +57,18 @@ class WholeRunner(Runner):
             OutOfDeviceMemory: the intermediates do not fit.
         """
         state = self.model.state
-        self._get(PassShape(self.n_ubatch, state.n_seq, 0, state.n_ctx, state.n_seq), True)
+        self._get(PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq), True)
 
-    def _prepare(self, shape: PassShape, greedy: bool) -> None:
-        self._built = self._get(shape, greedy)
+    def _prepare(self, shape: PassShape, batch: Batch) -> None:
+        self._built = self._get(shape, batch.greedy)
 
-    def _launch(self, shape: PassShape, greedy: bool, cancelled: Callable[[], bool]) -> None:
+    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         if cancelled():
             raise Cancelled("cancelled")
         built = self._built
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
-        reads = self._result_reads(shape, built.outputs, greedy)
+        reads = self._result_reads(shape, built.outputs, batch.greedy)
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 

@@ -29,7 +29,7 @@ WEIGHTS = {
     "ssm_alpha.weight": (96, 4), "ssm_conv1d.weight": (4, 256), "ssm_dt.bias": (4,),
     "ssm_a": (4,), "ssm_norm.weight": (32,), "ssm_out.weight": (128, 96),
 }  # fmt: skip
-N_SEQ, SEQ0 = 4, 1
+N_SEQ, SLOTS = 4, (2, 0, 3)
 
 
 class Layer:
@@ -64,12 +64,13 @@ class Layer:
     def run(self, x: Array, trees: Any = None, paths: Any = None) -> Array:
         """Run rows x [S, T, n_embd] plainly, or over trees and then commit paths [S, n]."""
         n_seqs, n_tokens, _ = x.shape
-        shape = PassShape(n_tokens, n_seqs, SEQ0, 0, 0)
+        shape = PassShape(n_tokens, n_seqs, 0, 0)
         with Context(128, 128) as context:
             b = Builder(context, 128)
             cur = b.leaf(F32, (HP.n_embd, n_tokens * n_seqs), "cur")
-            inputs = [(cur, x)]
-            args = (b, HP, self.weights, self.state, shape)
+            slots = b.leaf(I32, (n_seqs,), "slots")
+            inputs = [(cur, x), (slots, np.array(SLOTS[:n_seqs], np.int32))]
+            args = (b, HP, self.weights, self.state, shape, slots)
             if trees is None:
                 out = b.expand(build_deltanet(*args, cur, 0))
             else:
@@ -79,8 +80,9 @@ class Layer:
                 b.expand(out)
             if paths is not None:
                 path = b.leaf(I32, (len(paths[0]), n_seqs), "path")
-                inputs.append((path, np.array(paths, np.int32)))
-                build_commit(*args, rows, path, 0)
+                firsts = n_tokens * np.arange(n_seqs)[:, None]
+                inputs.append((path, np.array(firsts + paths, np.int32)))
+                build_commit(b, HP, self.weights, self.state, slots, rows, path, 0)
             with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, self.device.buft)):
                 for tensor, array in inputs:
                     C.ggml_backend_tensor_set(

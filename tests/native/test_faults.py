@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.faults import FAULTS, faulty
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -19,66 +17,13 @@ from moegraph.errors import (
     ConfigError,
     ModelFileError,
     MoegraphError,
-    NativeError,
-    OutOfDeviceMemory,
 )
 from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.handles import live_handles
-from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.lib import ffi
 from moegraph.modelfile import ModelFile
 from moegraph.runner import cpu_experts
 from moegraph.runner.cpu_experts import KernelCpuExperts
-
-FAILED = C.GGML_STATUS_FAILED
-
-# What a failing call returns, by native function.
-FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
-    "ggml_backend_buft_alloc_buffer": (ffi.NULL, NativeError),
-    "ggml_gallocr_new": (ffi.NULL, NativeError),
-    "ggml_init": (ffi.NULL, NativeError),
-    "mg_watch": (ffi.NULL, NativeError),
-    "mg_graph_alloc": (False, OutOfDeviceMemory),
-    "mg_launch": (FAILED, NativeError),
-    "mg_wait_ids": (False, NativeError),
-    "mg_upload_launch": (FAILED, NativeError),
-    "ggml_backend_tensor_alloc": (FAILED, NativeError),
-}
-
-
-class Faulty:
-    """The native library, except that the k-th call of one function fails."""
-
-    def __init__(self, name: str, at: int, result: Any) -> None:
-        self._name = name
-        self._at = at
-        self._result = result
-        self.n_calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(C, name)
-        if name != self._name:
-            return real
-
-        def call(*args: Any) -> Any:
-            self.n_calls += 1
-            return self._result if self.n_calls == self._at else real(*args)
-
-        return call
-
-
-@contextmanager
-def faulty(name: str, at: int, result: Any) -> Iterator[Faulty]:
-    """Put a faulty library into every module of the package."""
-    library = Faulty(name, at, result)
-    modules = [m for n, m in sys.modules.items() if n.startswith("moegraph.") and hasattr(m, "C")]
-    for module in modules:
-        module.C = library
-    try:
-        yield library
-    finally:
-        for module in modules:
-            module.C = C
-
 
 CONFIGS = [
     {"mode": "whole"},

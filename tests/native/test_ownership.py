@@ -143,14 +143,20 @@ def test_one_pass_may_be_in_flight(engine) -> None:
 
 def test_a_reset_drops_a_pass_over_its_own_sequence_only(open_engine) -> None:
     engine = open_engine(n_seq=3)
-    for seq, is_dropped in ((0, False), (1, True), (2, True)):
+    for seqs in ((), (0,), (1,), (2,), (0, 1), (1, 2)):
+        for seq in range(3):
+            engine.reset(seq)
         engine.submit(np.zeros((2, 1), np.int32), 1, False, True, None)
-        engine.reset(seq)
-        if is_dropped:
+        for seq in seqs:
+            engine.reset(seq)
+        if seqs == (1, 2):
             with pytest.raises(RequestError, match="no pass is in flight"):
                 engine.collect()
         else:
             assert engine.collect().argmax.shape == (2,)
+        held = [[], *([] if seq in seqs else [0] for seq in (1, 2))]
+        assert [engine.held(seq) for seq in range(3)] == held
+        assert engine.state.n_past == list(map(len, held))
     with pytest.raises(RequestError, match="there is no sequence 3; the engine has 0 to 2"):
         engine.reset(3)
 

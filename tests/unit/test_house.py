@@ -26,10 +26,10 @@ PACKAGE = ROOT / "moegraph"
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
-    "config", "cpuload", "errors", "events", "sampling", "threads", "units",
+    "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
     "modelfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.stream",
-    "resident.layout",
+    "resident.kvpool", "resident.layout",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.guard", "experts.policy",
     "experts.prefetch",
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",

@@ -1,0 +1,99 @@
+"""What the rows of a pass are to each other: positions, KV rows and masks, as numpy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..resident.kvpool import KVPool
+from ..resident.layout import PAGE
+
+_IN_PAGE: npt.NDArray[np.int32] = np.arange(PAGE, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The drafted rows of each sequence of a verify pass.
+
+    parents: I32 numpy [n_seqs, n_seq_tokens]: an earlier row, or -1 for a root, which continues
+    what is committed. lengths: how many rows of each sequence are real. The rest are padding: roots
+    that repeat row 0, so that they choose no experts of their own.
+    """
+
+    parents: npt.NDArray[np.int32]
+    lengths: tuple[int, ...]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether there are padding rows."""
+        return min(self.lengths) < int(self.parents.shape[1])
+
+    @cached_property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """Which rows are real, numpy shape [n_seqs, n_seq_tokens]."""
+        return np.arange(self.parents.shape[1]) < np.array(self.lengths)[:, None]
+
+    @cached_property
+    def sees(self) -> npt.NDArray[np.bool_]:
+        """Which rows each row attends to: its path; numpy shape [n_seqs, n_rows, n_rows]."""
+        n_seqs, n = self.parents.shape
+        sees = np.zeros((n_seqs, n, n), dtype=bool)
+        for row in range(n):
+            parents = self.parents[:, row]
+            has = np.flatnonzero(parents >= 0)
+            sees[has, row] = sees[has, parents[has]]
+            sees[:, row, row] = True
+        padding = np.nonzero(~self.real)
+        sees[padding] = np.arange(n) == 0
+        return sees
+
+    @cached_property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """How many rows are above each row in its tree, numpy shape [n_seqs, n_seq_tokens]."""
+        depths: npt.NDArray[np.int64] = self.sees.sum(axis=2) - 1
+        return depths
+
+    def require_path(self, seq: int, path: list[int]) -> str:
+        """Return what is wrong with a path of rows from a root of tree `seq` on, or ''."""
+        before = -1
+        for row in path:
+            if not 0 <= row < self.lengths[seq]:
+                return f"the tree has rows 0 to {self.lengths[seq] - 1}, not {row}"
+            if self.parents[seq, row] != before:
+                return f"the parent of row {row} is {self.parents[seq, row]}, not {before}"
+            before = row
+        return ""
+
+
+def fill_mask(
+    mask: npt.NDArray[np.float16], pos0: list[int], sees: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """Fill the mask, numpy shape [n_seqs, n_seq_tokens, n_kv]; pos0: first positions.
+
+    sees: see `Tree`; None if each row continues the one before.
+    """
+    n_seq_tokens = mask.shape[1]
+    for seq, first in enumerate(pos0):
+        mask[seq, :, :first] = 0.0
+        mask[seq, :, first:] = -np.inf
+        if n_seq_tokens == 1:
+            mask[seq, 0, first] = 0.0
+            continue
+        square = mask[seq, :, first : first + n_seq_tokens]
+        if sees is None:
+            square[np.tril_indices(n_seq_tokens)] = 0.0
+        else:
+            square[sees[seq, :, : square.shape[1]]] = 0.0
+
+
+def gathered_rows(pool: KVPool, slots: tuple[int, ...], n_kv: int) -> npt.NDArray[np.int32]:
+    """Return the KV rows of the first n_kv positions of sequences: I32 numpy [n_seqs, n_kv].
+
+    Positions without a page get rows of the sequence's first page; they are masked.
+    """
+    pages = pool.table[list(slots), : n_kv // PAGE]
+    rows: npt.NDArray[np.int32] = pages[:, :, None] * np.int32(PAGE) + _IN_PAGE
+    return rows.reshape(len(slots), n_kv)

@@ -1,0 +1,118 @@
+"""Which pages of the KV caches belong to which sequence. Bookkeeping only, no bytes.
+
+A page is PAGE consecutive rows of every KV cache. Position p of a sequence is row p % PAGE of its
+page p // PAGE. Sequences take pages as they grow and return them when they shrink. The lowest free
+page is taken first, so the pages of an engine with one sequence are always 0, 1, 2 and so on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from .layout import PAGE
+
+
+class KVPool:
+    """Pages of n_slots sequences, of up to n_slot_pages pages each.
+
+    table: I32 numpy [n_slots, n_slot_pages], the pages of each sequence in order of position. The
+    rest of a row repeats the first page, whose rows are safe to read, or is 0. version: grows
+    whenever the pages of a sequence change.
+
+    A call may be interrupted anywhere. Then `shrink` of that sequence makes the books right again.
+    """
+
+    def __init__(self, n_slots: int, n_slot_pages: int) -> None:
+        self.table: npt.NDArray[np.int32] = np.zeros((n_slots, n_slot_pages), dtype=np.int32)
+        self.version = 0
+        self._pages: list[list[int]] = [[] for _ in range(n_slots)]
+        # page -> sequence or -1; this decides, and the lists follow from it
+        self._owner = np.full(n_slots * n_slot_pages, -1, dtype=np.int32)
+
+    @property
+    def n_pages(self) -> int:
+        """Number of pages: enough for all sequences at their longest."""
+        return self._owner.size
+
+    @property
+    def n_free(self) -> int:
+        """Number of pages that belong to no sequence."""
+        return int((self._owner < 0).sum())
+
+    def pages(self, slot: int) -> list[int]:
+        """Return the pages of a sequence in order of position."""
+        return list(self._pages[slot])
+
+    def row(self, slot: int, position: int) -> int:
+        """Return the KV row of a position that has a page."""
+        return self._pages[slot][position // PAGE] * PAGE + position % PAGE
+
+    def rows(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the KV rows of positions that have pages; both arrays broadcast to one shape."""
+        pages = self.table[slots, positions // PAGE].astype(np.int64)
+        return pages * PAGE + positions % PAGE
+
+    def grow(self, slot: int, n_rows: int) -> None:
+        """Give a sequence pages for n_rows positions; it keeps what it has.
+
+        Raises:
+            InternalError: a sequence cannot have so many.
+        """
+        pages, n = self._pages[slot], -(-n_rows // PAGE)
+        if n <= len(pages):
+            return
+        if n > self.table.shape[1]:
+            raise InternalError(
+                f"sequence {slot} needs {n} pages of {PAGE} positions; the limit is "
+                f"{self.table.shape[1]}"
+            )
+        while len(pages) < n:
+            usable = (self._owner < 0) | (self._owner == slot)
+            usable[pages] = False
+            page = int(usable.argmax())
+            self._owner[page] = slot
+            pages.append(page)
+        self._write(slot)
+
+    def beyond(self, slot: int, n_rows: int) -> list[tuple[int, int]]:
+        """Return (first row, rows) of the runs of KV rows after a sequence's n_rows positions."""
+        runs: list[tuple[int, int]] = []
+        for at in range(n_rows // PAGE, len(self._pages[slot])):
+            skipped = max(n_rows - at * PAGE, 0)
+            first, n = self._pages[slot][at] * PAGE + skipped, PAGE - skipped
+            if runs and sum(runs[-1]) == first:
+                first, n = runs[-1][0], runs.pop()[1] + n
+            runs.append((first, n))
+        return runs
+
+    def shrink(self, slot: int, n_rows: int) -> None:
+        """Take back the pages that a sequence of n_rows positions does not need."""
+        pages = self._pages[slot]
+        del pages[-(-n_rows // PAGE) :]
+        unused = self._owner == slot
+        unused[pages] = False
+        self._owner[unused] = -1
+        self._write(slot)
+
+    def _write(self, slot: int) -> None:
+        pages, row = self._pages[slot], self.table[slot]
+        row[:] = pages[0] if pages else 0
+        row[: len(pages)] = pages
+        self.version += 1
+
+    def check(self) -> None:
+        """Verify that every page is free or belongs to one sequence, and that the table is right.
+
+        Raises:
+            InternalError: it is not.
+        """
+        for slot, pages in enumerate(self._pages):
+            if sorted(pages) != np.flatnonzero(self._owner == slot).tolist():
+                raise InternalError(f"KV pages: the list of sequence {slot} is not what it owns")
+            rest = (pages[:1] or [0]) * (self.table.shape[1] - len(pages))
+            if self.table[slot].tolist() != pages + rest:
+                raise InternalError(f"KV pages: the table of sequence {slot} is out of date")

@@ -1,0 +1,94 @@
+"""What one pass computes: rows of tokens for some sequences, and what the pass is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError, RequestError
+from ..graphs.rows import Tree
+from ..graphs.tree import check_parents
+from ..kinds import Kind, MissRules, rules_of
+
+_VERIFY = Kind.VERIFY  # members of an Enum are slow to look up
+
+
+@dataclass(slots=True)
+class Batch:
+    """One pass.
+
+    tokens: I32, numpy shape [n_seqs, n_seq_tokens]; row i continues sequence slots[i].
+    slots: distinct sequences in any order.
+    kind: what the pass is for.
+    all_rows: results for every row; otherwise for the last row of each sequence.
+    greedy: the results are the device's argmax instead of logits.
+    tree: which row each row continues; only in a verify pass, see `verify`.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    slots: tuple[int, ...] = (0,)
+    kind: Kind = Kind.DECODE
+    all_rows: bool = False
+    greedy: bool = False
+    tree: Tree | None = None
+
+    def __post_init__(self) -> None:
+        """Check what would otherwise give wrong results.
+
+        Raises:
+            RequestError: a sequence is named twice, or their number is not that of token rows.
+            InternalError: a tree without a verify pass, or the other way round.
+        """
+        n_seqs, n = len(self.slots), self.tokens.shape[0]
+        if n_seqs != n:
+            raise RequestError(f"token ids for {n} sequences, but {n_seqs} sequences are named")
+        if n_seqs > 1 and len(set(self.slots)) < n_seqs:
+            twice = next(slot for slot in self.slots if self.slots.count(slot) > 1)
+            raise RequestError(f"sequence {twice} is named twice in one pass")
+        if (self.tree is not None) != (self.kind is _VERIFY):
+            has = "has a" if self.tree else "has no"
+            raise InternalError(f"a {self.kind.value} pass {has} tree")
+
+    @classmethod
+    def verify(
+        cls,
+        tokens: npt.NDArray[np.int32],
+        slots: Sequence[int],
+        parents: npt.ArrayLike | None = None,
+        lengths: Sequence[int] | None = None,
+        greedy: bool = False,
+    ) -> Batch:
+        """Return a pass over trees of drafted rows; it changes no sequence; all rows have results.
+
+        tokens: I32, numpy shape [n_seqs, n_seq_tokens]. parents: same shape; an earlier row of the
+        sequence, or -1 for a root, which continues what the sequence holds; None for chains.
+        lengths: how many rows of each sequence are real, at least 1; what tokens and parents hold
+        for the rest does not matter.
+
+        Raises:
+            RequestError: the lengths or the sequences do not fit the tokens.
+            InternalError: a parent is neither an earlier row nor -1, or too many rows.
+        """
+        n_seqs, n = tokens.shape
+        given = tuple([n] * n_seqs if lengths is None else lengths)
+        if len(given) != n_seqs or not all(1 <= length <= n for length in given):
+            raise RequestError(f"lengths {list(given)} for {n_seqs} sequences of 1 to {n} rows")
+        chain = np.arange(-1, n - 1, dtype=np.int32)
+        rows = np.array(np.broadcast_to(chain if parents is None else parents, tokens.shape))
+        padding = np.arange(n) >= np.array(given)[:, None]
+        rows[padding] = -1
+        tree = Tree(check_parents(rows), given)
+        tokens = np.where(padding, tokens[:, :1], tokens)
+        return cls(tokens, tuple(slots), Kind.VERIFY, all_rows=True, greedy=greedy, tree=tree)
+
+    @property
+    def rules(self) -> MissRules:
+        """What the pass may do about missing experts."""
+        return rules_of(self.kind, self.tokens.size)
+
+    def n_rows(self, seq: int) -> int:
+        """Return how many rows of the seq-th sequence are real."""
+        return self.tree.lengths[seq] if self.tree else int(self.tokens.shape[1])

@@ -1,0 +1,78 @@
+"""A batch that says two things at once is refused before anything is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegraph.errors import InternalError, RequestError
+from moegraph.graphs.rows import Tree, fill_mask
+from moegraph.kinds import Kind
+from moegraph.runner import Batch
+
+ROWS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+
+
+def test_a_batch_of_trees_replaces_padding_by_its_first_row() -> None:
+    batch = Batch.verify(ROWS, [4, 2], [[-1, 0, 1], [-1, 7, 9]], [3, 1])
+    assert batch.tokens.tolist() == [[1, 2, 3], [4, 4, 4]]
+    assert batch.tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    assert (batch.slots, batch.kind, batch.all_rows) == ((4, 2), Kind.VERIFY, True)
+    assert [batch.n_rows(0), batch.n_rows(1)] == [3, 1] and batch.tree.is_ragged
+    assert ROWS.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_rows_without_parents_are_chains() -> None:
+    batch = Batch.verify(ROWS, [0, 1])
+    assert batch.tree.parents.tolist() == [[-1, 0, 1]] * 2 and not batch.tree.is_ragged
+    assert batch.tree.depths.tolist() == [[0, 1, 2]] * 2
+
+
+def test_a_row_sees_its_path_and_what_is_committed() -> None:
+    tree = Tree(np.array([[-1, 0, 0, 2, -1], [-1, 0, 1, -1, -1]], np.int32), (5, 3))
+    paths = [[[0], [0, 1], [0, 2], [0, 2, 3], [4]], [[0], [0, 1], [0, 1, 2], [0], [0]]]
+    for seq, rows in enumerate(paths):
+        assert [np.flatnonzero(row).tolist() for row in tree.sees[seq]] == rows
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 0], [0, 1, 2, 0, 0]]
+    mask = np.full((2, 5, 8), 7, np.float16)
+    fill_mask(mask, [2, 3], tree.sees)
+    assert np.flatnonzero(mask[0, 3] == 0).tolist() == [0, 1, 2, 4, 5]
+    assert np.flatnonzero(mask[1, 2] == 0).tolist() == [0, 1, 2, 3, 4, 5]
+    assert set(np.unique(mask)) == {0.0, -np.inf}
+
+
+def test_a_mask_near_the_end_of_the_context_has_no_room_for_padding() -> None:
+    tree = Tree(np.array([[-1, 0, -1, -1]], np.int32), (2,))
+    mask = np.zeros((1, 4, 8), np.float16)
+    fill_mask(mask, [6], tree.sees)
+    assert (mask[0, 1] == 0).all() and (mask[0, 3, :7] == 0).all() and mask[0, 3, 7] == -np.inf
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ([0, 2, 3], ""),
+    ([4], ""),
+    ([], ""),
+    ([0, 3], "the parent of row 3 is 2, not 0"),
+    ([2], "the parent of row 2 is 0, not -1"),
+    ([0, 5], "the tree has rows 0 to 4, not 5"),
+    ([-1], "the tree has rows 0 to 4, not -1"),
+])  # fmt: skip
+def test_a_path_goes_from_a_root_from_parent_to_child(path: list[int], words: str) -> None:
+    tree = Tree(np.array([[-1, 0, 0, 2, -1, 0]], np.int32), (5,))
+    assert tree.require_path(0, path) == words
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), [
+    (lambda: Batch(ROWS, (1, 1)), RequestError, "sequence 1 is named twice in one pass"),
+    (lambda: Batch(ROWS, (1,)), RequestError, "token ids for 2 sequences, but 1 sequences"),
+    (lambda: Batch(ROWS, (0, 1), Kind.VERIFY), InternalError, "a verify pass has no tree"),
+    (lambda: Batch(ROWS, (0, 1), tree=Tree(ROWS, (3, 3))), InternalError, "decode pass has a tree"),
+    (lambda: Batch.verify(ROWS, [0, 1], lengths=[3]), RequestError, "lengths"),
+    (lambda: Batch.verify(ROWS, [0, 1], lengths=[3, 0]), RequestError, "sequences of 1 to 3 rows"),
+    (lambda: Batch.verify(ROWS, [0, 1], lengths=[4, 1]), RequestError, r"lengths \[4, 1\]"),
+    (lambda: Batch.verify(ROWS, [0, 1], [[-1, 0, 2], [-1, 0, 1]]), InternalError, "tree 0: the p"),
+    (lambda: Batch.verify(ROWS, [0, 0]), RequestError, "sequence 0 is named twice"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(make, kind: type, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make()

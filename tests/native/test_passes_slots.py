@@ -1,0 +1,220 @@
+"""Passes over any sequences in any order: each has the bits of its own sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError, ContextOverflow, RequestError
+from moegraph.ggml.lib import C, ffi
+from moegraph.resident.kvpool import PAGE
+from moegraph.resident.state import State
+from moegraph.runner import NotFinite
+
+Open = Callable[..., Engine]
+MODES: list[dict[str, Any]] = [
+    {"mode": "whole"},
+    {"mode": "layered"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "stream", "policy": "lru"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "cpu", "policy": "lru"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "stream", "policy": "lru", "host_pin": "all"},
+]
+NAMES = ["whole", "layered", "stream", "cpu", "fetch"]
+N_SEQ = 5
+
+
+def logits_alone(engine: Engine, ids: np.ndarray, chunk: int = 64) -> np.ndarray:
+    """Return the logits of every position of one sequence, computed by itself."""
+    engine.reset()
+    parts = [
+        engine.forward(ids[at : at + chunk], all_rows=True).logits
+        for at in range(0, len(ids), chunk)
+    ]
+    return np.concatenate(parts)
+
+
+def poison(engine: Engine, slot: int) -> None:
+    """Put a NaN into a recurrent state of a sequence."""
+    tensor = next(iter(engine.state.ssm.values()))
+    value = np.array([np.nan], np.float32)
+    C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+def test_any_slots_in_any_order_equal_each_alone(open_engine: Open, settings: dict) -> None:
+    together = open_engine(cpu_reference=True, n_seq=N_SEQ, **settings)
+    alone = open_engine(cpu_reference=True)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 1000, (N_SEQ, 130)).astype(np.int32)
+    expected = [logits_alone(alone, row) for row in ids]
+    at = [0] * N_SEQ
+    for turn in range(60):
+        if turn % 13 == 12:
+            slot = int(rng.integers(0, N_SEQ))
+            together.reset(slot)
+            at[slot] = 0
+        slots = rng.permutation(N_SEQ)[: rng.integers(1, N_SEQ + 1)].tolist()
+        width = int(rng.choice([1, 1, 1, 3, 9]))
+        slots = [slot for slot in slots if at[slot] + width <= 130]
+        if not slots:
+            continue
+        rows = np.stack([ids[slot, at[slot] : at[slot] + width] for slot in slots])
+        got = together.forward(rows, slots, all_rows=True).logits.reshape(len(slots), width, -1)
+        for slot, logits in zip(slots, got):
+            wanted = expected[slot][at[slot] : at[slot] + width]
+            np.testing.assert_array_equal(logits, wanted, err_msg=f"turn {turn}, sequence {slot}")
+            at[slot] += width
+            assert together.held(slot) == ids[slot, : at[slot]].tolist()
+    together.state.pool.check()
+
+
+@pytest.mark.parametrize("type_kv", ["f16", "q8_0", "q4_0"])
+def test_pages_in_any_order_equal_pages_in_order(open_engine: Open, type_kv: str) -> None:
+    kv = {"type_k": type_kv, "type_v": type_kv}
+    settings = {"cpu_reference": True, "n_ctx": 3 * PAGE, "n_ubatch": 256, **kv}
+    together, alone = (open_engine("legacy32", n_seq=n, **settings) for n in (3, 1))
+    ids = np.random.default_rng(2).integers(0, 1000, (3, 3 * PAGE)).astype(np.int32)
+    expected = [logits_alone(alone, row, 256) for row in ids]
+    together.forward(ids[0, :PAGE], seq=0)
+    together.forward(ids[2, :PAGE], seq=2)
+    together.forward(ids[:1, PAGE : PAGE + 250], [0])
+    together.reset(2)  # its page is taken by the next to grow
+    together.forward(ids[1:, :250], [1, 2])
+    got = together.forward(ids[1:, 250:262], [1, 2], all_rows=True).logits
+    np.testing.assert_array_equal(got.reshape(2, 12, -1), [e[250:262] for e in expected[1:]])
+    pages = [together.state.pool.pages(slot) for slot in range(3)]
+    assert sorted(p for ps in pages for p in ps) == list(range(6)) and pages != [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    for slot, first in ((0, 506), (1, 262), (2, 262), (0, 507), (1, 263)):
+        got = together.forward(ids[slot, first : first + 1], seq=slot).logits
+        np.testing.assert_array_equal(got[0], expected[slot][first])
+
+
+def counts(engine: Engine) -> tuple[int, int]:
+    """Return how many graphs were built and how many passes were planned."""
+    return engine.runner.graphs.n_built, getattr(engine.runner, "n_planned", 0)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+def test_sequences_that_take_turns_plan_nothing_when_warm(
+    open_engine: Open, settings: dict
+) -> None:
+    n, rng = 12, np.random.default_rng(3)
+    engine = open_engine(n_seq=n, deterministic=True, **settings)
+
+    def turn(n_seqs: int) -> None:
+        slots = rng.permutation(n)[:n_seqs].tolist()
+        engine.forward(rng.integers(0, 1000, (n_seqs, 1)).astype(np.int32), slots, greedy=True)
+
+    for slot in range(n):  # lengths on both sides of a page
+        engine.forward(prompt(engine, 60), seq=slot)
+        for _ in range(slot % 5):
+            engine.forward(prompt(engine, 60), seq=slot)
+    for _ in range(10):
+        for n_seqs in range(1, n + 1):
+            turn(n_seqs)
+    for slot in range(n):
+        engine.forward([1], seq=slot, greedy=True)
+    warm = counts(engine)
+    assert warm[0] > 0
+    for _ in range(60):
+        turn(int(rng.integers(1, n + 1)))
+    assert counts(engine) == warm
+
+
+def test_sequences_in_and_out_at_random_keep_memory_flat(open_engine: Open) -> None:
+    n, rng = 64, np.random.default_rng(4)
+    engine = open_engine("legacy32", n_seq=n, n_ctx=512, n_ubatch=250)
+    pool, longest = engine.state.pool, 0
+    for turn in range(150):
+        slot = int(rng.integers(0, n))
+        if engine.held(slot) and rng.random() < 0.5:
+            engine.reset(slot)
+        elif len(engine.held(slot)) + 250 <= 512:
+            engine.forward(prompt(engine, int(rng.choice([2, 250]))), seq=slot, greedy=True)
+        pool.check()
+        needed = [-(-len(engine.held(s)) // PAGE) for s in range(n)]
+        assert pool.n_pages - pool.n_free == sum(needed), f"turn {turn}"
+        longest = max(longest, sum(needed))
+    assert longest > 20
+    for slot in range(n):
+        engine.reset(slot)
+    assert pool.n_free == pool.n_pages == n * 512 // PAGE
+
+
+@pytest.mark.parametrize("settings", MODES[:3], ids=NAMES[:3])
+def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open, settings: dict) -> None:
+    engine = open_engine(cpu_reference=True, n_seq=3, **settings)
+    alone = open_engine(cpu_reference=True)
+    ids = prompt(engine, 60).reshape(3, 20)
+    expected = [logits_alone(alone, row) for row in ids]
+    engine.forward(ids[:, :10])
+    poison(engine, 1)
+    message = "logits of sequence 1 that are not finite after 11 positions, "
+    with pytest.raises(NotFinite, match=message) as caught:
+        engine.forward(ids[[2, 1, 0], 10:11], [2, 1, 0])
+    assert caught.value.sequences == (1,)
+    for row, slot in ((0, 2), (2, 0)):
+        np.testing.assert_array_equal(caught.value.output.logits[row], expected[slot][10])
+    assert [len(engine.held(slot)) for slot in range(3)] == [11, 0, 11]
+    got = engine.forward(ids[[2, 0], 11:12], [2, 0]).logits
+    np.testing.assert_array_equal(got, [expected[2][11], expected[0][11]])
+    np.testing.assert_array_equal(engine.forward(ids[1], 1, all_rows=True).logits, expected[1])
+
+
+def test_a_bad_sequence_that_was_reset_in_flight_is_no_error(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+    engine.forward([[1], [2]])
+    poison(engine, 0)
+    engine.submit([[3], [4]], [0, 1], False, True, None)
+    engine.reset(0)
+    assert engine.collect().argmax.shape == (2,)
+    assert [engine.held(slot) for slot in (0, 1)] == [[], [2, 4]]
+
+
+def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> None:
+    engine = open_engine(n_seq=3, n_ctx=256)
+    for rows, slots, kind, words in (
+        ([[1], [2]], [1, 1], RequestError, "sequence 1 is named twice in one pass"),
+        ([[1], [2]], [1], RequestError, "token ids for 2 sequences, but 1 sequences are named"),
+        ([[1], [2]], [0, 3], RequestError, "no sequence 3; the engine has 0 to 2"),
+        ([[1], [2]], [0, -1], RequestError, "no sequence -1"),
+        ([[1], [2]], 2, RequestError, "the pass needs sequences 2 to 3; the engine has 0 to 2"),
+    ):
+        with pytest.raises(kind, match=words):
+            engine.forward(rows, slots)
+    for _ in range(4):
+        engine.forward(prompt(engine, 64), seq=2)
+    with pytest.raises(ContextOverflow, match="257 positions, the context holds 256"):
+        engine.forward([[1], [2]], [0, 2])
+    assert [len(engine.held(slot)) for slot in range(3)] == [0, 0, 256]
+
+
+def test_single_rows_of_many_sequences_are_decode_and_get_slots(open_engine: Open) -> None:
+    settings = {"cache_slots": 80, "pin_layers": 0, "miss": "stream", "policy": "lru"}
+    engine = open_engine(n_seq=12, deterministic=True, **settings)
+    stats = engine.runner.cache.stats
+    rows = prompt(engine, 12)
+    engine.forward(rows, greedy=True)  # twelve rows of a prompt
+    assert engine.runner.cache.stats.admitted.sum() == stats.admitted.sum()
+    before = engine.runner.misses.n_exchanged
+    engine.forward(rows[:, None], greedy=True)
+    admitted = engine.runner.cache.stats.admitted.sum() - stats.admitted.sum()
+    assert admitted > engine.runner.misses.n_exchanged - before
+
+
+def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) -> None:
+    engine = open_engine()
+    odd = replace(engine.hparams, n_head_kv=1, n_embd_head_k=32, n_embd_head_v=32)
+    with pytest.raises(ConfigError, match=r"several sequences \(n_seq\) needs .* have 34; use f16"):
+        State(engine.device, odd, 256, 2, "q8_0", "q8_0")
+    State(engine.device, odd, 256, 1, "q8_0", "q8_0").close()

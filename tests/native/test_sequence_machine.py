@@ -1,0 +1,209 @@
+"""Sequences that come, grow, branch, go back and fail at random: each is always what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.faults import FAULTS, faulty
+from helpers.tree_rows import TREES, path
+
+from moegraph.engine import Engine
+from moegraph.errors import MoegraphError, RequestError
+from moegraph.ggml.handles import live_handles
+
+Open = Callable[..., Engine]
+N_SEQ, N_VOCAB, N_CTX, LONGEST = 4, 1000, 512, 60
+SETTINGS: list[dict[str, Any]] = [
+    {"mode": "whole"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "stream", "policy": "lru"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "stream", "policy": "lru", "host_pin": "all"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "cpu", "policy": "lru"},
+]
+NAMES = ["whole", "stream", "fetch", "cpu"]
+CALLS = (
+    "mg_launch", "mg_launch", "mg_launch", "mg_wait_ids", "mg_upload_launch", "mg_graph_alloc",
+    "ggml_backend_tensor_alloc", "ggml_backend_buft_alloc_buffer", "ggml_init",
+)  # fmt: skip
+
+
+class Machine:
+    """An engine, and what each of its sequences must hold."""
+
+    def __init__(self, engine: Engine, alone: Engine, seed: int) -> None:
+        self.engine, self.alone = engine, alone
+        self.rng = np.random.default_rng(seed)
+        self.held: list[list[int]] = [[] for _ in range(N_SEQ)]
+        self.snapshots: list[list[Any]] = []  # snapshot, its tokens, whether it can be restored
+        self.n_faults = 0
+
+    def empty(self, *slots: int, to: int = 0) -> None:
+        """Note that sequences lost what they held after `to` positions."""
+        for slot in slots:
+            del self.held[slot][to:]
+            for entry in self.snapshots:
+                if entry[0].slot == slot and len(entry[1]) > to:
+                    entry[2] = False
+
+    def some_slots(self) -> list[int]:
+        return self.rng.permutation(N_SEQ)[: self.rng.integers(1, N_SEQ + 1)].tolist()
+
+    def fault(self) -> Any:
+        """Return a context in which a native call may fail."""
+        if self.rng.random() < 0.5:
+            return nullcontext()
+        name = str(self.rng.choice(CALLS))
+        return faulty(name, int(self.rng.choice([1, 1, 2, 3, 5, 9, 20])), FAULTS[name][0])
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """Call with a fault that may come; return the result, or None if there was an error."""
+        with self.fault():
+            try:
+                return call()
+            except RequestError:
+                raise  # the machine asks for nothing wrong
+            except MoegraphError:
+                self.n_faults += 1
+                return None
+
+    def forward(self) -> None:
+        slots, n = self.some_slots(), int(self.rng.choice([1, 1, 2, 7]))
+        tokens = self.rng.integers(0, N_VOCAB, (len(slots), n))
+        output = self.attempt(lambda: self.engine.forward(tokens, slots, all_rows=True))
+        if output is None:
+            self.empty(*slots)
+            return
+        logits = output.logits.reshape(len(slots), n, -1)
+        for seq, slot in enumerate(slots):
+            self.held[slot] += tokens[seq].tolist()
+            np.testing.assert_array_equal(logits[seq], self.expected(self.held[slot])[-n:])
+
+    def verify(self) -> None:
+        slots, n = self.some_slots(), int(self.rng.integers(1, 6))
+        tokens = self.rng.integers(0, N_VOCAB, (len(slots), n))
+        lengths = self.rng.integers(1, n + 1, len(slots)).tolist()
+        parents = [TREES[self.rng.integers(0, len(TREES))](n, self.rng) for _ in slots]
+        passes = self.engine.passes
+
+        def run() -> Any:
+            passes.verify(tokens, slots, parents, lengths, greedy=False)
+            return passes.collect()
+
+        output = self.attempt(run)
+        if output is None:
+            return
+        for seq, slot in enumerate(slots):
+            rows = path(parents[seq], int(self.rng.integers(-1, lengths[seq])))
+            taken = tokens[seq, rows].tolist()
+            if rows:
+                wanted = self.expected(self.held[slot] + taken)[-len(rows) :]
+                got = output.logits.reshape(len(slots), n, -1)[seq, rows]
+                np.testing.assert_array_equal(got, wanted)
+
+            def commit(slot: int = slot, rows: list[int] = rows) -> bool:
+                passes.commit(slot, rows)
+                return True
+
+            if self.attempt(commit):
+                self.held[slot] += taken
+            else:
+                self.empty(slot)
+
+    def snapshot(self) -> None:
+        slot = int(self.rng.integers(0, N_SEQ))
+        snapshot = self.attempt(lambda: self.engine.passes.snapshot(slot))
+        if snapshot is not None:
+            self.snapshots.append([snapshot, list(self.held[slot]), True])
+        if len(self.snapshots) > 6:
+            self.snapshots.pop(int(self.rng.integers(0, 6)))[0].close()
+
+    def restore(self) -> None:
+        if not self.snapshots:
+            return
+        snapshot, tokens, is_valid = self.snapshots[self.rng.integers(0, len(self.snapshots))]
+        if is_valid:
+            self.engine.passes.restore(snapshot)
+            assert self.held[snapshot.slot][: len(tokens)] == tokens
+            self.empty(snapshot.slot, to=len(tokens))
+        else:
+            with pytest.raises(RequestError, match="has lost positions before"):
+                self.engine.passes.restore(snapshot)
+
+    def end_one_in_flight(self) -> None:
+        slots = self.some_slots()
+        tokens = self.rng.integers(0, N_VOCAB, (len(slots), 1))
+        self.engine.submit(tokens, slots, False, False, None)
+        self.engine.reset(slots[0])
+        for seq, slot in enumerate(slots):
+            self.held[slot].append(int(tokens[seq, 0]))
+        self.empty(slots[0])
+        if len(slots) > 1:
+            logits = self.engine.collect().logits
+            for seq, slot in list(enumerate(slots))[1:]:
+                np.testing.assert_array_equal(logits[seq], self.expected(self.held[slot])[-1])
+
+    def reset(self) -> None:
+        slot = int(self.rng.integers(0, N_SEQ))
+        self.engine.reset(slot)
+        self.empty(slot)
+
+    def expected(self, tokens: list[int]) -> np.ndarray:
+        """Return the logits after each token of a sequence by itself."""
+        self.alone.reset()
+        parts = [
+            self.alone.forward(tokens[at : at + 64], all_rows=True).logits
+            for at in range(0, len(tokens), 64)
+        ]
+        return np.concatenate(parts)
+
+    def check(self) -> None:
+        """Compare the books with what the sequences must hold."""
+        engine, state = self.engine, self.engine.state
+        assert [engine.held(slot) for slot in range(N_SEQ)] == self.held
+        assert state.n_past == [len(tokens) for tokens in self.held]
+        assert [entry[0].is_valid for entry in self.snapshots] == [e[2] for e in self.snapshots]
+        state.pool.check()
+        if engine.mode == "layered":
+            engine.runner.cache.check()
+
+    def run(self, n_turns: int) -> None:
+        """Take random steps."""
+        steps = (self.forward, self.verify, self.snapshot, self.restore, self.reset,
+                 self.end_one_in_flight)  # fmt: skip
+        chances = np.array([5, 5, 2, 2, 0.5, 1])
+        for _ in range(n_turns):
+            steps[self.rng.choice(len(steps), p=chances / chances.sum())]()
+            for slot in range(N_SEQ):
+                if len(self.held[slot]) > LONGEST:
+                    self.engine.reset(slot)
+                    self.empty(slot)
+            self.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_sequences_hold_what_they_say_whatever_fails(
+    open_engine: Open, settings: dict, seed: int
+) -> None:
+    chosen = {"cpu_reference": True, "n_ctx": N_CTX, "deterministic": True}
+    engine = open_engine("legacy32", n_seq=N_SEQ, **chosen, **settings)
+    machine = Machine(engine, open_engine("legacy32", **chosen), seed)
+    machine.run(120)
+    assert machine.n_faults > 5
+    for snapshot, _, _ in machine.snapshots:
+        snapshot.close()
+    for slot in range(N_SEQ):
+        engine.reset(slot)
+    assert engine.state.pool.n_free == engine.state.pool.n_pages
+    handles = live_handles()
+    machine.empty(*range(N_SEQ))
+    machine.snapshots.clear()
+    machine.fault = nullcontext
+    machine.run(10)
+    for snapshot, _, _ in machine.snapshots:
+        snapshot.close()
+    # memory of snapshots is used again; buffers of transfers may have grown in place of others
+    assert live_handles()["Buffer"] == handles["Buffer"]

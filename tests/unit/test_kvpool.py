@@ -1,0 +1,121 @@
+"""The pages of the KV caches: who has which, whatever comes and goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegraph.errors import InternalError
+from moegraph.resident.kvpool import PAGE, KVPool
+
+
+def test_one_sequence_always_has_its_pages_in_order() -> None:
+    pool, rng = KVPool(1, 9), np.random.default_rng(0)
+    for _ in range(200):
+        n = int(rng.integers(0, 9 * PAGE + 1))
+        pool.grow(0, n)
+        pool.shrink(0, n - int(rng.integers(0, n + 1)))
+        pages = pool.pages(0)
+        assert pages == list(range(len(pages)))
+        pool.check()
+
+
+def test_random_sequences_never_share_a_page_and_return_them_all() -> None:
+    pool, rng = KVPool(7, 5), np.random.default_rng(1)
+    held = [0] * 7
+    for _ in range(2000):
+        slot = int(rng.integers(0, 7))
+        if rng.random() < 0.6:
+            held[slot] = int(rng.integers(held[slot], 5 * PAGE + 1))
+            before = pool.pages(slot)
+            pool.grow(slot, held[slot])
+            assert pool.pages(slot)[: len(before)] == before
+        else:
+            held[slot] = int(rng.integers(0, held[slot] + 1))
+            pool.shrink(slot, held[slot])
+        pool.check()
+        assert pool.n_pages - pool.n_free == sum(-(-n // PAGE) for n in held)
+    for slot in range(7):
+        pool.shrink(slot, 0)
+    assert pool.n_free == pool.n_pages == 35
+    pool.check()
+
+
+def test_rows_follow_the_pages() -> None:
+    pool = KVPool(2, 3)
+    for slot, n in ((0, 1), (1, PAGE + 1), (0, PAGE + 1)):
+        pool.grow(slot, n)
+    assert pool.pages(0) == [0, 3] and pool.pages(1) == [1, 2]
+    assert [pool.row(0, p) for p in (0, PAGE - 1, PAGE)] == [0, PAGE - 1, 3 * PAGE]
+    slots, positions = np.array([[0], [1]]), np.array([[PAGE - 1, PAGE], [0, PAGE + 5]])
+    wanted = [[PAGE - 1, 3 * PAGE], [PAGE, 2 * PAGE + 5]]
+    np.testing.assert_array_equal(pool.rows(slots, positions), wanted)
+    # what a sequence has no page for repeats its first one, which holds no one else's rows
+    np.testing.assert_array_equal(pool.table, [[0, 3, 0], [1, 2, 1]])
+
+
+def test_rows_beyond_a_length_are_runs_of_rows() -> None:
+    pool = KVPool(2, 4)
+    for slot, n in ((0, 2), (1, 1), (0, 4)):
+        pool.grow(slot, n * PAGE)
+    assert pool.pages(0) == [0, 1, 3, 4]
+    assert pool.beyond(0, 0) == [(0, 2 * PAGE), (3 * PAGE, 2 * PAGE)]
+    assert pool.beyond(0, PAGE + 7) == [(PAGE + 7, PAGE - 7), (3 * PAGE, 2 * PAGE)]
+    assert pool.beyond(0, 2 * PAGE) == [(3 * PAGE, 2 * PAGE)]
+    assert pool.beyond(0, 4 * PAGE) == pool.beyond(1, PAGE) == []
+
+
+def test_a_sequence_has_a_limit_and_the_version_tells_of_changes() -> None:
+    pool = KVPool(2, 2)
+    with pytest.raises(InternalError, match="sequence 1 needs 3 pages of 256 positions; the limit"):
+        pool.grow(1, 2 * PAGE + 1)
+    pool.grow(1, 5)
+    version = pool.version
+    pool.grow(1, PAGE)
+    assert pool.version == version
+    pool.grow(1, PAGE + 1)
+    assert pool.version > version
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_shrinking_mends_what_an_interrupt_left(at: int) -> None:
+    """Interrupt a growth after every statement; the same sequence then starts over."""
+    import sys
+
+    pool, n_lines = KVPool(2, 4), 0
+    pool.grow(0, 1)
+    pool.grow(1, 1)
+
+    def trace(frame, event, _):
+        nonlocal n_lines
+        if frame.f_code.co_name in ("grow", "_write") and event == "line":
+            n_lines += 1
+            if n_lines == 6 + 2 * at:
+                raise KeyboardInterrupt
+        return trace
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pool.grow(0, 4 * PAGE)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(old)
+    pool.shrink(0, 0)
+    pool.check()
+    assert pool.n_free == 7
+    pool.grow(0, 4 * PAGE)
+    pool.check()
+    assert pool.pages(0) == [0, 2, 3, 4]
+
+
+def test_the_books_are_checked() -> None:
+    pool = KVPool(2, 2)
+    pool.grow(0, 1)
+    pool.table[0, 0] = 1
+    with pytest.raises(InternalError, match="the table of sequence 0"):
+        pool.check()
+    pool._pages[1].append(0)
+    with pytest.raises(InternalError, match="KV pages"):
+        pool.check()
