@@ -45,13 +45,15 @@ class PassInputs:
     """The input tensors of one pass.
 
     embd F32 [n_embd, n_tokens]; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches;
-    out_ids I32 [n_out], or None if n_out is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
+    out_ids I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the
+    sequences; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
     """
 
     embd: Tensor
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
+    slots: Tensor
     kq_mask: Tensor
 
 
@@ -75,7 +77,8 @@ class InputBlock:
 
     def _offsets(self, n_tokens: int) -> tuple[int, ...]:
         # out_ids has room for all rows, so that the mask is at one offset for every n_out
-        sizes = (4 * self._n_embd * n_tokens, 4 * n_tokens, 8 * n_tokens, 4 * n_tokens)
+        row = 4 * n_tokens
+        sizes = (self._n_embd * row, row, 2 * row, row, row)
         offsets = [0]
         for size in sizes:
             offsets.append(round_up(offsets[-1] + size, _ALIGN))
@@ -91,12 +94,15 @@ class InputBlock:
             return tensor
 
         mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
+        slots = leaf(I32, (shape.n_seqs,), "inp_slots", at[4])
+        C.ggml_set_input(slots)  # kernels read it early
         return PassInputs(
             embd=leaf(F32, (self._n_embd, shape.n_tokens), "inp_embd", at[0]),
             pos=leaf(I32, (shape.n_tokens,), "inp_pos", at[1]),
             kv_idx=leaf(I64, (shape.n_tokens,), "inp_kv_idx", at[2]),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at[3]) if shape.n_out else None,
-            kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at[4]),
+            slots=slots,
+            kq_mask=leaf(F16, mask_ne, "inp_kq_mask", at[5]),
         )
 
     def fill(
@@ -122,7 +128,7 @@ class InputBlock:
                 self._one = _OneRow(self._region, at, shape, self._n_embd)
             embedding.rows(tokens.reshape(-1), self._one.embd)
             self._one.move_to(pos0[0], state.n_ctx)
-        self._device.send(self._all, self._host, 0, at[4] + 2 * shape.n_kv * shape.n_tokens)
+        self._device.send(self._all, self._host, 0, at[5] + 2 * shape.n_kv * shape.n_tokens)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
@@ -148,7 +154,8 @@ class InputBlock:
             region(at[3], shape.n_out, np.int32)[:] = (
                 np.arange(1, shape.n_seqs + 1) * n_seq_tokens - 1
             )
-        mask = region(at[4], shape.n_kv * n_tokens, np.float16).reshape(
+        region(at[4], shape.n_seqs, np.int32)[:] = seqs.reshape(-1)
+        mask = region(at[5], shape.n_kv * n_tokens, np.float16).reshape(
             -1, n_seq_tokens, shape.n_kv
         )
         _fill_mask(mask, pos0)
@@ -178,7 +185,8 @@ class _OneRow:
         self.embd = region(at[0], n_embd, np.float32).reshape(1, n_embd)
         self._pos, self._kv_idx = region(at[1], 1, np.int32), region(at[2], 1, np.int64)
         region(at[3], 1, np.int32)[:] = 0
-        self._mask = region(at[4], shape.n_kv, np.float16)
+        region(at[4], 1, np.int32)[:] = shape.seq0
+        self._mask = region(at[5], shape.n_kv, np.float16)
         self._first = -2  # position of the row that the mask is for
 
     def move_to(self, first: int, n_ctx: int) -> None:

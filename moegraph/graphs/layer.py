@@ -67,7 +67,7 @@ def build_mixer_router(
     """
     w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
     if m.hp.is_recurrent(il):
-        cur = build_deltanet(b, m.hp, w, m.state, shape, cur, il)
+        cur = build_deltanet(b, m.hp, w, m.state, shape, inp.slots, cur, il)
     else:
         cur = build_attention(b, m.hp, w, m.state, inp, shape, cur, il)
     residual = b.name(b.add(cur, x), "attn_residual", il)

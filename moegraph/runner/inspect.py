@@ -12,6 +12,7 @@ from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
 from ..graphs.inputs import PassShape
+from ..graphs.layer import Model
 from .base import Batch, Runner
 from .whole import build_whole, n_nodes_whole
 
@@ -24,7 +25,8 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
     Arrays have numpy shapes: ggml's reversed, without leading dimensions of 1, but at least two
-    dimensions. KV cache and states advance as in any pass.
+    dimensions. KV cache and states advance as in any pass. The states behind it are in the result
+    under upstream's names conv_state_last and new_state.
 
     Raises:
         ConfigError: not every expert is resident; a single graph cannot handle missing experts.
@@ -55,7 +57,20 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             for seq in range(batch.seq0, batch.seq0 + n_seqs):
                 state.n_past[seq] += n_seq_tokens
                 state.n_written[seq] = max(state.n_written[seq], state.n_past[seq])
-            return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
+            nodes = {key: read_tensor(tensor) for key, tensor in builder.named.items()}
+            return nodes | _states(model, slice(batch.seq0, batch.seq0 + n_seqs))
+
+
+def _states(model: Model, slots: slice) -> dict[tuple[str, int], npt.NDArray[Any]]:
+    """Return the recurrent states in some slots."""
+    hp, found = model.hp, {}
+    for il in model.state.ssm:
+        conv = read_tensor(model.state.conv[il])[slots]
+        ssm = read_tensor(model.state.ssm[il])[slots]
+        d = hp.head_v_dim
+        found["conv_state_last", il] = _squeezed(conv.reshape(-1, hp.conv_dim, hp.ssm_d_conv - 1))
+        found["new_state", il] = _squeezed(ssm.reshape(-1, hp.n_v_heads, d, d))
+    return found
 
 
 def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
@@ -88,7 +103,11 @@ def read_tensor(tensor: Tensor) -> npt.NDArray[Any]:
         return raw
     flat = raw.view(_DTYPES[tensor.type])
     ne, nb = shape(tensor), [tensor.nb[i] for i in range(4)]
-    full = np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])
-    while full.ndim > 2 and full.shape[0] == 1:
-        full = full[0]
-    return np.array(full)
+    return np.array(_squeezed(np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])))
+
+
+def _squeezed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Drop leading dimensions of 1, but keep two dimensions."""
+    while array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    return array
