@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from moegraph import Engine, EngineConfig, SamplingParams
-from moegraph.chat import ChatTemplate, History, ReasoningSplitter
+from moegraph import (
+    ChatTemplate,
+    Engine,
+    EngineConfig,
+    History,
+    ReasoningSplitter,
+    SamplingParams,
+)
 
 QUESTIONS = ("What is a mixture of experts?", "And what does the router do?")
 

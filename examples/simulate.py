@@ -3,7 +3,7 @@
     python examples/simulate.py [MODEL]
 
 The replay uses the same cache as decode, so hits and misses are counted, not estimated. A replay
-needs no model: `moegraph trace` writes traces to files, and `moegraph.experts.trace.read_trace`
+needs no model: `moegraph trace` writes traces to files, and `moegraph.placement.trace.read_trace`
 reads them.
 """
 
@@ -13,10 +13,10 @@ import sys
 
 from moegraph import Engine, EngineConfig
 from moegraph.experts.cost import find_machine
-from moegraph.experts.identity import router_shape
 from moegraph.experts.policy import parse_policy
-from moegraph.experts.simulate import even_slots, simulate
-from moegraph.experts.trace import Trace, TraceRecorder
+from moegraph.placement.identity import router_shape
+from moegraph.placement.simulate import even_slots, simulate
+from moegraph.placement.trace import Trace, TraceRecorder
 from moegraph.runner import LayeredRunner
 
 

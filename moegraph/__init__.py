@@ -8,16 +8,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
+    from .events import CancelToken, GenerationEvent
     from .modelfile import open_model
     from .sampling import SamplingParams
+    from .text.chat import ChatTemplate, History, Message, ReasoningSplitter
+    from .text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "__version__", "open_model"]
+__all__ = [
+    "CancelToken", "ChatTemplate", "Engine", "EngineConfig", "GenerationEvent", "History",
+    "Message", "ReasoningSplitter", "SamplingParams", "Tokenizer", "__version__", "open_model",
+]  # fmt: skip
 
+# Where each public name is defined. Callers import it from here, so rooms can change.
 _HOMES = {
-    "Engine": ".engine",
+    "CancelToken": ".events",
+    "ChatTemplate": ".text.chat",
+    "Engine": ".engine.engine",
     "EngineConfig": ".config",
+    "GenerationEvent": ".events",
+    "History": ".text.chat",
+    "Message": ".text.chat",
+    "ReasoningSplitter": ".text.chat",
     "SamplingParams": ".sampling",
+    "Tokenizer": ".text.tokenizer",
     "open_model": ".modelfile",
 }
 

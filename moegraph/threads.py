@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ SLEEP = 0
 _TRY_S = 0.012
 _TRY_TOKENS = 3
 _FIRST_S = 0.025
+# Beside a program that keeps a core busy, threads on all cores wait for its time slices, of some
+# milliseconds each, whenever they meet. Tokens as long as this one lose little by trying that.
+_LONG_S = 0.03
 # If a way takes this many times the best time, fewer threads with its poll level are not tried.
 _HOPELESS = 1.5
 # A way that takes this many times the best time is dropped after half the time of a trial.
@@ -49,7 +52,7 @@ class Threads(NamedTuple):
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """Return how many CPUs this process may use, by its affinity and its control group."""
-    allowed = len(_affinity())
+    allowed = len(affinity())
     quota = _cpu_quota(root / "sys/fs/cgroup")
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
@@ -92,7 +95,8 @@ def _counts(n_max: int) -> list[int]:
     return found
 
 
-def _affinity() -> Sequence[int]:
+def affinity() -> Sequence[int]:
+    """Return the numbers of the CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 4)
@@ -101,7 +105,7 @@ def _affinity() -> Sequence[int]:
 def _physical_cores() -> int:
     """Count the sets of thread siblings among the allowed CPUs; 0 without sysfs."""
     siblings = set()
-    for cpu in _affinity():
+    for cpu in affinity():
         try:
             with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings") as file:
                 siblings.add(file.readline())
@@ -122,6 +126,10 @@ def _cpu_quota(folder: Path) -> float | None:
     return None
 
 
+def _unknown() -> None:
+    """Say that nobody knows how many CPUs are free."""
+
+
 class Tuner:
     """Chooses the fastest way to compute a token.
 
@@ -129,16 +137,26 @@ class Tuner:
     trial gives every way a few tokens. A new trial starts when tokens stay slower for a while, and
     now and then while the most promising way is not the chosen one. The extra cost of trials stays
     below 2 % of the time.
+
+    Other programs may keep some CPUs busy. Then a way with more threads than free CPUs is not
+    tried, unless tokens are long: one such token can take as long as a hundred others.
     """
 
-    def __init__(self, choices: Sequence[Threads]) -> None:
-        """Start; choices: at least one way, the most promising first."""
-        self._ways = tuple(choices)
+    def __init__(
+        self, choices: Sequence[Threads], free: Callable[[], int | None] = _unknown
+    ) -> None:
+        """Start; choices: at least one way, the most promising first.
+
+        free: returns how many CPUs other programs leave free; None if that is unknown.
+        """
+        self._ways = list(choices)
+        self._free = free
         self.current = self._ways[0]
         self.measured: dict[Threads, float] = {}  # seconds per token, in the last trial
         self._usual = 0.0  # seconds per token
         self._spent, self._n = 0.0, 0  # seconds and tokens, of this way or window
         self._to_try: list[Threads] = []
+        self._crowded: list[Threads] = []  # ways to try after those, if tokens are long
         self._cost = self._since = 0.0  # extra cost of the last trial, and token time since then
         self._pause = _PAUSE_S  # token time until the next trial, at least
         self._n_slow = 0
@@ -161,10 +179,34 @@ class Tuner:
         elif self._is_tried():
             self._next_way()
 
+    def resume(self) -> None:
+        """Start a trial if another program took a core while no tokens were computed."""
+        if self.is_settled and self.current not in self._promising():
+            self._begin_trial()
+
+    def _promising(self) -> list[Threads]:
+        """Return the ways that may be the fastest, judged by the length of a token."""
+        return self._ways if self._usual >= _LONG_S else self._roomy()
+
+    def _roomy(self) -> list[Threads]:
+        """Return the ways with no more threads than free CPUs; if there is none, those that sleep.
+
+        Threads that share a core with another program lose less if they sleep.
+        """
+        free = self._free()
+        if free is None:
+            return self._ways
+        roomy = [way for way in self._ways if way.n <= free]
+        return roomy or [way for way in self._ways if way.poll == SLEEP] or self._ways
+
     def _begin_trial(self) -> None:
         """Try the current way, then the others."""
         self._before = self.current
-        self._to_try = [self._before, *(way for way in self._ways if way != self._before)]
+        order = [self._before, *(way for way in self._ways if way != self._before)]
+        roomy = self._roomy()
+        self._to_try = [way for way in order if way in roomy]
+        self._crowded = [way for way in order if way not in roomy]
+        self.current = self._to_try[0]
         self.measured = {}
         self._trial_s, self._trial_tokens = 0.0, 0
         self._spent, self._n, self._n_slow = 0.0, 0, 0
@@ -186,8 +228,11 @@ class Tuner:
         self._trial_s += self._spent
         self._trial_tokens += self._n
         self._spent, self._n = 0.0, 0
-        if took > _HOPELESS * min(self.measured.values()):
+        best = min(self.measured.values())
+        if took > _HOPELESS * best:
             self._to_try = [w for w in self._to_try if w.n >= way.n or w.poll != way.poll]
+        if not self._to_try and best >= _LONG_S:
+            self._to_try, self._crowded = self._crowded, []
         if self._to_try:
             self.current = self._to_try[0]
         else:
@@ -195,7 +240,7 @@ class Tuner:
 
     def _settle(self) -> None:
         best = min(self.measured, key=lambda way: self.measured[way])
-        if self.measured[self._before] <= _BETTER * self.measured[best]:
+        if self.measured.get(self._before, math.inf) <= _BETTER * self.measured[best]:
             best = self._before
         is_same = best == self._before
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S) if is_same else _PAUSE_S
@@ -204,7 +249,9 @@ class Tuner:
         self._since = 0.0
 
     def _watch(self) -> None:
-        if self._n < _TRY_TOKENS or self._spent < _TRY_S:
+        if self._spent < _TRY_S:
+            return
+        if self._n < _TRY_TOKENS and self._spent < 2 * _TRY_TOKENS * self._usual:
             return
         took = self._spent / self._n
         self._since += self._spent
@@ -214,7 +261,18 @@ class Tuner:
         else:
             self._n_slow = 0
             self._usual = min(max(took, self._usual / _DRIFT), self._usual * _DRIFT)
-        changed = self._n_slow >= 2 or self.current != self._ways[0]
-        pause = _PAUSE_S if self._n_slow >= 2 else self._pause
-        if changed and self._since >= max(pause, _PAUSE_COSTS * self._cost):
+        if self._should_try():
             self._begin_trial()
+
+    def _should_try(self) -> bool:
+        promising = self._promising()
+        if self.current not in promising:  # another program took a core
+            return self._n_slow > 0
+        pause = self._pause
+        if self.current == promising[0]:
+            self._pause = _PAUSE_S
+            if self._n_slow < 2:
+                return False
+        if self._n_slow >= 2:
+            pause = _PAUSE_S
+        return self._since >= max(pause, _PAUSE_COSTS * self._cost)

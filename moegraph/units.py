@@ -81,6 +81,11 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}h {minutes % 60:02d}m"
 
 
+def round_up(n: int, multiple: int) -> int:
+    """Round n up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
 def _three_digits(value: float) -> str:
     """Return value with three significant digits and no exponent."""
     if value >= 99.95:

@@ -61,9 +61,9 @@ class MemoryWatch:
 
 def used_device_bytes() -> int:
     """Return the memory in use on all GPUs, as the driver counts it; 0 without a driver."""
-    from moegraph.ggml.nvml import used_bytes
+    from moegraph.ggml.free_memory import gpu_used_bytes
 
-    return sum(used_bytes().values())
+    return sum(gpu_used_bytes().values())
 
 
 class LlamaBench:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from moegraph.experts.generator import PRESETS, generate_trace
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.trace import Trace, read_trace
-from moegraph.experts.tracestats import trace_stats
 from moegraph.modelfile import open_model
+from moegraph.placement.generator import PRESETS, generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.trace import Trace, read_trace
+from moegraph.placement.tracestats import trace_stats
 
 
 @dataclass(frozen=True)

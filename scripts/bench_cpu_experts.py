@@ -28,7 +28,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from _bench import Parser, positive
 from modelgen.blocks import TYPES
 
-from moegraph.experts.bank import Bank
 from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
@@ -36,6 +35,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Builder, Tensor
 from moegraph.graphs.cache import BuiltGraph, GraphCache
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum
+from moegraph.resident.bank import Bank
 from moegraph.threads import default_threads
 
 Run = Callable[[int], None]

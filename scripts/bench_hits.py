@@ -24,10 +24,10 @@ import _bench as bench
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.experts.cost import MACHINES
-from moegraph.experts.identity import router_shape
 from moegraph.experts.policy import parse_policy
-from moegraph.experts.simulate import simulate
-from moegraph.experts.trace import TraceRecorder
+from moegraph.placement.identity import router_shape
+from moegraph.placement.simulate import simulate
+from moegraph.placement.trace import TraceRecorder
 from moegraph.runner import LayeredRunner
 
 

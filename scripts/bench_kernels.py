@@ -18,7 +18,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 
-from graph_runs import Graph, random
+from helpers.graph_runs import Graph, random
 from modelgen.blocks import TYPES
 from test_small_kernels import EPS, Step, moe
 

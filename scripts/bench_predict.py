@@ -30,10 +30,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 
 from moegraph.experts.cost import MACHINES, Curve, Machine
-from moegraph.experts.identity import RouterShape
 from moegraph.experts.policy import POLICIES
-from moegraph.experts.simulate import simulate
-from moegraph.experts.trace import Trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.simulate import simulate
+from moegraph.placement.trace import Trace
 
 
 def parser() -> argparse.ArgumentParser:

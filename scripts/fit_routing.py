@@ -31,9 +31,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 
-from moegraph.experts.generator import RoutingModel, generate_trace
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.trace import Trace, read_trace
+from moegraph.placement.generator import RoutingModel, generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.trace import Trace, read_trace
 
 SHARES = np.arange(1, 8) / 8
 # Tokens at the start that fill the LRU and are not counted.

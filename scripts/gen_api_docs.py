@@ -29,9 +29,13 @@ The names on this page are public: a release that changes one says so in
 [CHANGELOG.md](../CHANGELOG.md). Other modules can be imported, but may change at any time.
 """
 
-# Where each group of public names is defined, in the order of the page.
-CHAT = ("ChatTemplate", "History", "Message", "ReasoningSplitter")
-EVENTS = ("GenerationEvent", "CancelToken")
+# The groups of public names, in the order of the page.
+GROUPS = {
+    "Engine, settings, models": ("Engine", "EngineConfig", "SamplingParams", "open_model"),
+    "Text and tokens": ("Tokenizer",),
+    "What a generation yields": ("GenerationEvent", "CancelToken"),
+    "Conversations": ("ChatTemplate", "History", "Message", "ReasoningSplitter"),
+}
 
 
 def module_tree(name: str) -> tuple[Path, ast.Module]:
@@ -70,10 +74,10 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield f"{part.name}" if is_value else f"{part.name}()", summary(part)
 
 
-def section(module: str, name: str, shown: str = "") -> str:
-    """Return the section of one public name; shown: the module it is imported from."""
-    node = find(module, name)
-    lines = [f"### {shown or module}.{name}", "", summary(node), ""]
+def section(name: str) -> str:
+    """Return the section of one public name."""
+    node = find(f"moegraph{moegraph._HOMES[name]}", name)
+    lines = [f"### moegraph.{name}", "", summary(node), ""]
     rows = list(members(node)) if isinstance(node, ast.ClassDef) else []
     fields = {"EngineConfig": settings(), "SamplingParams": sampling_settings()}.get(name, ())
     rows = [(s.name, s.help.replace("|", "\\|")) for s in fields] + rows
@@ -94,13 +98,10 @@ def errors() -> str:
 
 def page() -> str:
     """Return the whole page."""
-    names = [name for name in moegraph.__all__ if not name.startswith("_")]
-    parts = [HEAD, "## Engine, settings, models\n"]
-    parts += [section(f"moegraph{moegraph._HOMES[name]}", name, "moegraph") for name in names]
-    parts += ["## Text and tokens\n", section("moegraph.tokenizer", "Tokenizer")]
-    parts += ["## What a generation yields\n"]
-    parts += [section("moegraph.sequence", name) for name in EVENTS]
-    parts += ["## Conversations\n", *(section("moegraph.chat", name) for name in CHAT), errors()]
+    parts = [HEAD]
+    for title, names in GROUPS.items():
+        parts += [f"## {title}\n", *(section(name) for name in names)]
+    parts.append(errors())
     return "\n".join(parts)
 
 

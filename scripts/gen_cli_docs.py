@@ -55,7 +55,8 @@ an empty message."""
 RUN_JSON = {
     "model": "path, name, architecture, size and the main dimensions of the model",
     "config": "the settings in effect: device, mode, n_ctx, n_ubatch, ...; `n_threads` and `poll` "
-    "are those of the last token, `threads_chosen` is `measured` or `given`",
+    "are those of the last token, `threads_chosen` is `measured` or `given`, `cpus_taken` is how "
+    "many CPUs of this process other programs used at the end (null if unknown)",
     "sampling": "the sampler settings, with the seed that was used; `from_file` lists those that "
     "the model file recommends",
     "prompt_tokens": "ids of the prompt",

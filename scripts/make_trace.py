@@ -22,10 +22,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import _bench as bench
 
 from moegraph.errors import MoegraphError
-from moegraph.experts.generator import PRESETS, generate_trace
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.trace import write_trace
-from moegraph.experts.tracestats import trace_stats
+from moegraph.placement.generator import PRESETS, generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.trace import write_trace
+from moegraph.placement.tracestats import trace_stats
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """What all tests share: what they need of the machine, helper modules, patience on a busy one.
 
 Tests that need what is not there are skipped with the reason (pytest -rs shows it). --require
-turns that into a failure, and what is there but broken always is one: see needs.py.
+turns that into a failure, and what is there but broken always is one: see helpers/needs.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moegraph.experts.prefetch import PrefetchController
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
-import needs
+from helpers import needs
 
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

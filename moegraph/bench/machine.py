@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ..config import EngineConfig
 from ..engine import Engine
 from ..experts.cost import Curve, Machine, machine_fields
-from ..experts.identity import RouterShape
-from ..experts.trace import Trace, ids_dtype
-from ..footprint import slot_bytes
+from ..placement.footprint import slot_bytes
+from ..placement.identity import RouterShape
+from ..placement.trace import Trace, ids_dtype
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
 from ..runner.misses import MissHandler
@@ -57,11 +57,13 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         whole = None
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
-        if device.is_cpu:  # one way to wait and one number of threads for all that is compared
+        if (
+            device.can.cpu_threads
+        ):  # one way to wait and one number of threads for all that is compared
             base["n_threads"], base["poll"] = engine.threads.tuner.current
         words = {
             "model": str(model.kv.get("general.name") or model.path.name),
-            "device": device.description, "is_cpu": device.is_cpu,
+            "device": device.description, "own_memory": device.can.own_memory,
         }  # fmt: skip
     shape = RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used)
     k = hp.n_expert_used
@@ -78,9 +80,9 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         threads = _thread_counts(n_threads)
         on_cpu = {n: _cpu_seconds(engine, host_misses, n, k) for n in threads}
     # 'auto' as in a run; the CPU device pins only with 'all'
-    pin = "all" if words["is_cpu"] else "auto"
+    pin = "auto" if words["own_memory"] else "all"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
-        if not words["is_cpu"]:
+        if words["own_memory"]:
             stream = [_handler(engine).stream_seconds(n) for n in range(1, k + 1)]
         n_fetching = len(_handler(engine).miss_mode.fetch_layers)
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
@@ -151,7 +153,7 @@ def _cpu_seconds(engine: Engine, misses: MissHandler, n_threads: int, k: int) ->
     if not store.is_aligned:
         return []
     cpu_experts: CpuExperts
-    if device.is_cpu:
+    if device.can.cpu_threads:
         device.use_threads(Threads(n_threads, waiting(n_threads)))
         cpu_experts = GraphCpuExperts(device, engine.hparams, store, 1)
     else:
@@ -215,7 +217,7 @@ def _beside(
     """Return what else was measured, for people and other programs."""
     size = machine.expert_bytes
     notes = []
-    if words["is_cpu"]:
+    if not words["own_memory"]:
         notes.append("the device is the CPU: an upload is a copy within host memory")
     if not has_whole:
         notes.append("not all experts fit on the device: whole_us includes layer boundaries")
@@ -229,7 +231,7 @@ def _beside(
             for n, times in on_cpu.items()
         },
     }  # fmt: skip
-    if not words["is_cpu"]:
+    if words["own_memory"]:
         found["link_bytes_per_s"] = [
             [n * size, round(n * size / seconds)] for n, seconds in enumerate(stream, 1)
         ]

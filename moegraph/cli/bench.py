@@ -26,7 +26,7 @@ from .report import config_report
 if TYPE_CHECKING:
     from ..bench import BenchRow, BenchSpec
     from ..engine import Engine
-    from ..experts.trace import Trace
+    from ..placement.trace import Trace
 
 _MAX_TOKENS = 1 << 20
 _MAX_TESTS = 1000
@@ -351,8 +351,8 @@ class _Phases:
 
 def _read_routing(path: Path) -> Trace:
     """Read a trace and print its statistics: a speed means little without its routing."""
-    from ..experts.trace import read_trace
-    from ..experts.tracestats import trace_stats
+    from ..placement.trace import read_trace
+    from ..placement.tracestats import trace_stats
 
     trace = read_trace(path)
     ui.note(trace_stats(trace).line())

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
-from ..units import MiB, format_bytes, format_share
+from ..units import GiB, MiB, format_bytes, format_share
 
 if TYPE_CHECKING:
-    from ..experts.planner import Footprint, Plan
+    from ..placement.planner import Footprint, Plan
 
 # Device memory that a CUDA driver takes for itself, if it was not measured.
 RESERVE_BYTES = 512 * MiB
+# Device memory of usual cards.
+_CARDS = tuple(n * GiB for n in (6, 8, 12, 16, 24))
 _PURPOSES = {
     "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
     "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
@@ -38,6 +40,20 @@ class Budget:
     refusal: str = ""
 
 
+def default_budgets(need: Footprint, config: EngineConfig, reserve: int) -> list[int]:
+    """Return budgets in bytes worth a look: usual cards, or parts of a model that fits into all.
+
+    reserve: device memory that the driver takes for itself, in bytes.
+    """
+    whole = reserve + need.fixed + need.experts
+    if whole > _CARDS[0] or config.pin_layers >= 0 or config.cache_slots >= 0:
+        return list(_CARDS)
+    # staging is not needed once all experts are resident
+    parts = [whole - need.experts * missing // 4 + need.staging for missing in (3, 2, 1)]
+    in_mib = {-(-n // MiB) for n in (*parts, whole) if n <= whole}
+    return [n * MiB for n in sorted(in_mib)]
+
+
 def plan_budget(
     need: Footprint, config: EngineConfig, n_bytes: int, reserve: int,
     demand: list[list[float]] | None = None,
@@ -49,7 +65,7 @@ def plan_budget(
     Raises:
         ConfigError: the slots or full layers that config demands do not fit.
     """
-    from ..experts.planner import make_plan, upstream_cpu_layers
+    from ..placement.planner import make_plan, upstream_cpu_layers
 
     usable = n_bytes - reserve
     if usable < 0:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..chat import ChatTemplate, History, require_template
 from ..config import EngineConfig
 from ..errors import Cancelled, RequestError
 from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
+from ..text.chat import ChatTemplate, History, require_template
 from . import options, typed, ui
 from .command import Command
 from .commands import COMMANDS, QUIT, WITH_FILES, find_command, run_command

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..chat import Message
 from ..config import Setting
 from ..errors import RequestError
 from ..sampling import settings as sampling_settings
+from ..text.chat import Message
 from ..units import MiB, format_bytes
 from . import options, ui
 from .conversation import Conversation

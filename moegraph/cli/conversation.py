@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..chat import ChatTemplate, History, ReasoningSplitter
 from ..errors import Cancelled, RequestError
+from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..sequence import GenerationEvent
+from ..text.chat import ChatTemplate, History, ReasoningSplitter
 from . import options, ui
 from .interrupt import cancel_on_interrupt
 from .report import sampling_report

@@ -18,7 +18,7 @@ from .. import __version__
 from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import MoegraphError, NativeError
-from ..hostmem import host_memory
+from ..ggml.free_memory import host_memory
 from ..threads import default_threads
 from ..units import format_bytes
 from . import options, ui
@@ -254,7 +254,10 @@ def _threads_line(threads: dict[str, Any] | None) -> str:
     if not threads["tried"]:
         return f"{threads['n_threads']}; nothing else to try"
     tried = ", ".join(f"{_way(t)} {t['tokens_per_s']:,.0f} tok/s" for t in threads["tried"])
-    return f"{_way(threads)} for the shipped model now ({tried})"
+    line = f"{_way(threads)} for the shipped model now ({tried})"
+    if threads["cpus_taken"]:
+        line += f"; other programs take {threads['cpus_taken']} CPUs"
+    return line
 
 
 def _way(threads: dict[str, Any]) -> str:

@@ -132,7 +132,7 @@ def inspect(
 
 def _budgets(model: ModelFile, config: EngineConfig, sizes: Sequence[int]) -> list[Budget]:
     """Ask the planner about budgets, as `moegraph plan` does."""
-    from ..footprint import needed_bytes
+    from ..placement.footprint import needed_bytes
 
     if not sizes:
         return []

@@ -13,11 +13,11 @@ from click.core import ParameterSource
 
 from ..config import EngineConfig, Setting
 from ..config import settings as engine_settings
+from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
-from ..sequence import room_after
-from ..tokenizer import MAX_PROMPT_BYTES, Tokenizer
+from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
 from ..units import format_bytes
 from . import ui
 from .command import Option
@@ -25,8 +25,8 @@ from .refused import refused_options
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..experts.trace import Trace
     from ..modelfile import GgufFile, ModelFile
+    from ..placement.trace import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -17,6 +17,7 @@ from . import options, ui
 from .budget import (
     Budget,
     budget_fields,
+    default_budgets,
     memory_rows,
     plan_budget,
     refusals,
@@ -27,13 +28,13 @@ from .simulate import Sizes, find_sizes, simulation_fields, trace_fields
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
-    from ..experts.identity import RouterShape
-    from ..experts.planner import Footprint
     from ..experts.policy import Policy
-    from ..experts.profile import Profile
-    from ..experts.simulate import Simulation
-    from ..experts.trace import Trace
     from ..modelfile import ModelFile
+    from ..placement.identity import RouterShape
+    from ..placement.planner import Footprint
+    from ..placement.profile import Profile
+    from ..placement.simulate import Simulation
+    from ..placement.trace import Trace
 
 _SETTINGS = (
     "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss"
@@ -58,10 +59,9 @@ def _plan_options(command: Any) -> Any:
 @click.option(
     "--vram",
     multiple=True,
-    default=("6", "8", "12", "16", "24"),
-    show_default=True,
     metavar="SIZE",
-    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable.",
+    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable. Default: 6, 8, "
+    "12, 16 and 24; if the model fits into 6, sizes that hold 25 to 100 % of its experts.",
 )
 @click.option(
     "--context",
@@ -114,13 +114,13 @@ def plan_command(
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
     """
     from ..experts.cost import find_machine
-    from ..experts.identity import router_shape
     from ..experts.policy import parse_policy
-    from ..experts.profile import read_profile
-    from ..footprint import needed_bytes
+    from ..placement.footprint import needed_bytes
+    from ..placement.identity import router_shape
+    from ..placement.profile import read_profile
 
     config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
-    sizes = [parse_bytes(size, unit="g") for size in vram]
+    given_sizes = [parse_bytes(size, unit="g") for size in vram]
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
@@ -133,6 +133,7 @@ def plan_command(
             config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
             trace, profile, profile_class,
         )  # fmt: skip
+        sizes = given_sizes or default_budgets(need, config, reserve)
         demand = profile.demand().tolist() if profile else None
         budgets = [plan_budget(need, config, n, reserve, demand) for n in sizes]
         if len(budgets) == 1 and budgets[0].refusal:
@@ -161,8 +162,8 @@ _Rows = list[tuple[Budget, "Simulation | None"]]
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
-    from ..experts.generator import generate_trace
-    from ..experts.trace import read_trace
+    from ..placement.generator import generate_trace
+    from ..placement.trace import read_trace
 
     if path is None:
         return generate_trace(shape, _N_GENERATED)
@@ -172,7 +173,7 @@ def _trace(path: Path | None, shape: RouterShape) -> Trace:
 
 
 def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
-    from ..experts.simulate import simulate
+    from ..placement.simulate import simulate
 
     if budget.plan is None:
         return None

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..sequence import GenerationEvent
 from ..units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ def stats_line(
     read = f"{event.n_computed} "
     if event.n_computed + event.n_reused < event.n_prompt:
         read += f"of {event.n_prompt} "
-    line = (
-        f"prefill {read}tokens in {format_duration(event.prefill_s)}, {event.prefill_tps:.1f} tok/s"
-    )
+    line = f"prefill {read}tokens in {format_duration(event.prefill_s)}"
+    if event.n_computed:
+        line += f", {event.prefill_tps:.1f} tok/s"
     if event.n_generated > 1:
         # The first token comes with the prompt; decode_s covers the steps after it.
         line += (

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from click.core import ParameterSource
 
-from ..chat.template import TEMPLATE_KEY
 from ..config import EngineConfig
+from ..engine.sequence import room_after
 from ..errors import Cancelled, RequestError
+from ..events import CancelToken, GenerationEvent
 from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
-from ..sequence import CancelToken, GenerationEvent, room_after
+from ..text.chat.template import TEMPLATE_KEY
 from . import options, ui
 from .command import Command, Option
 from .completion import MODEL_TARGET
@@ -195,12 +196,6 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
         room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
         return job
     options.check_text(model, job.prompt or "", job.config.n_ctx)
-    talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
-    if talks and not job.quiet and _TURN not in (job.prompt or ""):
-        ui.note(
-            "note: this model has a chat template, and run does not use it; to ask a question, "
-            "use moegraph chat -p"
-        )
     sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 
@@ -215,6 +210,7 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     if job.ignore_eos:
         bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
         sampling = replace(sampling, logit_bias=bans)
+    _note_template(engine.file, job)
     options.warn_beyond_training(engine, len(prompt))
     tokens: list[int] = []
     pieces: list[str] = []
@@ -223,6 +219,16 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, load_s)
     if cancel.is_set():
         raise Cancelled
+
+
+def _note_template(model: ModelFile, job: _Job) -> None:
+    """Say that run does not use the model's chat template, if the prompt may need it."""
+    talks = TEMPLATE_KEY in model.kv and not is_shipped(model.path)
+    if talks and job.prompt is not None and not job.quiet and _TURN not in job.prompt:
+        ui.note(
+            "note: this model has a chat template, and run does not use it; to ask a question, "
+            "use moegraph chat -p"
+        )
 
 
 def _stream(

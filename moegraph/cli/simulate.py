@@ -21,9 +21,9 @@ from .outputs import OutputFile
 if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.policy import Policy
-    from ..experts.profile import Profile
-    from ..experts.simulate import Simulation
-    from ..experts.trace import Trace
+    from ..placement.profile import Profile
+    from ..placement.simulate import Simulation
+    from ..placement.trace import Trace
 
 _HEADER = (
     "resident", "slots", "policy", "hit rate", "missing/token", "MiB/token", "ms/token", "tok/s",
@@ -159,8 +159,8 @@ def simulate_command(
     """
     from ..experts.cost import find_machine
     from ..experts.policy import parse_policy
-    from ..experts.profile import read_profile
-    from ..experts.trace import read_trace
+    from ..placement.profile import read_profile
+    from ..placement.trace import read_trace
 
     with ExitStack() as stack:
         chosen = {text: parse_policy(text) for text in policies}
@@ -195,8 +195,8 @@ def _given_sizes(
         return (max(1, parse_bytes(expert_size)),) * trace.shape.n_layer
     if target is None:
         return trace.slot_bytes
-    from ..experts.identity import router_shape
-    from ..footprint import slot_bytes
+    from ..placement.footprint import slot_bytes
+    from ..placement.identity import router_shape
 
     with options.open_header(target) as model:
         trace.shape.require(router_shape(model), f"{path}: the trace")
@@ -223,7 +223,7 @@ def _replays(
     trace: Trace, resident: tuple[float, ...], policies: dict[str, Policy], sizes: Sizes,
     machine: Machine, mode: str, profile: Profile | None, profile_class: str | None, skip: int,
 ) -> Iterator[_Row]:  # fmt: skip
-    from ..experts.simulate import even_slots, simulate
+    from ..placement.simulate import even_slots, simulate
 
     shape = trace.shape
     with ui.Bars() as bars:
@@ -286,7 +286,7 @@ def _plot(trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row]) ->
 def _show(
     trace: Trace, machine: Machine, sizes: Sizes, rows: Sequence[_Row], has_profile: bool
 ) -> None:
-    from ..experts.tracestats import trace_stats
+    from ..placement.tracestats import trace_stats
 
     ui.note(trace_stats(trace).line())
     times = sizes.machine
@@ -385,7 +385,7 @@ def _report(
 
 def trace_fields(trace: Trace) -> dict[str, Any]:
     """Return the JSON fields that identify and describe a trace."""
-    from ..experts.tracestats import trace_stats
+    from ..placement.tracestats import trace_stats
 
     stats = trace_stats(trace)
     n_layer, n_expert, n_expert_used = trace.shape.sizes

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from ..tokenizer import MAX_PROMPT_BYTES
+from ..text.tokenizer import MAX_PROMPT_BYTES
 from ..units import format_bytes
 
 

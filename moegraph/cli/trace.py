@@ -20,8 +20,8 @@ from .simulate import heat_map, heat_options, trace_fields
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..experts.identity import RouterShape
-    from ..experts.trace import Trace
+    from ..placement.identity import RouterShape
+    from ..placement.trace import Trace
     from ..sampling import SamplingParams
 
 
@@ -82,11 +82,11 @@ def trace_command(
       moegraph trace model.gguf -f code.txt --profile model.gguf.routing.json --profile-class code
       moegraph trace tiny -p "def f(x):" -o f.trace --heat-map f.svg
     """
-    from ..experts.identity import router_shape
-    from ..experts.profile import require_class_name
-    from ..experts.profilefile import ProfileFile
-    from ..experts.trace import write_trace
-    from ..experts.tracestats import trace_stats
+    from ..placement.identity import router_shape
+    from ..placement.profile import require_class_name
+    from ..placement.profilefile import ProfileFile
+    from ..placement.trace import write_trace
+    from ..placement.tracestats import trace_stats
 
     if (prompt is None) == (file is None):
         raise RequestError("give the prompt with -p or with -f, one of them")
@@ -131,8 +131,8 @@ def _record(
     engine: Engine, shape: RouterShape, text: str, sampling: SamplingParams, n_predict: int
 ) -> tuple[Trace, bool]:
     """Return the trace of a run, and whether it was interrupted."""
-    from ..experts.trace import TraceRecorder
-    from ..footprint import slot_bytes
+    from ..placement.footprint import slot_bytes
+    from ..placement.trace import TraceRecorder
     from ..runner import LayeredRunner
 
     ids = engine.tokenizer.encode(text)

@@ -414,6 +414,7 @@ class Lib:
         a0: ggml_backend_device_ptr,
         /,
     ) -> ggml_backend_buffer_type_ptr: ...
+    def ggml_backend_cpu_buffer_type(self) -> ggml_backend_buffer_type_ptr: ...
     def ggml_backend_alloc_ctx_tensors_from_buft(
         self,
         a0: ggml_context_ptr,

@@ -1,29 +1,61 @@
-"""A device: compute and upload streams, memory, events.
+"""A device: compute and upload streams, memory, events, and what it can do.
 
-The CPU device has no streams and no events. Callers make the same calls in the same order on it;
-each is finished when it returns.
+Callers make the same calls in the same order on every device. Without streams, each is finished
+when it returns.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
-from ..hostmem import host_memory
 from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
+from .free_memory import gpu_used_bytes, host_memory
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
-from .nvml import used_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from . import _native
     from .ops import Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device can do; code asks for these, not for the kind of device.
+
+    streams: a launch returns before its work is done; uploads have a stream of their own, and
+        events order the two.
+    own_memory: its memory is not the host's. Weights are copied there, through pinned memory;
+        otherwise they stay where the file is mapped.
+    exact_sums: its results equal llama.cpp's bit for bit if sums have llama.cpp's order.
+    cpu_threads: graphs run on CPU threads. Their number and their way of waiting can change between
+        two graphs, and a flag stops them between two nodes.
+    """
+
+    streams: bool
+    own_memory: bool
+    exact_sums: bool
+    cpu_threads: bool
+
+    @classmethod
+    def of(cls, dev: _native.ggml_backend_device_ptr) -> Capabilities:
+        """Return what ggml says of a device."""
+        props = ffi.new("struct ggml_backend_dev_props *")
+        C.ggml_backend_dev_get_props(dev, props)
+        is_cpu = props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU
+        return cls(
+            streams=bool(getattr(props.caps, "async")) and bool(props.caps.events),
+            own_memory=not props.caps.buffer_from_host_ptr,
+            exact_sums=is_cpu,
+            cpu_threads=is_cpu,
+        )
 
 
 class Backend(Handle["_native.ggml_backend_ptr"]):
@@ -134,7 +166,7 @@ _contexts: dict[str, int] = {}
 def _context_bytes(address: str, before: dict[str, int]) -> int:
     """Return the bytes of this process's context on a GPU; 0 if the driver does not tell."""
     if address and address not in _contexts:
-        grown = used_bytes().get(address, 0) - before.get(address, 0)
+        grown = gpu_used_bytes().get(address, 0) - before.get(address, 0)
         _contexts[address] = max(0, grown) if address in before else 0
     return _contexts.get(address, 0)
 
@@ -142,7 +174,8 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
 class Device:
     """One device, with a stream for graphs and one for uploads.
 
-    On CUDA each is a backend instance with a stream of its own; on the CPU both are one instance.
+    With streams each is a backend instance with a stream of its own; otherwise both are one
+    instance.
     """
 
     def __init__(
@@ -157,24 +190,24 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
-        before = {} if name == "cpu" else used_bytes()
+        before = {} if name == "cpu" else gpu_used_bytes()
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]
-        self.is_cpu = chosen["kind"] == "cpu"
-        if reference and not self.is_cpu:
-            raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
+        self.can = Capabilities.of(self._dev)
+        if reference and not self.can.exact_sums:
+            raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self.compute = Backend(self._dev)
         # weights and experts are uploaded on this stream
-        self.upload = self.compute if self.is_cpu else Backend(self._dev)
+        self.upload = Backend(self._dev) if self.can.streams else self.compute
         self.buft = C.ggml_backend_dev_buffer_type(self._dev)
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         self.n_threads = n_threads or default_threads()
         # attention over a long context is summed in parts: one per thread, as in llama.cpp
-        self.n_attention_parts = self.n_threads if self.is_cpu else 0
+        self.n_attention_parts = self.n_threads if self.can.cpu_threads else 0
         self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
-        if self.is_cpu:
+        if self.can.cpu_threads:
             self.use_threads(Threads(self.n_threads, waiting(self.n_threads)))
             C.ggml_backend_cpu_set_use_ref(self.compute.ptr, reference)
         self._free_at_start = self.memory()[0]
@@ -218,7 +251,7 @@ class Device:
             OutOfDeviceMemory: names what was wanted, how much is free, and the remedy.
         """
         # Linux grants memory that it does not have and kills the process when it is used.
-        if self.is_cpu and size > _host_free(size):
+        if not self.can.own_memory and size > _host_free(size):
             raise self.out_of_memory(size, what, remedy)
         ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
         if ptr == ffi.NULL:
@@ -229,44 +262,46 @@ class Device:
         """Return the error for a failed allocation of `size` bytes."""
         last_error()
         free = self.memory()[0]
-        free = _host_free(free) if self.is_cpu else free
+        free = free if self.can.own_memory else _host_free(free)
         return OutOfDeviceMemory(
             f"{self.name} cannot allocate {format_bytes(size)} for {what}: "
             f"{format_bytes(free)} free; {remedy}"
         )
 
     def host_buffer(self, size: int, must_pin: bool = False) -> HostBuffer:
-        """Allocate `size` bytes of host memory for transfers: pinned if CUDA can pin it.
+        """Allocate `size` bytes of host memory for transfers: pinned if the driver can pin it.
 
         Raises:
             NativeError: there is no memory, or must_pin is set and it was not pinned.
         """
         buft = C.ggml_backend_dev_host_buffer_type(self._dev)
-        if buft == ffi.NULL:
-            buft = self.buft
+        if buft == ffi.NULL:  # the device pins nothing
+            buft = C.ggml_backend_cpu_buffer_type()
         ptr = C.ggml_backend_buft_alloc_buffer(buft, size)
         if ptr == ffi.NULL:
             raise NativeError(f"cannot allocate {format_bytes(size)} of host memory for transfers")
         host = HostBuffer(ptr, size, self.compute)
         # ggml silently falls back to ordinary memory; only the buffer type shows it
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
-        if must_pin and not self.is_cpu and not name.endswith(b"_Host"):
+        if must_pin and self.can.own_memory and not name.endswith(b"_Host"):
             host.close()
             raise NativeError(_cannot_pin(size))
         return host
 
     def event(self) -> Event | None:
-        """Return a new event, or None on the CPU, where nothing is asynchronous."""
-        if self.is_cpu:
+        """Return a new event, or None without streams, where nothing is asynchronous."""
+        if not self.can.streams:
             return None
         return Event(C.ggml_backend_event_new(self._dev), self.compute)
 
     def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
-        """Let a nonzero I32 word stop the CPU between two nodes; None unbinds. No effect on CUDA.
+        """Let a nonzero I32 word stop CPU threads between two nodes; None unbinds.
+
+        It has no effect on other devices.
 
         The caller keeps the array alive until it unbinds it.
         """
-        if self.is_cpu:
+        if self.can.cpu_threads:
             word = ffi.NULL if flag is None else ffi.cast("int32_t *", flag.ctypes.data)
             C.mg_cancel_bind(self.compute.ptr, word)
 

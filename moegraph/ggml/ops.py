@@ -267,7 +267,7 @@ class Builder:
         [2, n_victims]: rows of target to overwrite in turn, each with the id that it holds. source
         F32 [m, n], may be host memory. target F32 [m, n_rows]. Result: rows, I32 [1, n_ids].
 
-        Source: patch 0021, moegraph.h.
+        Source: moegraph.h.
         """
         n_ids, n_victims, (m, n_rows) = ids.ne[0], victims.ne[1], target.ne[0:2]
         ok = (

@@ -6,9 +6,9 @@ import math
 
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..hparams import HParams
-from ..state import State
-from ..weights import LayerWeights
+from ..modelfile.hparams import HParams
+from ..resident.state import State
+from ..resident.weights import LayerWeights
 from .inputs import PassInputs, PassShape
 from .project import project
 

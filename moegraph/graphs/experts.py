@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..errors import InternalError
-from ..experts.bank import Bank, ExpertBanks
 from ..ggml.ops import Builder, Tensor
-from ..weights import LayerWeights
+from ..resident.bank import Bank, ExpertBanks
+from ..resident.weights import LayerWeights
 
 
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..weights import Weights
+from ..resident.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ import numpy.typing as npt
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
+from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
-from ..hparams import HParams
-from ..state import State
-from ..weights import TokenEmbedding, place, round_up
+from ..modelfile.hparams import HParams
+from ..resident.state import State
+from ..resident.weights import TokenEmbedding
+from ..units import round_up
 
 _ALIGN = 256
 

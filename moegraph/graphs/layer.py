@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..experts.bank import ExpertBanks
 from ..ggml.ops import Builder, Tensor
-from ..hparams import HParams
-from ..state import State
-from ..weights import Weights
+from ..modelfile.hparams import HParams
+from ..resident.bank import ExpertBanks
+from ..resident.state import State
+from ..resident.weights import Weights
 from .attention import build_attention
 from .deltanet import build_deltanet
 from .experts import build_expert_rows, build_expert_sum, build_shared_expert

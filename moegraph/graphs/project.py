@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ggml.ops import Builder, Tensor
-from ..weights import LayerWeights
+from ..resident.weights import LayerWeights
 
 
 def project(b: Builder, w: LayerWeights, names: Sequence[str], cur: Tensor) -> list[Tensor]:

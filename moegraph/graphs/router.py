@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ggml.ops import Builder, Tensor
-from ..hparams import HParams
-from ..weights import LayerWeights
+from ..modelfile.hparams import HParams
+from ..resident.weights import LayerWeights
 
 # Smallest normal F16; like upstream, avoids a division by zero.
 _MIN_SUM = 6.103515625e-5

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ..errors import InternalError
 from ..ggml.ops import MAX_TREE_ROWS, Builder, Tensor
-from ..hparams import HParams
-from ..state import State
-from ..weights import LayerWeights
+from ..modelfile.hparams import HParams
+from ..resident.state import State
+from ..resident.weights import LayerWeights
 from .deltanet import DeltaRows, build_output, build_recurrence, project_rows
 from .inputs import PassShape
 

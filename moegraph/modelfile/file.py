@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from ..errors import InternalError, ModelFileError, UnsupportedModel
-from ..hparams import ARCH, HParams, read_hparams
+from .hparams import ARCH, HParams, read_hparams
 from .metadata import Metadata
 from .scan import Part, TensorInfo, scan_part
 from .tensors import check_tensors

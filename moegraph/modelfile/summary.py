@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import ConfigError
-from ..hparams import HParams
+from .hparams import HParams
 from .scan import TensorInfo
 from .tensors import block_index, expected_tensors, merged_layers
 

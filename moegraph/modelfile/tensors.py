@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gguf.constants import GGMLQuantizationType
 
 from ..errors import ModelFileError, UnsupportedModel
-from ..hparams import HParams
+from .hparams import HParams
 from .scan import TensorInfo
 
 _Q = GGMLQuantizationType

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
-from ..hparams import ARCH
+from .hparams import ARCH
 from .metadata import Metadata
 
 MODEL = "tokenizer.ggml.model"

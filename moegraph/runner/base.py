@@ -16,7 +16,7 @@ from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model
-from ..weights import round_up
+from ..units import round_up
 
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.bank import Bank, strided_stack
-from ..experts.store import ExpertStore
 from ..ggml.cpu_ffn import CpuFfn
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, shape
-from ..hparams import HParams
-from ..weights import place, round_up
+from ..modelfile.hparams import HParams
+from ..resident.bank import Bank, strided_stack
+from ..resident.store import ExpertStore
+from ..units import round_up
 
 
 class CpuExperts(ABC):

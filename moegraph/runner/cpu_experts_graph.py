@@ -6,14 +6,14 @@ kernels that `moe` uses, reference kernels included, and `sum_rows` sums all row
 
 from __future__ import annotations
 
-from ..experts.store import ExpertStore
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_expert_rows
-from ..hparams import HParams
-from ..weights import place
+from ..modelfile.hparams import HParams
+from ..resident.store import ExpertStore
 from .cpu_experts import CpuExperts
 
 

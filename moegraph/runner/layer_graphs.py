@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..experts.bank import Bank
 from ..ggml.device import Device
 from ..ggml.lib import C
+from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.experts import (
     build_expert_rows,
@@ -35,7 +35,8 @@ from ..graphs.layer import (
     build_moe,
 )
 from ..graphs.router import build_prediction
-from ..weights import place, round_up
+from ..resident.bank import Bank
+from ..units import round_up
 from .misses import ADMIT_ROWS, MissHandler, MissMode
 from .readback import RoutingReadback
 from .replay import Replay

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError
-from ..experts.bank import Bank
 from ..experts.cache import ExpertCache
 from ..experts.policy import Lru
 from ..ggml.device import Device
@@ -41,7 +40,8 @@ from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
 from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
-from ..state import KV_PAD
+from ..resident.bank import Bank
+from ..resident.layout import KV_PAD
 from .base import Output, Runner
 from .layer_graphs import LayerGraphs
 from .misses import ADMIT_ROWS, MissHandler, MissMode
@@ -118,7 +118,7 @@ class LayeredRunner(Runner):
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * hp.n_expert_used
-        self._sums_last = device.is_cpu and misses is not None
+        self._sums_last = device.can.exact_sums and misses is not None
         self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._layer_graphs = LayerGraphs(
             device,

@@ -23,10 +23,9 @@ The host may have prefetched experts of the next layer into a bank of their own
 (experts/prefetch.py). Those that the router then chooses are copied on the device.
 
 The CPU may compute missing experts instead (cpu_experts.py). If the cache wants them, they are
-promoted: uploaded last on the same stream, resident in the next pass.
-
-While the guard (experts/guard.py) has the cache bypassed, the slots stay as they are: missing
-experts are computed on the CPU or go through the staging banks.
+promoted: uploaded last on the same stream, resident in the next pass. While the guard
+(experts/guard.py) has the cache bypassed, the slots stay as they are: missing experts are computed
+on the CPU or go through the staging banks.
 """
 
 from __future__ import annotations
@@ -41,17 +40,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..experts.bank import Bank, ExpertBanks
 from ..experts.cache import MAX_PROMOTED, ExpertCache
 from ..experts.cost import MissSplit, fetches_in_graph, streams_rare_misses, usual_slots
 from ..experts.guard import CacheGuard, Counters, PassClock
 from ..experts.prefetch import MAX_PREFETCH, PrefetchController
-from ..experts.store import N_STAGING, ExpertStore
 from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import MAX_FETCH_IDS, Tensor
 from ..graphs.cache import BuiltGraph
+from ..resident.bank import Bank, ExpertBanks
+from ..resident.layout import N_STAGING
+from ..resident.store import ExpertStore
 from .cpu_experts import CpuExperts
 from .tables import HostRows, SlotTables
 

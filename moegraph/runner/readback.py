@@ -1,8 +1,8 @@
 """The readback: graphs copy the router's choice to the host while they run.
 
 A copy node writes a layer's ids into pinned memory, and the host watches that memory. On CUDA the
-copy runs beside the layer's experts (patch 0017). A driver copy and an event would instead cost
-the device a boundary between two graphs, and the host about 10 us per miss.
+copy runs beside the layer's experts (native/README.md: publish). A driver copy and an event would
+instead cost the device a boundary between two graphs, and the host about 10 us per miss.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ..errors import NativeError
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import I32, Builder, Tensor
-from ..weights import place
 
 
 class HostIds(NamedTuple):

@@ -13,9 +13,9 @@ from ..errors import ConfigError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
+from ..ggml.memory import place
 from ..ggml.ops import I32, Builder, Tensor
-from ..hparams import HParams
-from ..weights import place
+from ..modelfile.hparams import HParams
 
 
 class Replay:

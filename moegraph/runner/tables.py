@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.bank import ExpertBanks
 from ..experts.cache import ExpertCache
 from ..ggml.device import Device
+from ..resident.bank import ExpertBanks
 
 
 class HostRows:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest_helpers import model_writer
+from helpers.shared import model_writer
 
 if TYPE_CHECKING:  # the fixture imports it: it needs the native libraries
     from moegraph.ggml.device import Device

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens
+from helpers.shared import greedy_tokens
 from oracle.client import Step
 from regression.compare import (
     FORCED_POSITIONS,

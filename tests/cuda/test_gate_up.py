@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType, quants
-from graph_runs import Array, Graph, nmse, random
+from helpers.graph_runs import Array, Graph, nmse, random
 
-from moegraph.experts.bank import Bank
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import I32, Tensor
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_slots
+from moegraph.resident.bank import Bank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

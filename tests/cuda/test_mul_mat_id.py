@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products
+from helpers.expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products
 
 from moegraph.ggml.device import Device
 

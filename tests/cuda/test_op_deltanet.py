@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graph_runs import Array, nmse
-from tree_rows import TREES, ConvCase, DeltaCase, padded, path
+from helpers.graph_runs import Array, nmse
+from helpers.tree_rows import TREES, ConvCase, DeltaCase, padded, path
 
 from moegraph.ggml.device import Device
 from moegraph.graphs.tree import check_parents

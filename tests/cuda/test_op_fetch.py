@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
+from helpers.fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.ops import MAX_FETCH_IDS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from graph_runs import random
+from helpers.graph_runs import random
 
 from moegraph.ggml.device import Device, HostBuffer
 from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, I32, Builder, Tensor, shape
 from moegraph.graphs.cache import GraphCache
-from moegraph.weights import place
 
 
 def tell_the_end(b: Builder, x: Tensor, host: HostBuffer, offset: int) -> None:

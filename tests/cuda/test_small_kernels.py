@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from graph_runs import Array, Graph, nmse, random
+from helpers.graph_runs import Array, Graph, nmse, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C, ffi

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from graph_runs import nmse
-from tree_layer import Layer, verify_and_commit
+from helpers.graph_runs import nmse
+from helpers.tree_layer import Layer, verify_and_commit
 
 from moegraph.ggml.device import Device
 

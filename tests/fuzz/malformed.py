@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ggufbytes import (
+from helpers.ggufbytes import (
     File,
     Q,
     Shape,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggufbytes import Shape, model_file
+from helpers.ggufbytes import Shape, model_file
 from malformed import cases
 
 Open = Callable[[Path], dict[str, Any]]

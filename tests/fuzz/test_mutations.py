@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggufbytes import Shape, T, kv, kv_array, model_file, u32, u64
+from helpers.ggufbytes import Shape, T, kv, kv_array, model_file, u32, u64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest_helpers import model_writer
+from helpers.shared import model_writer
 
 from moegraph.config import EngineConfig
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-FAKE = ROOT / "tests" / "fake_llama_bench.py"
+FAKE = ROOT / "tests" / "helpers" / "fake_llama_bench.py"
 sys.path.insert(0, str(SCRIPTS))
 
 import _llama_bench

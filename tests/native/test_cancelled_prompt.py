@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from moegraph.engine import Engine
+from moegraph.events import CancelToken
 from moegraph.sampling import SamplingParams
-from moegraph.sequence import CancelToken
 
 
 @pytest.mark.parametrize("n_chunks", [1, 2])

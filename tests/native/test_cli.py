@@ -359,7 +359,7 @@ def test_bench_prints_rows() -> None:
     rows = json.loads(done.stdout)
     assert [row["test"] for row in rows] == ["pp8 @ d16", "tg4 @ d16"]
     assert all(len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 for row in rows)
-    assert all({"n_threads", "poll", "threads_chosen"} <= set(row) for row in rows)
+    assert all({"n_threads", "poll", "threads_chosen", "cpus_taken"} <= set(row) for row in rows)
 
 
 def test_threads_and_waiting_can_be_given() -> None:

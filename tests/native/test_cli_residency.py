@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from click.testing import CliRunner, Result
 
 from moegraph.bench.machine import _machine, _Segment, measure_machine
 from moegraph.cli import main
+from moegraph.cli.budget import default_budgets
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
 from moegraph.experts.cost import MACHINES, find_machine
-from moegraph.experts.identity import router_shape
-from moegraph.experts.planner import Footprint, make_plan
 from moegraph.experts.policy import parse_policy
-from moegraph.experts.profile import Profile, read_profile
-from moegraph.experts.simulate import simulate
-from moegraph.experts.trace import Trace, TraceRecorder, read_trace
-from moegraph.footprint import needed_bytes, slot_bytes
 from moegraph.modelfile import open_model, resolve_target
+from moegraph.placement.footprint import needed_bytes, slot_bytes
+from moegraph.placement.identity import router_shape
+from moegraph.placement.planner import Footprint, make_plan
+from moegraph.placement.profile import Profile, read_profile
+from moegraph.placement.simulate import simulate
+from moegraph.placement.trace import Trace, TraceRecorder, read_trace
 from moegraph.sampling import SamplingParams
 from moegraph.units import parse_bytes
 
@@ -187,6 +189,26 @@ def test_equal_refusals_are_one_line() -> None:
     assert "without its experts needs" in too_small[1] and "614 MiB" in too_small[1]
     line = refused("plan", "tiny", "--vram", "0", code=4)
     assert "--vram 0 B is less than the 512 MiB that the driver takes for itself" in line
+
+
+def test_budgets_suit_the_model_unless_they_are_named(need: Footprint) -> None:
+    """On the smallest usual card, too, every expert of the shipped model is resident."""
+    report = json.loads(invoke("plan", "tiny", *SMALL, "--context", "0", "--json").stdout)
+    budgets = report["budgets"]
+    shares = [row["plan"]["resident_share"] for row in budgets]
+    assert shares[0] == pytest.approx(0.25, abs=0.06) and shares[-1] == 1.0
+    assert shares == sorted(set(shares)) and len(shares) > 2
+    assert 0 <= budgets[-1]["budget_bytes"] - need.fixed - need.experts < 2**20
+    named = json.loads(invoke("plan", "tiny", "--vram", "6", "--json").stdout)["budgets"]
+    assert [row["budget_bytes"] for row in named] == [6 << 30]
+
+
+def test_a_model_larger_than_a_card_is_planned_for_usual_cards(need: Footprint) -> None:
+    cards, config = [n << 30 for n in (6, 8, 12, 16, 24)], EngineConfig()
+    large = replace(need, slot_bytes=tuple(400 * n for n in need.slot_bytes))
+    assert default_budgets(large, config, 0) == cards
+    assert default_budgets(need, replace(config, cache_slots=8), 0) == cards
+    assert default_budgets(need, config, 0)[-1] < cards[0]
 
 
 def test_a_single_budget_shows_where_memory_goes() -> None:

@@ -14,7 +14,6 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from moegraph.errors import InternalError
-from moegraph.experts.bank import Bank
 from moegraph.ggml.cpu_ffn import CpuFfn
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
@@ -22,6 +21,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.cache import GraphCache
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum
+from moegraph.resident.bank import Bank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
-from fetching_engines import N_LAYER, PRESET, run
+from helpers.fetching_engines import N_LAYER, PRESET, run
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.engine import Engine
 from moegraph.experts.guard import FIRST_LOOK, CacheGuard, PassClock

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.footprint import needed_bytes
 from moegraph.ggml.handles import live_handles
 from moegraph.modelfile import open_model
+from moegraph.placement.footprint import needed_bytes
 
 N_CTX, N_UBATCH = 512, 64
 

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -21,11 +21,11 @@ from moegraph.errors import (
     OutOfDeviceMemory,
     RequestError,
 )
+from moegraph.events import CancelToken
+from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.handles import live_handles
-from moegraph.hostmem import HostMemory
 from moegraph.modelfile import open_model
 from moegraph.sampling import SamplingParams
-from moegraph.sequence import CancelToken
 
 PRESETS = ["legacy32", "kquant40", "iq64", "mxfp256", "float32", "mini35b"]
 
@@ -95,7 +95,8 @@ def test_sequences_in_one_pass_equal_sequences_alone(open_engine, preset, mode):
 @pytest.mark.parametrize("preset", ["legacy32", "iq64", "mini35b"])
 def test_joined_projections_equal_single_ones(open_engine, preset, monkeypatch):
     ids = prompt(single := open_engine(preset), 12)
-    monkeypatch.setattr("moegraph.weights._HOST_ALIGNMENT", 1 << 40)  # forces the copying loader
+    # forces the copying loader
+    monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
     joined = open_engine(preset)
     assert all(joined.weights.layer(il).joined for il in range(joined.hparams.n_layer))
     assert not single.weights.layer(0).joined

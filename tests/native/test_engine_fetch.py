@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest_helpers import prompt
-from fetching_engines import (
+from helpers.fetching_engines import (
     ALL,
     FETCHING,
     N_LAYER,
@@ -22,6 +21,7 @@ from fetching_engines import (
     check_sound,
     run,
 )
+from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine

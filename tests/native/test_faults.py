@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
-from moegraph import engine as engine_module
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine
+from moegraph.engine import Engine, loader
 from moegraph.errors import (
     ConfigError,
     ModelFileError,
@@ -141,7 +140,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
     monkeypatch.setattr(cpu_experts, "CpuFfn", start)
     monkeypatch.setattr(
-        engine_module,
+        loader,
         "GraphCpuExperts",
         lambda *common: KernelCpuExperts(*common[:3], 3, common[3]),
     )

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from gguf.constants import GGML_QUANT_SIZES
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.errors import ConfigError, NativeError
-from moegraph.experts import store as store_module
-from moegraph.experts.store import ExpertStore, expert_tensors
 from moegraph.ggml.device import Device
-from moegraph.ggml.lib import ffi
-from moegraph.hostmem import HostMemory
+from moegraph.ggml.free_memory import HostMemory
+from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
+from moegraph.modelfile.tensors import MATRIX_TYPES
+from moegraph.resident import store as store_module
+from moegraph.resident.layout import Packing, expert_tensors
+from moegraph.resident.store import ExpertStore
 from moegraph.units import GiB, MiB
 
 PRESET = "legacy32"
@@ -27,7 +30,7 @@ PRESET = "legacy32"
 class PinningDevice:
     """The CPU device, for a store that asks whether it can pin; refuses from a number on."""
 
-    is_cpu = False
+    can = SimpleNamespace(own_memory=True)
 
     def __init__(self, n_blocks: int = 1000) -> None:
         self.real = Device("cpu", 1)
@@ -49,7 +52,7 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
         with open_model(model_path(PRESET)) as model:
             layers = range(model.hparams.n_layer)
             size = max(
-                store_module.Packing.of(expert_tensors(model, il)).stride * model.hparams.n_expert
+                Packing.of(expert_tensors(model, il)).stride * model.hparams.n_expert
                 for il in layers
             )
             monkeypatch.setattr(store_module, "host_memory", lambda: memory(size))
@@ -143,10 +146,16 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
         ExpertStore,
         "__init__",
         lambda self, device, *args: real(
-            self, SimpleNamespace(is_cpu=False, host_buffer=device.host_buffer), *args
+            self, SimpleNamespace(can=PinningDevice.can, host_buffer=device.host_buffer), *args
         ),
     )
     half = open_engine(PRESET, host_pin="auto", **settings)
     assert any("of 8 layers" in note for note in half.warnings), half.warnings
     assert 0 < half.memory()["host_pinned_bytes"] < n_bytes
     assert greedy_tokens(half, prompt(half, 20), 16) == expected
+
+
+def test_the_planner_and_ggml_agree_on_the_size_of_a_block() -> None:
+    """Slots are packed by the sizes of the package gguf, and kernels count in ggml's."""
+    ours = {kind: GGML_QUANT_SIZES[kind][1] for kind in MATRIX_TYPES}
+    assert ours == {kind: C.ggml_type_size(int(kind)) for kind in MATRIX_TYPES}

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest_helpers import greedy_tokens, prompt
-from fetching_engines import FETCHING, N_LAYER, PRESET, Countdown, check_sound, run
-from interrupts import Interrupt, interrupted
+from helpers.fetching_engines import FETCHING, N_LAYER, PRESET, Countdown, check_sound, run
+from helpers.interrupts import Interrupt, interrupted
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled
@@ -26,7 +26,10 @@ WAYS = {
     "streaming": {**SLOTS, "miss": "stream", "host_pin": "none"},
     "cpu": {**SLOTS, "miss": "cpu"},
 }
-OURS = ("moegraph/runner", "moegraph/experts", "moegraph/passes.py")
+OURS = (
+    "moegraph/runner", "moegraph/experts", "moegraph/resident/bank.py",
+    "moegraph/resident/store.py", "moegraph/engine/passes.py",
+)  # fmt: skip
 WIDTHS = [1, 8, 1, 3, 1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products
+from helpers.expert_products import CHOICES, FLOATS, N_USED, QUANTIZED, Choice, check_products
 
 from moegraph.ggml.device import Device
 

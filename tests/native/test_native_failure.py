@@ -13,7 +13,7 @@ from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, I32, I64, Builder
 from moegraph.graphs.cache import GraphCache
-from moegraph.weights import place
+from moegraph.ggml.memory import place
 device = Device("cpu", n_threads={n_threads})
 """
 # A shape that our own checks would refuse: ggml asserts while the graph is built.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tree_rows import TREES, ConvCase, DeltaCase, chain, forest, heap, padded, path
+from helpers.tree_rows import TREES, ConvCase, DeltaCase, chain, forest, heap, padded, path
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device

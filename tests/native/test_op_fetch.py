@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup, strided
+from helpers.fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup, strided
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine

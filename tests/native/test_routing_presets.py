@@ -16,11 +16,11 @@ from fit_routing import lru_curve, popularity_curve
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.experts.cost import MACHINES
-from moegraph.experts.generator import PRESETS, generate_trace
-from moegraph.experts.identity import RouterShape, router_shape
 from moegraph.experts.policy import POLICIES
-from moegraph.experts.simulate import even_slots, simulate
-from moegraph.experts.trace import Trace, TraceRecorder
+from moegraph.placement.generator import PRESETS, generate_trace
+from moegraph.placement.identity import RouterShape, router_shape
+from moegraph.placement.simulate import even_slots, simulate
+from moegraph.placement.trace import Trace, TraceRecorder
 
 N_TOKENS = 1536
 

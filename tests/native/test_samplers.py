@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moegraph.sampling import Sampler, SamplingParams
-from moegraph.tokenizer import _load_llama
+from moegraph.text.tokenizer import _load_llama
 
 # Single precision in llama.cpp, double here: a probability differs by this much.
 PROBABILITY_RTOL = 2e-5

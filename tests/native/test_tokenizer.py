@@ -12,17 +12,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest_helpers import PRESETS, write_model
+from helpers.shared import PRESETS, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegraph import tokenizer as tokenizer_module
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import InternalError, ModelFileError, RequestError
 from moegraph.ggml import lib
 from moegraph.modelfile import open_model, resolve_target
-from moegraph.tokenizer import MAX_PROMPT_BYTES, Tokenizer
+from moegraph.text import tokenizer as tokenizer_module
+from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
 
 TINY = resolve_target("tiny")
 
@@ -193,7 +193,7 @@ def test_the_environment_stays_as_it_was(before: str | None) -> None:
     """Child processes of the caller may have a llama.cpp of their own."""
     code = (
         "import os\n"
-        "from moegraph.tokenizer import Tokenizer\n"
+        "from moegraph.text.tokenizer import Tokenizer\n"
         f"Tokenizer({str(TINY)!r}).close()\n"
         "print(os.environ.get('LLAMA_CPP_LIB_PATH'))"
     )

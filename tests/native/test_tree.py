@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tree_layer import Layer, verify_and_commit
+from helpers.tree_layer import Layer, verify_and_commit
 
 from moegraph.ggml.device import Device
 

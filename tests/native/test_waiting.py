@@ -12,18 +12,32 @@ import numpy as np
 import pytest
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine
+from moegraph.cpuload import LOAD
+from moegraph.engine import Engine, cputhreads
 from moegraph.errors import Cancelled
+from moegraph.events import CancelToken
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context, live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import F32, Builder
 from moegraph.graphs.cache import GraphCache
 from moegraph.runner import WholeRunner
-from moegraph.sequence import CancelToken
-from moegraph.threads import SLEEP, SPIN, Threads
+from moegraph.threads import SLEEP, SPIN, Threads, ways
 
 N_NODES = 400
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Threads]:
+    """Return a list that gets the threads of each pass from now on."""
+    used: list[Threads] = []
+    submit = WholeRunner.submit
+
+    def note(self: WholeRunner, *args: Any) -> None:
+        used.append(next(reversed(self.device._pools)))
+        submit(self, *args)
+
+    monkeypatch.setattr(WholeRunner, "submit", note)
+    return used
 
 
 def n_tasks() -> int:
@@ -146,17 +160,61 @@ def test_measuring_at_load_leaves_no_trace(model_path) -> None:
 
 def test_what_is_measured_at_load_begins_asleep(model_path, monkeypatch) -> None:
     """Spinning, the pass that builds the graph takes a tenth of a second beside busy cores."""
-    used: list[Threads] = []
-    submit = WholeRunner.submit
-
-    def noted(self: WholeRunner, *args: Any) -> None:
-        used.append(next(reversed(self.device._pools)))
-        submit(self, *args)
-
-    monkeypatch.setattr(WholeRunner, "submit", noted)
-    config = EngineConfig(device="cpu", n_threads=2, n_ctx=256)
+    used, config = noted(monkeypatch), EngineConfig(device="cpu", n_threads=2, n_ctx=256)
+    monkeypatch.setattr(LOAD, "free", lambda: None)
     with Engine.load(model_path("legacy32"), config):
         assert used[:2] == [Threads(2, SLEEP), Threads(2, SPIN)]
+
+
+def test_beside_a_busy_core_only_one_of_two_threads_is_tried(model_path, monkeypatch) -> None:
+    used = noted(monkeypatch)
+    monkeypatch.setattr(LOAD, "free", lambda: 1)
+    monkeypatch.setattr(cputhreads, "ways", lambda *_: ways(2))
+    with Engine.load(model_path("legacy32"), EngineConfig(device="cpu", n_ctx=256)) as engine:
+        assert set(used[1:]) == {Threads(1, SPIN)}
+        assert [way["n_threads"] for way in engine.threads.tried()] == [1]
+
+
+def test_the_load_decides_again_when_an_answer_begins_after_a_pause(
+    model_path, monkeypatch
+) -> None:
+    token = np.array([1], dtype=np.int32)
+    with Engine.load(model_path("legacy32"), EngineConfig(device="cpu", n_ctx=256)) as engine:
+        engine.forward(token)  # builds graphs and is not measured
+        engine.forward(token)
+        tuner, used = engine.threads.tuner, noted(monkeypatch)
+        tuner.current = Threads(2, SPIN)
+        monkeypatch.setattr(tuner, "took", lambda _: None)
+        monkeypatch.setattr(tuner, "resume", lambda: setattr(tuner, "current", Threads(1, SPIN)))
+        monkeypatch.setattr(cputhreads, "_GAP_S", 3600.0)
+        engine.forward(token)
+        monkeypatch.setattr(cputhreads, "_GAP_S", 0.0)
+        engine.forward(token)
+    assert used == [Threads(2, SPIN), Threads(1, SPIN)]
+
+
+@pytest.mark.parametrize(
+    ("poll", "free", "expected"),
+    [(None, None, SPIN), (None, 2, SPIN), (None, 1, SLEEP), (SPIN, 1, SPIN), (SLEEP, 2, SLEEP)],
+)
+def test_the_threads_of_a_prompt_sleep_beside_a_busy_core(
+    model_path, monkeypatch, poll: int | None, free: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(LOAD, "free", lambda: free)
+    monkeypatch.setattr(cputhreads, "waiting", lambda _: SPIN)
+    config = EngineConfig(device="cpu", n_threads=2, poll=poll, n_ctx=256)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        used = noted(monkeypatch)
+        engine.forward(np.arange(9, dtype=np.int32))
+        assert used == [Threads(2, expected)]
+
+
+def test_the_report_says_how_many_cpus_are_taken(model_path, monkeypatch) -> None:
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    with Engine.load(model_path("legacy32"), config) as engine:
+        for taken, shown in ((None, None), (1.04, 1.0)):
+            monkeypatch.setattr(LOAD, "taken", lambda taken=taken: taken)
+            assert engine.threads.report()["cpus_taken"] == shown
 
 
 @pytest.mark.parametrize("mode", ["whole", "layered"])

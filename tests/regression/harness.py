@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest_helpers import model_writer
+from helpers.shared import model_writer
 from oracle.client import Oracle, Step, oracle_folder
 
 if TYPE_CHECKING:

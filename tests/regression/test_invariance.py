@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conftest_helpers import greedy_tokens
+from helpers.shared import greedy_tokens
 from regression.compare import first_differences
 from regression.harness import (
     KV_TYPES,

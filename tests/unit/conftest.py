@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 
 from moegraph.cli import main, options
 

@@ -26,13 +26,13 @@ from _traces import ModelFacts, find_trace, write_routing
 
 from moegraph.errors import RequestError
 from moegraph.experts.cost import MACHINES, Curve
-from moegraph.experts.generator import PRESETS, RoutingModel, generate_trace
-from moegraph.experts.identity import RouterShape
 from moegraph.experts.policy import POLICIES
-from moegraph.experts.simulate import even_slots, simulate
-from moegraph.experts.trace import read_trace
+from moegraph.placement.generator import PRESETS, RoutingModel, generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.simulate import even_slots, simulate
+from moegraph.placement.trace import read_trace
 
-FAKE = str(ROOT / "tests" / "fake_llama_bench.py")
+FAKE = str(ROOT / "tests" / "helpers" / "fake_llama_bench.py")
 BIG = RouterShape(40, 256, 8)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest_helpers import empty
-from interrupts import interrupted
+from helpers.interrupts import interrupted
+from helpers.shared import empty
 
 from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegraph.chat import ChatTemplate, History, Message, ReasoningSplitter
-from moegraph.chat.template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, TEMPLATE_KEY
 from moegraph.errors import ConfigError, ModelFileError, MoegraphError, RequestError
+from moegraph.text.chat import ChatTemplate, History, Message, ReasoningSplitter
+from moegraph.text.chat.template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, TEMPLATE_KEY
 
 HELLO = [Message("user", "hello")]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
-from ggufbytes import Q, Shape, edit, model_file, row_bytes
+from helpers.ggufbytes import Q, Shape, edit, model_file, row_bytes
 
 from moegraph.modelfile import check, open_model, resolve_target
 from moegraph.modelfile.check import BadTensor, find_nonfinite

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_engine import END, FakeEngine
+from helpers.fake_engine import END, FakeEngine
 
-from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import ui
 from moegraph.errors import NativeError
 from moegraph.modelfile import resolve_target
+from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
     from click.testing import Result

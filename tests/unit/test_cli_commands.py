@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 
-from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import typed, ui
 from moegraph.cli.commands import COMMANDS, QUIT, WITH_FILES
+from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
     from click.testing import Result

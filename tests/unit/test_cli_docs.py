@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from conftest import Cli

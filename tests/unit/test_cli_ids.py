@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from fake_engine import END, N_VOCAB, FakeEngine, ids_file
+from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
 from moegraph.errors import ModelFileError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
+from helpers.ggufbytes import Shape, T, edit, kv, model_file, model_pairs, vocab_pairs
 
 from moegraph.cli import inspect, main
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fake_engine import END, N_VOCAB, FakeEngine, ids_file
+from helpers.fake_engine import END, N_VOCAB, FakeEngine, ids_file
 
-from moegraph.chat.template import TEMPLATE_KEY
 from moegraph.cli import ui
+from moegraph.cli.report import stats_line
 from moegraph.config import EngineConfig
 from moegraph.errors import (
     ConfigError,
@@ -26,6 +26,8 @@ from moegraph.errors import (
     OutOfDeviceMemory,
     UnsupportedModel,
 )
+from moegraph.events import GenerationEvent
+from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
     from conftest import Cli
@@ -116,10 +118,30 @@ class TestText:
         cli.engine = FakeEngine("x")
         assert "note:" not in cli("run", "m", "-p", "Why?").stderr
 
+    def test_an_error_stands_alone_and_not_below_the_note_on_templates(self, cli: Cli) -> None:
+        cli.engine = FakeEngine("x", kv={TEMPLATE_KEY: "t"})
+
+        def fail() -> None:
+            raise OutOfDeviceMemory("the model does not fit")
+
+        cli.on_load = fail
+        result = cli("run", "m", "-p", "Why?")
+        assert (result.exit_code, result.stderr) == (4, "error: the model does not fit\n")
+
     def test_a_greedy_run_names_no_seed(self, cli: Cli) -> None:
         cli.engine = FakeEngine("x")
         assert "seed" not in cli("run", "m", "-p", "a", "--temp", 0).stderr
         assert "; seed 7; " in cli("run", "m", "-p", "a", "--seed", 7).stderr
+
+    @pytest.mark.parametrize(
+        ("n_read", "line"),
+        [(0, "prefill 0 of 9 tokens in 500 ms; "),
+         (4, "prefill 4 of 9 tokens in 500 ms, 8.0 tok/s; "),
+         (9, "prefill 9 tokens in 500 ms, 18.0 tok/s; ")],
+    )  # fmt: skip
+    def test_nothing_read_has_no_speed(self, n_read: int, line: str) -> None:
+        event = GenerationEvent(None, "", 9, 0, 0.5, 0.0, "cancelled", n_read=n_read)
+        assert stats_line(event, FakeEngine("").memory()).startswith(line + "peak")
 
     def test_a_model_without_vocabulary_says_how_to_use_ids(self, cli: Cli) -> None:
         cli.engine = FakeEngine("", vocabulary=False)

@@ -11,10 +11,10 @@ import pytest
 
 from moegraph.cli import svg
 from moegraph.experts.cost import MACHINES, machine_fields
-from moegraph.experts.generator import generate_trace
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.profile import Profile
-from moegraph.experts.trace import Trace, write_trace
+from moegraph.placement.generator import generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile
+from moegraph.placement.trace import Trace, write_trace
 
 if TYPE_CHECKING:
     from conftest import Cli

@@ -74,13 +74,19 @@ class TestDoctor:
             (None, "unknown; the shipped model does not run"),
             ({"n_threads": 1, "poll": 50, "tried": []}, "1; nothing else to try"),
             (
-                {"n_threads": 2, "poll": 0, "tried": [
+                {"n_threads": 2, "poll": 0, "cpus_taken": None, "tried": [
                     {"n_threads": 2, "poll": 50, "tokens_per_s": 1810.4},
                     {"n_threads": 1, "poll": 50, "tokens_per_s": 1525.0},
                     {"n_threads": 2, "poll": 0, "tokens_per_s": 87.2},
                 ]},
                 "2 sleeping for the shipped model now "
                 "(2 spinning 1,810 tok/s, 1 1,525 tok/s, 2 sleeping 87 tok/s)",
+            ),
+            (
+                {"n_threads": 1, "poll": 50, "cpus_taken": 1.0, "tried": [
+                    {"n_threads": 1, "poll": 50, "tokens_per_s": 1388.0},
+                ]},
+                "1 for the shipped model now (1 1,388 tok/s); other programs take 1.0 CPUs",
             ),
         ],
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest_helpers import empty
+from helpers.shared import empty
 
 from moegraph.errors import ConfigError, InternalError
 from moegraph.experts.cache import ExpertCache

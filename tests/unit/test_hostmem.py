@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.hostmem import HostMemory, host_memory
+from moegraph.ggml.free_memory import HostMemory, host_memory
 from moegraph.units import GiB
 
 MEMINFO = f"MemTotal: {16 * GiB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {12 * GiB // 1024} kB\n"

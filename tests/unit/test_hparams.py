@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggufbytes import Shape, T, key, kv, kv_array, model_pairs
+from helpers.ggufbytes import Shape, T, key, kv, kv_array, model_pairs
 
 from moegraph.errors import ModelFileError, UnsupportedModel
-from moegraph.hparams import HParams, read_hparams
+from moegraph.modelfile.hparams import HParams, read_hparams
 from moegraph.modelfile.metadata import Metadata
 from moegraph.modelfile.reader import Reader
 from moegraph.modelfile.scan import _read_metadata

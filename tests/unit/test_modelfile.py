@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggufbytes import (
+from helpers.ggufbytes import (
     File,
     Q,
     Shape,
@@ -29,7 +29,7 @@ from ggufbytes import (
     model_tensors,
     vocab_pairs,
 )
-from modelfiles import Write, refused, write
+from helpers.modelfiles import Write, refused, write
 
 from moegraph.errors import InternalError, ModelFileError, UnsupportedModel
 from moegraph.modelfile import open_model, resolve, resolve_target

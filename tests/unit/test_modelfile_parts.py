@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ggufbytes import File, Shape, T, kv, model_file, model_pairs, model_tensors
-from modelfiles import Write, refused, write
+from helpers.ggufbytes import File, Shape, T, kv, model_file, model_pairs, model_tensors
+from helpers.modelfiles import Write, refused, write
 
 from moegraph.errors import ModelFileError
 from moegraph.modelfile import open_model

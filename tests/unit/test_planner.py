@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegraph.errors import ConfigError, OutOfDeviceMemory
-from moegraph.experts.planner import Footprint, Plan, make_plan, pin_order, upstream_cpu_layers
+from moegraph.placement.planner import Footprint, Plan, make_plan, pin_order, upstream_cpu_layers
 from moegraph.units import GiB, MiB
 
 # 35B-A3B with experts of mixed types: down is Q6_K in every fourth layer.

@@ -13,10 +13,10 @@ import pytest
 
 from moegraph.errors import ConfigError, RequestError
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.generator import generate_trace
-from moegraph.experts.identity import RouterShape
 from moegraph.experts.policy import Lru
-from moegraph.experts.profile import Profile, profile_path, read_profile
+from moegraph.placement.generator import generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile, profile_path, read_profile
 
 SHAPE = RouterShape(2, 4, 2, "abc")
 CODE = [[8, 0, 1, 1], [0, 5, 5, 0]]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, RequestError
-from moegraph.experts import profilefile
-from moegraph.experts.identity import RouterShape
-from moegraph.experts.profile import Profile, read_profile
-from moegraph.experts.profilefile import ProfileFile, open_profile
+from moegraph.placement import profilefile
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile, read_profile
+from moegraph.placement.profilefile import ProfileFile, open_profile
 
 SHAPE = RouterShape(2, 4, 2, "abc")
 COUNTS = np.array([[8, 0, 1, 1], [0, 5, 5, 0]])
@@ -242,3 +242,16 @@ def test_runs_that_end_together_all_count(tmp_path: Path) -> None:
         list(pool.map(runs, range(4)))
     assert read_profile(path, SHAPE).classes["default"].n_tokens == 5 + 4 * 10 * 5
     assert os.listdir(tmp_path) == ["p.json"]
+
+
+def test_only_choices_since_the_last_call_are_added(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    opened = ProfileFile(path, "", True, SHAPE)
+    assert opened.add_new(COUNTS).n_tokens == 5
+    assert opened.add_new(COUNTS).why == "the run computed no token"
+    path.chmod(0o400)
+    refused = opened.add_new(2 * COUNTS)
+    path.chmod(0o600)
+    assert refused.why or os.geteuid() == 0
+    assert opened.add_new(3 * COUNTS).n_tokens == (10 if refused.why else 5)
+    assert read_profile(path, SHAPE).classes["default"].n_tokens == 15

@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ("tests/conftest.py", "tests/needs.py", "tests/oracle/client.py", "pyproject.toml")
+HELPERS = (
+    "tests/conftest.py",
+    "tests/helpers/__init__.py",
+    "tests/helpers/needs.py",
+    "tests/oracle/client.py",
+    "pyproject.toml",
+)
 NOT_BUILT = "the native libraries are not built; scripts/test builds them"
 LIBRARY = "moegraph/ggml/_native.abi3.so"
 # A package that works and sees no GPU, without the cost of a real one; and of hypothesis.
@@ -25,12 +31,12 @@ WORKS = {
     "class settings: register_profile = load_profile = staticmethod(lambda *a, **k: None)",
     "moegraph/__init__.py": "",
     "moegraph/experts/prefetch.py": "class PrefetchController: ...",
-    "moegraph/engine.py": "class Engine: ...",
+    "moegraph/engine/engine.py": "class Engine: ...",
     "moegraph/ggml/device.py": "def list_devices(): return [{'kind': 'cpu'}]",
     LIBRARY: "",
     ".oracle/llama_cpp/__init__.py": "",
 }
-NATIVE_TEST = "from moegraph.engine import Engine\ndef test_one(): assert Engine"
+NATIVE_TEST = "from moegraph.engine.engine import Engine\ndef test_one(): assert Engine"
 TESTS = {
     "tests/native/test_native.py": NATIVE_TEST,
     "tests/cuda/test_cuda.py": NATIVE_TEST,
@@ -83,7 +89,7 @@ def test_no_gpu_skips_the_tests_of_its_folder_one_by_one(tree: Path) -> None:
 
 def test_libraries_that_are_not_built_skip_and_say_so(tree: Path) -> None:
     (tree / LIBRARY).unlink()
-    write(tree, {"moegraph/engine.py": "raise ImportError('no _native')"})
+    write(tree, {"moegraph/engine/engine.py": "raise ImportError('no _native')"})
     code, said = run(tree)
     assert code == 0 and "1 passed, 4 skipped" in said, said
     assert said.count(NOT_BUILT) >= 2, "the modules of native and cuda, the tests of regression"
@@ -101,16 +107,16 @@ def test_a_missing_judge_skips_and_says_so(tree: Path) -> None:
 
 
 def test_an_import_error_is_never_a_reason_to_skip(tree: Path) -> None:
-    write(tree, {"moegraph/engine.py": "import math\n\nfrom math import no_such_name\n"})
+    write(tree, {"moegraph/engine/engine.py": "import math\n\nfrom math import no_such_name\n"})
     for args in (("tests/native/test_native.py::test_one",), ("tests/unit", "--require=native")):
         line = refused(tree, *args)
-        assert line.startswith("ERROR: moegraph.engine cannot be imported: ImportError: cannot")
+        assert line.startswith("ERROR: moegraph.engine.engine cannot be imported: ImportError: ")
         assert line.endswith("(engine.py:3)")
     assert run(tree, "tests/unit")[0] == 0, "asks for nothing native"
 
 
 def test_an_import_error_in_a_test_fails_where_the_folder_is_skipped(tree: Path) -> None:
-    write(tree, {"tests/cuda/test_cuda.py": "from moegraph.engine import Motor"})
+    write(tree, {"tests/cuda/test_cuda.py": "from moegraph.engine.engine import Motor"})
     code, said = run(tree, "tests/cuda")
     assert code == 2 and "cannot import name 'Motor'" in said, said
 

@@ -9,17 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggufbytes import (
-    File,
-    Q,
-    T,
-    Tensor,
-    kv,
-    kv_array,
-    string,
-    u32,
-    u64,
-)
+from helpers.ggufbytes import File, Q, T, Tensor, kv, kv_array, string, u32, u64
 
 from moegraph.errors import ModelFileError
 from moegraph.modelfile import reader as reader_module

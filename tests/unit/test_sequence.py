@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegraph.engine.sequence import Sequence
 from moegraph.errors import ContextOverflow, RequestError
-from moegraph.sequence import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    CancelToken,
-    GenerationEvent,
-    IncrementalDecoder,
-    Sequence,
-    StopMatcher,
-)
+from moegraph.events import CancelToken, GenerationEvent
+from moegraph.text.stream import MAX_STOP_CHARS, MAX_STOPS, IncrementalDecoder, StopMatcher
 
 
 def split(data, cuts: list[int]):

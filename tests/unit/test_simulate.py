@@ -24,8 +24,6 @@ from moegraph.experts.cost import (
     split_for,
     streams_rare_misses,
 )
-from moegraph.experts.generator import generate_trace
-from moegraph.experts.identity import RouterShape
 from moegraph.experts.policy import (
     Frequency,
     LayerPolicy,
@@ -35,9 +33,11 @@ from moegraph.experts.policy import (
     Static,
     parse_policy,
 )
-from moegraph.experts.profile import Profile
-from moegraph.experts.simulate import Simulation, even_slots, simulate
-from moegraph.experts.trace import Trace
+from moegraph.placement.generator import generate_trace
+from moegraph.placement.identity import RouterShape
+from moegraph.placement.profile import Profile
+from moegraph.placement.simulate import Simulation, even_slots, simulate
+from moegraph.placement.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 US = 1e-6

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-from ggufbytes import Q, Shape, Tensor, add, edit, model_file, model_tensors
+from helpers.ggufbytes import Q, Shape, Tensor, add, edit, model_file, model_tensors
 
 from moegraph.errors import ConfigError
-from moegraph.hparams import HParams
 from moegraph.modelfile import open_model
+from moegraph.modelfile.hparams import HParams
 from moegraph.modelfile.scan import TensorInfo
 from moegraph.modelfile.summary import kv_bytes_per_token, state_bytes, summarize
 from moegraph.modelfile.tensors import expected_tensors

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from moegraph.errors import ConfigError, InternalError, RequestError
-from moegraph.experts.generator import RoutingModel, best, generate_trace
-from moegraph.experts.identity import RouterShape, router_shape
-from moegraph.experts.trace import Trace, TraceRecorder, read_trace, write_trace
-from moegraph.experts.tracestats import distinct, entropy, global_lru, overlap, trace_stats
+from moegraph.placement.generator import RoutingModel, best, generate_trace
+from moegraph.placement.identity import RouterShape, router_shape
+from moegraph.placement.trace import Trace, TraceRecorder, read_trace, write_trace
+from moegraph.placement.tracestats import distinct, entropy, global_lru, overlap, trace_stats
 
 SHAPE = RouterShape(3, 16, 2, "0123456789abcdef")
 BIG = RouterShape(40, 256, 8)
@@ -171,7 +171,7 @@ def test_a_planted_link_is_not_followed(
     victim.write_text("precious")
     names = [f".a.trace.{os.getpid()}"]
     if guessed:
-        monkeypatch.setattr("moegraph.experts.trace.secrets.token_hex", lambda n: "0" * n)
+        monkeypatch.setattr("moegraph.placement.trace.secrets.token_hex", lambda n: "0" * n)
         names.append(".moegraph-00000000")
     for name in names:
         (folder / name).symlink_to(victim)

@@ -69,6 +69,7 @@ void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * 
 void ggml_backend_dev_get_props(ggml_backend_dev_t device, struct ggml_backend_dev_props * props);
 ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
 ggml_backend_buffer_type_t ggml_backend_dev_host_buffer_type(ggml_backend_dev_t device);
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 
 ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(struct ggml_context * ctx, ggml_backend_buffer_type_t buft);
 ggml_gallocr_t ggml_gallocr_new(ggml_backend_buffer_type_t buft);

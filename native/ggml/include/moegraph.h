@@ -53,7 +53,7 @@ extern "C" {
             struct ggml_tensor  * parents);
 
     // ggml_get_rows(table, ids) for a table that says in which row of a cache something is: what is in none is fetched
-    // first. CPU and CUDA only: other backends do not fetch, and a scheduler of backends would copy `from` as a whole.
+    // first. CPU and CUDA only. A scheduler of backends would copy `from` as a whole.
     //
     // table   : I32 [1, n], a row of `to` each, below 0 for what is not there
     // ids     : I32 [n_ids], contiguous, n_ids <= MOEGRAPH_FETCH_IDS; one that is not below n gives -1

@@ -18,6 +18,7 @@ struct ggml_tensor * moegraph_fetch_rows(
     GGML_ASSERT(from->nb[1] % 16 == 0 && to->nb[1] % 16 == 0);
 
     struct ggml_tensor * result = ggml_get_rows(ctx, table, ids);
+    result->op     = GGML_OP_MOEGRAPH_FETCH_ROWS;
     result->src[2] = victims;
     result->src[3] = from;
     result->src[4] = to;

@@ -1,41 +1,8 @@
 #include "moegraph-branch.cuh"
+#include "moegraph-context.cuh"
 #include "moegraph-match.cuh"
 
-#include <memory>
-#include <mutex>
-#include <unordered_map>
-
 constexpr int MOEGRAPH_BRANCH_ROWS = 32;
-
-struct moegraph_branch_events {
-    cudaEvent_t fork = nullptr;
-    cudaEvent_t join = nullptr;
-};
-
-// never destroyed: a backend may be freed while the process ends
-static std::mutex & moegraph_branch_mutex = *new std::mutex();
-static std::unordered_map<const ggml_backend_cuda_context *, moegraph_branch_events> & moegraph_branch_contexts =
-    *new std::unordered_map<const ggml_backend_cuda_context *, moegraph_branch_events>();
-
-static moegraph_branch_events moegraph_branch_get_events(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_branch_mutex);
-    moegraph_branch_events & events = moegraph_branch_contexts[&ctx];
-    if (events.fork == nullptr) {
-        CUDA_CHECK(cudaEventCreateWithFlags(&events.fork, cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventCreateWithFlags(&events.join, cudaEventDisableTiming));
-    }
-    return events;
-}
-
-void moegraph_branch_free(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_branch_mutex);
-    const auto it = moegraph_branch_contexts.find(&ctx);
-    if (it != moegraph_branch_contexts.end()) {
-        CUDA_CHECK(cudaEventDestroy(it->second.fork));
-        CUDA_CHECK(cudaEventDestroy(it->second.join));
-        moegraph_branch_contexts.erase(it);
-    }
-}
 
 // A shared expert that starts at node i: up, gate, GLU, down, behind routed experts of the same input. Returns its last
 // node, -1 if there is none.
@@ -128,7 +95,8 @@ void moegraph_branches::before(const int i) {
     if (next >= branches.size()) {
         return;
     }
-    const moegraph_branch_events events = moegraph_branch_get_events(ctx);
+    moegraph_fork_events & events = moegraph_get_context(ctx).branch;
+    events.create();
     if (active && i > branches[next].last) {
         CUDA_CHECK(cudaEventRecord(events.join, ctx.stream()));
         ctx.curr_stream_no = 0;

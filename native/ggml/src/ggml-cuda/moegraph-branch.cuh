@@ -32,6 +32,3 @@ private:
 
 // Asks that no memory is used by both sides, where node i starts a shared expert.
 void moegraph_branch_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
-
-// Frees what belongs to a backend context. Call before the context goes.
-void moegraph_branch_free(const ggml_backend_cuda_context & ctx);

@@ -1,8 +1,6 @@
+#include "moegraph-context.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-publish.cuh"
-
-#include <mutex>
-#include <unordered_map>
 
 // 1 belongs to the shared expert; rankings have a stream of their own, so that no copy waits for one
 constexpr int MOEGRAPH_PUBLISH_STREAM  = 2;
@@ -37,20 +35,9 @@ static __global__ void moegraph_publish_kernel(const moegraph_publish_args args)
     }
 }
 
-struct moegraph_publish_events {
-    cudaEvent_t fork = nullptr;
-    cudaEvent_t join = nullptr;
-};
-
-// never destroyed: a backend may be freed while the process ends
-static std::mutex & moegraph_publish_mutex = *new std::mutex();
-static std::unordered_map<const ggml_backend_cuda_context *, moegraph_publish_events> & moegraph_publish_contexts =
-    *new std::unordered_map<const ggml_backend_cuda_context *, moegraph_publish_events>();
-
-static moegraph_publish_events moegraph_publish_get_events(ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_publish_mutex);
-    moegraph_publish_events & events = moegraph_publish_contexts[&ctx];
-    if (events.fork == nullptr) {
+static moegraph_fork_events & moegraph_publish_get_events(ggml_backend_cuda_context & ctx) {
+    moegraph_fork_events & events = moegraph_get_context(ctx).publish;
+    if (events.create()) {
         int least, greatest; // one block that the host waits for goes before the many of an expert product
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         for (const int no : { MOEGRAPH_PUBLISH_STREAM, MOEGRAPH_RANKING_STREAM }) {
@@ -59,20 +46,8 @@ static moegraph_publish_events moegraph_publish_get_events(ggml_backend_cuda_con
                 CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
             }
         }
-        CUDA_CHECK(cudaEventCreateWithFlags(&events.fork, cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventCreateWithFlags(&events.join, cudaEventDisableTiming));
     }
     return events;
-}
-
-void moegraph_publish_free(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_publish_mutex);
-    const auto it = moegraph_publish_contexts.find(&ctx);
-    if (it != moegraph_publish_contexts.end()) {
-        CUDA_CHECK(cudaEventDestroy(it->second.fork));
-        CUDA_CHECK(cudaEventDestroy(it->second.join));
-        moegraph_publish_contexts.erase(it);
-    }
 }
 
 // Whether node i copies something to the host that the graph itself does not read.
@@ -116,7 +91,7 @@ static int moegraph_publish_match_ranking(const ggml_cgraph * cgraph, const int 
 }
 
 cudaStream_t moegraph_publisher::fork(const int no) {
-    const moegraph_publish_events events = moegraph_publish_get_events(ctx);
+    const moegraph_fork_events & events = moegraph_publish_get_events(ctx);
     const cudaStream_t stream = ctx.stream(ctx.device, no);
     CUDA_CHECK(cudaEventRecord(events.fork, ctx.stream()));
     CUDA_CHECK(cudaStreamWaitEvent(stream, events.fork));
@@ -128,7 +103,7 @@ void moegraph_publisher::join() {
     for (const int no : { MOEGRAPH_PUBLISH_STREAM, MOEGRAPH_RANKING_STREAM }) {
         bool & open = forked[no == MOEGRAPH_RANKING_STREAM];
         if (open) {
-            const moegraph_publish_events events = moegraph_publish_get_events(ctx);
+            const moegraph_fork_events & events = moegraph_publish_get_events(ctx);
             CUDA_CHECK(cudaEventRecord(events.join, ctx.stream(ctx.device, no)));
             CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), events.join));
             open = false;

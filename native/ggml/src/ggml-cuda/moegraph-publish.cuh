@@ -29,6 +29,3 @@ private:
 
 // Asks that what is read or written there from node i on keeps its memory until the graph ends.
 void moegraph_publish_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
-
-// Frees what belongs to a backend context. Call before the context goes.
-void moegraph_publish_free(const ggml_backend_cuda_context & ctx);

@@ -1,15 +1,8 @@
+#include "moegraph-context.cuh"
 #include "moegraph-rows.cuh"
 #include "moegraph-rows-types.cuh"
 
-#include <array>
-#include <memory>
-#include <mutex>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
-
 constexpr int MOEGRAPH_PREP_WARPS = MOEGRAPH_MAX_SLOTS/32;
-constexpr int MOEGRAPH_N_CACHED   = 8;
 
 // Exclusive sum over the threads of a block of MOEGRAPH_MAX_SLOTS threads; *total is the sum of all.
 static __device__ __forceinline__ int moegraph_block_scan(const int value, int * total) {
@@ -107,39 +100,6 @@ static __global__ void moegraph_prepare_kernel(
     }
 }
 
-// What has been quantized or listed in this evaluation, for the products that read the same tensor. The buffers stay
-// where they are as long as the context lives, captured graphs read them.
-struct moegraph_rows_state {
-    struct entry {
-        std::array<int64_t, 6> key = {}; // first: address of the tensor that was computed or given, 0: holds nothing
-        void *  data = nullptr;
-        size_t  size = 0;
-        int64_t used = 0;
-    };
-    entry   y[MOEGRAPH_N_CACHED];
-    entry   groups[2];
-    entry   q8_1[2];
-    int64_t clock = 0;
-    std::vector<void *> retired; // outgrown buffers that captured graphs may still use
-    std::unordered_set<const ggml_tensor *> changed; // written in place in this evaluation
-    std::unordered_set<const ggml_tensor *> wanted;  // read by a product of few rows in this evaluation
-    std::unordered_set<const ggml_tensor *> wanted_q8_1; // read by the experts of one token
-};
-
-// never destroyed: a backend may be freed while the process ends
-static std::mutex & moegraph_rows_mutex = *new std::mutex();
-using moegraph_rows_map = std::unordered_map<const ggml_backend_cuda_context *, std::unique_ptr<moegraph_rows_state>>;
-static moegraph_rows_map & moegraph_rows_states = *new moegraph_rows_map();
-
-static moegraph_rows_state & moegraph_rows_get_state(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_rows_mutex);
-    std::unique_ptr<moegraph_rows_state> & state = moegraph_rows_states[&ctx];
-    if (!state) {
-        state.reset(new moegraph_rows_state());
-    }
-    return *state;
-}
-
 // The tensor that was computed: reading through another view of it gives the same values from the same place.
 static const ggml_tensor * moegraph_origin(const ggml_tensor * t) {
     while (moegraph_is_view_op(t) && t->src[0] != nullptr && t->src[0]->data == t->data) {
@@ -149,7 +109,7 @@ static const ggml_tensor * moegraph_origin(const ggml_tensor * t) {
 }
 
 void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
-    moegraph_rows_state & state = moegraph_rows_get_state(ctx);
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     for (moegraph_rows_state::entry & e : state.y) {
         e.key  = {};
         e.used = 0;
@@ -181,28 +141,6 @@ void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cg
             state.wanted_q8_1.insert(moegraph_origin(node->src[1]));
         }
     }
-}
-
-void moegraph_rows_free(ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(moegraph_rows_mutex);
-    const auto it = moegraph_rows_states.find(&ctx);
-    if (it == moegraph_rows_states.end()) {
-        return;
-    }
-    ggml_cuda_set_device(ctx.device);
-    for (moegraph_rows_state::entry & e : it->second->y) {
-        CUDA_CHECK(cudaFree(e.data));
-    }
-    for (moegraph_rows_state::entry & e : it->second->groups) {
-        CUDA_CHECK(cudaFree(e.data));
-    }
-    for (moegraph_rows_state::entry & e : it->second->q8_1) {
-        CUDA_CHECK(cudaFree(e.data));
-    }
-    for (void * data : it->second->retired) {
-        CUDA_CHECK(cudaFree(data));
-    }
-    moegraph_rows_states.erase(it);
 }
 
 // Finds or takes an entry of a tensor's contents. extra: what else the entry depends on. Returns whether it is filled.
@@ -262,7 +200,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const size_t  size_groups = sizeof(int) + n_slots*sizeof(moegraph_group);
 
     // other streams than the first would race for the cached buffers
-    moegraph_rows_state & state = moegraph_rows_get_state(ctx);
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     const bool cached = ctx.curr_stream_no == 0;
     char * y      = nullptr;
     char * groups = nullptr;
@@ -270,7 +208,7 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     bool have_groups = ids == nullptr;
     if (cached) {
         moegraph_rows_state::entry * e;
-        have_y = moegraph_rows_find(state, state.y, MOEGRAPH_N_CACHED, src1, 0, size_y, &e);
+        have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
         y = (char *) e->data;
         if (ids) {
             have_groups = moegraph_rows_find(state, state.groups, 2, ids, n_experts, size_groups, &e);
@@ -317,7 +255,7 @@ static size_t moegraph_q8_1_size(const ggml_tensor * tensor) {
 }
 
 void * moegraph_q8_1_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
-    moegraph_rows_state & state = moegraph_rows_get_state(ctx);
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     if (!moegraph_q8_1_wanted(ctx, state, tensor)) {
         return nullptr;
     }
@@ -327,7 +265,7 @@ void * moegraph_q8_1_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor 
 }
 
 const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * src1) {
-    moegraph_rows_state & state = moegraph_rows_get_state(ctx);
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     if (!moegraph_q8_1_wanted(ctx, state, src1)) {
         return nullptr;
     }
@@ -347,13 +285,13 @@ const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * 
 }
 
 void * moegraph_rows_reserve(ggml_backend_cuda_context & ctx, const ggml_tensor * tensor) {
-    moegraph_rows_state & state = moegraph_rows_get_state(ctx);
+    moegraph_rows_state & state = moegraph_get_context(ctx).rows;
     if (ctx.curr_stream_no != 0 || state.wanted.find(moegraph_origin(tensor)) == state.wanted.end() ||
             !ggml_is_contiguous(tensor)) {
         return nullptr;
     }
     moegraph_rows_state::entry * e;
     const size_t size = ggml_nelements(tensor)/32*sizeof(moegraph_block_y);
-    moegraph_rows_find(state, state.y, MOEGRAPH_N_CACHED, tensor, 0, size, &e);
+    moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, tensor, 0, size, &e);
     return e->key[0] != 0 ? e->data : nullptr;
 }

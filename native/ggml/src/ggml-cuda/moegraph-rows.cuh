@@ -33,6 +33,3 @@ const void * moegraph_q8_1(ggml_backend_cuda_context & ctx, const ggml_tensor * 
 
 // Forgets quantized activations of the last evaluation. Call before the nodes of a graph are launched.
 void moegraph_rows_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
-
-// Frees what belongs to a backend context. Call before the context goes.
-void moegraph_rows_free(ggml_backend_cuda_context & ctx);

@@ -1,0 +1,117 @@
+"""Chooses the CPU threads of each pass of an engine by measurement."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from ..config import EngineConfig
+from ..cpuload import LOAD
+from ..ggml.device import Device
+from ..runner import Batch, Runner
+from ..runner.base import NotFinite
+from ..threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
+
+# Time limit of measuring at load; the first tokens of an answer are measured for the rest.
+_MEASURE_S = 1.0
+# After so many seconds without a token, the load may be another one.
+_GAP_S = 1.0
+
+
+class CpuThreads:
+    """Sets the threads of each pass; does nothing if the device is not the CPU."""
+
+    def __init__(self, device: Device, config: EngineConfig) -> None:
+        self._device = device
+        n_batch = config.n_threads_batch or device.n_threads
+        self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
+        self._may_sleep = config.poll is None
+        choices = [Threads(device.n_threads, 0)]  # with a GPU: for CPU experts
+        if device.can.cpu_threads:
+            choices = ways(device.n_threads, config.n_threads, config.poll)
+        self._is_measured = len(choices) > 1
+        self.tuner = Tuner(choices, LOAD.free)
+        self._started: float | None = None
+        self._ended = math.inf  # time of the last token
+
+    def begin(self, n_rows: int) -> None:
+        """Set the threads for the next pass, of n_rows rows."""
+        self._started = None
+        if not self._device.can.cpu_threads:
+            return
+        if n_rows > 1:
+            self._device.use_threads(self._for_prompt())
+            return
+        if time.perf_counter() - self._ended > _GAP_S:
+            self.tuner.resume()
+        self._device.use_threads(self.tuner.current)
+        self._started = time.perf_counter()
+
+    def _for_prompt(self) -> Threads:
+        """Return the batch threads; they sleep while they share a core with another program."""
+        free = LOAD.free() if self._may_sleep else None
+        is_crowded = free is not None and self._batch.n > free
+        return self._batch._replace(poll=SLEEP) if is_crowded else self._batch
+
+    def end(self) -> None:
+        """Record the time since `begin`; call it when the pass has been computed."""
+        if self._started is not None:
+            self._ended = time.perf_counter()
+            self.tuner.took(self._ended - self._started)
+
+    def measure(self, runner: Runner) -> None:
+        """Measure one-row passes for about a second, then reset sequence 0.
+
+        Does nothing where experts may be missing, because the cache would learn from these passes.
+        There the first tokens of an answer are measured.
+        """
+        if not self._is_measured or runner.mode != "whole":
+            return
+        batch = Batch(np.zeros((1, 1), dtype=np.int32), greedy=True)
+        end = time.perf_counter() + _MEASURE_S
+        try:
+            # builds the graph; threads that sleep are never slow by much, other programs or not
+            self._device.use_threads(Threads(self._device.n_threads, SLEEP))
+            self._run(runner, batch)
+            while not self.tuner.is_settled and time.perf_counter() < end:
+                self.begin(1)
+                self._run(runner, batch)
+        except NotFinite:
+            pass  # the weights are damaged: the first request will say where
+        finally:
+            runner.model.state.reset(0)
+
+    def _run(self, runner: Runner, batch: Batch) -> None:
+        runner.model.state.reset(0)
+        runner.submit(batch)
+        self.end()
+        runner.collect()
+
+    @property
+    def warning(self) -> str:
+        """One line if there are more threads than usable CPUs; otherwise empty."""
+        n, usable = self._device.n_threads, usable_cpus()
+        if n <= usable:
+            return ""
+        return f"{n} threads take turns on {usable} usable CPUs; use -t {usable} or less"
+
+    def tried(self) -> list[dict[str, Any]]:
+        """Return the results of the last trial: threads, poll, tokens/s; empty without a trial."""
+        return [
+            {"n_threads": way.n, "poll": way.poll, "tokens_per_s": round(1 / took, 1)}
+            for way, took in self.tuner.measured.items()
+        ]
+
+    def report(self) -> dict[str, Any]:
+        """Return what --json shows: threads and poll in decode, prompt threads, CPUs taken."""
+        (n, poll), taken = self.tuner.current, LOAD.taken()
+        return {
+            "n_threads": n,
+            "n_threads_batch": self._batch.n,
+            "poll": poll if self._device.can.cpu_threads else None,
+            "threads_chosen": "measured" if self._is_measured else "given",
+            "cpus_taken": None if taken is None else round(taken, 1),
+        }

@@ -1,0 +1,364 @@
+"""The engine: a model loaded on a device, for passes and generations."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack, closing
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import EngineConfig
+from ..events import CancelToken, Progress
+from ..experts.cachestats import ExpertStats
+from ..ggml.handles import closed_on_failure
+from ..modelfile import ModelFile, open_model, resolve_target
+from ..placement.profilefile import ProfileUpdate
+from ..runner import LayeredRunner, Output
+from ..runner.misses import MissHandler
+from ..sampling import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .generation import Events, Generation
+from .loader import LoadedModel, load_model
+from .ownership import Ownership
+from .passes import Passes, checked_ids
+from .sequence import Sequence
+
+Ids = SequenceOf[int] | npt.NDArray[np.int32]
+
+
+class Engine:
+    """One model, loaded on one device, generating for one sequence at a time.
+
+    Create it with `Engine.load`. Close it, or use it as a context manager.
+
+    An engine belongs to the first thread that uses it; `hand_over` releases it for another thread.
+    A generation owns the engine while it runs: until it ends or is closed, passes and a second
+    generation are refused. Any thread may close an engine while no call is running.
+
+    Errors are those of `moegraph.errors`, with one exception: if a CUDA call fails, ggml aborts.
+    That ends the process with status 4 and cannot be caught.
+    """
+
+    def __init__(
+        self,
+        model: ModelFile,
+        config: EngineConfig,
+        progress: Progress | None,
+        routing: npt.NDArray[np.int32] | None,
+    ) -> None:
+        """Load an open model file and own it; see `Engine.load`."""
+        self.file = model
+        self.config = config
+        self.hparams = model.hparams
+        self._stack = ExitStack()
+        self._stack.callback(model.close)
+        self.ownership = Ownership()
+        with closed_on_failure():
+            try:
+                self._take(load_model(model, config, progress, routing, self._stack))
+            except BaseException:
+                self.close()
+                raise
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+        routing: npt.NDArray[np.int32] | None = None,
+    ) -> Engine:
+        """Load a GGUF file, or a shipped model by its name, onto a device.
+
+        progress: called with (stage, bytes done, bytes in total) while loading.
+        routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used]; they replace
+            the router's choice in one-row passes, for measuring.
+
+        Raises:
+            ConfigError: a setting is wrong, or there is no such device.
+            ModelFileError, UnsupportedModel: moegraph cannot run the file.
+            OutOfDeviceMemory: the model does not fit; the message names the setting to lower.
+        """
+        config = (config or EngineConfig()).validate()
+        return cls(open_model(resolve_target(path)), config, progress, routing)
+
+    def _take(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._profile = loaded.profile
+        self.n_ctx = loaded.n_ctx
+        self.plan = loaded.plan
+        self.device = loaded.device
+        self.threads = loaded.threads
+        self.weights, self.banks, self.state = loaded.weights, loaded.banks, loaded.state
+        self.runner = loaded.runner
+        self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+
+    def save_profile(self) -> ProfileUpdate | None:
+        """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
+
+        Returns None if there is no profile, or if no expert can be missing.
+        """
+        misses = self._misses
+        if self._profile is None or not misses:
+            return None
+        return self._profile.add_new(np.array(misses.cache.counts, dtype=np.int64))
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device in use: cpu or cuda:N."""
+        return self.device.name
+
+    @property
+    def mode(self) -> str:
+        """'whole' or 'layered'."""
+        return self.runner.mode
+
+    @property
+    def _misses(self) -> MissHandler | None:
+        return self.runner.misses if isinstance(self.runner, LayeredRunner) else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, opened at first use.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self.ownership.require_open()
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._stack.enter_context(closing(Tokenizer(self.file)))
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self.ownership.require_open()
+        scale = 1 if sys.platform == "darwin" else 1024
+        return {
+            "device_peak_bytes": self.device.note_peak(),
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
+            "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
+            "kv_bytes": self.state.kv_bytes,
+            "state_bytes": self.state.recurrent_bytes,
+            "compute_bytes": self.runner.compute_bytes,
+        }
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
+        if not isinstance(self.runner, LayeredRunner):
+            return None
+        cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
+        if misses is None:
+            return ExpertStats(cache.stats, 0, 0, 0, None, phases)
+        guard = misses.guard.report() if misses.guard else None
+        moved, n_fetch = misses.n_bytes_to_device, len(misses.miss_mode.fetch_layers)
+        predicted, n_on_cpu = misses.prefetch_report(), misses.n_cpu_experts
+        return ExpertStats(cache.stats, moved, n_on_cpu, n_fetch, predicted, phases, guard)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about threads, pinned memory, cache and profile, one line each."""
+        found, misses = [self.threads.warning], self._misses
+        if misses:
+            profile = self._profile.warning if self._profile else ""
+            found += [misses.warning, misses.cache.warning() or "", profile]
+        return [line for line in found if line]
+
+    def drain_messages(self) -> list[str]:
+        """Return the guard's messages since the last call, one line each."""
+        misses = self._misses
+        if not misses or not misses.guard:
+            return []
+        found, misses.guard.messages = misses.guard.messages, []
+        return found
+
+    def hand_over(self) -> None:
+        """Release the engine from this thread; the next thread that calls owns it.
+
+        A running generation goes on there.
+
+        Raises:
+            RequestError: the engine is closed, or it belongs to another thread.
+        """
+        self.ownership.hand_over()
+
+    def reset(self, seq: int = 0) -> None:
+        """Empty a sequence and drop the results of a pass in flight that includes it.
+
+        Raises:
+            RequestError: there is no such sequence, the engine is closed, or it belongs to another
+                thread.
+            EngineBusy: a generation is running.
+        """
+        self.ownership.enter_alone()
+        self.passes.reset(seq)
+
+    def held(self, seq: int) -> list[int]:
+        """Return the token ids that a sequence holds.
+
+        Raises:
+            RequestError: there is no such sequence.
+        """
+        return self.passes.held(seq)
+
+    def forward(
+        self,
+        tokens: Ids,
+        seq: int = 0,
+        all_rows: bool = False,
+        greedy: bool = False,
+        cancel: CancelToken | None = None,
+    ) -> Output:
+        """Run token rows as one pass and wait for it.
+
+        tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens] for consecutive sequences from
+            seq.
+        all_rows: results for every row; otherwise for the last row of each sequence.
+        greedy: return the device's argmax instead of logits.
+
+        Raises:
+            RequestError, ContextOverflow, EngineBusy, Cancelled: as in `submit`.
+            NativeError, ModelFileError: as in `collect`.
+        """
+        self.submit(tokens, seq, all_rows, greedy, cancel)
+        return self.collect()
+
+    def forward_logits(
+        self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Run tokens as one pass from position pos0; return logits F32 [n_out, n_vocab] (numpy).
+
+        Raises:
+            RequestError: the sequence does not hold pos0 positions; others as in `forward`.
+        """
+        self.ownership.enter_alone()
+        self.passes.expect_position(seq, pos0)
+        return self.forward(tokens, seq, all_rows).require_logits()
+
+    def forward_nodes(
+        self, tokens: Ids, pos0: int = 0, seq: int = 0
+    ) -> dict[tuple[str, int], npt.NDArray[Any]]:
+        """Run tokens as one pass; return every named node by (name, il), in numpy shapes.
+
+        On CUDA, set GGML_CUDA_DISABLE_FUSION=1 first: fused nodes have no values.
+
+        Raises:
+            RequestError: as in `forward_logits`.
+            ConfigError: not every expert is resident.
+        """
+        self.ownership.enter_alone()
+        self.passes.expect_position(seq, pos0)
+        return self.passes.nodes(tokens, seq)
+
+    def submit(
+        self,
+        tokens: Ids,
+        seq: int,
+        all_rows: bool,
+        greedy: bool,
+        cancel: CancelToken | None,
+    ) -> None:
+        """Start a pass without waiting; arguments as in `forward`.
+
+        Only one pass may be in flight: collect it before the next. If a pass fails or is cancelled,
+        its sequences are emptied.
+
+        Raises:
+            RequestError: wrong ids or shape, too many rows, a pass is in flight, the engine is
+                closed, or it belongs to another thread.
+            ContextOverflow: the rows do not fit into the context.
+            EngineBusy: a generation is running.
+            Cancelled: cancel was set while the pass was launched.
+        """
+        self.ownership.enter_alone()
+        self.passes.submit(tokens, seq, all_rows, greedy, cancel)
+
+    def collect(self) -> Output:
+        """Wait for the pass in flight and return its results.
+
+        Raises:
+            RequestError: no pass is in flight, the engine is closed, or it belongs to another
+                thread.
+            EngineBusy: a generation is running.
+            NativeError: a result is not finite; the message names the first such layer.
+            ModelFileError: the model file was cut short; the engine is unusable from then on.
+        """
+        self.ownership.enter_alone()
+        return self.passes.collect()
+
+    def generate(
+        self,
+        prompt: Ids | str,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: SequenceOf[str] = (),
+        *,
+        cancel: CancelToken | None = None,
+        keep_logits: bool = False,
+        progress: Progress | None = None,
+        ignore_eos: bool = False,
+        text: bool = True,
+        reuse: bool = False,
+    ) -> Events:
+        """Generate from a prompt; yields one event for each token, the last with a finish_reason.
+
+        The computation starts when the caller asks for the first event. From then on the generation
+        owns the engine until its last event, `close()`, or the deletion of the iterator.
+
+        prompt: token ids, or text for `tokenizer.encode`.
+        sampling: None for greedy decoding.
+        max_tokens: limit of generated tokens; None: until the context is full.
+        keep_logits: each event carries the logits computed since the last event.
+        progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
+        ignore_eos: continue after an end-of-generation token.
+        text: decode tokens to text; False gives ids only and needs no vocabulary.
+        reuse: if the prompt starts with the tokens that the sequence holds, compute only the rest.
+
+        Raises:
+            RequestError, ContextOverflow: the request is wrong; raised by this call.
+            EngineBusy: another generation is running; raised when the first event is asked for.
+            ModelFileError: the model file was changed or cut short.
+            NativeError: a result is not finite.
+        """
+        self.ownership.enter()
+        sampling = (sampling or SamplingParams(temperature=0.0)).validate(self.hparams.n_vocab)
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
+        ids = checked_ids(prompt, self.hparams.n_vocab).reshape(-1)
+        vocabulary = self.tokenizer if text else None
+        sequence = Sequence(
+            ids.tolist(),
+            n_ctx=self.n_ctx,
+            max_tokens=max_tokens,
+            piece=vocabulary.piece if vocabulary else None,
+            eog_ids=vocabulary.eog_ids if vocabulary and not ignore_eos else frozenset(),
+            stop=stop,
+        )
+        generation = Generation(
+            self._loaded, self.passes, self.ownership,
+            sequence, ids, sampling, cancel, keep_logits, progress,
+        )  # fmt: skip
+        return Events(generation.run(reuse), self.ownership)
+
+    def close(self) -> None:
+        """Free everything in reverse order of loading; a second call does nothing."""
+        self.ownership.is_closed = True
+        self._stack.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,108 @@
+"""One request: prompt ids in; generated ids, text and the reason for its end out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
+
+from ..errors import ContextOverflow, RequestError
+from ..text.stream import IncrementalDecoder, StopMatcher
+
+
+def room_after(n_prompt: int, n_ctx: int) -> int:
+    """Return how many tokens can follow a prompt.
+
+    Raises:
+        RequestError: the prompt is empty.
+        ContextOverflow: it is longer than the context.
+    """
+    if n_prompt == 0:
+        raise RequestError("the prompt is empty; give it at least one token")
+    if n_prompt > n_ctx:
+        raise ContextOverflow(
+            f"the prompt has {n_prompt} tokens, the context holds {n_ctx}; "
+            "shorten the prompt or raise -c/--ctx-size"
+        )
+    return n_ctx - n_prompt + 1
+
+
+class Sequence:
+    """One request while it runs: its ids, its text so far, and why it ended.
+
+    An end-of-generation token counts as generated and has no text. A token that fills
+    ``max_tokens`` or the last position of the context ends the sequence with "length".
+
+    Args:
+        prompt: token ids; at least one, at most n_ctx.
+        n_ctx: positions of the context; the last generated token needs none.
+        max_tokens: the most tokens to generate; None: until the context is full; 0: compute only
+            the prompt (the sequence is finished from the start).
+        piece: returns the bytes of a token; None: no text, and no stop strings.
+        eog_ids: tokens that end the generation.
+        stop: strings that end the generation; they are not part of the text.
+
+    Raises:
+        RequestError: the prompt is empty, a stop string or max_tokens is out of range, or stop
+            strings are given without piece.
+        ContextOverflow: the prompt is longer than the context.
+    """
+
+    def __init__(
+        self,
+        prompt: SequenceOf[int],
+        *,
+        n_ctx: int,
+        max_tokens: int | None = None,
+        piece: Callable[[int], bytes] | None = None,
+        eog_ids: Collection[int] = frozenset(),
+        stop: SequenceOf[str] = (),
+    ) -> None:
+        if stop and piece is None:
+            raise RequestError("stop strings need the model's vocabulary, and none is loaded")
+        if max_tokens is not None and max_tokens < 0:
+            raise RequestError(f"max_tokens is {max_tokens}; allowed: 0 or more")
+        room = room_after(len(prompt), n_ctx)
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.text = ""
+        self._limit = room if max_tokens is None else min(max_tokens, room)
+        self.finish_reason: str | None = None if self._limit else "length"
+        self._piece = piece
+        self._eog_ids = eog_ids
+        self._decoder = IncrementalDecoder()
+        self._matcher = StopMatcher(stop)
+
+    @property
+    def n_prompt(self) -> int:
+        """Return the number of prompt tokens."""
+        return len(self.prompt)
+
+    @property
+    def n_generated(self) -> int:
+        """Return the number of tokens drawn so far."""
+        return len(self.tokens)
+
+    def append(self, token: int) -> str:
+        """Take the next token and return the text it completes; may set finish_reason."""
+        self.tokens.append(token)
+        if token in self._eog_ids:
+            return self._finish("stop")
+        text = "" if self._piece is None else self._decoder.push(self._piece(token))
+        text = self._matcher.push(text)
+        self.text += text
+        if self._matcher.matched is not None:
+            self.finish_reason = "stop"
+        elif self.n_generated >= self._limit:
+            text += self._finish("length")
+        return text
+
+    def cancel(self) -> str:
+        """End the sequence early and return the held-back text."""
+        return self._finish("cancelled")
+
+    def _finish(self, reason: str) -> str:
+        """Flush decoder and matcher; this may still complete a stop string."""
+        self.finish_reason = reason
+        rest = self._matcher.push(self._decoder.flush()) + self._matcher.flush()
+        self.text += rest
+        return rest

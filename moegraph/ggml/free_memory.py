@@ -1,0 +1,136 @@
+"""Memory in use and free, of the host and of GPUs, as the system counts it (no native library)."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Control groups, versions 2 and 1: the controller in a line of /proc/self/cgroup, the folder of all
+# groups, the files of a group (limit, use, statistics), and the statistic that counts cached files.
+_VERSIONS = (
+    ("", "sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat", "file")),
+    (
+        "memory", "sys/fs/cgroup/memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "cache"),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory; None if the system does not report them.
+
+    available: memory that can be taken without swapping, within the limits of control groups.
+    limit: the tightest limit of the process's control groups, None without a limit.
+    """
+
+    total: int | None
+    available: int | None
+    limit: int | None
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read the memory of this machine from the files below root."""
+    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(root / "proc/meminfo"), re.M))
+    total, available = (
+        int(info[name]) * 1024 if name in info else None for name in ("MemTotal", "MemAvailable")
+    )
+    tightest = None
+    for group, names in _groups(root):
+        limit, left = _room(group, names)
+        # version 1 reports "no limit" as a number larger than any machine's memory
+        if limit is None or left is None or (total is not None and limit >= total):
+            continue
+        tightest = limit if tightest is None else min(tightest, limit)
+        available = left if available is None else min(left, available)
+    return HostMemory(total, available, tightest)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the folders of this process's control groups, from its own to the outermost.
+
+    In a container, the path is often that of the host and does not exist here; the outermost folder
+    is then the container's group.
+    """
+    lines = re.findall(r"^\d+:([^:\n]*):/(.*)$", _read(root / "proc/self/cgroup"), re.M)
+    paths = {name: path for names, path in lines for name in names.split(",")}
+    for controller, folder, names in _VERSIONS:
+        own = Path(paths.get(controller, ""))
+        for path in (own, *own.parents):
+            yield root / folder / path, names
+
+
+def _room(group: Path, names: tuple[str, ...]) -> tuple[int | None, int | None]:
+    """Return a control group's limit and its bytes still available, None if unknown."""
+    limit_name, used_name, stat_name, cached_name = names
+    limit, used = _number(group / limit_name), _number(group / used_name)
+    if limit is None or used is None:
+        return limit, None
+    stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / stat_name), re.M))
+    # cached files can be dropped, but not shared memory and tmpfs, which count as cached too
+    cached = max(0, int(stat.get(cached_name, 0)) - int(stat.get("shmem", 0)))
+    return limit, max(0, limit - used + cached)
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Pci(ctypes.Structure):
+    _fields_ = [
+        ("legacy", ctypes.c_char * 16), ("domain", ctypes.c_uint), ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint), ("ids", ctypes.c_uint * 2), ("name", ctypes.c_char * 32),
+    ]  # fmt: skip
+
+
+def gpu_used_bytes() -> dict[str, int]:
+    """Return the bytes in use by all processes on each GPU, by PCI address such as 0000:c1:00.0.
+
+    The driver tells it without a CUDA context. A context takes some hundred MiB, which CUDA cannot
+    report: its own figures exist only once the context is open. The driver and CUDA may number GPUs
+    differently, but the address is the same. Empty if there is no driver or it does not tell.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {}
+    try:
+        if nvml.nvmlInit_v2() != 0:
+            return {}
+    except AttributeError:
+        return {}
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return {}
+        found = (_gpu_used(nvml, index) for index in range(count.value))
+        return dict(filter(None, found))
+    except AttributeError:  # an old driver without one of these functions
+        return {}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu_used(nvml: ctypes.CDLL, index: int) -> tuple[str, int] | None:
+    handle, memory, pci = ctypes.c_void_p(), _Memory(), _Pci()
+    ok = (
+        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+        and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        and nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)) == 0
+    )
+    return (f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0", memory.used) if ok else None

@@ -1,0 +1,1 @@
+"""Where experts go: footprint, planner, profiles, traces and the simulator (pure)."""

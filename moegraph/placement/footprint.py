@@ -1,0 +1,61 @@
+"""Device memory that a model needs, from its header alone; the planner reads it before loading."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..experts.prefetch import MAX_PREFETCH
+from ..modelfile import ModelFile
+from ..modelfile.hparams import HParams
+from ..modelfile.summary import kv_bytes_per_token, state_bytes
+from ..resident.layout import KV_PAD, N_STAGING, Packing, expert_tensors, is_dense, stack_kind
+from ..units import round_up
+from .planner import Footprint
+
+# Kernel images, captured graphs and the backend's scratch pool.
+_OTHER_BYTES = 224 << 20
+
+
+def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
+    """Return the bytes that a model needs under a configuration, with a context of n_ctx.
+
+    Weights, caches and states are exact. Intermediates are an upper bound, because their layout is
+    known only after the graphs are built. Not included: logits of all rows (--logits-out), n_ubatch
+    * n_vocab * 4 bytes.
+    """
+    hp = model.hparams
+    padded = round_up(n_ctx, KV_PAD)
+    sizes = slot_bytes(model)
+    dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
+    if "output.weight" not in model.tensors:
+        dense.append(model.tensors["token_embd.weight"])
+    kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
+    rows = min(config.n_ubatch, padded) * config.n_seq
+    compute = _compute_bytes(hp, rows, padded, config.n_seq)
+    if config.type_k != "f16" or config.type_v != "f16":
+        # attention over many rows converts the visible part of a quantized cache to F16
+        compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
+    return Footprint(
+        n_expert=hp.n_expert,
+        n_expert_used=hp.n_expert_used,
+        slot_bytes=sizes,
+        weights=sum(info.nbytes for info in dense),
+        kv=kv_bytes_per_token(hp, config.type_k, config.type_v) * padded * config.n_seq,
+        state=state_bytes(hp, config.n_seq),
+        compute=compute,
+        other=_OTHER_BYTES,
+        staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),
+    )
+
+
+def slot_bytes(model: ModelFile) -> tuple[int, ...]:
+    """Return the bytes of one slot of each layer, padding included."""
+    layers = range(model.hparams.n_layer)
+    return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
+
+
+def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:
+    """Return a bound on inputs, one layer's intermediates, and one head row per sequence."""
+    mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
+    experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
+    row = 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
+    return n_tokens * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq

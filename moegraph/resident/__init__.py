@@ -1,0 +1,1 @@
+"""What lives on one device: weights, caches and states, expert slots; experts in host memory."""

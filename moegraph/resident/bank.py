@@ -1,0 +1,203 @@
+"""Banks: expert slots on the device, as two or three tensors, and the table that finds them.
+
+A graph names slots, not experts: it looks up the slots of a row's experts in a layer's table on the
+device, I32 [1, n_expert], which maps an expert to its slot, or to -1 if it has none.
+
+Each layer has a bank of its own, with slots for some or all of its experts. Layers whose stacks
+have the same types and shapes share two staging banks, for experts that get no slot, and one bank
+for prefetched experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import InternalError
+from ..ggml.device import Device
+from ..ggml.handles import Buffer, Context
+from ..ggml.lib import C, ffi
+from ..ggml.memory import place
+from ..ggml.ops import F32, I32, Tensor
+from ..modelfile import ModelFile, TensorInfo
+from ..units import round_up
+from .layout import N_STAGING, Packing, expert_tensors, stack_kind
+from .store import raw_rows
+from .weights import Loader, TensorSet
+
+_REMEDY = "lower --cache-slots or --vram, choose a smaller quantization, or use --device cpu"
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Slots of one or more layers.
+
+    parts: gate, up [n_embd, n_ff_exp, n_slots] or gate_up [n_embd, 2 n_ff_exp, n_slots] (gate
+    first), and down [n_ff_exp, n_embd, n_slots]; empty if n_slots is 0. memory: all slots as one
+    tensor, a packed expert every packing.stride bytes; None for a full layer or without slots.
+    rows: the same memory as F32 [bytes / 4, n_slots], for a bank that graphs may fetch into.
+    """
+
+    n_slots: int
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    memory: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def to_fill(self) -> Tensor:
+        """The memory of a bank that experts can be uploaded to.
+
+        Raises:
+            InternalError: it is the bank of a full layer, or has no slots.
+        """
+        if self.memory is None:
+            raise InternalError("an expert was uploaded to a bank of a full layer or without slots")
+        return self.memory
+
+
+class ExpertBanks:
+    """The banks of all layers and their tables.
+
+    n_slots: slots of each layer; None makes every layer full, loaded from the model file.
+    n_prefetch_slots: slots for prefetched experts.
+    tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_expert_used] of each layer,
+    after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
+    the memory of all tables and victim lists as one I32 tensor, layers `table_stride` numbers
+    apart.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        loader: Loader,
+        model: ModelFile,
+        n_slots: Sequence[int] | None = None,
+        n_prefetch_slots: int = 0,
+    ) -> None:
+        hp = model.hparams
+        self.n_prefetch_slots = n_prefetch_slots
+        self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
+        self._sets: list[TensorSet] = []
+        self._owned: list[_Slots] = []
+        self._staging: dict[Hashable, list[Bank]] = {}
+        self._banks = [self._bank(device, loader, model, il) for il in range(hp.n_layer)]
+        self._staging_of = [
+            self._staging_banks(device, model, il) if n < hp.n_expert else []
+            for il, n in enumerate(self.n_slots)
+        ]
+        self._context = Context(2 * hp.n_layer + 1)
+        self.tables, self.victim_lists = (
+            [C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for _ in self._banks]
+            for ne in ((1, hp.n_expert), (2, hp.n_expert_used))
+        )
+        stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
+        self.table_stride = stride // 4
+        self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
+        # usage WEIGHTS marks a buffer that no kernel writes
+        C.ggml_backend_buffer_set_usage(self._tables.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
+        place(self._tables, self.all_tables, 0)
+        identity = np.arange(hp.n_expert, dtype=np.int32)
+        for at, (row, victims) in enumerate(zip(self.tables, self.victim_lists)):
+            place(self._tables, row, at * stride)
+            place(self._tables, victims, at * stride + identity.nbytes)
+            C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
+        parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
+        self.n_bytes = sum(parts) + self._tables.size
+
+    def _bank(self, device: Device, loader: Loader, model: ModelFile, il: int) -> Bank:
+        infos, n_slots = expert_tensors(model, il), self.n_slots[il]
+        if n_slots == 0:
+            return Bank(0)
+        if n_slots == model.hparams.n_expert:
+            tensors = loader.load(infos.values(), f"the experts of layer {il}")
+            self._sets.append(tensors)
+            return Bank(n_slots, {part: tensors.tensors[i.name] for part, i in infos.items()})
+        slots = _Slots(device, infos, n_slots, f"{n_slots} expert slots of layer {il}")
+        self._owned.append(slots)
+        return Bank(n_slots, slots.parts, slots.memory, slots.rows)
+
+    def _staging_banks(self, device: Device, model: ModelFile, il: int) -> list[Bank]:
+        infos = expert_tensors(model, il)
+        kind = stack_kind(infos)
+        if kind not in self._staging:
+            self._staging[kind] = []
+            for n in (N_STAGING, N_STAGING, *filter(None, [self.n_prefetch_slots])):
+                slots = _Slots(device, infos, n, "staging slots")
+                self._owned.append(slots)
+                self._staging[kind].append(Bank(n, slots.parts, slots.memory))
+        return self._staging[kind]
+
+    def layer(self, il: int) -> Bank:
+        """Return the bank of layer il."""
+        return self._banks[il]
+
+    def staging(self, il: int, turn: int) -> Bank:
+        """Return one of the two staging banks that fit layer il."""
+        return self._staging_of[il][turn]
+
+    def prefetch(self, il: int) -> Bank:
+        """Return the bank for prefetched experts of layer il, which needs n_prefetch_slots > 0."""
+        return self._staging_of[il][2]
+
+    def close(self) -> None:
+        """Free the banks and the tables."""
+        parts: list[TensorSet | _Slots] = [*self._sets, *self._owned]
+        for part in parts:
+            part.close()
+        self._tables.close()
+        self._context.close()
+
+
+class _Slots:
+    """Memory for n_slots packed experts with stacks like `infos`."""
+
+    def __init__(
+        self, device: Device, infos: dict[str, TensorInfo], n_slots: int, what: str
+    ) -> None:
+        packing = Packing.of(infos)
+        self._context = Context(len(infos) + 2)
+        # kernels may read past the last expert, up to the padding of a row
+        size = packing.stride * n_slots + _TAIL
+        self.buffer: Buffer = device.buffer(size, what, _REMEDY)
+        # The buffer is marked as weights although slots change. Our CUDA kernels assume that
+        # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
+        # may load them before the preceding kernel has ended. Every write to a slot must therefore
+        # end before a kernel that reads the slot may start:
+        # - an upload ends before an event that the compute stream waits for between two graphs;
+        # - the look-up of slots that fetches lets the next kernel start early only if
+        #   no expert is missing, and the gate-and-up kernel waits for the look-up before it lets
+        #   the kernel of the down product start.
+        # A new kernel between the look-up, gate and up, and down must keep this order. The test is
+        # tests/cuda/test_engine_cuda.py::test_graphs_that_fetch_by_themselves_equal_whole.
+        C.ggml_backend_buffer_set_usage(self.buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.parts = {
+            part: strided_stack(self._context, info, n_slots, packing.stride)
+            for part, info in infos.items()
+        }
+        for part, tensor in self.parts.items():
+            place(self.buffer, tensor, packing.offsets[part])
+        # kernels may read past the last row they need, so an empty slot must hold zeros
+        C.ggml_backend_buffer_clear(self.buffer.ptr, 0)
+        self.memory = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
+        place(self.buffer, self.memory, 0)
+        self.rows = raw_rows(self._context, packing, n_slots)
+        place(self.buffer, self.rows, 0)
+
+    def close(self) -> None:
+        self.buffer.close()
+        self._context.close()
+
+
+def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int) -> Tensor:
+    """Make a stack [ne0, ne1, n_slots] of matrices like info's, `stride` bytes apart."""
+    tensor = C.ggml_new_tensor_3d(context.ptr, int(info.type), info.ne[0], info.ne[1], n_slots)
+    tensor.nb[2] = stride
+    tensor.nb[3] = stride * n_slots
+    return tensor
+
+
+# Bytes; the padding of a row is smaller in every block format.
+_TAIL = 4096

@@ -1,0 +1,67 @@
+"""What the sizes of weights, KV cache and expert slots follow from; the planner reads it too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from gguf.constants import GGML_QUANT_SIZES
+
+from ..modelfile import ModelFile, TensorInfo
+from ..units import round_up
+
+# The KV length of graphs grows in these steps, as upstream's does: a graph stays valid for 256
+# positions, and CUDA's attention kernels need a multiple of it.
+KV_PAD = 256
+PARTS = ("gate", "up", "gate_up", "down")
+# Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
+N_STAGING = 16
+# Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
+_PART_ALIGNMENT = 128
+
+
+def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
+    """Return a layer's expert stacks by part: gate, up and down, or gate_up and down."""
+    names = {part: f"blk.{il}.ffn_{part}_exps.weight" for part in PARTS}
+    return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
+
+
+def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
+    """Return parts, types and shapes of stacks; layers where they are equal share staging slots."""
+    return tuple((part, info.type, info.ne[:2]) for part, info in infos.items())
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the parts of one expert are inside a slot, in bytes.
+
+    offsets, sizes: by part. n_bytes: from the start of the first part to the end of the last.
+    stride: from slot to slot, a multiple of every part's block size, because kernels count strides
+    in blocks.
+    """
+
+    offsets: dict[str, int]
+    sizes: dict[str, int]
+    n_bytes: int
+    stride: int
+
+    @classmethod
+    def of(cls, infos: dict[str, TensorInfo]) -> Packing:
+        """Return the packing of an expert of these stacks."""
+        offsets, sizes, end, unit = {}, {}, 0, _PART_ALIGNMENT
+        for part, info in infos.items():
+            offsets[part] = round_up(end, _PART_ALIGNMENT)
+            sizes[part] = info.nbytes // info.ne[2]
+            end = offsets[part] + sizes[part]
+            unit = math.lcm(unit, GGML_QUANT_SIZES[info.type][1])
+        return cls(offsets, sizes, end, round_up(end, unit))
+
+
+def is_dense(name: str, n_layer: int) -> bool:
+    """Return whether a tensor is always on the device: no routed expert, embedding or MTP block."""
+    if name == "token_embd.weight" or "_exps." in name:
+        return False
+    if name.startswith("blk."):
+        return int(name.split(".")[1]) < n_layer  # later blocks are MTP, which is not run
+    return name in ("output_norm.weight", "output.weight")

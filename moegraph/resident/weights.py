@@ -1,0 +1,300 @@
+"""Loads weights: the CPU uses them in the mapped file, CUDA gets a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelFileError
+from ..events import Progress
+from ..ggml.device import Device
+from ..ggml.handles import Buffer, Context
+from ..ggml.lib import C, ffi
+from ..ggml.memory import place
+from ..ggml.ops import Tensor
+from ..modelfile import ModelFile, TensorInfo
+from ..units import round_up
+from .layout import is_dense
+
+# Tensor data in host memory must be aligned for the CPU kernels (ggml's TENSOR_ALIGNMENT).
+_HOST_ALIGNMENT = 32
+# Large enough for full PCIe speed, and small enough to pin in a few milliseconds.
+_STAGING_BYTES = 32 << 20
+_REMEDY = "lower -c or -ub, choose a smaller quantization, or use --device cpu"
+
+
+class TensorSet:
+    """Tensors of a model file on one device.
+
+    tensors: by GGUF name. joined: groups of adjacent matrices, each as one matrix of all their
+    rows. n_bytes: their device memory, padding included; for a mapped file, their bytes in it.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        buffers: Sequence[Buffer],
+        tensors: dict[str, Tensor],
+        joined: dict[tuple[str, ...], Tensor],
+        n_bytes: int,
+    ) -> None:
+        self._context = context
+        self._buffers = buffers
+        self.tensors = tensors
+        self.joined = joined
+        self.n_bytes = n_bytes
+
+    def close(self) -> None:
+        """Free the memory; a mapped file stays open."""
+        for buffer in self._buffers:
+            buffer.close()
+        self._context.close()
+
+
+class Loader:
+    """Loads tensors of one model file onto one device; reports progress in bytes of all tensors."""
+
+    def __init__(self, device: Device, model: ModelFile, progress: Progress | None = None) -> None:
+        self._device = device
+        self._model = model
+        self._progress = progress
+        self._done = 0
+        self._total = sum(info.nbytes for info in model.tensors.values())
+        self._staging = _Staging(device, self._report) if device.can.own_memory else None
+
+    def _report(self, n_bytes: int) -> None:
+        self._done += n_bytes
+        if self._progress:
+            self._progress("load", min(self._done, self._total), self._total)
+
+    def load(
+        self, infos: Iterable[TensorInfo], what: str, join: Sequence[tuple[str, ...]] = ()
+    ) -> TensorSet:
+        """Load tensors onto the device.
+
+        what: what they are, for error messages. join: groups of matrices of the same type and input
+        width to place next to each other; ignored for a mapped file, which has its own order.
+
+        Raises:
+            OutOfDeviceMemory: the tensors do not fit.
+            ModelFileError: the file is shorter than its header says.
+        """
+        infos = list(infos)
+        aligned = all(info.offset % _HOST_ALIGNMENT == 0 for info in infos)
+        in_place = not self._device.can.own_memory and aligned
+        if in_place:
+            join = ()
+        context = Context(len(infos) + len(join) + 1)
+        tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
+        joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
+        if in_place:
+            # the spans of different sets overlap in the file
+            buffers, n_bytes = self._map(infos, tensors), sum(info.nbytes for info in infos)
+        else:
+            buffers = [self._copy(infos, tensors, joined, what)]
+            n_bytes = buffers[0].size
+        return TensorSet(context, buffers, tensors, joined, n_bytes)
+
+    def _map(self, infos: list[TensorInfo], tensors: dict[str, Tensor]) -> list[Buffer]:
+        buffers = []
+        for part in sorted({info.part for info in infos}):
+            spans = [
+                (self._model.map(info).ctypes.data, info) for info in infos if info.part == part
+            ]
+            start = min(address for address, _ in spans)
+            end = max(address + info.nbytes for address, info in spans)
+            raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", start), end - start)
+            buffer = Buffer(raw, self._model)
+            C.ggml_backend_buffer_set_usage(raw, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+            for address, info in spans:
+                place(buffer, tensors[info.name], address - buffer.base)
+                self._report(info.nbytes)
+            buffers.append(buffer)
+        return buffers
+
+    def _copy(
+        self,
+        infos: list[TensorInfo],
+        tensors: dict[str, Tensor],
+        joined: dict[tuple[str, ...], Tensor],
+        what: str,
+    ) -> Buffer:
+        device = self._device
+        inside = {name for names in joined for name in names}
+        blocks = [([info.name], tensors[info.name]) for info in infos if info.name not in inside]
+        blocks += [(list(names), tensor) for names, tensor in joined.items()]
+        offsets, size = [], 0
+        for _, tensor in blocks:
+            offsets.append(size)
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
+            size = round_up(size + needed, device.alignment)
+        buffer = device.buffer(size, what, _REMEDY)
+        C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        # place all before copying any data: placing clears the padding after a tensor
+        for (names, tensor), offset in zip(blocks, offsets):
+            if len(names) > 1:
+                place(buffer, tensor, offset)
+            for name in names:
+                place(buffer, tensors[name], offset)
+                offset += C.ggml_nbytes(tensors[name])
+        for info in infos:
+            if self._staging:
+                self._staging.send(self._model, info, tensors[info.name])
+            else:
+                data = self._model.map(info)
+                C.ggml_backend_tensor_set(
+                    tensors[info.name], ffi.cast("void *", data.ctypes.data), 0, info.nbytes
+                )
+                self._report(info.nbytes)
+        return buffer
+
+    def close(self) -> None:
+        """Wait for the copies and free the pinned blocks."""
+        if self._staging:
+            self._staging.close()
+
+
+def _new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+    ne = list(info.ne[: info.n_dims])
+    tensor = C.ggml_new_tensor(context.ptr, int(info.type), info.n_dims, ne)
+    C.ggml_set_name(tensor, name.encode())
+    return tensor
+
+
+def _join(context: Context, parts: list[Tensor]) -> Tensor:
+    """Return a matrix [ne0, rows of all parts]."""
+    rows = sum(part.ne[1] for part in parts)
+    return C.ggml_new_tensor_2d(context.ptr, parts[0].type, parts[0].ne[0], rows)
+
+
+class _Staging:
+    """Two pinned blocks: one is filled from the file while the other is copied to the device."""
+
+    def __init__(self, device: Device, report: Callable[[int], None]) -> None:
+        self._device = device
+        self._report = report
+        self._blocks = [device.host_buffer(_STAGING_BYTES) for _ in range(2)]
+        self._sent = [device.event() for _ in range(2)]
+        self._turn = 0
+
+    def send(self, model: ModelFile, info: TensorInfo, tensor: Tensor) -> None:
+        upload = self._device.upload.ptr
+        for start in range(0, info.nbytes, _STAGING_BYTES):
+            size = min(_STAGING_BYTES, info.nbytes - start)
+            block, sent = self._blocks[self._turn], self._sent[self._turn]
+            if sent:
+                sent.wait()
+            model.read(info, block.array[:size], start)
+            C.ggml_backend_tensor_set_async(upload, tensor, block.address(), start, size)
+            if sent:
+                C.ggml_backend_event_record(sent.ptr, upload)
+            self._turn = 1 - self._turn
+            self._report(size)
+
+    def close(self) -> None:
+        self._device.synchronize()
+        for handle in (*self._sent, *self._blocks):
+            if handle:
+                handle.close()
+
+
+class TokenEmbedding:
+    """Rows of token_embd.weight as F32, read on the host.
+
+    A pass needs only a few rows, so the table (1 GB in F16 for the 35B) takes no device memory.
+
+    Raises:
+        ModelFileError: ggml cannot convert the table's type to F32.
+    """
+
+    def __init__(self, model: ModelFile) -> None:
+        info = model.tensors["token_embd.weight"]
+        self.n_embd, self.n_vocab = info.ne[0], info.ne[1]
+        self._model = model
+        self._data = model.map(info)
+        self._row_bytes = info.nbytes // self.n_vocab
+        self._base = self._data.ctypes.data
+        traits = C.ggml_get_type_traits(int(info.type))
+        self._to_float = traits.to_float
+        self._is_f32 = self._to_float == ffi.NULL
+        if self._is_f32 and info.type.name != "F32":
+            raise ModelFileError(f"{model.path}: cannot read embeddings of type {info.type.name}")
+
+    def rows(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+        """Write the embeddings of tokens [n] into out, F32, numpy shape [n, n_embd]."""
+        if self._is_f32:
+            out[:] = self._data.view(np.float32).reshape(self.n_vocab, self.n_embd)[tokens]
+            return
+        target = out.ctypes.data
+        for i, token in enumerate(tokens.tolist()):
+            self._to_float(
+                ffi.cast("void *", self._base + token * self._row_bytes),
+                ffi.cast("float *", target + i * self.n_embd * 4),
+                self.n_embd,
+            )
+
+
+class Weights:
+    """All weights except routed experts: attention, DeltaNet, routers, shared experts, head."""
+
+    def __init__(self, loader: Loader, model: ModelFile) -> None:
+        hp = model.hparams
+        infos = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
+        tied = "output.weight" not in model.tensors
+        if tied:
+            infos.append(model.tensors["token_embd.weight"])
+        join = [group for il in range(hp.n_layer) for group in _groups(model, il)]
+        self._set = loader.load(infos, "the dense weights", join)
+        self.n_bytes = self._set.n_bytes
+        tensors = self._set.tensors
+        self.output_norm = tensors["output_norm.weight"]
+        self.output = tensors["token_embd.weight" if tied else "output.weight"]
+        self._layers = [LayerWeights(self._set, il) for il in range(hp.n_layer)]
+        self.embedding = TokenEmbedding(model)
+
+    def layer(self, il: int) -> LayerWeights:
+        """Return the tensors of a layer."""
+        return self._layers[il]
+
+    def close(self) -> None:
+        """Free the weights; a mapped file stays open."""
+        self._set.close()
+
+
+class LayerWeights(dict[str, Tensor]):
+    """A layer's tensors by their name after `blk.N.`, for example `attn_norm.weight`.
+
+    joined: matrices with the same input, joined into one, by the names of the parts.
+    """
+
+    def __init__(self, source: TensorSet, il: int) -> None:
+        prefix = f"blk.{il}."
+        n = len(prefix)
+        super().__init__({k[n:]: t for k, t in source.tensors.items() if k.startswith(prefix)})
+        self.joined: dict[tuple[str, ...], Tensor] = {
+            tuple(name[n:] for name in names): tensor
+            for names, tensor in source.joined.items()
+            if names[0].startswith(prefix)
+        }
+
+
+# Projections of the same vector. For one row, one product with all of them saves up to three
+# launches and as many quantizations of that vector.
+_SAME_INPUT = (
+    ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
+    ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+)
+
+
+def _groups(model: ModelFile, il: int) -> list[tuple[str, ...]]:
+    """Return the groups of a layer's projections that have the same type."""
+    groups = []
+    for names in _SAME_INPUT:
+        by_type: dict[object, list[str]] = {}
+        for name in (f"blk.{il}.{name}" for name in names):
+            if name in model.tensors:
+                by_type.setdefault(model.tensors[name].type, []).append(name)
+        groups += [tuple(same) for same in by_type.values() if len(same) > 1]
+    return groups

@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, decoding in pieces, stop strings, chat templates."""

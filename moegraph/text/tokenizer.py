@@ -1,0 +1,237 @@
+"""Text to token ids and back, through the vocabulary code of llama.cpp.
+
+llama-cpp-python loads moegraph's own libraries (a process can have only one ggml) and reads only
+the vocabulary of the model file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import ConfigError, InternalError, ModelFileError, RequestError
+from ..modelfile import ModelFile
+from ..units import MiB, format_bytes
+
+# llama.cpp counts tokens in 32 bits; a prompt far shorter than that is already a mistake.
+MAX_PROMPT_BYTES = 16 * MiB
+# No token of a byte-level BPE is nearly as long; a longer one means a broken vocabulary.
+MAX_PIECE_BYTES = 64 * 1024
+
+_ERROR_LEVEL = 4
+_CONTINUE_LEVEL = 5
+
+
+class Tokenizer:
+    """The vocabulary of one model file; close it when done, or use it in a with statement.
+
+    source: an open model, or a path. From an open model, the file that was checked is read, even if
+    another file is at its path by now. llama.cpp ends the process on a vocabulary that `open_model`
+    would refuse, so pass a path only if other users cannot write there.
+
+    Raises:
+        ModelFileError: the file has no vocabulary, was written to, or llama.cpp refuses it.
+        ConfigError: llama-cpp-python is not installed.
+    """
+
+    def __init__(self, source: ModelFile | str | os.PathLike[str]) -> None:
+        self._model: Any = None
+        self._lib = _load_llama()
+        if isinstance(source, ModelFile):
+            source.check_unchanged()
+            paths, opened = source.paths, source.opened_paths()
+        else:
+            paths, opened = (Path(source),), [os.fspath(source)]
+        self.path = paths[0]
+        with _captured_log(self._lib) as messages:
+            params = self._lib.llama_model_default_params()
+            params.vocab_only = True
+            names = (ctypes.c_char_p * len(opened))(*map(os.fsencode, opened))
+            self._model = self._lib.llama_model_load_from_splits(names, len(opened), params)
+        if not self._model:
+            reason = messages[0] if messages else "no reason given"
+            for name, path in zip(opened, paths):
+                reason = reason.replace(name, str(path))
+            raise ModelFileError(f"{self.path}: llama.cpp cannot read the vocabulary: {reason}")
+        self._vocab = self._lib.llama_model_get_vocab(self._model)
+        self.n_vocab: int = self._lib.llama_vocab_n_tokens(self._vocab)
+        if self.n_vocab == 0:
+            self.close()
+            raise ModelFileError(f"{self.path}: the file has no vocabulary; use token ids")
+
+    def close(self) -> None:
+        """Free the vocabulary; a second call does nothing."""
+        if self._model:
+            self._lib.llama_model_free(self._model)
+            self._model = self._vocab = None
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Return the token ids of text.
+
+        add_special: add BOS and EOS if the model asks for them.
+        parse_special: read control tokens such as ``<|im_end|>`` as tokens and not as text.
+
+        Raises:
+            RequestError: the text is too long, or cannot be written as UTF-8.
+        """
+        data = _utf8(text)
+        # Enough for most text; an occasional second call is cheaper than 4 bytes per byte of text.
+        n_tokens = -(len(data) // 2 + 16)
+        # A negative result is minus the number of tokens that the text has.
+        while n_tokens < 0:
+            n_max = -n_tokens
+            ids = (ctypes.c_int32 * n_max)()
+            n_tokens = self._lib.llama_tokenize(
+                self._open_vocab(), data, len(data), ids, n_max, add_special, parse_special
+            )
+            if n_tokens < -MAX_PROMPT_BYTES - 2:
+                raise InternalError(f"llama_tokenize asks for room for {-n_tokens} tokens")
+        return ids[:n_tokens]
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """Return the bytes of one token; none for a control token unless special is true.
+
+        Raises:
+            RequestError: the id is not in the vocabulary.
+        """
+        if not 0 <= token < self.n_vocab:
+            raise RequestError(f"token id {token}; the vocabulary has ids 0 to {self.n_vocab - 1}")
+        size = 64
+        while size <= MAX_PIECE_BYTES:
+            buffer = ctypes.create_string_buffer(size)
+            n = self._lib.llama_token_to_piece(self._open_vocab(), token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+        raise ModelFileError(
+            f"{self.path}: token {token} has {size} bytes; at most {MAX_PIECE_BYTES} are allowed"
+        )
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special) for token in ids).decode(errors="replace")
+
+    @cached_property
+    def eog_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation (end of text, of turn, of message)."""
+        vocab, is_eog = self._open_vocab(), self._lib.llama_vocab_is_eog
+        return frozenset(token for token in range(self.n_vocab) if is_eog(vocab, token))
+
+    @property
+    def bos(self) -> int | None:
+        """Return the id that begins a text, if the model has one."""
+        return self._known(self._lib.llama_vocab_bos(self._open_vocab()))
+
+    @property
+    def eos(self) -> int | None:
+        """Return the id that ends a text, if the model has one."""
+        return self._known(self._lib.llama_vocab_eos(self._open_vocab()))
+
+    def _known(self, token: int) -> int | None:
+        return token if 0 <= token < self.n_vocab else None
+
+    def _open_vocab(self) -> Any:
+        # llama.cpp would dereference the null pointer.
+        if not self._model:
+            raise InternalError(f"the tokenizer of {self.path} is closed")
+        return self._vocab
+
+
+def _utf8(text: str) -> bytes:
+    # A character has at least one byte: refuse a long text before encoding it.
+    if len(text) <= MAX_PROMPT_BYTES:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid text: lone surrogate at character {error.start}"
+            ) from error
+        if len(data) <= MAX_PROMPT_BYTES:
+            return data
+    raise RequestError(
+        f"the prompt has {len(text)} characters; "
+        f"at most {format_bytes(MAX_PROMPT_BYTES)} are allowed"
+    )
+
+
+def _load_llama() -> ModuleType:
+    """Import llama_cpp with our libraries and keep ggml's log callback."""
+    from ..ggml import lib
+
+    folder = lib.library_dir()
+    with _kept_ggml_log(folder), _environment("LLAMA_CPP_LIB_PATH", str(folder)):
+        try:
+            from llama_cpp import llama_cpp
+        except ImportError as error:
+            raise ConfigError(
+                "text needs llama-cpp-python: pip install llama-cpp-python==0.3.36 with "
+                f"CMAKE_ARGS=-DLLAMA_BUILD=OFF, or give token ids ({error})"
+            ) from error
+        return llama_cpp
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable in the block only, so that the caller's child processes do not inherit it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def _kept_ggml_log(folder: Path) -> Iterator[None]:
+    """Restore ggml's log callback after the block: llama_log_set replaces it too."""
+    base = ctypes.CDLL(str(folder / "libggml-base.so"))
+    callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
+    base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+    try:
+        yield
+    finally:
+        base.ggml_log_set(callback, user_data)
+
+
+@contextmanager
+def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
+    """Collect llama.cpp's error lines in the block; afterwards its log stays silent."""
+    from ..ggml import lib
+
+    lines: list[str] = []
+    is_error = False
+
+    def collect(level: int, text: bytes, _: object) -> None:
+        nonlocal is_error
+        if level != _CONTINUE_LEVEL:
+            is_error = level == _ERROR_LEVEL
+        if is_error and (line := text.decode(errors="replace").strip()):
+            lines.append(line)
+
+    callback: Callable[..., None] = llama.llama_log_callback(collect)
+    with _kept_ggml_log(lib.library_dir()):
+        llama.llama_log_set(callback, None)
+        try:
+            yield lines
+        finally:
+            llama.llama_log_set(_silent(llama), None)
+
+
+@cache
+def _silent(llama: ModuleType) -> Any:
+    # Cached so that it is never freed: llama.cpp keeps the pointer. NULL would mean stderr.
+    return llama.llama_log_callback(lambda level, text, user_data: None)

@@ -1,0 +1,88 @@
+#include "moegraph-hooks.cuh"
+
+#include "moegraph-conv.cuh"
+#include "moegraph-deltanet.cuh"
+#include "moegraph-fetch.cuh"
+#include "moegraph-gate-up.cuh"
+#include "moegraph-norm.cuh"
+#include "moegraph-recurrence.cuh"
+#include "moegraph-rows.cuh"
+
+bool moegraph_supports_op(const ggml_tensor * op) {
+    switch (op->op) {
+        case GGML_OP_MOEGRAPH_FETCH_ROWS:
+            return true; // the constructor checks types and shapes
+        case GGML_OP_MOEGRAPH_CONV:
+            return moegraph_conv_supported(op);
+        case GGML_OP_MOEGRAPH_DELTA_NET:
+            return moegraph_delta_net_supported(op);
+        default:
+            return false;
+    }
+}
+
+void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    switch (dst->op) {
+        case GGML_OP_MOEGRAPH_FETCH_ROWS:
+            moegraph_fetch_rows(ctx, dst);
+            break;
+        case GGML_OP_MOEGRAPH_CONV:
+            moegraph_conv(ctx, dst, dst, false);
+            break;
+        case GGML_OP_MOEGRAPH_DELTA_NET:
+            moegraph_delta_net(ctx, dst);
+            break;
+        default:
+            GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));
+    }
+}
+
+bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    if (dst->op == GGML_OP_MUL_MAT && moegraph_rows_f32_supported(dst)) {
+        moegraph_rows_f32_mul_mat(ctx, dst);
+        return true;
+    }
+    return moegraph_mul_mat_glu(ctx, dst, nullptr, nullptr);
+}
+
+bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, const ggml_tensor * gate,
+        ggml_tensor * glu) {
+    if (!moegraph_rows_supported(up, gate, ggml_cuda_info().devices[ctx.device].cc)) {
+        return false;
+    }
+    moegraph_rows_mul_mat(ctx, up, gate, glu);
+    return true;
+}
+
+int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    if (const int n = moegraph_add_norm_try(ctx, cgraph, i)) {
+        return n;
+    }
+    if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
+        return n;
+    }
+    return moegraph_gated_norm_try(ctx, cgraph, i);
+}
+
+int moegraph_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, const int i) {
+    return moegraph_rows_try_group(ctx, cgraph, i);
+}
+
+void moegraph_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_graph_optimize_params * params) {
+    moegraph_add_norm_keep(cgraph, i, params);
+    moegraph_deltanet_keep(cgraph, i, params);
+    moegraph_branch_keep(cgraph, i, params);
+    moegraph_gate_up_keep(cgraph, i, params);
+    moegraph_publish_keep(cgraph, i, params);
+}
+
+moegraph_evaluation::moegraph_evaluation(
+        ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const bool may_branch)
+    : cgraph(cgraph), branches(ctx, cgraph, may_branch), publisher(ctx) {
+    moegraph_rows_begin(ctx, cgraph);
+}
+
+void moegraph_evaluation::end() {
+    branches.before(cgraph->n_nodes);
+    publisher.join();
+}

@@ -1,0 +1,45 @@
+#pragma once
+
+#include "moegraph-branch.cuh"
+#include "moegraph-publish.cuh"
+
+// What ggml-cuda.cu calls of our kernels.
+
+// Our ops (GGML_OP_MOEGRAPH_*): whether this backend computes one, and its launch.
+bool moegraph_supports_op(const ggml_tensor * op);
+void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// MUL_MAT and MUL_MAT_ID of a few rows, alone or combined with a gate product by a GLU. Returns whether a kernel of
+// ours has computed it.
+bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, const ggml_tensor * gate,
+    ggml_tensor * glu);
+
+// Runs what starts at node i as one kernel, if one of ours covers it. Returns how many nodes behind node i that covers,
+// 0 if nothing has been run. _group: products of the same activations; it comes last, after upstream's own fusions.
+int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
+int moegraph_try_group(ggml_backend_cuda_context & ctx, ggml_cgraph * cgraph, int i);
+
+// Asks that what our kernels read at once keeps its memory long enough, where node i starts a pattern.
+void moegraph_keep(const ggml_cgraph * cgraph, int i, const ggml_backend_graph_optimize_params * params);
+
+// One evaluation of a graph: which nodes run beside others, and on which stream.
+class moegraph_evaluation {
+public:
+    // may_branch: upstream's own concurrent streams are not in use.
+    moegraph_evaluation(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, bool may_branch);
+
+    // Call before node i is launched: changes to the stream of the node.
+    void before(int i) { branches.before(i); }
+
+    // Launches the copies to the host that start at node i. Returns how many nodes that covers, 0 for none.
+    int try_publish(int i, moegraph_compute compute) { return publisher.try_publish(cgraph, i, compute); }
+
+    // Call after the last node: the graph ends when its branches have.
+    void end();
+
+private:
+    const ggml_cgraph * cgraph;
+    moegraph_branches   branches;
+    moegraph_publisher  publisher;
+};

@@ -1,0 +1,77 @@
+"""Engines whose graphs fetch by themselves: how they are run, and what must hold between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from helpers.shared import prompt
+from moegraph.engine import Engine
+from moegraph.ggml.lib import C, ffi
+
+PRESET, N_LAYER, N_USED = "legacy32", 8, 4
+# One slot more than a row chooses: most rows miss something, and nearly all is at risk.
+FETCHING = {
+    "pin_layers": 0, "cache_slots": N_LAYER * (N_USED + 1), "miss": "stream", "host_pin": "all",
+    "policy": "lru",
+}  # fmt: skip
+# Single rows, with passes of several rows between them.
+WIDTHS = [1, 1, 1, 8, 1, 1, 3, 1, 8, 8, 1, 1, 20, 1, 1, 1]
+ALL = frozenset(range(N_LAYER))
+
+
+def run(
+    engine: Engine, widths: list[int] = WIDTHS, after: Callable[[], Any] = lambda: None
+) -> npt.NDArray[np.float32]:
+    """Return the logits of passes of these widths from an empty sequence on."""
+    engine.reset()
+    ids, parts, at = prompt(engine, sum(widths), seed=11), [], 0
+    for width in widths:
+        parts.append(engine.forward_logits(ids[at : at + width], at))
+        at += width
+        after()
+    return np.concatenate(parts)
+
+
+def check_sound(engine: Engine) -> None:
+    """Check that cache, tables and landings agree, and that slots hold what they are said to."""
+    handler = engine.runner.misses
+    cache, store, tables = handler.cache, handler._store, handler._tables
+    cache.check()
+    sent = tables._rows.array.copy()
+    if not tables._is_due:
+        C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
+    for il in set(range(N_LAYER)) - cache.dirty:
+        np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
+        if il in handler.miss_mode.fetch_layers:
+            landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
+            layer = cache._layers[il]
+            assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
+            assert len(set(landing[:, 0].tolist())) == N_USED
+            # of equal scores any may be listed
+            scores = [layer.policy.score[e] for e in landing[:, 1].tolist() if e >= 0]
+            others = layer.resident - set(landing[:, 1].tolist())
+            movable = others & set(layer.owner[layer.policy.n_static :])
+            assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
+    for il in store.layers:
+        memory, packing = handler._banks.layer(il).memory, store.packing(il)
+        held = np.empty(packing.n_bytes, np.uint8)
+        for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
+            at = int(cache.tables[il, expert]) * packing.stride
+            C.ggml_backend_tensor_get(memory, ffi.from_buffer(held), at, held.nbytes)
+            wanted = ffi.buffer(ffi.cast("char *", store.source(il, expert)), held.nbytes)
+            assert held.tobytes() == bytes(wanted), f"layer {il}, expert {expert}"
+
+
+class Countdown:
+    """A cancel token that is set from the k-th look on."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def is_set(self) -> bool:
+        self.n -= 1
+        return self.n <= 0
