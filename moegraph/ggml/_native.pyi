@@ -71,6 +71,7 @@ class Lib:
     GGML_MAX_NAME: Final[int]
     GGML_ROPE_TYPE_NEOX: Final[int]
     MOEGRAPH_TREE_ROWS: Final[int]
+    MOEGRAPH_CONV_WIDTH: Final[int]
     MOEGRAPH_FETCH_IDS: Final[int]
     MG_NO_ID: Final[int]
     GGML_STATUS_ALLOC_FAILED: Final[int]
@@ -124,6 +125,7 @@ class Lib:
         /,
     ) -> Tensor: ...
     def ggml_set_name(self, a0: Tensor, a1: Address, /) -> Tensor: ...
+    def ggml_set_input(self, a0: Tensor, /) -> None: ...
     def ggml_set_output(self, a0: Tensor, /) -> None: ...
     def ggml_add(self, a0: ggml_context_ptr, a1: Tensor, a2: Tensor, /) -> Tensor: ...
     def ggml_mul(self, a0: ggml_context_ptr, a1: Tensor, a2: Tensor, /) -> Tensor: ...
@@ -286,15 +288,17 @@ class Lib:
     def ggml_graph_n_nodes(self, a0: ggml_cgraph_ptr, /) -> int: ...
     def ggml_graph_node(self, a0: ggml_cgraph_ptr, a1: int, /) -> Tensor: ...
     def moegraph_patchset(self) -> Address: ...
-    def moegraph_ssm_conv_tree(
+    def moegraph_conv(
         self,
         a0: ggml_context_ptr,
         a1: Tensor,
         a2: Tensor,
         a3: Tensor,
+        a4: Tensor,
+        a5: Tensor,
         /,
     ) -> Tensor: ...
-    def moegraph_gated_delta_net_tree(
+    def moegraph_delta_net(
         self,
         a0: ggml_context_ptr,
         a1: Tensor,
@@ -304,6 +308,7 @@ class Lib:
         a5: Tensor,
         a6: Tensor,
         a7: Tensor,
+        a8: Tensor,
         /,
     ) -> Tensor: ...
     def moegraph_fetch_rows(

@@ -64,9 +64,15 @@ def _require(ok: bool, op: str, *tensors: Tensor) -> None:
         raise InternalError(f"{op}: operands do not fit: {operands}; please report this")
 
 
-def _require_parents(parents: Tensor, n_tokens: int, n_seqs: int, op: str) -> None:
-    ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
-    _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
+def _require_states(
+    pool: Tensor, slots: Tensor, parents: Tensor | None, n_tokens: int, n_seqs: int, op: str
+) -> None:
+    ok = pool.type == F32 and pool.nb[0] == 4 and shape(pool)[2:] == (1, 1)
+    ok = ok and slots.type == I32 and shape(slots) == (n_seqs, 1, 1, 1)
+    _require(ok and C.ggml_is_contiguous(slots), op, pool, slots)
+    if parents is not None:
+        ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
+        _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
 
 
 def _repeats(small: Tensor, large: Tensor) -> bool:
@@ -346,43 +352,52 @@ class Builder:
         y.op_params[5] = n_parts
         return y
 
-    def ssm_conv(self, x: Tensor, kernel: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Depthwise causal convolution.
-
-        x F32 [d_conv - 1 + n_tokens, channels, n_seqs], kernel F32 [d_conv, channels]:
-        F32 [channels, n_tokens, n_seqs]. With parents I32 [n_tokens, n_seqs], a row's window is the
-        row, its ancestors, and then the columns before row 0.
-        """
-        ok = x.ne[1] == kernel.ne[1] and x.ne[0] >= kernel.ne[0] and kernel.type == F32
-        _require(ok and x.ne[3] == 1, "ssm_conv", x, kernel)
-        if parents is None:
-            return C.ggml_ssm_conv(self.ctx, x, kernel)
-        _require_parents(parents, x.ne[0] - kernel.ne[0] + 1, x.ne[2], "ssm_conv")
-        return C.moegraph_ssm_conv_tree(self.ctx, x, kernel, parents)
-
-    def gated_delta_net(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
+    def conv(
+        self, rows: Tensor, kernel: Tensor, pool: Tensor, slots: Tensor,
         parents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Gated delta rule over the tokens of each sequence.
+        """Depthwise causal convolution of rows that continue a state.
 
-        q, k [S, n_k_heads, T, B], v [S, n_v_heads, T, B], g and beta [1, n_v_heads, T, B],
-        state [S, S, n_v_heads, B]: F32 [S * n_v_heads, T * B + S * B], the outputs, then the final
-        state. With parents I32 [T, B], each row continues its parent's state and the result has no
-        state: F32 [S * n_v_heads, T * B].
+        rows F32 [channels, T, S], kernel F32 [d_conv, channels], pool F32 [(d_conv - 1) * channels,
+        n_slots] with each channel's last values side by side: F32 [channels, T, S]. slots I32 [S],
+        parents I32 [T, S]: see delta_net.
         """
-        s, h, t, b = shape(v)
         ok = (
-            shape(q) == shape(k)
-            and q.ne[0] == s
-            and h % q.ne[1] == 0
-            and (q.ne[2], q.ne[3]) == (t, b)
-            and shape(g) == (1, h, t, b)
-            and shape(beta) == (1, h, t, b)
-            and shape(state) == (s, s, h, b)
+            rows.type == kernel.type == F32
+            and rows.nb[0] == 4
+            and rows.ne[3] == 1
+            and shape(kernel)[1:] == (rows.ne[0], 1, 1)
+            and 2 <= kernel.ne[0] <= C.MOEGRAPH_CONV_WIDTH
+            and C.ggml_is_contiguous(kernel)
+            and pool.ne[0] == (kernel.ne[0] - 1) * rows.ne[0]
         )
-        _require(ok, "gated_delta_net", q, k, v, g, beta, state)
-        if parents is None:
-            return C.ggml_gated_delta_net(self.ctx, q, k, v, g, beta, state, 1)
-        _require_parents(parents, t, b, "gated_delta_net")
-        return C.moegraph_gated_delta_net_tree(self.ctx, q, k, v, g, beta, state, parents)
+        _require(ok, "conv", rows, kernel, pool)
+        _require_states(pool, slots, parents, rows.ne[1], rows.ne[2], "conv")
+        return C.moegraph_conv(self.ctx, rows, kernel, pool, slots, parents or ffi.NULL)
+
+    def delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, pool: Tensor,
+        slots: Tensor, parents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Gated delta rule over rows that continue a state.
+
+        q, k F32 [D, n_k_heads, T, S], v F32 [D, H, T, S], gate and beta F32 [1, H, T, S], pool F32
+        [D * D * H, n_slots]: F32 [D, H, T, S]. Sequence s has the state of slots[s], I32 [S]; its
+        rows continue one another, and the state becomes that of the last row. With parents I32
+        [T, S] each row continues its parent, or the state if that is -1; the state stays. Padding
+        touches no state, and its results are 0: a sequence in slot -1, a row whose parent is -2.
+        """
+        d, h, t, s = shape(v)
+        ok = (
+            q.type == k.type == v.type == gate.type == beta.type == F32
+            and q.nb[0] == k.nb[0] == v.nb[0] == 4
+            and shape(q) == shape(k) == (d, q.ne[1], t, s)
+            and h % q.ne[1] == 0
+            and shape(gate) == shape(beta) == (1, h, t, s)
+            and C.ggml_is_contiguous(gate)
+            and C.ggml_is_contiguous(beta)
+            and pool.ne[0] == d * d * h
+        )
+        _require(ok, "delta_net", q, k, v, gate, beta, pool)
+        _require_states(pool, slots, parents, t, s, "delta_net")
+        return C.moegraph_delta_net(self.ctx, q, k, v, gate, beta, pool, slots, parents or ffi.NULL)

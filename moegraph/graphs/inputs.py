@@ -56,10 +56,10 @@ class PassInputs:
     """The input tensors of one pass.
 
     embd F32 [n_embd, n_tokens]; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches;
-    out_ids I32 [n_out], or None if n_out is 0; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs].
-    With several sequences in the engine: slots I32 [n_seqs], rows of the states; kv_rows I32
-    [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents I32
-    [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
+    out_ids I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the
+    sequences; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
+    kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
+    I32 [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
     n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
     """
 
@@ -68,7 +68,7 @@ class PassInputs:
     kv_idx: Tensor
     out_ids: Tensor | None
     kq_mask: Tensor | None
-    slots: Tensor | None
+    slots: Tensor
     kv_rows: Tensor | None
     parents: Tensor | None
     pages: Tensor | None
@@ -146,9 +146,9 @@ class InputBlock:
             place(self._buffer, tensor, offset)
             return tensor
 
-        slots = parents = kq_mask = kv_rows = pages = rows = None
-        if self._gathers:
-            slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
+        slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
+        C.ggml_set_input(slots)  # kernels read it early
+        parents = kq_mask = kv_rows = pages = rows = None
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
             parents = leaf(I32, parents_ne, "inp_parents", at.parents)
@@ -239,8 +239,7 @@ class InputBlock:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
-        if self._gathers:
-            region(at.slots, shape.n_seqs, np.int32)[:] = slots
+        region(at.slots, shape.n_seqs, np.int32)[:] = slots
         if shape.is_paged:
             table = state.pool.table
             n_pages = table.shape[1]
@@ -311,16 +310,16 @@ class _OneRow:
         self._pos[0] = first
         self._kv_idx[0] = pool.row(slot, first)
         goes_on = self._last == (first - 1, slot, pool.version)
+        if not goes_on:
+            self._slot[0] = slot
         if self.shape.is_paged:
             fill_rows(self._row, [first], 1, None)
             if not goes_on:
-                self._slot[0] = slot
                 self._pages[:] = pool.table[slot]
         elif goes_on:
             self._mask[first] = 0.0
         else:
             fill_mask(self._mask.reshape(1, 1, -1), [first])
             if self._kv_rows is not None:
-                self._slot[0] = slot
                 self._kv_rows[:] = gathered_rows(pool, (slot,), self.shape.n_kv)[0]
         self._last = (first, slot, pool.version)

@@ -119,12 +119,12 @@ class Commits:
             leaf = b.leaf(I32, ne, f"commit_{name}")
             place(self._buffer, leaf, self._n_input * i)
             inputs[name] = leaf
-        slots = inputs["slots"] if m.state.n_seq > 1 else None
+        C.ggml_set_input(inputs["slots"])  # kernels read it early
         for il in range(m.hp.n_layer):
             if m.hp.is_recurrent(il):
                 rows = DeltaRows(*m.state.drafts.leaves(b, il))
                 w = m.weights.layer(il)
-                build_commit(b, m.hp, w, m.state, slots, rows, inputs["path"], il)
+                build_commit(b, m.hp, w, m.state, rows, inputs["slots"], inputs["path"], il)
             elif moves:
                 for cache in (m.state.k_words[il], m.state.v_words[il]):
                     copy = b.get_rows(cache, inputs["sources"])

@@ -11,6 +11,7 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
+from ..graphs.layer import Model
 from ..kinds import Kind
 from .base import Runner
 from .batch import Batch
@@ -25,7 +26,8 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
     Arrays have numpy shapes: ggml's reversed, without leading dimensions of 1, but at least two
-    dimensions. KV cache and states advance as in any pass.
+    dimensions. KV cache and states advance as in any pass. The states behind it are in the result
+    under upstream's names conv_state_last and new_state.
 
     Raises:
         ConfigError: not every expert is resident; a single graph cannot handle missing experts.
@@ -51,7 +53,20 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
             runner.advance(batch)
-            return {key: read_tensor(tensor) for key, tensor in builder.named.items()}
+            nodes = {key: read_tensor(tensor) for key, tensor in builder.named.items()}
+            return nodes | _states(model, batch.slots)
+
+
+def _states(model: Model, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
+    """Return the recurrent states in some slots."""
+    hp, found, rows = model.hp, {}, list(slots)
+    for il in model.state.ssm:
+        conv = read_tensor(model.state.conv[il])[rows]
+        ssm = read_tensor(model.state.ssm[il])[rows]
+        d = hp.head_v_dim
+        found["conv_state_last", il] = _squeezed(conv.reshape(-1, hp.conv_dim, hp.ssm_d_conv - 1))
+        found["new_state", il] = _squeezed(ssm.reshape(-1, hp.n_v_heads, d, d))
+    return found
 
 
 def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
@@ -84,7 +99,11 @@ def read_tensor(tensor: Tensor) -> npt.NDArray[Any]:
         return raw
     flat = raw.view(_DTYPES[tensor.type])
     ne, nb = shape(tensor), [tensor.nb[i] for i in range(4)]
-    full = np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])
-    while full.ndim > 2 and full.shape[0] == 1:
-        full = full[0]
-    return np.array(full)
+    return np.array(_squeezed(np.lib.stride_tricks.as_strided(flat, ne[::-1], nb[::-1])))
+
+
+def _squeezed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Drop leading dimensions of 1, but keep two dimensions."""
+    while array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    return array

@@ -30,41 +30,42 @@ EPS = 1e-6
 class Step:
     """The input side of a DeltaNet layer: n_k heads of q and of k, n_v of v, of size d.
 
-    token_step, seq_step: q and k are those of every token and sequence, or all of the first (0).
-    is_transposed: the columns are kept with channels side by side. is_read: others read them, too.
+    Sequences have slots of a pool in no order. token_step, seq_step: q and k are those of every
+    token and sequence, or all of the first (0). is_read: others read the convolution, too.
+    parents: rows are trees, numpy shape [n_seqs, n_tokens]. is_input: slots may be read early.
     """
 
     def __init__(self, d: int, n_k: int, n_v: int, n_tokens: int, n_seqs: int) -> None:
         self.d, self.n_k, self.n_v, self.t, self.s = d, n_k, n_v, n_tokens, n_seqs
         self.n_channels = d * (2 * n_k + n_v)
         self.qkv = random(1, n_seqs, n_tokens, self.n_channels)
-        self.past = random(2, n_seqs, self.n_channels, 3)
+        self.pool = random(2, n_seqs + 2, self.n_channels, 3)
+        self.slots = np.random.default_rng(8).permutation(n_seqs + 2)[:n_seqs].astype(np.int32)
         self.w = random(3, self.n_channels, 4)
         self.alpha, self.beta = (random(i, n_seqs, n_tokens, n_v) for i in (4, 5))
         self.dt, self.a = random(6, n_v), -np.abs(random(7, n_v))
         self.token_step = self.seq_step = 1
-        self.is_transposed = self.is_read = False
+        self.is_read, self.is_input = False, True
+        self.parents: npt.NDArray[np.int32] | None = None
 
     def build(self, graph: Graph, in_order: bool = True, w: Tensor | None = None) -> list[Tensor]:
         """Append it; out of order it is the same nodes, but not one kernel."""
-        b, t, s, n = graph.b, self.t, self.s, self.n_channels
-        state = graph.leaf(self.past.reshape(s, -1))
-        row = 4 * 3 * n
+        b, t, s = graph.b, self.t, self.s
+        pool = graph.leaf(self.pool.reshape(len(self.pool), -1))
+        slots = graph.leaf(self.slots, I32)
+        if self.is_input:
+            C.ggml_set_input(slots)
+        parents = None if self.parents is None else graph.leaf(self.parents, I32)
         beta = graph.leaf(self.beta.reshape(s, t, self.n_v, 1))
         alpha = b.add(graph.leaf(self.alpha), graph.weight(self.dt))
         gates = [b.sigmoid(beta), b.mul(b.softplus(alpha), graph.weight(self.a))]
         for gate in gates if in_order else reversed(gates):
             b.expand(gate)
-        past = b.view(state, (3, n, s), (12, row), 0)
-        both = b.concat(past, b.transpose(graph.leaf(self.qkv)), 0)
-        last = b.view(both, (3, n, s), (both.nb[1], both.nb[2]), 4 * t)
-        slot = b.view(state, (3 * n, s), (row,), 0)
-        if self.is_transposed:
-            slot = b.permute(b.view(state, (n, 3), (4 * n,), 0), 1, 0, 2, 3)
-        kept = b.expand(b.cpy(last, slot))
-        conv = b.silu(b.ssm_conv(both, graph.weight(self.w) if w is None else w))
-        read = [b.cont(last)] if self.is_read else []
-        return [*gates, kept, conv, *self._heads(b, conv), *read]
+        kernel = graph.weight(self.w) if w is None else w
+        raw = b.conv(graph.leaf(self.qkv), kernel, pool, slots, parents)
+        conv = b.silu(raw)
+        read = [b.cont(raw)] if self.is_read else []
+        return [*gates, conv, *self._heads(b, conv), pool, *read]
 
     def _heads(self, b: Builder, conv: Tensor) -> list[Tensor]:
         d, row = self.d, 4 * self.n_channels
@@ -79,27 +80,74 @@ class Step:
         """Compute the same in float64."""
         alpha, beta = self.alpha.astype(np.float64), self.beta.astype(np.float64)
         gate = np.log1p(np.exp(alpha + self.dt)) * self.a
-        columns = np.concatenate([self.past.transpose(0, 2, 1), self.qkv], 1).astype(np.float64)
-        conv = sum(columns[:, j : j + self.t] * self.w[:, j] for j in range(4))
-        conv = conv / (1 + np.exp(-conv))
+        raw, pool = self._convolved()
+        conv = raw / (1 + np.exp(-raw))
         heads = conv[..., : 2 * self.d * self.n_k].reshape(self.s, self.t, 2, self.n_k, self.d)
         heads = heads / np.sqrt((heads**2).sum(-1, keepdims=True) + EPS)
         heads = heads[np.arange(self.s) * self.seq_step][:, np.arange(self.t) * self.token_step]
-        kept = columns[:, self.t :].transpose(0, 2, 1)
-        stored = columns[:, self.t :] if self.is_transposed else kept
-        read = [kept] if self.is_read else []
+        read = [raw] if self.is_read else []
         sigmoid = 1 / (1 + np.exp(-beta))
-        return [sigmoid, gate, stored, conv, heads[:, :, 0], heads[:, :, 1], *read]
+        return [sigmoid, gate, conv, heads[:, :, 0], heads[:, :, 1], pool, *read]
+
+    def _convolved(self) -> tuple[npt.NDArray[Any], Array]:
+        """Return the convolution [n_seqs, n_tokens, n_channels] and the pool after it."""
+        raw, pool = np.zeros(self.qkv.shape), self.pool.copy()
+        for seq, slot in enumerate(self.slots):
+            if not 0 <= slot < len(pool):
+                continue
+            columns = np.concatenate([self.pool[slot].T, self.qkv[seq]]).astype(np.float64)
+            parents = range(-1, self.t - 1) if self.parents is None else self.parents[seq]
+            windows: list[list[int]] = []  # a row continues the window of its parent
+            for row, parent in enumerate(parents):
+                before = windows[parent] if parent >= 0 else [0, 0, 1, 2]
+                windows.append([*before[1:], 3 + row])
+                if parent != -2:
+                    raw[seq, row] = (columns[windows[row]] * self.w.T).sum(0)
+            if self.parents is None:
+                pool[slot] = columns[-3:].T
+        return raw, pool
+
+    def check(self, found: list[Array]) -> None:
+        """Compare results, in the order of `build`, with float64; the pool must be exact."""
+        expected = self.expected()
+        for got, wanted in zip(found, expected):
+            assert nmse(got, wanted) < 1e-11
+        np.testing.assert_array_equal(found[5], expected[5].reshape(-1))
 
 
+def tree_of(n_tokens: int, n_seqs: int) -> npt.NDArray[np.int32]:
+    """Return random trees; some rows are padding, but not the first."""
+    rng = np.random.default_rng(n_tokens)
+    parents = np.full((n_seqs, n_tokens), -2, np.int32)
+    for of_seq in parents:
+        for row in range(n_tokens):
+            if row == 0 or rng.random() < 0.85:
+                of_seq[row] = rng.choice([-1, *np.flatnonzero(of_seq[:row] != -2)])
+    return parents
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("n_tokens", "n_seqs"), [(1, 1), (1, 3), (2, 2), (7, 1), (32, 2), (33, 1)])
-def test_gates_convolution_and_norms(device: Device, d: int, n_tokens: int, n_seqs: int) -> None:
+def test_gates_convolution_and_norms(
+    device: Device, d: int, n_tokens: int, n_seqs: int, is_tree: bool
+) -> None:
     step = Step(d, 4, 8, n_tokens, n_seqs)
+    if is_tree:
+        step.parents = tree_of(n_tokens, n_seqs)
     graph = Graph()
-    found, _ = graph.run(device, step.build(graph))
-    for got, expected in zip(found, step.expected()):
-        assert nmse(got, expected) < 1e-11
+    step.check(graph.run(device, step.build(graph))[0])
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 8, 33])
+def test_padding_touches_no_state(device: Device, n_tokens: int, is_tree: bool) -> None:
+    step = Step(128, 4, 8, n_tokens, 4)
+    step.slots[:] = 3, -1, len(step.pool), 0
+    if is_tree:
+        step.parents = tree_of(n_tokens, 4)
+    graph = Graph()
+    step.check(graph.run(device, step.build(graph))[0])
 
 
 @pytest.mark.parametrize(("n_tokens", "n_seqs", "change"), [
@@ -107,7 +155,6 @@ def test_gates_convolution_and_norms(device: Device, d: int, n_tokens: int, n_se
     (2, 3, {"seq_step": 0}),
     (8, 1, {"dt": random(6, 8, 1)}),
     (8, 1, {"a": random(7, 8, 1)}),
-    (2, 1, {"is_transposed": True}),
     (2, 2, {"is_read": True}),
 ])  # fmt: skip
 def test_steps_that_are_not_one_kernel(
@@ -117,28 +164,60 @@ def test_steps_that_are_not_one_kernel(
     step = Step(64, 4, 8, n_tokens, n_seqs)
     vars(step).update(change)
     graph = Graph()
-    found, _ = graph.run(device, step.build(graph))
-    for got, expected in zip(found, step.expected()):
-        assert nmse(got, expected) < 1e-11
+    step.check(graph.run(device, step.build(graph))[0])
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize(("n_tokens", "n_seqs"), [(1, 1), (8, 2), (32, 1)])
 def test_the_small_ops_of_a_deltanet_layer_are_one_kernel(
-    device: Device, n_tokens: int, n_seqs: int
+    device: Device, n_tokens: int, n_seqs: int, is_tree: bool
 ) -> None:
-    def between(in_order: bool) -> list[Array]:
+    step = Step(128, 16, 32, n_tokens, n_seqs)
+    if is_tree:
+        step.parents = tree_of(n_tokens, n_seqs)
+
+    def run(in_order: bool) -> tuple[list[Array], list[Array]]:
         graph = Graph()
-        step = Step(128, 16, 32, n_tokens, n_seqs)
         outputs = step.build(graph, in_order)
-        gate, conv, q, k = outputs[1], outputs[3], outputs[4], outputs[5]
-        softplus, columns = gate.src[0], conv.src[0].src[0]
-        inner = [columns, softplus.src[0], softplus, conv.src[0], q.src[0], k.src[0]]
+        gate, conv, q, k = outputs[1], outputs[2], outputs[3], outputs[4]
+        softplus = gate.src[0]
+        inner = [softplus.src[0], softplus, conv.src[0], q.src[0], k.src[0]]
         found = graph.run(device, [*outputs, *inner])[0]
         assert not any(np.isnan(values).any() for values in found[: len(outputs)])
-        return found[len(outputs) :]
+        return found[: len(outputs)], found[len(outputs) :]
 
-    assert all(np.isnan(values).all() for values in between(True)), "not one kernel"
-    assert not np.isnan(between(False)[0]).any(), "the columns: other nodes have to write them"
+    one, between = run(True)
+    assert all(np.isnan(values).all() for values in between), "not one kernel"
+    apart, between = run(False)
+    assert not np.isnan(between[0]).any(), "other nodes have to write what goes into the gate"
+    for at in (2, 5):  # convolution and pool: the same sums
+        np.testing.assert_array_equal(one[at], apart[at])
+
+
+@pytest.mark.parametrize(("n_tokens", "n_seqs"), [(33, 2), (100, 1)])
+def test_convolution_and_activation_of_many_rows_are_one_kernel(
+    device: Device, n_tokens: int, n_seqs: int
+) -> None:
+    step = Step(64, 4, 8, n_tokens, n_seqs)
+    graph = Graph()
+    outputs = step.build(graph)
+    *found, between = graph.run(device, [*outputs, outputs[2].src[0]])[0]
+    assert np.isnan(between).all(), "not one kernel"
+    step.check(found)
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+def test_slots_change_between_two_runs_of_a_captured_graph(device: Device, is_input: bool) -> None:
+    """The fourth run replays a graph that was captured with other slots."""
+    step = Step(128, 4, 8, 1, 3)
+    step.is_input = is_input
+    graph = Graph()
+    outputs = step.build(graph)
+    with graph.launches(device, outputs) as launch:
+        for slots in ([0, 1, 2], [4, 0, 3], [3, -1, 1], [2, 4, 0], [1, 2, 3]):
+            step.slots[:] = slots
+            graph.replace(outputs[2].src[0].src[3], step.slots)
+            step.check(launch()[0])
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -238,8 +317,7 @@ def test_a_convolution_whose_weights_are_a_result(device: Device, repeat: int) -
     outputs = step.build(graph, w=graph.b.reshape(w, 4, step.n_channels))
     (weights, *found), _ = graph.run(device, [w, *outputs], repeat)
     step.w = weights.reshape(-1, 4)
-    for got, expected in zip(found, step.expected()):
-        assert nmse(got, expected) < 1e-11
+    step.check(found)
 
 
 @pytest.mark.parametrize("repeat", [1, 4])

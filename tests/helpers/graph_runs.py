@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,24 +65,38 @@ class Graph:
 
         The third run and later ones replay a captured graph.
         """
+        with self.launches(device, outputs) as launch:
+            runs = [launch() for _ in range(repeat)]
+        return runs[-1][0], statistics.median(seconds for _, seconds in runs)
+
+    @contextmanager
+    def launches(
+        self, device: Device, outputs: list[Tensor]
+    ) -> Iterator[Callable[[], tuple[list[Array], float]]]:
+        """Give the tensors memory; yield what computes once: flat outputs and seconds."""
         for tensor in outputs:
             self.b.expand(tensor)
-        with ExitStack() as stack:
-            self._allocate(device, stack)
-            seconds = []
-            for _ in range(repeat):
-                self._fill()
-                device.synchronize()
-                begin = time.perf_counter()
-                device.check(C.mg_launch(device.compute.ptr, self.b.graph, ffi.NULL, 0), "graph")
-                device.synchronize()
-                seconds.append(time.perf_counter() - begin)
-            found = []
+
+        def launch() -> tuple[list[Array], float]:
+            self._fill()
+            device.synchronize()
+            begin = time.perf_counter()
+            device.check(C.mg_launch(device.compute.ptr, self.b.graph, ffi.NULL, 0), "graph")
+            device.synchronize()
+            seconds, found = time.perf_counter() - begin, []
             for tensor in outputs:
                 out = np.empty(C.ggml_nbytes(tensor) // 4, np.float32)
                 C.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), 0, out.nbytes)
                 found.append(out)
-        return found, statistics.median(seconds)
+            return found, seconds
+
+        with ExitStack() as stack:
+            self._allocate(device, stack)
+            yield launch
+
+    def replace(self, leaf: Tensor, data: npt.NDArray[Any]) -> None:
+        """Change the data of a leaf; later runs compute with it."""
+        self._leaves = [(t, data.tobytes() if t == leaf else old) for t, old in self._leaves]
 
     def _allocate(self, device: Device, stack: ExitStack) -> None:
         """Give every tensor memory of its own: the device may reorder and fuse."""

@@ -29,11 +29,11 @@ WEIGHTS = {
     "ssm_alpha.weight": (96, 4), "ssm_conv1d.weight": (4, 256), "ssm_dt.bias": (4,),
     "ssm_a": (4,), "ssm_norm.weight": (32,), "ssm_out.weight": (128, 96),
 }  # fmt: skip
-N_SEQ, SLOTS = 4, (2, 0, 3)
+N_SLOTS, SLOTS = 4, (2, 0)
 
 
 class Layer:
-    """One DeltaNet layer with random weights and the states of N_SEQ sequences."""
+    """One DeltaNet layer with random weights and N_SLOTS states."""
 
     def __init__(self, device: Device, seed: int) -> None:
         self.device = device
@@ -42,8 +42,8 @@ class Layer:
         make, leaf = self.context.ptr, {}
         for name, ne in WEIGHTS.items():
             leaf[name] = C.ggml_new_tensor(make, F32, len(ne), list(ne))
-        conv = C.ggml_new_tensor_2d(make, F32, 3 * HP.conv_dim, N_SEQ)
-        ssm = C.ggml_new_tensor_2d(make, F32, 32 * 32 * HP.n_v_heads, N_SEQ)
+        conv = C.ggml_new_tensor_2d(make, F32, 3 * HP.conv_dim, N_SLOTS)
+        ssm = C.ggml_new_tensor_2d(make, F32, 32 * 32 * HP.n_v_heads, N_SLOTS)
         self.buffer = Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(make, device.buft))
         for tensor in (*leaf.values(), conv, ssm):
             values = rng.standard_normal(C.ggml_nelements(tensor)).astype(np.float32) / 4
@@ -54,15 +54,18 @@ class Layer:
         self.state = SimpleNamespace(conv={0: conv}, ssm={0: ssm})
 
     def states(self) -> Array:
-        """Return both states, convolution first, of all sequences one after the other."""
-        found = []
+        """Return the states of every slot: [N_SLOTS, n], the convolution's first."""
+        found: list[Array] = []
         for tensor in (self.state.conv[0], self.state.ssm[0]):
             found.append(np.empty(C.ggml_nelements(tensor), np.float32))
             C.ggml_backend_tensor_get(tensor, ffi.from_buffer(found[-1]), 0, found[-1].nbytes)
-        return np.concatenate(found)
+        return np.concatenate([values.reshape(N_SLOTS, -1) for values in found], 1)
 
     def run(self, x: Array, trees: Any = None, paths: Any = None) -> Array:
-        """Run rows x [S, T, n_embd] plainly, or over trees and then commit paths [S, n]."""
+        """Run rows x [S, T, n_embd] plainly, or over trees and then commit paths [S, n].
+
+        Sequence s has the state in SLOTS[s].
+        """
         n_seqs, n_tokens, _ = x.shape
         shape = PassShape(n_tokens, n_seqs, 0, 0)
         with Context(128, 128) as context:
@@ -70,19 +73,19 @@ class Layer:
             cur = b.leaf(F32, (HP.n_embd, n_tokens * n_seqs), "cur")
             slots = b.leaf(I32, (n_seqs,), "slots")
             inputs = [(cur, x), (slots, np.array(SLOTS[:n_seqs], np.int32))]
-            args = (b, HP, self.weights, self.state, shape, slots)
+            args = (b, HP, self.weights, self.state)
             if trees is None:
-                out = b.expand(build_deltanet(*args, cur, 0))
+                out = b.expand(build_deltanet(*args, shape, slots, cur, 0))
             else:
                 parents = b.leaf(I32, (n_tokens, n_seqs), "parents")
-                out, rows = build_tree_deltanet(*args, parents, cur, 0)
+                out, rows = build_tree_deltanet(*args, shape, slots, parents, cur, 0)
                 inputs.append((parents, check_parents(trees)))
                 b.expand(out)
             if paths is not None:
                 path = b.leaf(I32, (len(paths[0]), n_seqs), "path")
                 firsts = n_tokens * np.arange(n_seqs)[:, None]
                 inputs.append((path, np.array(firsts + paths, np.int32)))
-                build_commit(b, HP, self.weights, self.state, slots, rows, path, 0)
+                build_commit(*args, rows, slots, path, 0)
             with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, self.device.buft)):
                 for tensor, array in inputs:
                     C.ggml_backend_tensor_set(
@@ -121,5 +124,6 @@ def verify_and_commit(
     np.testing.assert_array_equal(tree.states(), before)
     tree.run(x, parents, paths)
     expected = alone.run(np.stack([x[seq, rows] for seq, rows in enumerate(paths)]))
-    assert not np.array_equal(tree.states(), before)
+    changed = (tree.states() != before).any(1)
+    assert [slot for slot in range(N_SLOTS) if changed[slot]] == sorted(SLOTS)
     return [verified[seq, rows] for seq, rows in enumerate(paths)], list(expected)

@@ -27,10 +27,11 @@ FREE_PROMPTS, FREE_TOKENS = 20, 64
 
 # Named upstream, but no node of ours need have these names: views and reshapes of other nodes, the
 # norm before its weight, the attention output before a quantized cache's rotation is undone
-# (attn_pregate after it), and copies between the state cache and the graph (ours updates the state
-# in place; the state itself is compared as new_state). Where ours has one, it is compared.
+# (attn_pregate after it), and copies between the state cache and the graph (ours updates the states
+# in place; the states themselves are compared as conv_state_last and new_state). Where ours has
+# one, it is compared.
 PLUMBING = frozenset({
-    "Qcur_reshaped", "conv_state_last", "conv_state_update", "conv_states", "conv_states_reshaped",
+    "Qcur_reshaped", "conv_input", "conv_state_update", "conv_states", "conv_states_reshaped",
     "k_conv", "kqv_out", "model.input_embed", "norm", "q_conv", "qkv_mixed_transposed",
     "state_predelta",
 })  # fmt: skip

@@ -76,6 +76,7 @@ struct ggml_tensor * ggml_new_tensor_1d(struct ggml_context * ctx, enum ggml_typ
 struct ggml_tensor * ggml_new_tensor_2d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_new_tensor_3d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2);
 struct ggml_tensor * ggml_set_name(struct ggml_tensor * tensor, const char * name);
+void ggml_set_input(struct ggml_tensor * tensor);
 void ggml_set_output(struct ggml_tensor * tensor);
 
 struct ggml_tensor * ggml_add(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);

@@ -11,30 +11,45 @@ extern "C" {
     // Hash over the patch files that this library was built with.
     GGML_API const char * moegraph_patchset(void);
 
-    // Trees of rows, for the verification of a draft. Row i of a sequence continues row parents[i] < i, or what is
-    // committed (the initial state, the columns in front of the rows) where parents[i] is -1. A value outside of
-    // [-1, i) counts as -1. CPU and CUDA only.
+    // The recurrences of a gated DeltaNet layer over states that sequences have by slot. CPU and CUDA only.
     //
-    // parents : I32 [n_tokens, n_seqs], contiguous, n_tokens <= MOEGRAPH_TREE_ROWS
+    // pool    : F32 [n_state, n_slots], the states. Without parents the op writes the state behind the last row back to
+    //           the slot. So the pool is in memory of its own, as a leaf that the caller places: nodes run in the order of
+    //           the graph, and what reads the pool before or after must stand there before or after.
+    // slots   : I32 [n_seqs]: whose state each sequence continues. Without parents, each once. Outside of [0, n_slots)
+    //           the sequence is padding: no state is read or written, and its results are 0. A kernel may read slots
+    //           early if ggml_set_input marked it: then copies may write it, but no node.
+    // parents : I32 [n_tokens, n_seqs], contiguous, n_tokens <= MOEGRAPH_TREE_ROWS, or NULL. Without parents, rows
+    //           continue one another in order. With them, row i continues row parents[i] < i, or the slot's state where
+    //           parents[i] is -1, and the pool is only read. -2 means padding: the row's results are 0, and it is no
+    //           row's parent. Any other value, and a parent that is padding, counts as -1.
     #define MOEGRAPH_TREE_ROWS 64
 
-    // ggml_ssm_conv with the window of a row taken along its ancestors
-    GGML_API struct ggml_tensor * moegraph_ssm_conv_tree(
+    // Depthwise causal convolution, summed as ggml_ssm_conv sums.
+    // rows F32 [n_channels, n_tokens, n_seqs], kernel F32 [d_conv, n_channels], pool [(d_conv - 1)*n_channels, n_slots] with
+    // the last d_conv - 1 values of each channel side by side: F32 [n_channels, n_tokens, n_seqs]
+    #define MOEGRAPH_CONV_WIDTH 64 // the largest d_conv
+
+    GGML_API struct ggml_tensor * moegraph_conv(
             struct ggml_context * ctx,
-            struct ggml_tensor  * sx,
-            struct ggml_tensor  * c,
+            struct ggml_tensor  * rows,
+            struct ggml_tensor  * kernel,
+            struct ggml_tensor  * pool,
+            struct ggml_tensor  * slots,
             struct ggml_tensor  * parents);
 
-    // ggml_gated_delta_net with a scalar gate, where each row continues the state of its parent.
-    // The result has the attention scores only, [S_v*H_v, n_tokens*n_seqs]: no state is written.
-    GGML_API struct ggml_tensor * moegraph_gated_delta_net_tree(
+    // Gated delta rule with a scalar gate, summed as ggml_gated_delta_net sums.
+    // q, k F32 [S, n_k_heads, n_tokens, n_seqs], v F32 [S, H, n_tokens, n_seqs], gate and beta F32 [1, H, n_tokens, n_seqs],
+    // pool [S*S*H, n_slots]: F32 [S, H, n_tokens, n_seqs]
+    GGML_API struct ggml_tensor * moegraph_delta_net(
             struct ggml_context * ctx,
             struct ggml_tensor  * q,
             struct ggml_tensor  * k,
             struct ggml_tensor  * v,
-            struct ggml_tensor  * g,
+            struct ggml_tensor  * gate,
             struct ggml_tensor  * beta,
-            struct ggml_tensor  * state,
+            struct ggml_tensor  * pool,
+            struct ggml_tensor  * slots,
             struct ggml_tensor  * parents);
 
     // ggml_get_rows(table, ids) for a table that says in which row of a cache something is: what is in none is fetched

@@ -1,6 +1,6 @@
 #include "moegraph-cpu.h"
+#include "moegraph-deltanet.h"
 #include "moegraph-fetch-cpu.h"
-#include "moegraph-tree.h"
 
 bool moegraph_cpu_supports_op(const struct ggml_tensor * op) {
     switch (op->op) {
@@ -16,8 +16,9 @@ bool moegraph_cpu_supports_op(const struct ggml_tensor * op) {
 size_t moegraph_cpu_work_size(const struct ggml_tensor * op, int n_tasks) {
     switch (op->op) {
         case GGML_OP_MOEGRAPH_CONV:
+            return moegraph_conv_work_size(op, n_tasks);
         case GGML_OP_MOEGRAPH_DELTA_NET:
-            return moegraph_tree_work_size(op, n_tasks);
+            return moegraph_delta_net_work_size(op, n_tasks);
         default:
             return 0;
     }
@@ -29,10 +30,10 @@ void moegraph_cpu_compute_forward(const struct ggml_compute_params * params, str
             moegraph_compute_forward_fetch_rows(params, dst);
             break;
         case GGML_OP_MOEGRAPH_CONV:
-            moegraph_compute_forward_ssm_conv_tree(params, dst);
+            moegraph_compute_forward_conv(params, dst);
             break;
         case GGML_OP_MOEGRAPH_DELTA_NET:
-            moegraph_compute_forward_gated_delta_net_tree(params, dst);
+            moegraph_compute_forward_delta_net(params, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));

@@ -1,3 +1,4 @@
+#include "moegraph-conv.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-rows.cuh"
@@ -14,8 +15,10 @@ struct moegraph_step_args {
     const float * qkv;      // channels side by side
     int64_t       qkv_t;    // floats between tokens and between sequences
     int64_t       qkv_s;
-    float       * state;    // the last d_conv - 1 values of each channel, updated in place
-    int64_t       state_s;
+    float       * pool;     // the last d_conv - 1 values of each channel, updated in place
+    int64_t       pool_s;   // floats between slots
+    const int32_t * slots;
+    const int32_t * parents; // nullptr: chains
     const float * w;
     float       * conv;     // silu of the convolution, all channels
     float       * q;
@@ -33,11 +36,13 @@ struct moegraph_step_args {
     int           n_qk;     // channels of q, and of k
     int           n_v;      // heads with a gate
     int           n_tokens;
-    int           early;    // w may be read before the preceding kernel has ended
+    int           n_slots;
+    int           early_w;  // what may be read before the preceding kernel has ended
+    int           early_slots;
 };
 
 // The first blocks take 128 channels each, the others the gates. blockIdx.y: the sequence.
-template <int d>
+template <int d, bool tree>
 static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     ggml_cuda_pdl_lc();
     const int s = blockIdx.y;
@@ -55,42 +60,52 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     }
 
     __shared__ float values[MOEGRAPH_STEP_TOKENS][MOEGRAPH_STEP_THREADS];
-    const int    first = blockIdx.x*MOEGRAPH_STEP_THREADS;
-    const int    c     = first + threadIdx.x;
-    if (!args.early) {
-        ggml_cuda_pdl_sync();
+    __shared__ moegraph_conv_windows<MOEGRAPH_STEP_D_CONV, tree ? MOEGRAPH_STEP_TOKENS : 1> windows;
+    const int first = blockIdx.x*MOEGRAPH_STEP_THREADS;
+    const int c     = first + threadIdx.x;
+    int    slot = 0;
+    float4 w4   = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (args.early_slots) {
+        slot = args.slots[s];
     }
-    const float4 w     = *(const float4 *) (args.w + (int64_t) c*MOEGRAPH_STEP_D_CONV);
-    if (args.early) {
-        ggml_cuda_pdl_sync();
+    if (args.early_w) {
+        w4 = *(const float4 *) (args.w + (int64_t) c*MOEGRAPH_STEP_D_CONV);
+    }
+    ggml_cuda_pdl_sync();
+    if (!args.early_slots) {
+        slot = args.slots[s];
+    }
+    if (!args.early_w) {
+        w4 = *(const float4 *) (args.w + (int64_t) c*MOEGRAPH_STEP_D_CONV);
     }
 
-    float * state = args.state + s*args.state_s + (int64_t) c*(MOEGRAPH_STEP_D_CONV - 1);
-    float x0 = state[0];
-    float x1 = state[1];
-    float x2 = state[2];
+    const float   w[MOEGRAPH_STEP_D_CONV] = { w4.x, w4.y, w4.z, w4.w };
     const float * qkv  = args.qkv + s*args.qkv_s + c;
     float       * conv = args.conv + (int64_t) s*args.n_tokens*args.n_channels + c;
     const bool    norm = first < 2*args.n_qk;
-    for (int t = 0; t < args.n_tokens; ++t) {
-        const float x3 = qkv[t*args.qkv_t];
-        float sum = 0.0f;
-        sum += x0*w.x;
-        sum += x1*w.y;
-        sum += x2*w.z;
-        sum += x3*w.w;
+    const auto put = [&](const int t, const float sum) {
         const float y = ggml_cuda_op_silu_single(sum);
         conv[(int64_t) t*args.n_channels] = y;
         if (norm) {
             values[t][threadIdx.x] = y;
         }
-        x0 = x1;
-        x1 = x2;
-        x2 = x3;
+    };
+    float * past = args.pool + slot*args.pool_s + (int64_t) c*(MOEGRAPH_STEP_D_CONV - 1);
+    if (slot < 0 || slot >= args.n_slots) {
+        for (int t = 0; t < args.n_tokens; ++t) {
+            put(t, 0.0f);
+        }
+    } else if (tree) {
+        windows.make(args.parents + (int64_t) s*args.n_tokens, args.n_tokens, 0, args.n_tokens);
+        windows.convolve(past, qkv, args.qkv_t, args.n_tokens, w, put);
+    } else {
+        float x[MOEGRAPH_STEP_D_CONV];
+        moegraph_conv_chain<MOEGRAPH_STEP_D_CONV>(past, qkv, args.qkv_t, 0, args.n_tokens, w, x, put);
+#pragma unroll
+        for (int j = 0; j < MOEGRAPH_STEP_D_CONV - 1; ++j) {
+            past[j] = x[j];
+        }
     }
-    state[0] = x0;
-    state[1] = x1;
-    state[2] = x2;
     if (!norm) {
         return;
     }
@@ -171,7 +186,7 @@ static bool moegraph_has_ne(const ggml_tensor * t, const int64_t ne0, const int6
 }
 
 struct moegraph_step_nodes {
-    enum { BETA, ADD, SOFTPLUS, GATE, CONCAT, COPY, CONV, SILU, Q_NORM, Q, K_NORM, K, N };
+    enum { BETA, ADD, SOFTPLUS, GATE, CONV, SILU, Q_NORM, Q, K_NORM, K, N };
     ggml_tensor * at[N];
     int           last;
 };
@@ -179,8 +194,8 @@ struct moegraph_step_nodes {
 static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegraph_step_nodes & m) {
     using nodes = moegraph_step_nodes;
     static const ggml_op ops[nodes::N] = {
-        GGML_OP_UNARY, GGML_OP_ADD, GGML_OP_UNARY, GGML_OP_MUL, GGML_OP_CONCAT, GGML_OP_CPY, GGML_OP_SSM_CONV,
-        GGML_OP_UNARY, GGML_OP_RMS_NORM, GGML_OP_SCALE, GGML_OP_RMS_NORM, GGML_OP_SCALE,
+        GGML_OP_UNARY, GGML_OP_ADD, GGML_OP_UNARY, GGML_OP_MUL, GGML_OP_MOEGRAPH_CONV, GGML_OP_UNARY,
+        GGML_OP_RMS_NORM, GGML_OP_SCALE, GGML_OP_RMS_NORM, GGML_OP_SCALE,
     };
     int found[nodes::N];
     m.last = moegraph_find_ops(cgraph, i, ops, nodes::N, found);
@@ -196,21 +211,10 @@ static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegrap
             return false;
         }
     }
-    const ggml_tensor * kept = at[nodes::COPY]->src[0];
-    for (int n = found[nodes::CONCAT]; n < found[nodes::COPY]; ++n) { // the columns are not written for others to read
-        const bool alone = ggml_node_get_use_count(cgraph, n) == 1 &&
-            (cgraph->nodes[n]->flags & GGML_TENSOR_FLAG_OUTPUT) == 0;
-        if (cgraph->nodes[n] == kept && !alone) {
-            return false;
-        }
-    }
     return moegraph_is_unary(at[nodes::BETA], GGML_UNARY_OP_SIGMOID) &&
         moegraph_is_unary(at[nodes::SOFTPLUS], GGML_UNARY_OP_SOFTPLUS) &&
         moegraph_is_unary(at[nodes::SILU], GGML_UNARY_OP_SILU) && at[nodes::SOFTPLUS]->src[0] == at[nodes::ADD] &&
-        at[nodes::GATE]->src[0] == at[nodes::SOFTPLUS] &&
-        ggml_node_has_n_uses(cgraph, found[nodes::CONCAT], 2) && kept->op == GGML_OP_VIEW &&
-        kept->src[0] == at[nodes::CONCAT] && at[nodes::CONV]->src[0] == at[nodes::CONCAT] &&
-        at[nodes::CONV]->src[2] == nullptr && at[nodes::SILU]->src[0] == at[nodes::CONV] &&
+        at[nodes::GATE]->src[0] == at[nodes::SOFTPLUS] && at[nodes::SILU]->src[0] == at[nodes::CONV] &&
         at[nodes::Q]->src[0] == at[nodes::Q_NORM] && at[nodes::K]->src[0] == at[nodes::K_NORM] &&
         at[nodes::Q_NORM]->src[0]->view_src == at[nodes::SILU] &&
         at[nodes::K_NORM]->src[0]->view_src == at[nodes::SILU];
@@ -220,12 +224,11 @@ static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegrap
 static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     using nodes = moegraph_step_nodes;
     ggml_tensor * const * at = m.at;
-    const ggml_tensor * columns = at[nodes::CONCAT];
-    const ggml_tensor * past = columns->src[0];
-    const ggml_tensor * qkv  = columns->src[1]; // transposed
-    const ggml_tensor * kept = at[nodes::COPY]->src[0];
-    const ggml_tensor * slot = at[nodes::COPY];
+    const ggml_tensor * qkv  = at[nodes::CONV]->src[0];
     const ggml_tensor * w    = at[nodes::CONV]->src[1];
+    const ggml_tensor * pool = at[nodes::CONV]->src[2];
+    const ggml_tensor * slots   = at[nodes::CONV]->src[3];
+    const ggml_tensor * parents = at[nodes::CONV]->src[4];
     const ggml_tensor * silu = at[nodes::SILU];
     const ggml_tensor * beta = at[nodes::BETA]->src[0];
     const ggml_tensor * alpha = at[nodes::ADD]->src[0];
@@ -237,25 +240,13 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     const int64_t n_channels = silu->ne[0];
     const int64_t n_tokens   = silu->ne[1];
     const int64_t n_seqs     = silu->ne[2];
-    const int64_t n_kept     = MOEGRAPH_STEP_D_CONV - 1;
     const int64_t d          = q->ne[0];
     const int64_t n_qk       = d*q->ne[1];
     const int64_t n_v        = alpha->ne[0];
 
     const bool sizes = (d == 64 || d == 128) && n_tokens <= MOEGRAPH_STEP_TOKENS && n_seqs <= MOEGRAPH_STEP_SEQS &&
-        n_channels % MOEGRAPH_STEP_THREADS == 0 && n_qk % MOEGRAPH_STEP_THREADS == 0 && 2*n_qk <= n_channels;
-    // what is read and written through strides of its own; the rest is contiguous
-    const bool state = moegraph_has_ne(past, n_kept, n_channels, n_seqs) && past->nb[0] == sizeof(float) &&
-        past->nb[1] == n_kept*sizeof(float) && past->nb[2] % sizeof(float) == 0 &&
-        (n_seqs == 1 || past->nb[2] >= n_channels*past->nb[1]) && slot->data == past->data &&
-        ggml_nelements(slot) == n_kept*n_channels*n_seqs && (n_seqs == 1 ? ggml_is_contiguous(slot) :
-            moegraph_has_ne(slot, n_kept*n_channels, n_seqs, 1) && slot->nb[0] == sizeof(float) &&
-            slot->nb[1] == past->nb[2]);
-    const bool input = ggml_get_op_params_i32(columns, 0) == 0 && moegraph_has_ne(qkv, n_tokens, n_channels, n_seqs) &&
-        qkv->nb[0] % sizeof(float) == 0 && qkv->nb[1] == sizeof(float) && qkv->nb[2] % sizeof(float) == 0 &&
-        moegraph_has_ne(kept, n_kept, n_channels, n_seqs) && kept->nb[1] == columns->nb[1] &&
-        kept->nb[2] == columns->nb[2] && kept->view_offs == n_tokens*sizeof(float) &&
-        moegraph_has_ne(w, MOEGRAPH_STEP_D_CONV, n_channels, 1);
+        n_channels % MOEGRAPH_STEP_THREADS == 0 && n_qk % MOEGRAPH_STEP_THREADS == 0 && 2*n_qk <= n_channels &&
+        w->ne[0] == MOEGRAPH_STEP_D_CONV;
     const bool gates = moegraph_has_ne(alpha, n_v, n_tokens, n_seqs) && ggml_nelements(beta) == ggml_nelements(alpha) &&
         moegraph_has_ne(dt, n_v, 1, 1) && moegraph_has_ne(a, n_v, 1, 1);
     bool heads = ggml_are_same_shape(q, k) && q->ne[2] == n_tokens && q->ne[3] == n_seqs && q->view_offs == 0 &&
@@ -264,11 +255,10 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
         heads = heads && t->nb[0] == sizeof(float) && t->nb[1] == d*sizeof(float) && t->nb[2] == silu->nb[1] &&
             t->nb[3] == silu->nb[2];
     }
-    if (!sizes || !state || !input || !gates || !heads || past->type != GGML_TYPE_F32 || qkv->type != GGML_TYPE_F32 ||
-            slot->type != GGML_TYPE_F32) {
+    if (!sizes || !gates || !heads) {
         return false;
     }
-    const ggml_tensor * out[] = { silu, at[nodes::Q], at[nodes::K], at[nodes::BETA], at[nodes::GATE], past };
+    const ggml_tensor * out[] = { silu, at[nodes::Q], at[nodes::K], at[nodes::BETA], at[nodes::GATE], pool };
     for (const ggml_tensor * t : { w, silu, beta, alpha, dt, a, out[1], out[2], out[3], out[4] }) {
         if (!moegraph_is_f32(t)) {
             return false;
@@ -281,7 +271,7 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     }
     // every block writes while others still read; only a value's own thread may find its place taken
     for (const ggml_tensor * o : out) {
-        for (const ggml_tensor * in : { qkv, beta, alpha, w, dt, a }) {
+        for (const ggml_tensor * in : { qkv, beta, alpha, w, dt, a, slots, parents ? parents : slots }) {
             const bool same_rows = n_tokens == 1 && (n_seqs == 1 || qkv->nb[2] == silu->nb[2]);
             const bool own = (o == silu && in == qkv && same_rows) || (o == out[3] && in == beta) ||
                 (o == out[4] && in == alpha);
@@ -298,26 +288,51 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     return true;
 }
 
+// The convolution and its activation: one kernel for two nodes.
+static int moegraph_conv_silu_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
+    static const ggml_op ops[2] = { GGML_OP_MOEGRAPH_CONV, GGML_OP_UNARY };
+    int found[2];
+    const int last = moegraph_find_ops(cgraph, i, ops, 2, found);
+    if (last < 0 || !ggml_node_has_n_uses(cgraph, i, 1)) {
+        return 0;
+    }
+    const ggml_tensor * conv = cgraph->nodes[i];
+    ggml_tensor       * silu = cgraph->nodes[last];
+    if (!moegraph_is_unary(silu, GGML_UNARY_OP_SILU) || silu->src[0] != conv || !moegraph_is_f32(silu) ||
+            !moegraph_apart(silu, conv->src[0])) {
+        return 0;
+    }
+    moegraph_conv(ctx, conv, silu, true);
+    return last - i;
+}
+
 int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     using nodes = moegraph_step_nodes;
+    if (cgraph->nodes[i]->op == GGML_OP_MOEGRAPH_CONV) {
+        return moegraph_conv_silu_try(ctx, cgraph, i);
+    }
     nodes m;
     if (!moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) || !moegraph_step_match(cgraph, i, m) ||
             !moegraph_step_supported(m)) {
         return 0;
     }
     ggml_tensor * const * at = m.at;
-    const ggml_tensor * past = at[nodes::CONCAT]->src[0];
-    const ggml_tensor * qkv  = at[nodes::CONCAT]->src[1];
-    const ggml_tensor * q    = at[nodes::Q_NORM]->src[0];
+    const ggml_tensor * op      = at[nodes::CONV];
+    const ggml_tensor * qkv     = op->src[0];
+    const ggml_tensor * pool    = op->src[2];
+    const ggml_tensor * parents = op->src[4];
+    const ggml_tensor * q       = at[nodes::Q_NORM]->src[0];
     const int n_seqs = at[nodes::SILU]->ne[2];
 
     moegraph_step_args args = {};
     args.qkv        = (const float *) qkv->data;
-    args.qkv_t      = qkv->nb[0]/sizeof(float);
+    args.qkv_t      = qkv->nb[1]/sizeof(float);
     args.qkv_s      = qkv->nb[2]/sizeof(float);
-    args.state      = (float *) past->data;
-    args.state_s    = past->nb[2]/sizeof(float);
-    args.w          = (const float *) at[nodes::CONV]->src[1]->data;
+    args.pool       = (float *) pool->data;
+    args.pool_s     = pool->nb[1]/sizeof(float);
+    args.slots      = (const int32_t *) op->src[3]->data;
+    args.parents    = parents ? (const int32_t *) parents->data : nullptr;
+    args.w          = (const float *) op->src[1]->data;
     args.conv       = (float *) at[nodes::SILU]->data;
     args.q          = (float *) at[nodes::Q]->data;
     args.k          = (float *) at[nodes::K]->data;
@@ -336,16 +351,17 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
     args.n_qk       = q->ne[0]*q->ne[1];
     args.n_v        = at[nodes::ADD]->ne[0];
     args.n_conv_blocks = args.n_channels/MOEGRAPH_STEP_THREADS;
-    args.early      = moegraph_is_constant(at[nodes::CONV]->src[1]);
+    args.n_slots    = pool->ne[1];
+    args.early_w     = moegraph_is_constant(op->src[1]);
+    args.early_slots = moegraph_is_input(op->src[3]);
 
     const int n_gate_blocks = (args.n_v*args.n_tokens + MOEGRAPH_STEP_THREADS - 1)/MOEGRAPH_STEP_THREADS;
     const ggml_cuda_kernel_launch_params params(
         dim3(args.n_conv_blocks + n_gate_blocks, n_seqs), dim3(MOEGRAPH_STEP_THREADS), (size_t) 0, ctx.stream());
-    if (q->ne[0] == 128) {
-        ggml_cuda_kernel_launch(moegraph_step_kernel<128>, params, args);
-    } else {
-        ggml_cuda_kernel_launch(moegraph_step_kernel<64>, params, args);
-    }
+    const auto kernel = q->ne[0] == 128 ?
+        (parents ? moegraph_step_kernel<128, true> : moegraph_step_kernel<128, false>) :
+        (parents ? moegraph_step_kernel< 64, true> : moegraph_step_kernel< 64, false>);
+    ggml_cuda_kernel_launch(kernel, params, args);
     return m.last - i;
 }
 
@@ -415,7 +431,7 @@ void moegraph_deltanet_keep(const ggml_cgraph * cgraph, const int i,
     if (moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) && moegraph_step_match(cgraph, i, step)) {
         using nodes = moegraph_step_nodes;
         for (ggml_tensor * t : { step.at[nodes::BETA]->src[0], step.at[nodes::ADD]->src[0],
-                step.at[nodes::CONCAT]->src[1] }) {
+                step.at[nodes::CONV]->src[0] }) {
             params->add_alloc_dep(params->user_data, t, step.at[nodes::K]);
         }
     }

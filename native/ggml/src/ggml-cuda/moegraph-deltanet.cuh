@@ -5,7 +5,8 @@
 #include "ggml-backend-impl.h"
 
 // Gates, short convolution with its state, and the norms of q and k of a gated DeltaNet layer for few tokens: one
-// kernel for nine nodes. Returns how many nodes behind node i that covers, 0 if node i does not start the pattern.
+// kernel for ten nodes. For more tokens, the convolution and its activation are one. Returns how many nodes behind node
+// i that covers, 0 if node i does not start a pattern.
 int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
 
 // rms_norm, its weights and the product with silu(z) behind the recurrence: one kernel, which also quantizes the result

@@ -1,18 +1,21 @@
 #include "moegraph-hooks.cuh"
 
+#include "moegraph-conv.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-fetch.cuh"
 #include "moegraph-gate-up.cuh"
 #include "moegraph-norm.cuh"
+#include "moegraph-recurrence.cuh"
 #include "moegraph-rows.cuh"
-#include "moegraph-tree.cuh"
 
 bool moegraph_supports_op(const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_MOEGRAPH_FETCH_ROWS:
+            return true; // the constructor checks types and shapes
         case GGML_OP_MOEGRAPH_CONV:
+            return moegraph_conv_supported(op);
         case GGML_OP_MOEGRAPH_DELTA_NET:
-            return true; // the constructors check types and shapes
+            return moegraph_delta_net_supported(op);
         default:
             return false;
     }
@@ -24,10 +27,10 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
             moegraph_fetch_rows(ctx, dst);
             break;
         case GGML_OP_MOEGRAPH_CONV:
-            moegraph_tree_conv(ctx, dst);
+            moegraph_conv(ctx, dst, dst, false);
             break;
         case GGML_OP_MOEGRAPH_DELTA_NET:
-            moegraph_tree_delta_net(ctx, dst);
+            moegraph_delta_net(ctx, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));

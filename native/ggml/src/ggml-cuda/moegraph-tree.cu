@@ -1,19 +1,14 @@
-#include "moegraph-tree.cuh"
-#include "moegraph.h"
+#include "moegraph-parents.cuh"
+#include "moegraph-recurrence.cuh"
 
 constexpr int TREE_ROWS    = MOEGRAPH_TREE_ROWS;
 constexpr int TREE_THREADS = 128;
-
-static __device__ __forceinline__ int tree_parent(const int32_t * parents, const int i, const int n) {
-    const int p = i < n ? parents[i] : -1;
-    return p >= 0 && p < i ? p : -1;
-}
 
 // Rows in the order of visits: depth first, a child's subtree before those of larger siblings. Then each state that
 // waits for other children doubles the rows that a tree must have, 2^(w + 1) - 1 for w of them with the committed
 // state counted as a row, and few registers hold them all. Every block of a sequence finds the same order.
 struct tree_order {
-    unsigned long long path[TREE_ROWS]; // a bit for the row and each of its ancestors
+    unsigned long long path[TREE_ROWS]; // a bit for the row and each of its ancestors, 0 for padding
     int jump[TREE_ROWS];                // first ancestor that path does not know of yet
     int parent[TREE_ROWS];
     int size[TREE_ROWS];                // of the subtree
@@ -28,14 +23,15 @@ static __device__ __forceinline__ int tree_step_row (const int step) { return st
 static __device__ __forceinline__ int tree_step_from(const int step) { return (step >> 8 & 0xFF) - 1; }
 static __device__ __forceinline__ int tree_step_to  (const int step) { return (step >> 16) - 1; }
 
-static __device__ void tree_make_order(tree_order & o, const int32_t * parents, const int n) {
+// Returns the number of steps: padding is in none.
+static __device__ int tree_make_order(tree_order & o, const int32_t * parents, const int n) {
     const int  i      = threadIdx.x;
-    const bool active = i < n;
-    const int  parent = tree_parent(parents, i, n);
+    const int  parent = i < n ? moegraph_parent(parents, i) : MOEGRAPH_PADDING;
+    const bool active = parent != MOEGRAPH_PADDING;
 
     unsigned long long path = active ? 1ull << i : 0;
     int jump = parent;
-    if (active) {
+    if (i < n) {
         o.path[i]   = path;
         o.jump[i]   = jump;
         o.parent[i] = parent;
@@ -93,7 +89,7 @@ static __device__ void tree_make_order(tree_order & o, const int32_t * parents, 
         const int to   = o.branch[i] ? 1 + level         : 0;
         o.step[position] = i | from << 8 | to << 16;
     }
-    __syncthreads();
+    return __syncthreads_count(active);
 }
 
 // Strides in elements; 32 bits, because registers are scarce.
@@ -103,12 +99,15 @@ struct tree_delta_args {
     const float   * v;
     const float   * g;
     const float   * beta;
-    const float   * state;
+    const float   * pool;
+    const int32_t * slots;
     const int32_t * parents;
     float         * dst;
+    int64_t pool_s;
+    int     n_slots;
+    int     early;        // slots may be read before the preceding kernel has ended
     int     n_tokens;
     int     n_head_k;
-    int     n_seqs_ratio; // sequences that share q and k
     int     sq1, sq2, sq3;
     int     sv1, sv2, sv3;
     int     sb2, sb3;
@@ -183,19 +182,18 @@ struct tree_fetch {
     float q[n];
     float other;
 
-    // offset_*: of row 0 of the head. Behind the last row, it is read again.
+    // offset_*: of row 0 of the head. Behind the last step, its row is read again.
     __device__ __forceinline__ void read(const tree_delta_args & a, const int offset_k, const int offset_v,
-            const int offset_g,
-            const int * steps, const int begin) {
+            const int offset_g, const int * steps, const int n_steps, const int begin) {
         const int tid = threadIdx.x;
 #pragma unroll
         for (int l = 0; l < n; ++l) {
-            const int step   = min(begin + l*stride + tid/S, a.n_tokens - 1);
+            const int step   = min(begin + l*stride + tid/S, n_steps - 1);
             const int offset = offset_k + tree_step_row(steps[step])*a.sq2 + tid % S;
             k[l] = a.k[offset];
             q[l] = a.q[offset];
         }
-        const int row = tree_step_row(steps[min(begin + tid % TREE_CHUNK, a.n_tokens - 1)]);
+        const int row = tree_step_row(steps[min(begin + tid % TREE_CHUNK, n_steps - 1)]);
         const int i   = tid/TREE_CHUNK;
         if (i < TREE_COLS) {
             other = a.v[offset_v + row*a.sv2 + i];
@@ -236,7 +234,11 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     __shared__ tree_chunk<S> chunks[2];
 
     ggml_cuda_pdl_lc();
+    int slot = a.early ? a.slots[blockIdx.y] : 0;
     ggml_cuda_pdl_sync();
+    if (!a.early) {
+        slot = a.slots[blockIdx.y];
+    }
 
     const int head     = blockIdx.x;
     const int n_head   = gridDim.x;
@@ -245,31 +247,46 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
     const int column   = threadIdx.x/TREE_LANES;
     const int lane     = threadIdx.x % TREE_LANES;
 
+    float * dst = a.dst + ((int64_t) sequence*a.n_tokens*n_head + head)*S + column0 + column;
+    if (slot < 0 || slot >= a.n_slots) {
+        for (int row = lane; row < a.n_tokens; row += TREE_LANES) {
+            dst[row*n_head*S] = 0.0f;
+        }
+        return;
+    }
+
     float cur[layout::n];
     float saved[n_saved][layout::n];
-    const float * state = a.state + (((int64_t) sequence*n_head + head)*S + column0 + column)*S;
+    const float * state = a.pool + slot*a.pool_s + ((int64_t) head*S + column0 + column)*S;
 #pragma unroll
     for (int e = 0; e < layout::n; ++e) {
         cur[e] = saved[0][e] = state[layout::index(lane, e)];
     }
 
-    tree_make_order(order, a.parents + (int64_t) sequence*a.n_tokens, a.n_tokens);
+    const int n_steps = tree_make_order(order, a.parents + (int64_t) sequence*a.n_tokens, a.n_tokens);
+    for (int row = lane; row < a.n_tokens; row += TREE_LANES) {
+        if (order.parent[row] == MOEGRAPH_PADDING) {
+            dst[row*n_head*S] = 0.0f;
+        }
+    }
+    if (n_steps == 0) {
+        return;
+    }
 
-    const int offset_k = sequence/a.n_seqs_ratio*a.sq3 + head % a.n_head_k*a.sq1;
+    const int offset_k = sequence*a.sq3 + head % a.n_head_k*a.sq1;
     const int offset_v = sequence*a.sv3 + head*a.sv1 + column0;
     const int offset_g = sequence*a.sb3 + head;
-    float * dst = a.dst + ((int64_t) sequence*a.n_tokens*n_head + head)*S + column0 + column;
 
     tree_fetch<S> fetch;
-    fetch.read(a, offset_k, offset_v, offset_g, order.step, 0);
-    for (int begin = 0; begin < a.n_tokens; begin += TREE_CHUNK) {
+    fetch.read(a, offset_k, offset_v, offset_g, order.step, n_steps, 0);
+    for (int begin = 0; begin < n_steps; begin += TREE_CHUNK) {
         tree_chunk<S> & chunk = chunks[begin/TREE_CHUNK % 2];
         fetch.write(chunk);
         __syncthreads();
-        fetch.read(a, offset_k, offset_v, offset_g, order.step, begin + TREE_CHUNK);
+        fetch.read(a, offset_k, offset_v, offset_g, order.step, n_steps, begin + TREE_CHUNK);
 
 #pragma unroll 1
-        for (int c = 0; c < TREE_CHUNK && begin + c < a.n_tokens; ++c) {
+        for (int c = 0; c < TREE_CHUNK && begin + c < n_steps; ++c) {
             const int step = order.step[begin + c];
             const int from = tree_step_from(step), to = tree_step_to(step);
             if (from >= 0) {
@@ -322,14 +339,18 @@ static void tree_delta_launch(const tree_delta_args & a, const int n_head, const
     }
 }
 
-void moegraph_tree_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+bool moegraph_delta_tree_supported(const ggml_tensor * dst) {
+    return ggml_nbytes(dst->src[0]) <= INT_MAX && ggml_nbytes(dst->src[2]) <= INT_MAX;
+}
+
+void moegraph_delta_tree(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_tensor * q     = dst->src[0];
     const ggml_tensor * v     = dst->src[2];
     const ggml_tensor * beta  = dst->src[4];
-    const int64_t S_v    = v->ne[0];
-    const int64_t n_seqs = v->ne[3];
+    const ggml_tensor * pool  = dst->src[5];
+    const ggml_tensor * slots = dst->src[6];
     GGML_ASSERT(ggml_are_same_stride(q, dst->src[1]));
-    GGML_ASSERT(ggml_nbytes(q) <= INT_MAX && ggml_nbytes(v) <= INT_MAX);
+    GGML_ASSERT(moegraph_delta_tree_supported(dst));
 
     tree_delta_args a;
     a.q            = (const float *) q->data;
@@ -337,12 +358,15 @@ void moegraph_tree_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst)
     a.v            = (const float *) v->data;
     a.g            = (const float *) dst->src[3]->data;
     a.beta         = (const float *) beta->data;
-    a.state        = (const float *) dst->src[5]->data;
-    a.parents      = (const int32_t *) dst->src[6]->data;
+    a.pool         = (const float *) pool->data;
+    a.slots        = (const int32_t *) slots->data;
+    a.parents      = (const int32_t *) dst->src[7]->data;
     a.dst          = (float *) dst->data;
+    a.pool_s       = pool->nb[1]/sizeof(float);
+    a.n_slots      = (int) pool->ne[1];
+    a.early        = moegraph_is_input(slots);
     a.n_tokens     = (int) v->ne[2];
     a.n_head_k     = (int) q->ne[1];
-    a.n_seqs_ratio = (int) (n_seqs/q->ne[3]);
     a.sq1   = (int) (q->nb[1]/sizeof(float));
     a.sq2   = (int) (q->nb[2]/sizeof(float));
     a.sq3   = (int) (q->nb[3]/sizeof(float));
@@ -351,117 +375,15 @@ void moegraph_tree_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst)
     a.sv3   = (int) (v->nb[3]/sizeof(float));
     a.sb2   = (int) (beta->nb[2]/sizeof(float));
     a.sb3   = (int) (beta->nb[3]/sizeof(float));
-    a.scale = 1.0f / sqrtf((float) S_v);
+    a.scale = 1.0f / sqrtf((float) v->ne[0]);
 
     const int n_head = (int) v->ne[1];
-    switch (S_v) {
+    const int n_seqs = (int) v->ne[3];
+    switch (v->ne[0]) {
         case  16: tree_delta_launch< 16>(a, n_head, n_seqs, ctx.stream()); break;
         case  32: tree_delta_launch< 32>(a, n_head, n_seqs, ctx.stream()); break;
         case  64: tree_delta_launch< 64>(a, n_head, n_seqs, ctx.stream()); break;
         case 128: tree_delta_launch<128>(a, n_head, n_seqs, ctx.stream()); break;
-        default:  GGML_ABORT("gated_delta_net with parents: head size %d, not 16, 32, 64 or 128", (int) S_v);
-    }
-}
-
-// strides in elements
-struct tree_conv_args {
-    const float   * x;
-    const float   * w;
-    const int32_t * parents;
-    float         * dst;
-    int     n_tokens;
-    int     n_cols;  // of x: n_tokens and the ones in front
-    int64_t sx2;
-    int64_t sd1, sd2;
-};
-
-constexpr int TREE_CONV_ROWS = 16; // of a block
-
-// Grid: sequences, channels, rows. A thread has one channel; all columns of the block's channels lie in shared memory.
-template <int d_conv>
-static __global__ void moegraph_tree_conv_kernel(const tree_conv_args a) {
-    extern __shared__ float tile[];
-    __shared__ int parent[TREE_ROWS];
-    __shared__ int columns[TREE_CONV_ROWS][d_conv];
-    const int tid      = threadIdx.x;
-    const int sequence = blockIdx.x;
-    const int channel0 = blockIdx.y*TREE_THREADS;
-    const int row0     = blockIdx.z*TREE_CONV_ROWS;
-    const int n_rows   = min(TREE_CONV_ROWS, a.n_tokens - row0);
-    const int pitch    = a.n_cols | 1;
-
-    ggml_cuda_pdl_lc();
-    ggml_cuda_pdl_sync();
-
-    const float * x = a.x + sequence*a.sx2 + (int64_t) channel0*a.n_cols;
-    for (int r = tid/WARP_SIZE; r < TREE_THREADS; r += TREE_THREADS/WARP_SIZE) {
-        for (int c = tid % WARP_SIZE; c < a.n_cols; c += WARP_SIZE) {
-            tile[r*pitch + c] = x[r*a.n_cols + c];
-        }
-    }
-    if (tid < a.n_tokens) {
-        parent[tid] = tree_parent(a.parents + (int64_t) sequence*a.n_tokens, tid, a.n_tokens);
-    }
-    __syncthreads();
-    if (tid < n_rows) {
-        int row = row0 + tid, front = d_conv - 1;
-#pragma unroll
-        for (int j = d_conv - 1; j >= 0; --j) {
-            columns[tid][j] = row >= 0 ? d_conv - 1 + row : --front;
-            row             = row >= 0 ? parent[row] : -1;
-        }
-    }
-    float w[d_conv];
-#pragma unroll
-    for (int j = 0; j < d_conv; ++j) {
-        w[j] = a.w[(channel0 + tid)*d_conv + j];
-    }
-    float * dst = a.dst + sequence*a.sd2 + row0*a.sd1 + channel0 + tid;
-    __syncthreads();
-
-    for (int i = 0; i < n_rows; ++i) {
-        float sumf = 0.0f;
-#pragma unroll
-        for (int j = 0; j < d_conv; ++j) {
-            sumf += tile[tid*pitch + columns[i][j]] * w[j];
-        }
-        dst[i*a.sd1] = sumf;
-    }
-}
-
-template <int d_conv>
-static void tree_conv_launch(const tree_conv_args & a, const int n_channels, const int n_seqs,
-        cudaStream_t stream) {
-    const size_t shared = TREE_THREADS*(a.n_cols | 1)*sizeof(float);
-    const dim3   grid(n_seqs, n_channels/TREE_THREADS, (a.n_tokens + TREE_CONV_ROWS - 1)/TREE_CONV_ROWS);
-    const ggml_cuda_kernel_launch_params params(grid, dim3(TREE_THREADS), shared, stream);
-    ggml_cuda_kernel_launch(moegraph_tree_conv_kernel<d_conv>, params, a);
-}
-
-void moegraph_tree_conv(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const ggml_tensor * x = dst->src[0];
-    const ggml_tensor * w = dst->src[1];
-    const int n_channels = (int) x->ne[1];
-    const int n_seqs     = (int) x->ne[2];
-    GGML_ASSERT(n_channels % TREE_THREADS == 0);
-    GGML_ASSERT(ggml_is_contiguous(w));
-
-    tree_conv_args a;
-    a.x        = (const float *) x->data;
-    a.w        = (const float *) w->data;
-    a.parents  = (const int32_t *) dst->src[2]->data;
-    a.dst      = (float *) dst->data;
-    a.n_tokens = (int) dst->ne[1];
-    a.n_cols   = (int) x->ne[0];
-    a.sx2      = x->nb[2]/sizeof(float);
-    a.sd1      = dst->nb[1]/sizeof(float);
-    a.sd2      = dst->nb[2]/sizeof(float);
-    switch (w->ne[0]) {
-        case  3: tree_conv_launch< 3>(a, n_channels, n_seqs, ctx.stream()); break;
-        case  4: tree_conv_launch< 4>(a, n_channels, n_seqs, ctx.stream()); break;
-        case  5: tree_conv_launch< 5>(a, n_channels, n_seqs, ctx.stream()); break;
-        case  9: tree_conv_launch< 9>(a, n_channels, n_seqs, ctx.stream()); break;
-        case 15: tree_conv_launch<15>(a, n_channels, n_seqs, ctx.stream()); break;
-        default: GGML_ABORT("ssm_conv with parents: kernel size %d, not 3, 4, 5, 9 or 15", (int) w->ne[0]);
+        default:  GGML_ABORT("moegraph_delta_net: head size %d, not 16, 32, 64 or 128", (int) v->ne[0]);
     }
 }

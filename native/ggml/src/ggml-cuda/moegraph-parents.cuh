@@ -1,0 +1,20 @@
+#pragma once
+
+#include "common.cuh"
+#include "moegraph.h"
+
+// What the kernels over the states of sequences share (moegraph.h says what slots and parents mean).
+
+constexpr int MOEGRAPH_PADDING = -2; // as the parent of a row
+
+// The parent of row i: an earlier row that is not padding, -1 or MOEGRAPH_PADDING.
+static __device__ __forceinline__ int moegraph_parent(const int32_t * parents, const int i) {
+    const int p = parents[i];
+    return p == MOEGRAPH_PADDING || (p >= 0 && p < i && parents[p] != MOEGRAPH_PADDING) ? p : -1;
+}
+
+// Whether a kernel may read slots before the preceding kernel has ended: only copies write an input, and a copy has ended
+// before any kernel behind it starts.
+static bool moegraph_is_input(const ggml_tensor * slots) {
+    return slots->op == GGML_OP_NONE && slots->view_src == nullptr && (slots->flags & GGML_TENSOR_FLAG_INPUT) != 0;
+}
