@@ -1,5 +1,6 @@
 #include "moegraph-hooks.cuh"
 
+#include "moegraph-attn.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-fetch.cuh"
 #include "moegraph-gate-up.cuh"
@@ -7,15 +8,21 @@
 #include "moegraph-rows.cuh"
 #include "moegraph-tree.cuh"
 
-bool moegraph_supports_op(const ggml_tensor * op) {
+bool moegraph_supports_op(const int device, const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_MOEGRAPH_FETCH_ROWS:
         case GGML_OP_MOEGRAPH_CONV:
         case GGML_OP_MOEGRAPH_DELTA_NET:
             return true; // the constructors check types and shapes
+        case GGML_OP_MOEGRAPH_ATTN:
+            return moegraph_attn_supported(device, op);
         default:
             return false;
     }
+}
+
+size_t moegraph_alloc_size(const ggml_tensor * tensor) {
+    return tensor->op == GGML_OP_MOEGRAPH_ATTN ? moegraph_attn_alloc_size(tensor) : ggml_nbytes(tensor);
 }
 
 void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -28,6 +35,9 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
             break;
         case GGML_OP_MOEGRAPH_DELTA_NET:
             moegraph_tree_delta_net(ctx, dst);
+            break;
+        case GGML_OP_MOEGRAPH_ATTN:
+            moegraph_attn(ctx, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));
