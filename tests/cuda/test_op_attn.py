@@ -35,6 +35,7 @@ HEADS = (
     Heads(64, 6, 2), Heads(256, 16, 1), Heads(256, 10, 2),
 )  # fmt: skip
 BOUND = 1e-6  # squared error: values, weights and quantized keys are rounded to half
+FLOAT32 = 1e-11  # of sums in float32
 
 
 @pytest.mark.parametrize("kind_v", KINDS)
@@ -73,7 +74,7 @@ def test_the_error_is_at_most_that_of_ggmls_op(heads: Heads, kind: str, device: 
         case = make_case(rng, chain(0, n_past, 4), heads, (kind, kind), 256, loud=loud)
         got, expected = run(device, case), case.expected()
         upstream = np.stack([flash_attn(device, case, i) for i in range(4)])
-        assert error(got, expected) <= error(upstream, expected), (n_past, loud)
+        assert error(got, expected) <= max(error(upstream, expected), FLOAT32), (n_past, loud)
 
 
 ENDS = (1, 15, 16, 17, 32, 33, 127, 128, 129, 511, 512, 513, 2047, 2049, 8191, 8193, 32767, 32769)

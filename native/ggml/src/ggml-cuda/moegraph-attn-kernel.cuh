@@ -25,8 +25,8 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> constexpr int moegr
 }
 
 // Per tile of columns; the kernel's dynamic shared memory is this, then the raw values of a tile of positions.
-template <int d> constexpr size_t moegraph_attn_smem_per_tile() {
-    return (d/16)*32*sizeof(uint4) + MOEGRAPH_ATTN_WARPS*32*sizeof(uint2) +
+template <ggml_type type_v, int d> constexpr size_t moegraph_attn_smem_per_tile() {
+    return (d/16)*32*sizeof(uint4) + (type_v == GGML_TYPE_F16 ? 2 : 1)*MOEGRAPH_ATTN_WARPS*32*sizeof(uint2) +
         (2*MOEGRAPH_ATTN_WARPS + 1)*MOEGRAPH_ATTN_COLS*sizeof(float);
 }
 
@@ -49,6 +49,7 @@ struct moegraph_attn_args {
     int                n_group;  // query heads of a head of keys
     int                n_splits; // most of a row
     int                n_tiles;  // most tiles of columns of a block
+    bool               refined;  // weights of F16 values are sums of two halves
     bool               early;    // rows and pages may be read before the preceding kernel has ended
 };
 
@@ -79,7 +80,7 @@ struct moegraph_attn_unit {
 // Shared memory that depends on the tiles of columns.
 struct moegraph_attn_smem {
     uint4 * q;       // [tile of columns][step][lane]: high halves, then low ones
-    uint2 * p;       // [tile of columns][16 positions][lane]
+    uint2 * p;       // [tile of columns][16 positions][lane]: weights, if refined also what their halves round off
     float * max;     // [warp][column]
     float * sum;     // [warp][column]
     float * running; // [column]: maximum so far
@@ -224,9 +225,11 @@ static __device__ __forceinline__ float2 moegraph_attn_sum_over(float2 x) {
 // The sums of a block for its unit, and how it goes on to the next one.
 template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_attn_block {
     static constexpr int  n_m     = moegraph_attn_v<type_v, d>::n_m; // tiles of 16 elements in a warp's slice
+    static constexpr int  n_p     = type_v == GGML_TYPE_F16 ? 2 : 1; // products of a value with a weight, if refined
     static constexpr int  n_slice = d/(16*n_m);                      // warps that have one
     // whether registers suffice to load keys and values of the next tile early
-    static constexpr bool ahead   = NC == 1 || sizeof(moegraph_attn_k<type_k, d>) + sizeof(moegraph_attn_v<type_v, d>) <= 320;
+    static constexpr bool ahead   = NC == 1 ||
+        sizeof(moegraph_attn_k<type_k, d>) + sizeof(moegraph_attn_v<type_v, d>) <= 320;
 
     const moegraph_attn_args & args;
     moegraph_attn_smem         smem;
@@ -319,6 +322,15 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
         return (float2 *) (x + (w*args.n_tiles + c)*MOEGRAPH_ATTN_COLS + 2*(lane % 4));
     }
 
+    // Rounds weights to half, of both columns of a thread, and returns what became of them. i: the first or the last
+    // eight of the 16 positions; i >= 2: what was rounded off.
+    __device__ __forceinline__ float2 put_weights(const int i, const int c, const float2 x) {
+        const half2 h = __floats2half2_rn(x.x, x.y);
+        uint32_t * p = (uint32_t *) (smem.p + ((i/2*args.n_tiles + c)*MOEGRAPH_ATTN_WARPS + warp)*32 + lane);
+        p[i % 2] = moegraph_attn_transpose(moegraph_attn_bits(h));
+        return __half22float2(h);
+    }
+
     // Weights of the warp's positions, and the sums so far on the scale of the new maximum.
     __device__ __forceinline__ void weigh(const int n, const int n_tiles) {
 #pragma unroll
@@ -332,13 +344,16 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
                 if (16*warp < n) {
                     const float  x  = most.x - MOEGRAPH_ATTN_BOOST;
                     const float  y  = most.y - MOEGRAPH_ATTN_BOOST;
-                    const half2  p0 = __floats2half2_rn(exp2f(s[c][0] - x), exp2f(s[c][1] - y));
-                    const half2  p1 = __floats2half2_rn(exp2f(s[c][2] - x), exp2f(s[c][3] - y));
-                    const float2 f0 = __half22float2(p0), f1 = __half22float2(p1);
-                    smem.p[(c*MOEGRAPH_ATTN_WARPS + warp)*32 + lane] = make_uint2(
-                        moegraph_attn_transpose(moegraph_attn_bits(p0)),
-                        moegraph_attn_transpose(moegraph_attn_bits(p1)));
-                    sum = moegraph_attn_sum_over(make_float2(f0.x + f1.x, f0.y + f1.y));
+                    const float2 w0 = make_float2(exp2f(s[c][0] - x), exp2f(s[c][1] - y));
+                    const float2 w1 = make_float2(exp2f(s[c][2] - x), exp2f(s[c][3] - y));
+                    float2 r0 = put_weights(0, c, w0), r1 = put_weights(1, c, w1);
+                    sum = make_float2(r0.x + r1.x, r0.y + r1.y);
+                    if (n_p == 2 && args.refined) {
+                        r0  = put_weights(2, c, make_float2(w0.x - r0.x, w0.y - r0.y));
+                        r1  = put_weights(3, c, make_float2(w1.x - r1.x, w1.y - r1.y));
+                        sum = make_float2(sum.x + (r0.x + r1.x), sum.y + (r0.y + r1.y));
+                    }
+                    sum = moegraph_attn_sum_over(sum);
                 }
                 if (lane < 4) {
                     *at_column(smem.sum, warp, c) = sum;
@@ -376,10 +391,16 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
 #pragma unroll
                     for (int c = 0; c < NC; ++c) {
                         if (c < n_tiles) {
-                            const uint2 b = smem.p[(c*MOEGRAPH_ATTN_WARPS + i)*32 + lane];
 #pragma unroll
-                            for (int m = 0; m < n_m; ++m) {
-                                moegraph_attn_mma(acc[c][m], a[m], b.x, b.y);
+                            for (int low = 0; low < n_p; ++low) {
+                                if (low == 0 || args.refined) {
+                                    const uint2 b =
+                                        smem.p[((low*args.n_tiles + c)*MOEGRAPH_ATTN_WARPS + i)*32 + lane];
+#pragma unroll
+                                    for (int m = 0; m < n_m; ++m) {
+                                        moegraph_attn_mma(acc[c][m], a[m], b.x, b.y);
+                                    }
+                                }
                             }
                         }
                     }
@@ -429,7 +450,8 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     moegraph_attn_smem smem;
     smem.q       = moegraph_attn_dynamic;
     smem.p       = (uint2 *) (smem.q + args.n_tiles*(d/16)*32);
-    smem.max     = (float *) (smem.p + args.n_tiles*MOEGRAPH_ATTN_WARPS*32);
+    constexpr int n_p = moegraph_attn_block<type_k, type_v, d, NC>::n_p;
+    smem.max     = (float *) (smem.p + n_p*args.n_tiles*MOEGRAPH_ATTN_WARPS*32);
     smem.sum     = smem.max + MOEGRAPH_ATTN_WARPS*args.n_tiles*MOEGRAPH_ATTN_COLS;
     smem.running = smem.sum + MOEGRAPH_ATTN_WARPS*args.n_tiles*MOEGRAPH_ATTN_COLS;
     smem.v       = (char *) (smem.running + args.n_tiles*MOEGRAPH_ATTN_COLS);

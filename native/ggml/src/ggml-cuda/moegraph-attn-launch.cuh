@@ -11,12 +11,12 @@ static void moegraph_attn_launch_kernel(ggml_backend_cuda_context & ctx, moegrap
     const auto & device = ggml_cuda_info().devices[ctx.device];
     const size_t smem_v = MOEGRAPH_ATTN_TILE*moegraph_attn_v<type_v, d>::n_bytes;
     const size_t left   = device.smpbo - sizeof(moegraph_attn_plan) - smem_v;
-    const int    fit    = std::min<int>(NC, left/moegraph_attn_smem_per_tile<d>());
-    const size_t most   = fit*moegraph_attn_smem_per_tile<d>() + smem_v;
+    const int    fit    = std::min<int>(NC, left/moegraph_attn_smem_per_tile<type_v, d>());
+    const size_t most   = fit*moegraph_attn_smem_per_tile<type_v, d>() + smem_v;
     const int    cols   = args.n_rows*args.n_group;
     args.n_tiles = std::min(fit, (cols + MOEGRAPH_ATTN_COLS - 1)/MOEGRAPH_ATTN_COLS);
     GGML_ASSERT(args.n_tiles*MOEGRAPH_ATTN_COLS >= args.n_group);
-    const size_t smem = args.n_tiles*moegraph_attn_smem_per_tile<d>() + smem_v;
+    const size_t smem = args.n_tiles*moegraph_attn_smem_per_tile<type_v, d>() + smem_v;
 
     // As many blocks as run at once, the same number for each head of keys: lengths may change without a new capture.
     const int n_blocks = 2*(smem + sizeof(moegraph_attn_plan)) <= device.smpbo ?

@@ -33,14 +33,17 @@ static __device__ __forceinline__ uint32_t moegraph_attn_times(const uint32_t x,
 static __device__ __forceinline__ void moegraph_attn_mma(
         float c[4], const uint32_t a[4], const uint32_t b0, const uint32_t b1) {
 #if __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #elif __CUDA_ARCH__ >= GGML_CUDA_CC_TURING
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[2]), "r"(a[3]), "r"(b1));
 #else
@@ -194,7 +197,8 @@ template <ggml_type type, int d> struct moegraph_attn_v {
     static constexpr int  n_parts = type == GGML_TYPE_Q8_0 ? 17 : 9; // of 4, 8 or 16 bytes, as rows are aligned
     static constexpr int  n_loads = (128*n_parts + 255)/256;         // per thread
 
-    using part = typename std::conditional<d == 256, uint4, typename std::conditional<d == 128, uint2, uint32_t>::type>::type;
+    using small = typename std::conditional<d == 128, uint2, uint32_t>::type;
+    using part  = typename std::conditional<d == 256, uint4, small>::type;
     static_assert(n_parts*sizeof(part) == n_bytes, "a row is whole parts");
 
     part raw[n_loads];
@@ -252,7 +256,7 @@ template <ggml_type type, int d> struct moegraph_attn_v {
             for (int h = 0; h < 2; ++h) { // positions 2*quad and the next, then eight further
                 if (type == GGML_TYPE_Q8_0) {
                     const uint32_t y0 = x[2*h] ^ 0x80808080, y1 = x[2*h + 1] ^ 0x80808080;
-                    a[m][2*h]     = moegraph_attn_from_q8(__byte_perm(y0, y1, m == 0 ? 0x4400 : 0x6622) );
+                    a[m][2*h]     = moegraph_attn_from_q8(__byte_perm(y0, y1, m == 0 ? 0x4400 : 0x6622));
                     a[m][2*h + 1] = moegraph_attn_from_q8(__byte_perm(y0, y1, m == 0 ? 0x5511 : 0x7733));
                 } else {
                     const uint32_t y = __byte_perm(x[2*h], x[2*h + 1], m == 0 ? 0x4400 : 0x5511);

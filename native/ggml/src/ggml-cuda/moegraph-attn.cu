@@ -32,7 +32,8 @@ static __device__ __forceinline__ float moegraph_attn_over_block(float x, float 
 
 // Adds up the splits of a row and head, for 64 elements. Which thread adds which splits depends on their number alone.
 __launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS)
-static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph_attn_args args, float * dst, const int d) {
+static __global__ void moegraph_attn_sum_kernel(
+        const __grid_constant__ moegraph_attn_args args, float * dst, const int d) {
     extern __shared__ float moegraph_attn_weights[]; // of the splits
     __shared__ float4 sums[MOEGRAPH_ATTN_SUM_SLICES][MOEGRAPH_ATTN_SUM_LANES];
     __shared__ float  over[MOEGRAPH_ATTN_SUM_THREADS/32];
@@ -151,6 +152,8 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     args.n_group   = args.n_head/args.n_head_kv;
     args.n_splits  = moegraph_attn_most_splits(dst);
     args.n_tiles   = 0;
+    // where ggml's op computes a single row in float32, the same precision is expected of this one
+    args.refined   = d < 256 || args.n_group <= 4;
     // rows and pages come from the host: no kernel writes them
     args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
 
