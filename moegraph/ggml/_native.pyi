@@ -73,6 +73,11 @@ class Lib:
     MOEGRAPH_TREE_ROWS: Final[int]
     MOEGRAPH_CONV_WIDTH: Final[int]
     MOEGRAPH_FETCH_IDS: Final[int]
+    MOEGRAPH_ATTN_ROWS: Final[int]
+    MOEGRAPH_ATTN_PATH: Final[int]
+    MOEGRAPH_ATTN_WORDS: Final[int]
+    MOEGRAPH_ATTN_HEAD: Final[int]
+    MOEGRAPH_ATTN_CAPACITY: Final[int]
     MG_NO_ID: Final[int]
     GGML_STATUS_ALLOC_FAILED: Final[int]
     GGML_STATUS_FAILED: Final[int]
@@ -319,6 +324,18 @@ class Lib:
         a3: Tensor,
         a4: Tensor,
         a5: Tensor,
+        /,
+    ) -> Tensor: ...
+    def moegraph_attn(
+        self,
+        a0: ggml_context_ptr,
+        a1: Tensor,
+        a2: Tensor,
+        a3: Tensor,
+        a4: Tensor,
+        a5: Tensor,
+        a6: int,
+        a7: float,
         /,
     ) -> Tensor: ...
     def ggml_backend_buft_name(self, a0: ggml_backend_buffer_type_ptr, /) -> Address: ...

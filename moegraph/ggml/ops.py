@@ -41,6 +41,13 @@ I64: int = C.GGML_TYPE_I64
 MAX_TREE_ROWS: int = C.MOEGRAPH_TREE_ROWS
 # Most ids of a look-up that fetches missing experts.
 MAX_FETCH_IDS: int = C.MOEGRAPH_FETCH_IDS
+# Attention over pages: most rows, words of a row's description and of the path in it, most elements
+# of a head, most positions of a sequence's pages.
+MAX_ATTN_ROWS: int = C.MOEGRAPH_ATTN_ROWS
+ATTN_WORDS: int = C.MOEGRAPH_ATTN_WORDS
+ATTN_PATH: int = C.MOEGRAPH_ATTN_PATH
+MAX_ATTN_HEAD: int = C.MOEGRAPH_ATTN_HEAD
+MAX_ATTN_POSITIONS: int = C.MOEGRAPH_ATTN_CAPACITY
 
 
 def shape(t: Tensor) -> tuple[int, int, int, int]:
@@ -351,6 +358,46 @@ class Builder:
         C.ggml_prec_set_acc(y, C.GGML_PREC_F32)
         y.op_params[5] = n_parts
         return y
+
+    def paged_attn(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, rows: Tensor, page_size: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of up to 32 rows of any sequences over keys and values in pages of a pool.
+
+        q F32 [d, n_head, n_rows], any strides of heads and rows. k, v F16, Q8_0 or Q4_0
+        [d * n_head_kv, n_pool_rows]; a page is page_size pool rows, a power of two from 16 up.
+        pages I32 [n_pages, n_seqs]: the pages of each sequence, in the order of what is stored in
+        them. rows I32 [36, n_rows], for each row: its sequence; n_past, the committed positions of
+        the sequence; n_keys, the row's position + 1, or 0 for padding; a spare word; then for
+        position n_past + i on the row's own path i' where the key is stored n_past + i'-th.
+        F32 [d * n_head, n_rows]; zeros for padding. A row's bits depend on its query and on its
+        keys and values in order of position, and on nothing else.
+
+        Source: native/ggml/include/moegraph.h, moegraph_attn.
+        """
+        kinds = (C.GGML_TYPE_F16, C.GGML_TYPE_Q8_0, C.GGML_TYPE_Q4_0)
+        d, n_head, n_rows, n_pages = q.ne[0], q.ne[1], q.ne[2], pages.ne[0]
+        ok = (
+            (q.type, pages.type, rows.type) == (F32, I32, I32)
+            and (q.nb[0], q.ne[3]) == (4, 1)
+            and d % 32 == 0
+            and d <= MAX_ATTN_HEAD
+            and n_rows <= MAX_ATTN_ROWS
+            and all(t.type in kinds and shape(t) == shape(k) for t in (k, v))
+            and all(t.nb[0] == C.ggml_type_size(t.type) for t in (k, v))
+            and shape(k)[2:] == (1, 1)
+            and k.ne[0] % d == 0
+            and n_head % (k.ne[0] // d) == 0
+            and shape(pages)[2:] == (1, 1)
+            and shape(rows) == (ATTN_WORDS, n_rows, 1, 1)
+            and all(C.ggml_is_contiguous(t) for t in (pages, rows))
+            and page_size >= 16
+            and page_size & (page_size - 1) == 0
+            and n_pages * page_size <= MAX_ATTN_POSITIONS
+        )
+        _require(ok, f"paged_attn(page_size={page_size})", q, k, v, pages, rows)
+        return C.moegraph_attn(self.ctx, q, k, v, pages, rows, page_size, scale)
 
     def conv(
         self, rows: Tensor, kernel: Tensor, pool: Tensor, slots: Tensor,

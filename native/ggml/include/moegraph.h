@@ -74,6 +74,40 @@ extern "C" {
             struct ggml_tensor  * from,
             struct ggml_tensor  * to);
 
+    // Attention of a few rows of any sequences, whose keys and values lie in pages of a pool. CPU and CUDA only.
+    //
+    // q     : F32 [d, n_head, n_rows], d contiguous, a multiple of 32 and at most MOEGRAPH_ATTN_HEAD (CUDA: 64, 128 or
+    //         256, and at most 16 heads for one head of k), n_rows <= MOEGRAPH_ATTN_ROWS
+    // k, v  : F16, Q8_0 or Q4_0 [d*n_head_kv, n_pool_rows]; a page is page_size rows of the pool that follow each other
+    // pages : I32 [n_pages, n_seqs], contiguous: the pages of each sequence, in the order of what is stored in them;
+    //         n_pages*page_size <= MOEGRAPH_ATTN_CAPACITY
+    // rows  : I32 [MOEGRAPH_ATTN_WORDS, n_rows], contiguous, for each row of q:
+    //           0 : its sequence in pages; a row whose sequence is none gives zeros
+    //           1 : n_past, the committed positions of that sequence
+    //           2 : n_keys, its own position + 1; a row without keys gives zeros
+    //           3 : not used
+    //           4 : and following: for position n_past + i on the row's root path, what is stored n_past + this of the
+    //               sequence; 0, 1, 2, ... for a chain. n_keys <= n_past + MOEGRAPH_ATTN_PATH
+    // page_size : a power of two, at least 16
+    //
+    // Position p is what is stored p-th if p < n_past, else what the path says. The result is F32 [d*n_head, n_rows].
+    // Its bits depend on the query and on its keys and values in order of position; not on other rows, nor on pages.
+    #define MOEGRAPH_ATTN_ROWS  32
+    #define MOEGRAPH_ATTN_PATH  32
+    #define MOEGRAPH_ATTN_WORDS 36
+    #define MOEGRAPH_ATTN_HEAD  256
+    #define MOEGRAPH_ATTN_CAPACITY (1 << 20)
+
+    GGML_API struct ggml_tensor * moegraph_attn(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * q,
+            struct ggml_tensor  * k,
+            struct ggml_tensor  * v,
+            struct ggml_tensor  * pages,
+            struct ggml_tensor  * rows,
+            int                   page_size,
+            float                 scale);
+
 #ifdef __cplusplus
 }
 #endif

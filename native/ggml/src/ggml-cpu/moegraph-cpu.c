@@ -1,4 +1,5 @@
 #include "moegraph-cpu.h"
+#include "moegraph-attn-cpu.h"
 #include "moegraph-deltanet.h"
 #include "moegraph-fetch-cpu.h"
 
@@ -7,6 +8,7 @@ bool moegraph_cpu_supports_op(const struct ggml_tensor * op) {
         case GGML_OP_MOEGRAPH_FETCH_ROWS:
         case GGML_OP_MOEGRAPH_CONV:
         case GGML_OP_MOEGRAPH_DELTA_NET:
+        case GGML_OP_MOEGRAPH_ATTN:
             return true; // the constructors check types and shapes
         default:
             return false;
@@ -34,6 +36,9 @@ void moegraph_cpu_compute_forward(const struct ggml_compute_params * params, str
             break;
         case GGML_OP_MOEGRAPH_DELTA_NET:
             moegraph_compute_forward_delta_net(params, dst);
+            break;
+        case GGML_OP_MOEGRAPH_ATTN:
+            moegraph_compute_forward_attn(params, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));

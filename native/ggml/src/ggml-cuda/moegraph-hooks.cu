@@ -1,5 +1,6 @@
 #include "moegraph-hooks.cuh"
 
+#include "moegraph-attn.cuh"
 #include "moegraph-conv.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-fetch.cuh"
@@ -8,7 +9,7 @@
 #include "moegraph-recurrence.cuh"
 #include "moegraph-rows.cuh"
 
-bool moegraph_supports_op(const ggml_tensor * op) {
+bool moegraph_supports_op(const int device, const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_MOEGRAPH_FETCH_ROWS:
             return true; // the constructor checks types and shapes
@@ -16,9 +17,15 @@ bool moegraph_supports_op(const ggml_tensor * op) {
             return moegraph_conv_supported(op);
         case GGML_OP_MOEGRAPH_DELTA_NET:
             return moegraph_delta_net_supported(op);
+        case GGML_OP_MOEGRAPH_ATTN:
+            return moegraph_attn_supported(device, op);
         default:
             return false;
     }
+}
+
+size_t moegraph_alloc_size(const ggml_tensor * tensor) {
+    return tensor->op == GGML_OP_MOEGRAPH_ATTN ? moegraph_attn_alloc_size(tensor) : ggml_nbytes(tensor);
 }
 
 void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -31,6 +38,9 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
             break;
         case GGML_OP_MOEGRAPH_DELTA_NET:
             moegraph_delta_net(ctx, dst);
+            break;
+        case GGML_OP_MOEGRAPH_ATTN:
+            moegraph_attn(ctx, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));

@@ -6,8 +6,11 @@
 // What ggml-cuda.cu calls of our kernels.
 
 // Our ops (GGML_OP_MOEGRAPH_*): whether this backend computes one, and its launch.
-bool moegraph_supports_op(const ggml_tensor * op);
+bool moegraph_supports_op(int device, const ggml_tensor * op);
 void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// Bytes of a tensor: its elements, and what an op of ours keeps behind them.
+size_t moegraph_alloc_size(const ggml_tensor * tensor);
 
 // MUL_MAT and MUL_MAT_ID of a few rows, alone or combined with a gate product by a GLU. Returns whether a kernel of
 // ours has computed it.

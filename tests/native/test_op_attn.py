@@ -1,0 +1,204 @@
+"""Attention over pages on the CPU: against float64, and which bits a row has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from attn_case import (
+    KINDS,
+    PADDING,
+    Case,
+    Graph,
+    Heads,
+    Row,
+    chain,
+    error,
+    flash_attn,
+    make_case,
+    mixture,
+    run,
+    same_bits,
+    tree,
+)
+
+from moegraph.errors import InternalError
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Context
+from moegraph.ggml.lib import C
+from moegraph.ggml.ops import ATTN_PATH, F16, F32, I32, MAX_ATTN_ROWS, Builder, Tensor
+
+HEADS = (Heads(256, 4, 2), Heads(128, 4, 4), Heads(64, 6, 1), Heads(96, 2, 1))
+BOUND = 1e-11  # squared error of sums in float32
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    """Yield the CPU device with threads that share a row's heads."""
+    opened = Device("cpu", n_threads=3)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("kind_v", KINDS)
+@pytest.mark.parametrize("kind_k", KINDS)
+def test_attention_is_that_of_float64(kind_k: str, kind_v: str, device: Device) -> None:
+    rng = np.random.default_rng(KINDS.index(kind_k) * 3 + KINDS.index(kind_v))
+    for i, heads in enumerate(HEADS):
+        rows = mixture(rng, (1, 9, 32, 5)[i], (1, 4, 8, 2)[i], 700)
+        case = make_case(rng, rows, heads, (kind_k, kind_v), (16, 64, 256, 32)[i])
+        assert error(run(device, case, strided=i % 2 == 1), case.expected()) < BOUND
+
+
+def test_the_error_is_at_most_that_of_ggmls_op(device: Device) -> None:
+    rng = np.random.default_rng(5)
+    for kind in KINDS:
+        case = make_case(rng, chain(0, 1000, 3), Heads(), (kind, kind))
+        got, expected = run(device, case), case.expected()
+        for i in range(3):
+            upstream = flash_attn(device, case, i)
+            assert error(got[i], expected[i]) <= error(upstream, expected[i])
+
+
+@pytest.mark.parametrize("n_keys", [1, 15, 16, 17, 32, 33, 511, 512, 513, 2047, 2048, 2049, 8200])
+def test_contexts_may_end_anywhere(n_keys: int, device: Device) -> None:
+    """Around the ends of splits and pages, and with scores far apart."""
+    case = make_case(
+        np.random.default_rng(n_keys), chain(0, n_keys - 1, 1), Heads(64, 2, 1), loud=20.0
+    )
+    assert error(run(device, case), case.expected()) < 1e-9
+
+
+def test_64_sequences_have_pages_in_any_order(device: Device) -> None:
+    rng = np.random.default_rng(6)
+    rows = [chain(int(seq), int(rng.integers(0, 200)), 1)[0] for seq in rng.permutation(64)[:32]]
+    case = make_case(rng, [*rows[:-1], Row(63, 77, (0,))], Heads(64, 4, 2), page_size=16)
+    assert len(case.pages) == 64
+    assert error(run(device, case), case.expected()) < BOUND
+
+
+def test_a_tree_row_reads_its_own_path(device: Device) -> None:
+    """Rows of a tree that skip their siblings, each with the result of a chain of its keys."""
+    rng = np.random.default_rng(7)
+    case = make_case(rng, tree(rng, 0, 300, 32), Heads(128, 4, 2), page_size=32)
+    assert len({row.path for row in case.rows}) == 32 and max(r.n_keys for r in case.rows) < 332
+    got = run(device, case)
+    assert error(got, case.expected()) < BOUND
+    for i, row in enumerate(case.rows):
+        assert same_bits(run(device, moved(case.take([i]), rng))[0], got[i]), row
+
+
+def moved(case: Case, rng: np.random.Generator) -> Case:
+    """Return one row's keys and values as a committed context, in other pages."""
+    row = case.rows[0]
+    at = case.pool_rows(row)
+    alone = make_case(
+        rng, chain(0, row.n_keys - 1, 1), Heads(case.d, case.n_head, case.n_head_kv), case.kinds, 16
+    )
+    there = alone.pool_rows(alone.rows[0])
+    alone.k[there], alone.v[there] = case.k[at], case.v[at]
+    return replace(alone, q=case.q)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_a_row_depend_on_its_keys_alone(kind: str, device: Device) -> None:
+    """Not on the rows beside it, nor on padding, pages, or where the committed ones end."""
+    rng = np.random.default_rng(8)
+    rows = mixture(rng, 24, 8, 900)
+    case = make_case(rng, rows, Heads(64, 4, 2), (kind, kind), 32)
+    together = run(device, case)
+    for i, row in enumerate(rows):
+        if row.n_keys:
+            assert same_bits(run(device, moved(case.take([i]), rng))[0], together[i])
+            others = [int(j) for j in rng.permutation(24)[:7]]
+            assert same_bits(run(device, case.take([*others, i]))[-1], together[i])
+        else:
+            assert not together[i].any()
+
+
+def test_rows_without_keys_are_zero(device: Device) -> None:
+    """A padding row, and a row of a sequence that pages do not list."""
+    rng = np.random.default_rng(9)
+    case = make_case(rng, [*chain(0, 40, 2), PADDING], Heads(64, 2, 1))
+    outside = [replace(case, rows=(Row(seq, 40, (0,)), *case.rows[1:])) for seq in (-1, 1, 2**30)]
+    with Graph(device, case) as graph:
+        plain = graph.run(case)
+        assert plain[:2].any() and not plain[2].any()
+        for other in outside:
+            got = graph.run(other)
+            assert not got[0].any() and same_bits(got[1:], plain[1:])
+
+
+def test_tables_that_are_wrong_read_only_the_pool(device: Device) -> None:
+    """Pages and paths out of range give some key of the pool: the result is finite."""
+    rng = np.random.default_rng(10)
+    rows = (Row(0, 40, (2**30,)), Row(0, 2**30, (0,)), Row(0, -5, (-(2**30), 7)))
+    case = make_case(rng, chain(0, 40, 3), Heads(64, 2, 1))
+    for pages in (case.pages, np.full_like(case.pages, -1), np.full_like(case.pages, 2**31 - 1)):
+        assert np.isfinite(run(device, replace(case, rows=rows, pages=pages))).all()
+
+
+def operands(b: Builder, **other: Tensor) -> list[Any]:
+    """Return operands that fit, some of them replaced."""
+    given = {
+        "q": b.leaf(F32, (64, 4, 3), "q"),
+        "k": b.leaf(F16, (128, 64), "k"),
+        "v": b.leaf(C.GGML_TYPE_Q8_0, (128, 64), "v"),
+        "pages": b.leaf(I32, (4, 2), "pages"),
+        "rows": b.leaf(I32, (4 + ATTN_PATH, 3), "rows"),
+    }
+    return list({**given, **other}.values())
+
+
+BAD: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "queries of halves": ("q", F16, (64, 4, 3)),
+    "too many rows": ("q", F32, (64, 4, MAX_ATTN_ROWS + 1)),
+    "no whole blocks": ("q", F32, (48, 4, 3)),
+    "a head too long": ("q", F32, (288, 4, 3)),
+    "heads that share unevenly": ("q", F32, (64, 5, 3)),
+    "more rows than described": ("q", F32, (64, 4, 4)),
+    "keys in float": ("k", F32, (128, 64)),
+    "another pool": ("v", F16, (128, 32)),
+    "other heads": ("v", F16, (64, 64)),
+    "no whole heads": ("k", F16, (160, 64)),
+    "pages in float": ("pages", F32, (4, 2)),
+    "more pages than positions": ("pages", I32, (2**17, 2)),
+    "rows without a path": ("rows", I32, (4, 3)),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_operands_that_do_not_fit_are_refused(what: str) -> None:
+    name, dtype, ne = BAD[what]
+    with Context(64, 8) as context:
+        b = Builder(context, 8)
+        assert b.paged_attn(*operands(b), 16, 1.0).ne[0] == 256
+        with pytest.raises(InternalError, match="paged_attn.*: operands do not fit"):
+            b.paged_attn(*operands(b, **{name: b.leaf(dtype, ne, name)}), 16, 1.0)
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 24, -16])
+def test_pages_of_other_sizes_are_refused(page_size: int) -> None:
+    with Context(64, 8) as context:
+        b = Builder(context, 8)
+        with pytest.raises(InternalError, match="paged_attn"):
+            b.paged_attn(*operands(b), page_size, 1.0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "pages", "rows"])
+def test_strides_that_no_kernel_reads_are_refused(name: str) -> None:
+    wider: dict[str, Callable[[Tensor], None]] = {
+        "q": lambda t: t.nb.__setitem__(0, 8),
+        "k": lambda t: t.nb.__setitem__(0, 4),
+        "pages": lambda t: t.nb.__setitem__(1, 64),
+        "rows": lambda t: t.nb.__setitem__(1, 256),
+    }
+    with Context(64, 8) as context:
+        b = Builder(context, 8)
+        given = operands(b)
+        wider[name](given[("q", "k", "v", "pages", "rows").index(name)])
+        with pytest.raises(InternalError, match="paged_attn"):
+            b.paged_attn(*given, 16, 1.0)
