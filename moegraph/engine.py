@@ -32,13 +32,14 @@ from .ggml.device import Device
 from .ggml.handles import closed_on_failure
 from .ggml.mapped import WatchedFiles
 from .graphs.layer import Model
+from .kinds import MAX_CPU_ROWS
 from .modelfile import ModelFile, open_model, resolve_target
 from .ownership import Ownership
 from .passes import Passes, checked_ids
 from .runner import LayeredRunner, Output, Runner, WholeRunner
 from .runner.cpu_experts import CpuExperts, KernelCpuExperts
 from .runner.cpu_experts_graph import GraphCpuExperts
-from .runner.misses import ADMIT_ROWS, MissHandler
+from .runner.misses import MissHandler
 from .runner.replay import Replay
 from .sampling import SamplingParams
 from .sequence import CancelToken, Sequence
@@ -179,11 +180,14 @@ class Engine:
             )
         cpu_experts: CpuExperts | None = None
         if miss != "stream" and store.is_aligned and self.device.is_cpu:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, ADMIT_ROWS)
+            cpu_experts = GraphCpuExperts(self.device, hp, store, MAX_CPU_ROWS)
         elif miss != "stream" and store.is_aligned:
             cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, ADMIT_ROWS
+                self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
             )
+        profile = self._profile
+        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
+        placed = {il: cache.layers[il].preload(*starts[il]) for il in partial}
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
             self.device,
@@ -195,10 +199,8 @@ class Engine:
             max_rows,
             not config.deterministic,
         )
-        profile = self._profile
-        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
         for il in partial:
-            misses.fill(il, cache.preload(il, *starts[il]))
+            misses.fill(il, placed[il])
         return misses
 
     def _read_profile(self) -> ProfileFile | None:
@@ -216,7 +218,7 @@ class Engine:
         misses = self._misses
         if self._profile is None or not misses:
             return None
-        counts = np.array(misses.cache.counts, dtype=np.int64)
+        counts = np.array(misses.residency.routing.counts, dtype=np.int64)
         update = self._profile.update(counts - self._n_saved)
         if not update.why:
             self._n_saved = counts
@@ -297,13 +299,10 @@ class Engine:
         """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
         if not isinstance(self.runner, LayeredRunner):
             return None
-        cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
+        phases, misses = dict(self.runner.phases), self._misses
         if misses is None:
-            return ExpertStats(cache.stats, 0, 0, 0, None, phases)
-        guard = misses.guard.report() if misses.guard else None
-        moved, n_fetch = misses.n_bytes_to_device, len(misses.miss_mode.fetch_layers)
-        predicted, n_on_cpu = misses.prefetch_report(), misses.n_cpu_experts
-        return ExpertStats(cache.stats, moved, n_on_cpu, n_fetch, predicted, phases, guard)
+            return ExpertStats(self.runner.cache.stats, 0, 0, 0, None, phases)
+        return misses.stats(phases)
 
     @property
     def warnings(self) -> list[str]:
@@ -311,15 +310,15 @@ class Engine:
         found, misses = [self.threads.warning], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
-            found += [misses.warning, misses.cache.warning() or "", profile]
+            found += [*misses.warnings, profile]
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:
         """Return the guard's messages since the last call, one line each."""
-        misses = self._misses
-        if not misses or not misses.guard:
+        guard = self._misses.residency.guard if self._misses else None
+        if not guard:
             return []
-        found, misses.guard.messages = misses.guard.messages, []
+        found, guard.messages = guard.messages, []
         return found
 
     def hand_over(self) -> None:

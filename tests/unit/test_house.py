@@ -23,7 +23,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Low to high: a room imports rooms of its own line and of the lines above it.
 ROOMS = (
-    ("errors", "threads", "config", "units", "hostmem"),
+    ("errors", "threads", "config", "units", "hostmem", "kinds"),
     ("modelfile", "hparams"),
     ("ggml",),
     ("weights", "state"),
@@ -48,11 +48,11 @@ ROOMS = (
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
 PURE = (
-    "config", "threads", "units", "hostmem", "hparams", "modelfile", "modelfile.summary",
+    "config", "threads", "units", "hostmem", "kinds", "hparams", "modelfile", "modelfile.summary",
     "sampling", "sequence",
     "experts.policy", "experts.cache", "experts.planner", "experts.cost", "experts.simulate",
     "experts.trace", "experts.tracestats", "experts.generator", "experts.profile",
-    "experts.profilefile", "experts.guard",
+    "experts.profilefile", "experts.guard", "experts.residency",
 )  # fmt: skip
 
 FILE_CAP, FILE_MEDIAN = 500, 200

@@ -1,0 +1,64 @@
+"""What a pass is for, and what its kind lets it do about missing experts."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cache
+from typing import NamedTuple
+
+# Rows for which the CPU has memory to compute missing experts.
+MAX_CPU_ROWS = 8
+# Rows of a pass whose graphs can fetch missing experts, or predict the choice of the next layer.
+MAX_FETCH_ROWS = 1
+# A longer piece of a prompt would evict all that a layer holds.
+_SHORT_PROMPT = 8
+
+
+class Kind(Enum):
+    """What a pass is for.
+
+    PREFILL: rows of a prompt. DECODE: the next row of each sequence. VERIFY: trees of drafted rows,
+    of which none, some or all will be committed.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+class MissRules(NamedTuple):
+    """What a pass may do about missing experts; `rules_of` decides it once for each pass.
+
+    admits: give them slots; otherwise they only pass through staging. fetches: its graphs may fetch
+    them. on_cpu: the CPU may compute them. predicts: its graphs may predict the choice of the next
+    layer, and the host may prefetch from it.
+    """
+
+    admits: bool
+    fetches: bool
+    on_cpu: bool
+    predicts: bool
+
+
+_ALL = MissRules(admits=True, fetches=True, on_cpu=True, predicts=True)
+_RULES = {
+    Kind.PREFILL: MissRules(admits=False, fetches=False, on_cpu=False, predicts=False),
+    Kind.DECODE: _ALL,
+    Kind.VERIFY: MissRules(admits=True, fetches=False, on_cpu=True, predicts=False),
+}
+
+
+@cache
+def rules_of(kind: Kind, n_tokens: int) -> MissRules:
+    """Return what a pass of a kind with n_tokens rows may do: its kind's rules within capacities.
+
+    A short piece of a prompt, such as the last one, may do what decode does.
+    """
+    is_short = kind is Kind.PREFILL and n_tokens <= _SHORT_PROMPT
+    rules, fits = _ALL if is_short else _RULES[kind], n_tokens <= MAX_FETCH_ROWS
+    return MissRules(
+        admits=rules.admits,
+        fetches=rules.fetches and fits,
+        on_cpu=rules.on_cpu and n_tokens <= MAX_CPU_ROWS,
+        predicts=rules.predicts and fits,
+    )
