@@ -85,8 +85,8 @@ class LaunchPlans:
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
         key = (shape, greedy, mode)
-        plan, generation = self._plans.get(key), self._graphs.generation
-        if plan and plan.generation != generation:
+        plan = self._plans.get(key)
+        if plan and plan.generation != self._graphs.generation:
             self._plans.clear()  # all plans have stale graphs
         while plan is None or plan.generation != self._graphs.generation:
             generation = self._graphs.generation

@@ -123,6 +123,11 @@ class Device:
     def fetch(self, il: int, chosen: list[int]) -> list[int]:
         """Do what a graph does, with the tables that it has."""
         held, table = self.bytes[il], self.tables[il].copy()
+        layer, listed = self.residency.cache.layers[il], {e for _, e in self.victims[il] if e >= 0}
+        score, movable = layer.policy.score, set(layer.owner[layer.policy.n_static :])
+        others = [score[e] for e in layer.resident & movable - listed]
+        lowest = min(others, default=np.inf)
+        assert all(score[e] <= lowest for e in listed), "the list is old"
         usable = [slot for slot, holds in self.victims[il] if holds not in chosen]
         missing = [expert for expert in chosen if table[expert] < 0]
         for expert in missing:
@@ -380,6 +385,29 @@ def test_victims_are_planned_when_the_pass_begins_and_sent_with_the_tables() -> 
     assert [slot for slot, _ in victims[:2]] == [row[1][9], row[1][8]]
     residency.end_pass(1e-3)
     assert residency.begin_pass(Kind.DECODE, 1).rows == []
+
+
+def test_victims_are_planned_anew_once_a_listed_one_was_chosen() -> None:
+    residency = fetching([8])
+    residency.begin_fetch(residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers)
+    listed = [expert for _, expert in residency.cache.layers[0].victims]
+    missing, row = residency.fetched(0, ids(listed[0], 0, 1, 2))
+    assert missing == [] and row and row[2], "all hit, but the list is old"
+    assert listed[0] not in [expert for _, expert in row[2]]
+
+
+def test_victims_are_planned_anew_after_the_cache_was_bypassed() -> None:
+    residency = fetching([8], move_s=1e-3)
+    assert residency.guard
+    residency.begin_pass(Kind.DECODE, 1)
+    listed = [expert for _, expert in residency.cache.layers[0].victims]
+    residency.guard._settle(True, "")
+    for chosen in (listed, set(range(8)) - set(listed), listed, [0, 1, 2, 3]):
+        assert residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers == frozenset()
+        assert residency.routed(0, ids(*chosen)) is None
+    residency.guard._settle(False, "")
+    ((_, _, victims),) = residency.begin_pass(Kind.DECODE, 1).rows
+    assert victims and not {expert for _, expert in victims} & {0, 1, 2, 3}
 
 
 def test_an_order_of_calls_that_no_pass_has_is_an_internal_error() -> None:
