@@ -31,9 +31,10 @@ import _bench as bench
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.memory import place
 from moegraph.ggml.ops import ATTN_PATH, ATTN_WORDS, F16, F32, I32, Builder, Tensor, type_id
 from moegraph.graphs.cache import BuiltGraph, GraphCache
-from moegraph.weights import place, round_up
+from moegraph.units import round_up
 
 PAGE = 256
 

@@ -107,7 +107,7 @@ class Engine:
         misses = self._misses
         if self._profile is None or not misses:
             return None
-        return self._profile.add_new(np.array(misses.cache.counts, dtype=np.int64))
+        return self._profile.add_new(np.array(misses.residency.routing.counts, dtype=np.int64))
 
     @property
     def device_name(self) -> str:
@@ -159,13 +159,10 @@ class Engine:
         """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
         if not isinstance(self.runner, LayeredRunner):
             return None
-        cache, phases, misses = self.runner.cache, dict(self.runner.phases), self._misses
+        phases, misses = dict(self.runner.phases), self._misses
         if misses is None:
-            return ExpertStats(cache.stats, 0, 0, 0, None, phases)
-        guard = misses.guard.report() if misses.guard else None
-        moved, n_fetch = misses.n_bytes_to_device, len(misses.miss_mode.fetch_layers)
-        predicted, n_on_cpu = misses.prefetch_report(), misses.n_cpu_experts
-        return ExpertStats(cache.stats, moved, n_on_cpu, n_fetch, predicted, phases, guard)
+            return ExpertStats(self.runner.cache.stats, 0, 0, 0, None, phases)
+        return misses.stats(phases)
 
     @property
     def warnings(self) -> list[str]:
@@ -173,15 +170,15 @@ class Engine:
         found, misses = [self.threads.warning], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
-            found += [misses.warning, misses.cache.warning() or "", profile]
+            found += [*misses.warnings, profile]
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:
         """Return the guard's messages since the last call, one line each."""
-        misses = self._misses
-        if not misses or not misses.guard:
+        guard = self._misses.residency.guard if self._misses else None
+        if not guard:
             return []
-        found, misses.guard.messages = misses.guard.messages, []
+        found, guard.messages = guard.messages, []
         return found
 
     def hand_over(self) -> None:

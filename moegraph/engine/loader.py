@@ -162,6 +162,9 @@ class _Loading:
             cpu_experts = KernelCpuExperts(
                 self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
             )
+        profile = self._profile
+        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
+        placed = {il: cache.layers[il].preload(*starts[il]) for il in partial}
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
             self.device,
@@ -173,10 +176,8 @@ class _Loading:
             max_rows,
             not config.deterministic,
         )
-        profile = self._profile
-        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
         for il in partial:
-            misses.fill(il, cache.preload(il, *starts[il]))
+            misses.fill(il, placed[il])
         return misses
 
     def _read_profile(self) -> ProfileFile | None:

@@ -253,29 +253,52 @@ def _seconds(measured: Sequence[float], n: float) -> float:
     return low if at == n else low + (measured[at + 1] - low) * (n - at)
 
 
-def split_for(machine: Machine, mode: str, n: int) -> list[int]:
-    """Return how many of 0, 1, ... n missing experts the CPU takes; mode: a value of --miss."""
-    if mode == "cpu":
-        return list(range(n + 1))
-    if mode == "stream":
-        return [0] * (n + 1)
-    counts = range(n + 1)
-    return best_split([machine.cpu(c) for c in counts], [machine.stream(c) for c in counts])
+@dataclass(frozen=True)
+class MissCosts:
+    """What was measured, or what a machine file says, about one model on one machine.
 
-
-def machine_fetches(
-    machine: Machine, mode: str, n_expert_used: int, n_slots: float, n_expert: int
-) -> bool:
-    """Return whether graphs fetch missing experts on a machine, in layers that can.
-
-    mode: a value of --miss; the rest as in `fetches_in_graph`.
+    on_cpu, streamed, per_row: as in `MissSplit`; empty if the CPU cannot compute experts, or if
+    nobody needs them. move_s: seconds to upload one expert; None if not measured.
     """
-    if mode != "auto":
-        return mode == "stream"
-    on_cpu, streamed = (
-        [curve(n) for n in range(n_expert_used + 1)] for curve in (machine.cpu, machine.stream)
-    )
-    return fetches_in_graph(on_cpu, streamed, n_slots, n_expert)
+
+    on_cpu: tuple[float, ...] = ()
+    streamed: tuple[float, ...] = ()
+    per_row: float = 1.0
+    move_s: float | None = None
+
+
+@dataclass(frozen=True)
+class MissWays:
+    """Who computes missing experts, decided once, before the first pass.
+
+    split: how many of a layer's missing experts the CPU takes. cpu: it takes any. fetches: graphs
+    fetch them in layers that can; no CPU is involved there.
+    """
+
+    split: MissSplit
+    cpu: bool
+    fetches: bool
+
+
+def choose_ways(
+    mode: str, costs: MissCosts, n_slots: Sequence[int], n_expert_used: int, n_expert: int
+) -> MissWays:
+    """Return who computes missing experts; mode: a value of --miss, n_slots [n_layer]."""
+    if mode != "auto" or not costs.on_cpu:
+        is_cpu = mode == "cpu"
+        return MissWays(MissSplit.fixed(n_expert_used, is_cpu), is_cpu, not is_cpu)
+    on_cpu, streamed = costs.on_cpu, costs.streamed
+    usual = usual_slots(n_slots, n_expert_used, n_expert)
+    fetches = fetches_in_graph(on_cpu, streamed, usual, n_expert)
+    if streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert):
+        return MissWays(MissSplit.fixed(n_expert_used, False), False, fetches)
+    return MissWays(MissSplit(on_cpu, streamed, costs.per_row), True, fetches)
+
+
+def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:
+    """Return what a machine takes for 0, 1, ... n_expert_used experts."""
+    counts = range(n_expert_used + 1)
+    return MissCosts(tuple(map(machine.cpu, counts)), tuple(map(machine.stream, counts)))
 
 
 def find_machine(name: str) -> Machine:

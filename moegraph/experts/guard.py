@@ -20,7 +20,6 @@ because the slots are out of date, or because the context grew: the probe finds 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,28 +68,6 @@ class Counters:
         return self.hits / self.chosen if self.chosen else 1.0
 
 
-class PassClock:
-    """A clock that stops while the engine's caller runs during a pass."""
-
-    def __init__(self) -> None:
-        self._away = 0.0
-        self._left_at: float | None = None
-
-    def __call__(self) -> float:
-        """Return seconds from an arbitrary start, without the time of the caller."""
-        return time.perf_counter() - self._away
-
-    def leave(self) -> None:
-        """Stop the clock: the caller runs while the pass is under way."""
-        self._left_at = time.perf_counter()
-
-    def back(self) -> None:
-        """Start the clock again: the engine waits for the pass."""
-        if self._left_at is not None:
-            self._away += time.perf_counter() - self._left_at
-            self._left_at = None
-
-
 class CacheGuard:
     """Decides between two tokens whether the cache is bypassed.
 
@@ -99,19 +76,14 @@ class CacheGuard:
     each change; the caller shows and clears them.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Counters],
-        move_s: float,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._read, self._move_s, self._clock = read, move_s, clock
+    def __init__(self, read: Callable[[], Counters], move_s: float) -> None:
+        self._read, self._move_s = read, move_s
         self.bypassed = False
         self.messages: list[str] = []
         self.n_probes = self.n_bypassed_tokens = 0
         self._settled = False  # what `bypassed` is when no probe is under way
         self._interval = FIRST_LOOK
-        self._began: float | None = None  # start of the single-row pass under way
+        self._is_timed = False  # the pass under way counts
         self._is_back = False  # the cache became active and no pass has begun since
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._n = self._unprobed = 0
@@ -121,27 +93,26 @@ class CacheGuard:
         self._active_s = 0.0  # seconds a token when the cache was last active
         self._hits_nothing = False
 
-    def begin_pass(self, n_tokens: int) -> bool:
+    def begin_pass(self, is_timed: bool) -> bool:
         """Note that a pass begins; return whether the cache became active again before it.
 
-        Only passes of a single row are timed.
+        is_timed: it decodes one row, so that its time can be compared with others.
         """
-        self._began = None
-        if n_tokens != 1:  # hits and moves of a prompt say nothing about decoding
+        self._is_timed = is_timed
+        if not is_timed:  # hits and moves of a prompt say nothing about decoding
             self._outside = self._outside or self._read()
             return False
         if self._outside:
             self._start = self._start.plus(self._read().since(self._outside))
             self._outside = None
         is_back, self._is_back = self._is_back, False
-        self._began = self._clock()
         return is_back
 
-    def end_pass(self) -> None:
-        """Note that the results of the pass have arrived; stop timing until the next pass."""
-        if self._began is None:
+    def end_pass(self, seconds: float) -> None:
+        """Note that the results of the pass have arrived, and how long it took."""
+        if not self._is_timed:
             return
-        seconds, self._began = self._clock() - self._began, None
+        self._is_timed = False
         self.n_bypassed_tokens += self.bypassed
         self._n += 1
         if self._n > _SETTLE:

@@ -275,6 +275,18 @@ def parse_policy(text: str) -> Policy:
     return policy
 
 
+def few_slots_warning(n_slots: Sequence[int], n_expert_used: int) -> str:
+    """Return one line if layers have fewer slots than one token chooses experts, else ''."""
+    short = [n for n in n_slots if 0 < n < n_expert_used]
+    if not short:
+        return ""
+    return (
+        f"{len(short)} of {len(n_slots)} layers have fewer slots (least {min(short)}) than a "
+        f"token chooses experts ({n_expert_used}), where LRU never hits, so they use "
+        f"decayed frequency; try at least {n_expert_used * 2} slots a layer"
+    )
+
+
 def _outside(name: str, value: float, low: float, high: float) -> list[str]:
     """Return one line if value is NaN or not in low..high, else none."""
     return [] if low <= value <= high else [f"{name} is {value:g}; allowed: {low:g} to {high:g}"]

@@ -1,9 +1,8 @@
 """Replay a routing trace under a policy and a placement: hit rates, bytes, and predicted speed.
 
-The replay calls the expert cache of a run, in the order in which the layered runner calls it. If a
-layer's graph fetches, its victims are chosen before the token. If the host handles missing experts,
-an uploaded expert may get a slot at once, and an expert that the CPU computed may be promoted. Only
-the times are predicted (experts/cost.py).
+The replay drives the `Residency` of a run, with the ids that the trace holds. So it decides what a
+run decides, apart from bypassing the cache and from prefetching, which it never does. Only the
+times are predicted (experts/cost.py).
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from ..experts.cache import MAX_PROMOTED, ExpertCache
+from ..experts.cache import ExpertCache
 from ..experts.cachestats import CacheStats
-from ..experts.cost import Machine, machine_fetches, split_for, streams_rare_misses, usual_slots
+from ..experts.cost import Machine, choose_ways, machine_costs
 from ..experts.policy import Policy
+from ..experts.residency import Residency
+from ..kinds import Kind
 from .profile import Profile
 from .trace import Trace
 
@@ -72,100 +73,61 @@ class Simulation:
 
 
 class _Replay:
-    """Drives a cache as the runner's MissHandler does, and counts.
+    """Drives the residency of a run, pass by pass, and counts.
 
-    fetch_layers: layers whose graphs fetch. base: seconds of a token that misses nothing. uploaded
-    [n_layer]: experts that crossed to the device.
+    n_streamed, n_cpu, n_promoted: as in `Simulation`. uploaded [n_layer]: experts that crossed to
+    the device.
     """
 
-    def __init__(self, cache: ExpertCache, machine: Machine, mode: str, is_pinned: bool) -> None:
-        self.cache = cache
-        self.fetch_layers = _fetch_layers(cache, machine, mode) if is_pinned else frozenset()
-        n_fetching = len(self.fetch_layers)
-        n_by_host = sum(n < cache.n_expert for n in cache.n_slots) - n_fetching
+    def __init__(self, residency: Residency, machine: Machine) -> None:
+        self.residency = residency
+        self.cache = residency.cache
+        n_used = self.cache.n_expert_used
+        n_fetching = len(residency.miss_mode(Kind.DECODE, 1).fetch_layers)
+        n_by_host = sum(n < self.cache.n_expert for n in self.cache.n_slots) - n_fetching
+        # seconds of a token that misses nothing
         self.base = (
             machine.whole + machine.host_layer * n_by_host + machine.fetch_layer * n_fetching
         )
-        n_used, one = cache.n_expert_used, (machine.cpu(1), machine.stream(1))
-        if mode == "auto" and streams_rare_misses(*one, min(cache.n_slots), cache.n_expert):
-            mode = "stream"
-        self.split = split_for(machine, mode, n_used)
         # tables, because every miss needs them: stalls[n missing][c of them on the CPU]
         self.stalls = [[machine.stall(c, n - c) for c in range(n + 1)] for n in range(n_used + 1)]
         self.fetches = [machine.fetch(n) for n in range(n_used + 1)]
-        self.promoted: list[tuple[int, int]] = []
         self.n_streamed = self.n_cpu = self.n_promoted = 0
-        self.uploaded = [0] * len(cache.n_slots)
+        self.uploaded = [0] * len(self.cache.n_slots)
 
-    def _begin_pass(self) -> None:
-        for il, expert in self.promoted:
-            self.cache.mark_resident(il, expert)
-        self.promoted.clear()
-        for il in self.fetch_layers & self.cache.dirty:
-            self.cache.plan_victims(il)
-        self.cache.dirty.clear()
-        self.cache.begin_pass()
-
-    def token(self, row: list[list[int]], missing: npt.NDArray[np.int64]) -> float:
+    def token(self, row: npt.NDArray[np.int32], missing: npt.NDArray[np.int64]) -> float:
         """Replay one token; return its seconds, and set missing [n_layer] where experts miss."""
-        self._begin_pass()
-        seconds = self.base
+        residency, seconds = self.residency, self.base
+        fetch_layers = residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers
+        residency.begin_fetch(fetch_layers)
         for il, ids in enumerate(row):
-            absent = self.cache.access(il, ids)
-            if absent:
-                missing[il] = len(absent)
-            if il in self.fetch_layers:
-                seconds += self._commit_fetched(il, absent, ids)
-            elif absent:
-                seconds += self._resolve(il, absent, ids)
+            if il in fetch_layers:
+                n = len(residency.fetched(il, ids)[0])
+                self.n_streamed += n
+                self.uploaded[il] += n
+                missing[il] = n
+                seconds += self.fetches[n]
+            elif plan := residency.routed(il, ids):
+                n_cpu, n_promoted = len(plan.on_cpu), len(plan.promoted)
+                n_streamed = len(plan.admitted) + len(plan.staged)
+                self.n_streamed += n_streamed
+                self.n_cpu += n_cpu
+                self.n_promoted += n_promoted
+                self.uploaded[il] += n_streamed + n_promoted
+                missing[il] = n_streamed + n_cpu
+                seconds += self.stalls[n_streamed + n_cpu][n_cpu]
+        residency.end_pass(seconds)
         return seconds
 
-    def _commit_fetched(self, il: int, absent: list[int], ids: list[int]) -> float:
-        """Record what a graph fetched; as in a run, choose new victims only if they may differ."""
-        self.cache.commit_fetched(il, absent, ids)
-        if il in self.cache.dirty:
-            self.cache.dirty.discard(il)
-            self.cache.plan_victims(il)
-        self.n_streamed += len(absent)
-        self.uploaded[il] += len(absent)
-        return self.fetches[len(absent)]
-
-    def _resolve(self, il: int, absent: list[int], ids: list[int]) -> float:
-        n = len(absent)
-        n_cpu = self.split[n]
-        self.n_streamed += n - n_cpu
-        self.n_cpu += n_cpu
-        self.uploaded[il] += n - n_cpu
-        if self.cache.n_slots[il]:
-            for expert in absent[: n - n_cpu]:
-                self.cache.admit(il, expert, ids)
-            room = max(0, MAX_PROMOTED - len(self.promoted))
-            for expert in absent[n - n_cpu :][:room]:
-                if self.cache.reserve_slot(il, expert, ids) is not None:
-                    self.promoted.append((il, expert))
-                    self.n_promoted += 1
-                    self.uploaded[il] += 1
-        return self.stalls[n][n_cpu]
-
-    def prompt(self, ids: npt.NDArray[np.int32], exchange: bool) -> None:
-        """Replay a prompt in chunks; with exchange, admit afterwards what the policy prefers."""
+    def prompt(self, ids: npt.NDArray[np.int32]) -> None:
+        """Replay a prompt in chunks, and exchange slots after it."""
         for start in range(0, len(ids), PROMPT_ROWS):
-            self._begin_pass()
+            rows = ids[start : start + PROMPT_ROWS]
+            self.residency.begin_pass(Kind.PREFILL, len(rows))
             for il in range(ids.shape[1]):
-                self.cache.access_batch(il, ids[start : start + PROMPT_ROWS, il])
-        if exchange and len(ids):
-            for il, n in enumerate(self.cache.n_slots):
-                for expert in self.cache.wanted(il, n):
-                    self.cache.admit(il, expert, ())
-
-
-def _fetch_layers(cache: ExpertCache, machine: Machine, mode: str) -> frozenset[int]:
-    """Return the layers whose graphs fetch."""
-    n_used, n_expert = cache.n_expert_used, cache.n_expert
-    n_slots = usual_slots(cache.n_slots, n_used, n_expert)
-    if not machine_fetches(machine, mode, n_used, n_slots, n_expert):
-        return frozenset()
-    return frozenset(il for il in range(len(cache.n_slots)) if cache.can_fetch(il))
+                self.residency.routed(il, rows[:, il].reshape(-1))
+        # a run exchanges when the first token begins; here, no token counts what that moves
+        self.residency.exchange()
 
 
 def simulate(
@@ -194,17 +156,20 @@ def simulate(
             f"(prompt {trace.n_prompt}, skipped {skip}); record a longer trace or skip fewer"
         )
     cache = warm_cache(trace, n_slots, policy, profile, profile_class)
-    replay = _Replay(cache, machine, mode, is_pinned)
-    replay.prompt(trace.ids[: trace.n_prompt].astype(np.int32), exchange)
+    costs = machine_costs(machine, shape.n_expert_used)
+    ways = choose_ways(mode, costs, n_slots, shape.n_expert_used, shape.n_expert)
+    fetchable = range(shape.n_layer) if is_pinned else ()
+    replay = _Replay(Residency(cache, ways, fetchable=fetchable, exchanges=exchange), machine)
+    ids = trace.ids.astype(np.int32)
+    replay.prompt(ids[: trace.n_prompt])
     missing = np.zeros((trace.n_tokens - first, shape.n_layer), dtype=np.int64)
     unseen = np.zeros(shape.n_layer, dtype=np.int64)
-    for row in trace.ids[trace.n_prompt : first].tolist():
+    for row in ids[trace.n_prompt : first]:
         replay.token(row, unseen)
     before = cache.stats
     replay.n_streamed = replay.n_cpu = replay.n_promoted = 0
     replay.uploaded = [0] * shape.n_layer
-    rows = trace.ids[first:].tolist()
-    step_s = [replay.token(row, missing[at]) for at, row in enumerate(rows)]
+    step_s = [replay.token(row, missing[at]) for at, row in enumerate(ids[first:])]
     sizes = slot_bytes or trace.slot_bytes or [machine.expert_bytes] * shape.n_layer
     return Simulation(
         cache.stats.since(before), missing, np.array(step_s), replay.n_streamed, replay.n_cpu,
@@ -221,8 +186,8 @@ def warm_cache(
     cache = ExpertCache(shape.n_expert, n_slots, policy, shape.n_expert_used)
     ranking = profile.ranking(profile_class).tolist() if profile else None
     shares = profile.shares(profile_class).tolist() if profile else None
-    for il in range(shape.n_layer):
-        cache.preload(il, ranking[il] if ranking else None, shares[il] if shares else None)
+    for il, layer in enumerate(cache.layers):
+        layer.preload(ranking[il] if ranking else None, shares[il] if shares else None)
     return cache
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..experts.passplan import MissMode
 from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.memory import place
@@ -35,10 +36,9 @@ from ..graphs.layer import (
     build_moe,
 )
 from ..graphs.router import build_prediction
-from ..kinds import Kind, rules_of
 from ..resident.bank import Bank
 from ..units import round_up
-from .misses import MissHandler, MissMode
+from .misses import MissHandler
 from .readback import RoutingReadback
 from .replay import Replay
 
@@ -91,7 +91,7 @@ class LayerGraphs:
 
     sums_last: graphs leave the rows of single experts, and `sum_rows` sums them. readback: brings
     the ids to the host. misses: source of fetched experts, and of the CPU's memory if it may
-    compute experts. miss_mode, rules: of the pass whose graphs are built next.
+    compute experts. mode, in all methods: how the pass deals with missing experts.
     """
 
     def __init__(
@@ -112,29 +112,21 @@ class LayerGraphs:
         self._readback = readback
         self._misses = misses
         self._cpu_experts = misses.cpu_experts if misses else None
-        self.miss_mode = MissMode()
-        self.rules = rules_of(Kind.DECODE, 1)
         self.carry = CarryBuffers(device, model, max_rows, sums_last, self._cpu_experts is not None)
 
-    def fetches(self, il: int) -> bool:
-        """Return whether the graph of a layer fetches its missing experts."""
-        return il in self.miss_mode.fetch_layers
-
-    def may_lack(self, il: int) -> bool:
+    def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
         is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
-        return is_partial and not self.fetches(il)
+        return is_partial and il not in mode.fetch_layers
 
-    def is_predicted(self, il: int) -> bool:
+    def is_predicted(self, il: int, mode: MissMode) -> bool:
         """Return whether the choice of layer il is predicted one layer earlier."""
-        if not (self.miss_mode.prefetch and self.rules.predicts):
-            return False
-        return 0 < il < self._model.hp.n_layer and self.may_lack(il)
+        return mode.predicts and 0 < il < self._model.hp.n_layer and self.may_lack(il, mode)
 
     def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
         return self.carry.leaf(b, name, F32, self._model.hp.n_embd, n_tokens)
 
-    def layers(self, b: Builder, shape: PassShape, layers: range) -> None:
+    def layers(self, b: Builder, shape: PassShape, layers: range, mode: MissMode) -> None:
         """Append consecutive layers, of which only the last may lack experts."""
         m, n_tokens, inp = self._model, shape.n_tokens, self._inputs.leaves(b, shape)
         if layers[0]:
@@ -143,23 +135,30 @@ class LayerGraphs:
             x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
         for il in layers:
             predict = None
-            if self.is_predicted(il + 1):
+            if self.is_predicted(il + 1, mode):
                 predict = partial(self._predict, b, il + 1)
             r = build_mixer_router(b, m, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
-            may_lack = self.may_lack(il)
-            if may_lack and self._cpu_experts and self.rules.on_cpu:
-                self._cpu_experts.export(b, r.post_norm, r.routing.weights)
-            self._readback.export(b, ids, il)  # last: once the ids arrive, the rest has too
+            may_lack = self.may_lack(il, mode)
+            self._export(b, r, ids, il, may_lack and mode.cpu)
             if may_lack:
                 self._moe_that_may_lack(b, r, ids, il)
                 return
             slots = ids  # in a full layer, the slot of an expert is its id
-            if self._misses and self.fetches(il):
+            if self._misses and il in mode.fetch_layers:
                 slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             norm = build_input_norm(b, m, x, il + 1)
         self._put_outputs(x, norm)
+
+    def _export(self, b: Builder, r: Routed, ids: Tensor, il: int, for_cpu: bool) -> None:
+        """Append the copies of the ids, and of what the CPU needs, to the host.
+
+        The ids come last: the host watches them, and once they arrive, the rest has too.
+        """
+        if for_cpu and self._cpu_experts:
+            self._cpu_experts.export(b, r.post_norm, r.routing.weights)
+        self._readback.export(b, ids, il)
 
     def _predict(self, b: Builder, il: int, cur: Tensor) -> None:
         """Append a prediction of layer il's choice from cur, the router input of layer il - 1."""

@@ -24,80 +24,42 @@ one graph late. Each layer has host memory of its own for its ids.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError
 from ..experts.cache import ExpertCache
+from ..experts.cost import MissCosts, choose_ways
+from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
+from ..experts.residency import Residency
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
-from ..graphs.cache import BuiltGraph
-from ..graphs.inputs import PAGED, PassShape
+from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
-from ..kinds import Kind, MissRules, rules_of
-from ..resident.bank import Bank
+from ..kinds import Kind
 from .base import Output, Runner
 from .batch import Batch
+from .clock import PassClock
 from .layer_graphs import LayerGraphs
-from .misses import MissHandler, MissMode
-from .readback import HostIds, RoutingReadback
+from .misses import MissHandler
+from .plan import LaunchPlan, LaunchPlans, LaunchStep
+from .readback import RoutingReadback
 from .replay import Replay
-
-# Enough for sequences that take turns at any length; `GraphCache` limits the memory of the graphs.
-_MAX_PLANS = 1024
-# Most layers in one graph: in the first graph and in long passes, and in later graphs of up to
-# _QUICK_ROWS rows. A short first graph lets the device start early, and a prompt is cancelled
-# between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
-MERGED, MERGED_LATER = 4, 64
-_QUICK_ROWS = 8
-# Ids of so few rows are handled one by one, which is faster than as arrays.
-_LISTED_ROWS = 8
-_NO_FETCH = MissMode()
-
-
-@dataclass(frozen=True)
-class _LaunchStep:
-    """Consecutive layers in one graph, and the graphs that complete the last layer.
-
-    ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
-    whose graph fetches missing experts. lacking: the last layer, if it may lack experts.
-    prediction: the prediction for that layer, I32 [n_expert_used]. add: `add_uploaded` and
-    `add_cpu`, by the names of `MissHandler.resolve`. sum_rows: the graph of that name (CPU device).
-    """
-
-    graph: BuiltGraph
-    ids: list[tuple[int, HostIds]]
-    fetch_layers: frozenset[int] = frozenset()
-    lacking: int | None = None
-    prediction: HostIds | None = None
-    add: dict[str, BuiltGraph] = field(default_factory=dict)
-    sum_rows: BuiltGraph | None = None
-
-
-@dataclass(frozen=True)
-class _LaunchPlan:
-    """All graphs of one pass in order; valid while `GraphCache.generation` is the same."""
-
-    steps: list[_LaunchStep]
-    head: BuiltGraph
-    generation: int
 
 
 class LayeredRunner(Runner):
     """Runs a pass as several graphs and reads each router's choice while the experts run.
 
-    cache: which expert is in which slot, and how often each was chosen.
-    misses: handles missing experts; None when all experts are resident.
+    residency: decides about missing experts, and counts choices. cache: its slots.
+    misses: carries out these decisions; None when all experts are resident.
     replay: recorded routing for one-row passes, or None.
+    clock: the time of a pass.
     phases: total host seconds: launching graphs, waiting for ids, and resolving them (uploads of
         missing experts and their computation on the CPU included).
-    n_planned: launch plans made so far.
+    plans: launch plans of the passes so far.
     observers: called with (il, ids I32 [rows * n_expert_used]) for every layer of every pass;
         padding rows are left out.
     """
@@ -116,16 +78,12 @@ class LayeredRunner(Runner):
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
         self.misses = misses
         self.replay = replay
-        self.cache = (
-            misses.cache
-            if misses
-            else ExpertCache(hp.n_expert, model.banks.n_slots, Lru(), hp.n_expert_used)
-        )
+        self.residency = misses.residency if misses else _all_resident(model)
+        self.cache = self.residency.cache
+        self.clock = PassClock()
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        # upper bounds; the second one also holds for add_uploaded and sum_rows
-        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * hp.n_expert_used
-        self._sums_last = device.can.exact_sums and misses is not None
+        sums_last = device.can.exact_sums and misses is not None
         self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
         self._layer_graphs = LayerGraphs(
             device,
@@ -133,115 +91,20 @@ class LayeredRunner(Runner):
             self._inputs,
             replay,
             max_rows,
-            self._sums_last,
+            sums_last,
             self._readback,
             misses,
         )
-        self._plans: OrderedDict[Hashable, _LaunchPlan] = OrderedDict()
-        self.n_planned = 0
-        self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
-        # set while a pass is launched: if that fails, tables and memory must be rolled back
+        self.plans = LaunchPlans(model, self.graphs, self._layer_graphs, self._readback, sums_last)
+        # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
-        # the pass that is launched next
-        self._current: _LaunchPlan | None = None
-        self._rules = rules_of(Kind.DECODE, 1)
-        self._is_padding: npt.NDArray[np.bool_] | None = None  # ids of its padding rows, if any
+        self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
+        self._is_real: npt.NDArray[np.bool_] | None = None  # its ids; None without padding rows
 
     @property
     def compute_bytes(self) -> int:
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
-
-    def _plan(self, shape: PassShape, greedy: bool, rules: MissRules) -> _LaunchPlan:
-        """Return the launch plan of a pass, built at first use.
-
-        Building a graph can move the shared block and make earlier graphs stale: then try again.
-        """
-        miss_mode = self.misses.miss_mode if self.misses and rules.fetches else _NO_FETCH
-        key, graphs = (shape, greedy, miss_mode, rules), self.graphs
-        plan = self._plans.get(key)
-        while plan is None or plan.generation != graphs.generation:
-            self._layer_graphs.miss_mode, self._layer_graphs.rules = miss_mode, rules
-            generation = graphs.generation
-            plan = self._plans[key] = _LaunchPlan(
-                self._steps(shape, rules), self._head(shape, greedy), generation
-            )
-            self.n_planned += 1
-            if self._n_dropped != graphs.n_dropped:
-                # no plan keeps a graph that the cache has dropped; the others are found again
-                self._plans = OrderedDict({key: plan})
-                self._n_dropped = graphs.n_dropped
-        self._plans.move_to_end(key)
-        while len(self._plans) > _MAX_PLANS:
-            self._plans.popitem(last=False)
-        return plan
-
-    def _steps(self, shape: PassShape, rules: MissRules) -> list[_LaunchStep]:
-        """Return the launch steps of all layers in order."""
-        steps: list[_LaunchStep] = []
-        il, n_layer = 0, self.model.hp.n_layer
-        while il < n_layer:
-            end = il + 1
-            n_merged = MERGED if il == 0 or shape.n_tokens > _QUICK_ROWS else MERGED_LATER
-            while end < min(il + n_merged, n_layer):
-                if self._layer_graphs.may_lack(end - 1):
-                    break
-                end += 1
-            steps.append(self._step(shape, rules, range(il, end)))
-            il = end
-        return steps
-
-    def _step(self, shape: PassShape, rules: MissRules, layers: range) -> _LaunchStep:
-        """Return the step of these layers, with the graphs that complete the last one."""
-        get, graphs, n_tokens = self.graphs.get, self._layer_graphs, shape.n_tokens
-        n_nodes = self._n_nodes_moe
-        # the KV length does not matter to DeltaNet layers: one graph serves all lengths
-        is_recurrent = all(self.model.hp.is_recurrent(il) for il in layers)
-        layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
-        predicts = any(graphs.is_predicted(il + 1) for il in layers)
-        fetch_layers = frozenset(il for il in layers if graphs.fetches(il))
-        graph = get(
-            ("layers", layers, layer_shape, predicts, fetch_layers, rules.on_cpu),
-            len(layers) * (self._n_nodes_mixer_router + n_nodes),
-            lambda b: graphs.layers(b, layer_shape, layers),
-        )
-        ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
-        il = layers[-1]
-        if not graphs.may_lack(il):
-            return _LaunchStep(graph, ids, fetch_layers)
-        add = {
-            name: get(
-                ("add_uploaded", il, name, n_tokens),
-                n_nodes,
-                partial(graphs.add_uploaded, n_tokens=n_tokens, il=il, bank=bank),
-            )
-            for name, bank in self._banks_for_misses(il, rules).items()
-        }
-        if self.misses and self.misses.cpu_experts and rules.on_cpu:
-            add["cpu"] = get(
-                ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
-            )
-        sum_rows = None
-        if self._sums_last:
-            sum_rows = get(
-                ("sum_rows", il, n_tokens), n_nodes, lambda b: graphs.sum_rows(b, n_tokens, il)
-            )
-        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il) else None
-        return _LaunchStep(graph, ids, fetch_layers, il, prediction, add, sum_rows)
-
-    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
-        return self.graphs.get(
-            ("head", shape.n_tokens, shape.n_out, greedy),
-            64,
-            lambda b: self._layer_graphs.head(b, shape, greedy),
-        )
-
-    def _banks_for_misses(self, il: int, rules: MissRules) -> dict[str, Bank]:
-        banks = self.model.banks
-        found = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
-        if rules.admits and banks.n_slots[il]:
-            found["own"] = banks.layer(il)
-        return found
 
     def reserve_graphs(self) -> None:
         """Build the graphs of the largest pass, so that the shared block never grows later.
@@ -251,19 +114,26 @@ class LayeredRunner(Runner):
         """
         state = self.model.state
         shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
-        self._plan(shape, True, rules_of(Kind.PREFILL, shape.n_tokens))
+        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        self._rules, self._is_padding = batch.rules, None
-        if batch.tree and batch.tree.is_ragged:
-            padding = ~batch.tree.real.reshape(-1)
-            self._is_padding = np.repeat(padding, self.model.hp.n_expert_used)
-        self._current = self._plan(shape, batch.greedy, self._rules)
-
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         if self._is_unfinished:
             self._roll_back()  # the last pass failed, and its roll-back was interrupted
         self._is_unfinished = True
+        try:
+            start = time.perf_counter()
+            plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
+            self._add_phase("launch", start)
+            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._is_real = None
+            if batch.tree and batch.tree.is_ragged:
+                rows = batch.tree.real.reshape(-1)
+                self._is_real = np.repeat(rows, self.model.hp.n_expert_used)
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         try:
             self._launch_all(shape, batch, cancelled)
         except BaseException:
@@ -274,26 +144,25 @@ class LayeredRunner(Runner):
     def _roll_back(self) -> None:
         """Undo a failed pass; safe to call again."""
         self.device.synchronize()
-        if self.misses:
-            self.misses.rollback()
-        else:
-            self.cache.rollback()
+        self._current = None
+        self.residency.rollback()
         self._readback.reset(self.n_ubatch * self.model.state.n_seq)
         self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
-        start, plan = time.perf_counter(), self._current
-        if plan is None:
+        start = self.clock.start()
+        if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
+        (plan, launches), self._current = self._current, None
+        self._readback.begin_pass()
         if self.misses:
-            self.misses.begin_pass(shape.n_tokens, self._rules)
-        else:
-            self.cache.begin_pass()
+            self.misses.begin_pass(plan)
         unread = None  # the last step, while the host has not read its ids
-        for step in plan.steps:
+        for step in launches.steps:
             if cancelled():
                 raise Cancelled("cancelled")
-            self.cache.in_flight.update(step.fetch_layers)
+            if step.fetch_layers:
+                self.residency.begin_fetch(step.fetch_layers)
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
             if status:
                 names = ", ".join(str(il) for il, _ in step.ids)
@@ -305,7 +174,7 @@ class LayeredRunner(Runner):
             if step.lacking is not None:
                 start = self._read_routing(step, shape.n_tokens, start)
                 unread = None
-        head = plan.head
+        head = launches.head
         reads = self._result_reads(shape, head.outputs, batch.greedy)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
@@ -318,14 +187,13 @@ class LayeredRunner(Runner):
             self.replay.advance()
         if self.misses:
             self.misses.end_launch()
+        self.clock.leave()
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""
-        if self.misses:
-            self.misses.clock.back()
+        self.clock.back()
         output = super().collect()
-        if self.misses:
-            self.misses.end_pass()
+        self.residency.end_pass(self.clock.seconds())
         return output
 
     def _add_phase(self, phase: str, start: float) -> float:
@@ -334,53 +202,45 @@ class LayeredRunner(Runner):
         self.phases[phase] += now - start
         return now
 
-    def _read_routing(self, step: _LaunchStep, n_tokens: int, start: float) -> float:
+    def _read_routing(self, step: LaunchStep, n_tokens: int, start: float) -> float:
         """Read the ids of a step's layers, and handle missing experts of the last one."""
-        misses, padding = self.misses, self._is_padding
-        for il, host_ids in step.ids:
-            if misses and step.prediction is not None and il == step.lacking:
-                self._readback.wait(step.prediction)
-                start = self._add_phase("wait", start)
-                misses.prefetch(il, step.prediction.ids.tolist())
-                start = self._add_phase("resolve", start)
-            self._readback.wait(host_ids)
+        misses, residency, readback = self.misses, self.residency, self._readback
+        is_real = self._is_real
+        if misses and step.prediction is not None and step.lacking is not None:
+            readback.wait(step.prediction)
             start = self._add_phase("wait", start)
+            misses.prefetch(step.lacking, step.prediction.ids)
+            start = self._add_phase("resolve", start)
+        # this runs for each layer of each token: no call more than needed
+        clock, waited, resolved = time.perf_counter, 0.0, 0.0
+        for il, host_ids in step.ids:
+            readback.wait(host_ids)
+            arrived = clock()
             ids = real = host_ids.ids
-            if padding is not None:
-                real, ids = ids[~padding], np.where(padding, -1, ids)
-            if n_tokens <= _LISTED_ROWS:
-                chosen = real.tolist()
-                missing = self.cache.access(il, chosen)
-            else:
-                missing = self.cache.access_batch(il, real)
+            if is_real is not None:
+                real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                misses.commit_fetched(il, missing, chosen)
-            if il == step.lacking:
-                self._complete(step, il, missing, ids, n_tokens)
+                misses.fetched(il, *residency.fetched(il, real))
+            else:
+                plan = residency.routed(il, real)
+                if plan and misses and step.add:
+                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if step.sum_rows and il == step.lacking:
+                status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
+                if status:
+                    self.device.check(status, f"layer {il}")
             for observer in self.observers:
                 observer(il, real)
-            start = self._add_phase("resolve", start)
+            waited += arrived - start
+            start = clock()
+            resolved += start - arrived
+        self.phases["wait"] += waited
+        self.phases["resolve"] += resolved
         return start
-
-    def _complete(
-        self,
-        step: _LaunchStep,
-        il: int,
-        missing: list[int],
-        ids: npt.NDArray[np.int32],
-        n_tokens: int,
-    ) -> None:
-        """Add the missing experts of layer il; on the CPU device, sum the rows of all experts."""
-        if missing and self.misses:
-            self.misses.resolve(il, missing, ids, n_tokens, step.add)
-        if step.sum_rows:
-            status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
-            if status:
-                self.device.check(status, f"layer {il}")
 
     def close(self) -> None:
         """Wait for the device, then free graphs and fixed memory."""
-        self._plans.clear()
+        self.plans.clear()
         self._current = None
         super().close()
         for part in (self.misses, self.replay):
@@ -388,3 +248,10 @@ class LayeredRunner(Runner):
                 part.close()
         self._layer_graphs.close()
         self._readback.close()
+
+
+def _all_resident(model: Model) -> Residency:
+    """Return the residency of a model whose layers are all full: it only counts choices."""
+    hp, n_slots = model.hp, model.banks.n_slots
+    ways = choose_ways("stream", MissCosts(), n_slots, hp.n_expert_used, hp.n_expert)
+    return Residency(ExpertCache(hp.n_expert, n_slots, Lru(), hp.n_expert_used), ways)

@@ -47,7 +47,15 @@ class RoutingReadback:
         words = self._host.array[:size].view(np.int32)
         self._ids = words[: self._predictions_at // 4].reshape(n_layer, -1)
         self._predictions = words[self._predictions_at // 4 :].reshape(n_layer, -1)
-        self.reset(max_rows)
+        self._max_rows, self._is_reset = max_rows, False
+        self._stream: Any = None
+
+    def begin_pass(self) -> None:
+        """Reset all ids, unless that was done after the last pass; call it before every pass."""
+        if not self._is_reset:
+            self.reset(self._max_rows)
+        self._is_reset = False
+        self._stream = self._device.compute.ptr  # looked up once a pass, not once a layer
 
     def export(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of layer il's chosen ids, I32 [n_expert_used, n_tokens]."""
@@ -76,9 +84,10 @@ class RoutingReadback:
         return ffi.cast("int32_t *", self._host.address(at))
 
     def reset(self, n_tokens: int) -> None:
-        """Set the ids of passes of up to n_tokens rows to MG_NO_ID; call it before every pass."""
+        """Set the ids to MG_NO_ID; the last pass had n_tokens rows, and all its ids were read."""
         self._ids[:, : n_tokens * self._n_used] = C.MG_NO_ID
         self._predictions[:] = C.MG_NO_ID
+        self._is_reset = True
 
     def wait(self, host_ids: HostIds) -> None:
         """Block until the device has written all these ids.
@@ -86,7 +95,7 @@ class RoutingReadback:
         Raises:
             NativeError: the device finished its work without writing them.
         """
-        if not C.mg_wait_ids(self._device.compute.ptr, host_ids.address, host_ids.ids.size):
+        if not C.mg_wait_ids(self._stream, host_ids.address, host_ids.ids.size):
             raise NativeError(
                 f"{self._device.name} finished a pass without writing the router's choice"
             )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.cache import ExpertCache
+from ..experts.passplan import TableRow
 from ..ggml.device import Device
 from ..resident.bank import ExpertBanks
 
@@ -37,24 +37,22 @@ class SlotTables:
     writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
-    def __init__(self, device: Device, banks: ExpertBanks, cache: ExpertCache) -> None:
+    def __init__(
+        self, device: Device, banks: ExpertBanks, n_expert: int, n_expert_used: int
+    ) -> None:
         self._device = device
         self._banks = banks
-        self._cache = cache
-        self._rows = HostRows(device, len(cache.n_slots), banks.table_stride)
-        self._n_victims = 2 * cache.n_expert_used
+        self._rows = HostRows(device, len(banks.n_slots), banks.table_stride)
+        self._n_expert, self._n_victims = n_expert, 2 * n_expert_used
         self._is_due = False
 
-    def write(self, il: int, with_victims: bool) -> None:
-        """Write a layer's row if the layer is dirty; with_victims: plan its victims too."""
-        cache = self._cache
-        if il not in cache.dirty:
-            return
-        row, n = self._rows.array[il], cache.n_expert
-        row[:n] = cache.tables[il]
-        if with_victims:
-            row[n : n + self._n_victims].reshape(-1, 2)[:] = cache.plan_victims(il)
-        cache.dirty.discard(il)
+    def write(self, changed: TableRow) -> None:
+        """Copy a layer's new row."""
+        il, table, victims = changed
+        row, n = self._rows.array[il], self._n_expert
+        row[:n] = table
+        if victims is not None:
+            row[n : n + self._n_victims].reshape(-1, 2)[:] = victims
         self._is_due = True
 
     def send(self) -> None:

@@ -156,7 +156,7 @@ def test_with_experts_missing_and_default_settings_the_bound_is_the_same(
     for kv in KV_TYPES:
         placed = {"pin_layers": 0, "cache_slots": slots, "type_k": kv, "type_v": kv}
         with open_engine(path, device="cuda", **placed) as engine:
-            assert engine.config.miss == "auto" and engine.runner.misses.guard is not None
+            assert engine.config.miss == "auto" and engine.runner.residency.guard is not None
             ours |= our_rows(engine, kv)
             engine.runner.cache.check()
             assert engine.runner.cache.stats.misses.sum() > 0

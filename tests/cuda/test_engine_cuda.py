@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.fetching_engines import fetch_layers
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -87,8 +88,8 @@ def test_results_do_not_depend_on_what_is_fetched_ahead(open_cuda, preset, slots
         engine = open_cuda(preset, cache_slots=slots, miss="stream", prefetch=prefetch)
         ids = prompt(engine, 40, seed=5)
         rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
-    misses = engine.runner.misses
-    assert misses.n_prefetched > 0 and misses.prefetcher.n_right > 0
+    residency = engine.runner.residency
+    assert residency.n_prefetched > 0 and residency.prefetcher.n_right > 0
     engine.runner.cache.check()
     np.testing.assert_array_equal(*rows)
 
@@ -101,8 +102,8 @@ def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     hp = whole.hparams
     slots = hp.n_layer * (hp.n_expert_used + 1)
     engine = open_cuda(preset, cache_slots=slots, policy=policy, miss="stream")
-    engine.runner.misses.guard = None  # it would try what else there is
-    assert engine.runner.misses.miss_mode.fetch_layers == set(range(hp.n_layer))
+    engine.runner.residency.guard = None  # it would try what else there is
+    assert fetch_layers(engine) == set(range(hp.n_layer))
     ids = prompt(whole, 300, seed=5)
     for at, token in enumerate(ids):
         rows = [e.forward_logits([token], at) for e in (engine, whole)]

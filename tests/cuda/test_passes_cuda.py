@@ -164,8 +164,8 @@ def test_sequences_that_take_turns_plan_nothing_when_warm(open_cuda: Open) -> No
     engine.forward(rng.integers(0, N_VOCAB, (12, 4)))
     for n_seqs in range(1, 13):
         engine.forward(np.ones((n_seqs, 1), np.int32), list(range(n_seqs)), greedy=True)
-    warm = engine.runner.graphs.n_built, engine.runner.n_planned
+    warm = engine.runner.graphs.n_built, engine.runner.plans.n_planned
     for _ in range(60):
         slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
         engine.forward(np.ones((len(slots), 1), np.int32), slots, greedy=True)
-    assert (engine.runner.graphs.n_built, engine.runner.n_planned) == warm
+    assert (engine.runner.graphs.n_built, engine.runner.plans.n_planned) == warm

@@ -52,7 +52,11 @@ class Lookup(NamedTuple):
 
 
 def fetch(lookup: Lookup, source: Floats, target: Floats, m: int) -> tuple[list[int], Floats]:
-    """Return the rows that a look-up gives, and what target holds then."""
+    """Return the rows that a look-up gives, and what target holds then.
+
+    The rule for victims: keep it in step with `moegraph_fetch_assign` (C and CUDA) and with
+    `LayerSlots.commit_fetched`.
+    """
     needed, target = set(lookup.ids.tolist()), target.copy()
     spare = [row for row, holds in lookup.victims.tolist() if holds not in needed or holds < 0]
     rows = dict(enumerate(lookup.table.tolist()))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from helpers.shared import prompt
 from moegraph.engine import Engine
 from moegraph.ggml.lib import C, ffi
+from moegraph.kinds import Kind
 
 PRESET, N_LAYER, N_USED = "legacy32", 8, 4
 # One slot more than a row chooses: most rows miss something, and nearly all is at risk.
@@ -36,19 +37,24 @@ def run(
     return np.concatenate(parts)
 
 
+def fetch_layers(engine: Engine) -> frozenset[int]:
+    """Return the layers whose graphs would fetch in a pass of one row."""
+    return engine.runner.residency.miss_mode(Kind.DECODE, 1).fetch_layers
+
+
 def check_sound(engine: Engine) -> None:
     """Check that cache, tables and landings agree, and that slots hold what they are said to."""
-    handler = engine.runner.misses
-    cache, store, tables = handler.cache, handler._store, handler._tables
+    handler, cache = engine.runner.misses, engine.runner.cache
+    store, tables, fetching = handler.store, handler._tables, fetch_layers(engine)
     cache.check()
     sent = tables._rows.array.copy()
     if not tables._is_due:
         C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
     for il in set(range(N_LAYER)) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
-        if il in handler.miss_mode.fetch_layers:
+        if il in fetching:
             landing = sent[il, cache.n_expert :][: 2 * N_USED].reshape(-1, 2)
-            layer = cache._layers[il]
+            layer = cache.layers[il]
             assert [layer.owner[slot] for slot, _ in landing] == landing[:, 1].tolist()
             assert len(set(landing[:, 0].tolist())) == N_USED
             # of equal scores any may be listed

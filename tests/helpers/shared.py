@@ -33,7 +33,7 @@ def greedy_tokens(engine: Engine, ids: object, n: int) -> list[int]:
 def empty(cache: ExpertCache, il: int, *experts: int) -> None:
     """Take the slots of resident experts away."""
     for expert in experts:
-        cache._layers[il].owner[int(cache.tables[il, expert])] = -1
+        cache.layers[il].owner[int(cache.tables[il, expert])] = -1
     cache.rollback()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers.fetching_engines import fetch_layers
 
 from moegraph.bench.machine import _machine, _Segment, measure_machine
 from moegraph.cli import main
@@ -81,7 +82,7 @@ def test_a_trace_is_what_the_cache_counted(recorded: Path) -> None:
         bans = dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
         sampling = SamplingParams(temperature=0, logit_bias=bans)
         list(engine.generate(ids, sampling, max_tokens=20))
-        assert engine.runner.cache.counts == trace.counts().tolist()
+        assert engine.runner.residency.routing.counts == trace.counts().tolist()
     assert trace.n_prompt == len(ids)
 
 
@@ -119,8 +120,8 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
         for token in np.random.default_rng(2).integers(0, 500, 60).astype(np.int32):
             engine.forward(np.array([token]), greedy=True)
         counted = engine.runner.cache.stats.since(before)
-        n_slots, n_exchanged = engine.runner.cache.n_slots, engine.runner.misses.n_exchanged
-        fetching = engine.runner.misses.miss_mode.fetch_layers
+        n_slots, n_exchanged = engine.runner.cache.n_slots, engine.runner.residency.n_exchanged
+        fetching = fetch_layers(engine)
     assert len(fetching) == (7 if (miss, host_pin) == ("stream", "all") else 0)
     trace = recorder.trace(len(ids), "")
     assert trace.n_tokens == len(ids) + 60

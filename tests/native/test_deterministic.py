@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fetching_engines import N_LAYER, PRESET, run
+from helpers.fetching_engines import N_LAYER, PRESET, fetch_layers, run
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.engine import Engine
-from moegraph.experts.guard import FIRST_LOOK, CacheGuard, PassClock
+from moegraph.experts.guard import FIRST_LOOK, CacheGuard
 from moegraph.experts.prefetch import PrefetchController
+from moegraph.runner.calibrate import LinkTimer
 from moegraph.runner.cpu_experts import CpuExperts
-from moegraph.runner.misses import MissHandler
 
 SLOTS = {"pin_layers": 0, "cache_slots": N_LAYER * 6}
 PLACES = {
@@ -26,8 +26,9 @@ PLACES = {
     "few slots": {"pin_layers": 0, "cache_slots": N_LAYER * 2},
 }
 CLOCKS = [
-    (MissHandler, "_measure_stream"), (CpuExperts, "measure"), (PassClock, "__call__"),
-    (CacheGuard, "_decide"), (CacheGuard, "_consider_probe"), (PrefetchController, "predicted"),
+    (LinkTimer, "seconds"), (CpuExperts, "measure"), (CacheGuard, "end_pass"),
+    (CacheGuard, "_decide"), (CacheGuard, "_consider_probe"),
+    (PrefetchController, "end_token"), (PrefetchController, "predicted"),
 ]  # fmt: skip
 
 
@@ -51,8 +52,7 @@ def test_no_clock_is_asked(open_engine, monkeypatch, place: str) -> None:
     stats = engine.expert_stats()
     assert stats.cache.missing.sum() > 100 and stats.guard is None and stats.prefetch is None
     assert (stats.n_cpu_experts > 0) == (place == "cpu")
-    fetching = engine.runner.misses.miss_mode.fetch_layers
-    assert len(fetching) == (N_LAYER if place == "pinned" else 0)
+    assert len(fetch_layers(engine)) == (N_LAYER if place == "pinned" else 0)
 
 
 @pytest.mark.parametrize(("owner", "name"), CLOCKS[:4])

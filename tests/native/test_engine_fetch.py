@@ -19,15 +19,17 @@ from helpers.fetching_engines import (
     WIDTHS,
     Countdown,
     check_sound,
+    fetch_layers,
     run,
 )
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
+from moegraph.experts import cost
 from moegraph.experts.guard import FIRST_LOOK
 from moegraph.ggml.lib import C
-from moegraph.runner import layered, misses
+from moegraph.runner import layered, plan
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def expected(open_engine) -> npt.NDArray[np.float32]:
 def open_fetching(open_engine: Callable[..., Engine], **settings: object) -> Engine:
     """Return an engine whose graphs fetch in all layers, and whose guard does not interfere."""
     engine = open_engine(PRESET, **{**FETCHING, **settings})
-    engine.runner.misses.guard = None
-    assert engine.runner.misses.miss_mode.fetch_layers == ALL
+    engine.runner.residency.guard = None
+    assert fetch_layers(engine) == ALL
     return engine
 
 
@@ -80,7 +82,7 @@ def test_a_failure_at_any_graph_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int, runs: bool, policy: str
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(layered, name, merged)
+        monkeypatch.setattr(plan, name, merged)
     engine = open_fetching(open_engine, policy=policy)
     n_graphs, lost = -(-N_LAYER // merged) + 1, 0
     for at in range(1, n_graphs + 1):
@@ -101,7 +103,7 @@ def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(
     open_engine, expected, monkeypatch, merged: int
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(layered, name, merged)
+        monkeypatch.setattr(plan, name, merged)
     engine = open_fetching(open_engine)
     for at in range(1, N_LAYER // merged + 1):
         run(engine, [1, 8, 1, 1])
@@ -145,7 +147,7 @@ def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
 ) -> None:
     """Layers that the host has noted are as they are; those behind are given up."""
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(layered, name, merged)
+        monkeypatch.setattr(plan, name, merged)
     engine = open_fetching(open_engine)
 
     def observe(il: int, _: object) -> None:
@@ -168,7 +170,7 @@ def test_a_failure_while_the_host_looks_leaves_the_cache_sound(
 def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) -> None:
     engine = open_fetching(open_engine, policy=policy)
     handler, cache = engine.runner.misses, engine.runner.cache
-    sizes = np.array([handler._store.packing(il).n_bytes for il in range(N_LAYER)])
+    sizes = np.array([handler.store.packing(il).n_bytes for il in range(N_LAYER)])
     assert handler.n_bytes_to_device == (sizes * cache.n_slots).sum(), "filling the slots"
     run(engine, [1] * 40)
     stats = cache.stats
@@ -176,7 +178,7 @@ def test_single_rows_copy_what_is_missing_and_no_more(open_engine, policy: str) 
     assert handler.n_bytes_to_device == (sizes * (stats.missing + cache.n_slots)).sum()
     np.testing.assert_array_equal(stats.admitted, stats.missing)
     np.testing.assert_array_equal(stats.evicted, stats.missing)
-    assert stats.declined.sum() == handler.n_cpu_experts == handler.n_exchanged == 0
+    assert stats.declined.sum() == handler.n_cpu_experts == handler.residency.n_exchanged == 0
     check_sound(engine)
 
 
@@ -210,8 +212,8 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
     open_engine, expected, settings, layers
 ) -> None:
     engine = open_engine(PRESET, **{**FETCHING, **settings})
-    engine.runner.misses.guard = None
-    fetching = engine.runner.misses.miss_mode.fetch_layers
+    engine.runner.residency.guard = None
+    fetching = fetch_layers(engine)
     assert (len(fetching) if isinstance(layers, int) else fetching) == layers
     widths = [1] * sum(WIDTHS) if settings.get("n_ubatch") else WIDTHS
     np.testing.assert_array_equal(run(engine, widths), expected)
@@ -221,24 +223,25 @@ def test_which_layers_fetch_and_that_results_do_not_depend_on_it(
 
 
 @pytest.mark.parametrize("n_slots", [N_LAYER * (N_USED + 2), N_LAYER * N_USED - 3])
-def test_experts_that_go_up_behind_passes_of_several_rows_and_landings_agree(
-    open_engine, expected, monkeypatch, prefetch_always, n_slots: int
+def test_experts_that_are_promoted_after_passes_of_several_rows_and_victims_agree(
+    open_engine, monkeypatch, prefetch_always, n_slots: int
 ) -> None:
-    """The CPU computes some of what several rows miss, and slots are reserved for later."""
-    monkeypatch.setattr(misses, "fetches_in_graph", lambda *_: True)
-    monkeypatch.setattr(misses, "streams_rare_misses", lambda *_: False)
-    engine = open_engine(PRESET, **{**FETCHING, "miss": "auto", "cache_slots": n_slots})
-    handler = engine.runner.misses
-    handler.guard, reserved = None, []
-    handler.split = misses.MissSplit.fixed(N_USED, on_cpu=True)
-    assert len(handler.miss_mode.fetch_layers) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
-
-    def after() -> None:
-        reserved.extend(handler._promoted)
+    """The CPU computes what four sequences at once miss, and slots are reserved for later."""
+    monkeypatch.setattr(cost, "fetches_in_graph", lambda *_: True)
+    monkeypatch.setattr(cost, "streams_rare_misses", lambda *_: False)
+    settings = {**FETCHING, "miss": "auto", "cache_slots": n_slots, "n_seq": 4}
+    plain, engine = open_engine(PRESET, n_seq=4), open_engine(PRESET, **settings)
+    residency, n_promoted = engine.runner.residency, 0
+    residency.guard, residency.split = None, cost.MissSplit.fixed(N_USED, on_cpu=True)
+    assert len(fetch_layers(engine)) == min(N_LAYER, n_slots - N_LAYER * (N_USED - 1))
+    rng = np.random.default_rng(4)
+    for turn in range(40):
+        n_seqs, seq = (4, 0) if turn % 3 == 2 else (1, turn % 4)
+        ids = rng.integers(0, 1000, (n_seqs, 1)).astype(np.int32)
+        np.testing.assert_array_equal(*(e.forward(ids, seq).logits for e in (plain, engine)))
+        n_promoted += len(residency._promoted) if n_seqs == 4 else 0
         check_sound(engine)
-
-    np.testing.assert_array_equal(run(engine, after=after), expected)
-    assert reserved and handler.n_cpu_experts > 0
+    assert n_promoted and engine.runner.misses.n_cpu_experts > 0
 
 
 @pytest.mark.parametrize("merged", [1, 4])
@@ -247,19 +250,19 @@ def test_the_guard_switches_it_off_and_on(
     open_engine, expected, monkeypatch, merged: int, more: int
 ) -> None:
     for name in ("MERGED", "MERGED_LATER"):
-        monkeypatch.setattr(layered, name, merged)
+        monkeypatch.setattr(plan, name, merged)
     engine = open_engine(PRESET, **{**FETCHING, "cache_slots": N_LAYER * (N_USED + more)})
-    handler, cache = engine.runner.misses, engine.runner.cache
+    guard, cache = engine.runner.residency.guard, engine.runner.cache
     turns = []
 
     def after() -> None:
         check_sound(engine)
-        turns.append((handler.guard.bypassed, cache.stats.admitted.sum()))
+        turns.append((guard.bypassed, cache.stats.admitted.sum()))
         if len(turns) % 5 == 0:
-            handler.guard._settle(not handler.guard.bypassed, "it was told to")
-        assert handler.miss_mode.fetch_layers == (frozenset() if handler.guard.bypassed else ALL)
+            guard._settle(not guard.bypassed, "it was told to")
+        assert fetch_layers(engine) == (frozenset() if guard.bypassed else ALL)
 
-    handler.guard._consider_probe = lambda: None  # only what is said here counts
+    guard._consider_probe = lambda: None  # only what is said here counts
     for _ in range(2):
         np.testing.assert_array_equal(run(engine, after=after), expected)
     moved = {False: 0, True: 0}
@@ -272,15 +275,15 @@ def test_the_guard_switches_it_off_and_on(
 def test_the_guard_looks_by_its_own_clock_while_graphs_fetch(open_engine, is_suspect: bool) -> None:
     """Default settings, past the guard's first look. What it decides changes no bit."""
     engines = [open_engine(PRESET), open_engine(PRESET, **FETCHING)]
-    handler, guard = engines[1].runner.misses, engines[1].runner.misses.guard
+    guard = engines[1].runner.residency.guard
     if is_suspect:
         guard._move_s = 1.0  # whatever is moved seems to take long
     manners, began, looks = set(), [], guard._consider_probe
     guard._consider_probe = lambda: (began.append(guard._n), looks())
     for at, token in enumerate(prompt(engines[0], 3 * FIRST_LOOK, seed=9).tolist()):
         np.testing.assert_array_equal(*(e.forward_logits([token], at) for e in engines))
-        assert handler.miss_mode.fetch_layers == (frozenset() if guard.bypassed else ALL)
-        manners.add(handler.miss_mode.fetch_layers)
+        assert fetch_layers(engines[1]) == (frozenset() if guard.bypassed else ALL)
+        manners.add(fetch_layers(engines[1]))
         if at % 16 == 0:
             check_sound(engines[1])
     assert began and began[0] == FIRST_LOOK, "the guard never looked"
@@ -294,7 +297,7 @@ def test_what_was_chosen_while_the_cache_was_bypassed_counts_afterwards(
 ) -> None:
     settings = {**FETCHING, "policy": policy, "cache_slots": N_LAYER * (N_USED + 12)}
     engine = open_engine(PRESET, **settings)
-    guard, at = engine.runner.misses.guard, 0
+    guard, at = engine.runner.residency.guard, 0
     guard._consider_probe = lambda: None
     for turn, token in enumerate(prompt(engine, 80, seed=3).tolist()):
         if turn % 10 == 9:
@@ -350,8 +353,8 @@ def test_an_engine_waits_for_a_pass_under_way_before_it_frees_anything(
 
 def test_guessing_ahead_is_not_tried_out_where_graphs_fetch(open_engine) -> None:
     engine, acted = open_fetching(open_engine), set()
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.prefetcher.enabled))
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.residency.prefetcher.enabled))
     assert acted == {False}
     engine = open_engine(PRESET, **{**FETCHING, "host_pin": "none"})
-    run(engine, [1] * 50, lambda: acted.add(engine.runner.misses.prefetcher.enabled))
+    run(engine, [1] * 50, lambda: acted.add(engine.runner.residency.prefetcher.enabled))
     assert acted == {False, True}, "which this would have shown"

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.fetching_engines import fetch_layers
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -13,7 +14,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ModelFileError, NativeError
 from moegraph.experts.cost import MissSplit
 from moegraph.modelfile import open_model
-from moegraph.runner.misses import MissHandler
+from moegraph.runner.upload import Uploader
 
 # One row, a few, more than admission allows, a chunk of many: then single rows again.
 CUTS = [0, 1, 2, 3, 5, 9, 40, 104, 105, 106, 107, 108, 112, 120]
@@ -67,17 +68,17 @@ def test_reference_mode_is_bit_equal_with_misses_too(open_engine, preset, miss):
 def test_results_do_not_depend_on_what_is_fetched_ahead(open_engine, preset, prefetch_always):
     ids = prompt(open_engine(preset), 40, seed=5)
     for placement in PLACEMENTS:
-        rows, misses = [], None
+        rows, residency = [], None
         for prefetch in ("off", "auto"):
             engine = open_engine(preset, prefetch=prefetch, **placement)
             rows.append([engine.forward_logits([token], i) for i, token in enumerate(ids)])
-            misses = engine.runner.misses
+            residency = engine.runner.residency
             engine.runner.cache.check()
             if prefetch == "off":
-                assert misses.prefetch_report() is None
+                assert residency.prefetch_report() is None
                 engine.close()
         np.testing.assert_array_equal(*rows, err_msg=str(placement))
-        assert misses.n_prefetched > 0 and misses.prefetcher.n_right > 0, placement
+        assert residency.n_prefetched > 0 and residency.prefetcher.n_right > 0, placement
         engine.close()
 
 
@@ -87,17 +88,17 @@ def test_an_expert_is_never_fetched_more_often_than_it_is_missed(
 ):
     engine = open_engine("mini35b", cache_slots=slots, miss="stream")
     run(engine)
-    misses, cache = engine.runner.misses, engine.runner.cache
+    residency, cache = engine.runner.residency, engine.runner.cache
     filled = sum(n for n in cache.n_slots) * engine_expert_bytes(engine)
-    fetched = misses.n_bytes_to_device - filled
-    announced = cache.stats.missing.sum() + misses.n_exchanged + misses.n_prefetched
-    assert misses.n_prefetched > 0
+    fetched = engine.runner.misses.n_bytes_to_device - filled
+    announced = cache.stats.missing.sum() + residency.n_exchanged + residency.n_prefetched
+    assert residency.n_prefetched > 0
     assert 0 < fetched <= announced * engine_expert_bytes(engine)
 
 
 def engine_expert_bytes(engine: Engine) -> int:
     """Return the largest packed expert of a layer."""
-    store = engine.runner.misses._store
+    store = engine.runner.misses.store
     return max(store.packing(il).n_bytes for il in store.layers)
 
 
@@ -191,7 +192,7 @@ def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
     config = EngineConfig(device="cpu", n_threads=1, n_ctx=256, cache_slots=8, miss="stream")
     with Engine.load(path, config) as engine:
         greedy_tokens(engine, prompt(engine, 3), 2)
-        store, layer = engine.runner.misses._store, engine.hparams.n_layer - 1
+        store, layer = engine.runner.misses.store, engine.hparams.n_layer - 1
         with open(path, "r+b") as file:
             file.truncate(first)
         with pytest.raises(ModelFileError, match="cut.gguf"):
@@ -199,13 +200,15 @@ def test_a_file_cut_short_while_running_is_an_error(tmp_path, model_path):
 
 
 def test_more_experts_than_the_ring_has_blocks_arrive_intact(open_engine):
-    # eight rows of eight experts: up to 64 admitted at once, 16 blocks in the ring
-    settings = {"cache_slots": 600, "pin_layers": 0, "miss": "stream", "policy": "lru"}
-    engine, plain = open_engine("mxfp256", **settings), open_engine("mxfp256")
-    ids = prompt(engine, 64, seed=5)
+    # eight sequences of eight experts: up to 64 admitted at once, 16 blocks in the ring
+    settings = {"cache_slots": 320, "pin_layers": 0, "miss": "stream", "policy": "lru"}
+    engines = [open_engine("mxfp256", n_seq=8, **more) for more in (settings, {})]
+    ids = prompt(engines[0], 64, seed=5)
     for at in range(0, 64, 8):
-        got = engine.forward_logits(ids[at : at + 8], at)
-        np.testing.assert_array_equal(got, plain.forward_logits(ids[at : at + 8], at))
+        rows = [engine.forward(ids[at : at + 8, None]).logits for engine in engines]
+        np.testing.assert_array_equal(*rows)
+        if at == 0:
+            assert max(engines[0].runner.cache.stats.admitted) > 16
 
 
 def test_a_pass_cannot_be_looked_into_while_experts_are_missing(open_engine):
@@ -259,8 +262,7 @@ def test_a_cache_that_never_hits_is_bypassed_and_changes_no_result(model_path):
             config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, n_ubatch=32, **placement)
             with Engine.load(model_path("legacy32"), config, routing=trace) as engine:
                 if placement.get("mode") is None:
-                    guard, ticks = engine.runner.misses.guard, iter(range(10_000))
-                    guard._clock = lambda ticks=ticks: float(next(ticks))
+                    engine.runner.clock.seconds = lambda: 1.0
                 rows.append([engine.forward_logits([i], i) for i in range(320)])
                 if placement.get("mode") is None:
                     check_bypassed(engine)
@@ -282,15 +284,15 @@ def check_bypassed(engine: Engine) -> None:
 
 
 def test_every_number_of_streamed_experts_is_measured_once(open_engine, monkeypatch):
-    real, seen = MissHandler._send, Counter()
+    real, seen = Uploader.send, Counter()
 
-    def send(self, il, bank, pairs):
+    def send(self, il, bank, pairs, *prefetched):
         seen[len(pairs)] += bank is self._banks.staging(il, 0)
-        real(self, il, bank, pairs)
+        real(self, il, bank, pairs, *prefetched)
 
-    monkeypatch.setattr(MissHandler, "_send", send)
+    monkeypatch.setattr(Uploader, "send", send)
     engine = open_engine(pin_layers=0, cache_slots=40, miss="auto")
-    assert engine.runner.misses.guard, "which needs the time of one expert, too"
+    assert engine.runner.residency.guard, "which needs the time of one expert, too"
     assert seen[1] == seen[2] > 1
 
 
@@ -303,9 +305,10 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     assert engine.runner.misses.n_bytes_to_device == 0, "none is streamed in mode cpu"
 
     engine = open_engine("mxfp256", cache_slots=0, miss="cpu")
-    misses, n_used, taken = engine.runner.misses, engine.hparams.n_expert_used, []
+    misses, taken = engine.runner.misses, []
     # an expert takes as long either way, and each further row on the CPU as long again
-    misses.split = MissSplit([float(n) for n in range(n_used + 1)], range(n_used + 1), 1.0)
+    seconds = [float(n) for n in range(engine.hparams.n_expert_used + 1)]
+    engine.runner.residency.split = MissSplit(seconds, seconds, 1.0)
     compute = misses.cpu_experts.compute
 
     def watched(il, chosen, experts, n_rows):
@@ -328,10 +331,9 @@ def test_graphs_that_fetch_by_themselves_change_no_result(open_engine, preset):
         # one slot more than a row chooses: most rows miss something, and nearly all is at risk
         slots = hp.n_layer * (hp.n_expert_used + 1)
         engine = open_engine(preset, cache_slots=slots, **placement)
-        misses = engine.runner.misses
-        misses.guard = None  # it would try what else there is
+        engine.runner.residency.guard = None  # it would try what else there is
         got = run(engine)
-        assert misses.miss_mode.fetch_layers == set(range(hp.n_layer))
+        assert fetch_layers(engine) == set(range(hp.n_layer))
         np.testing.assert_array_equal(got, expected, err_msg=str(placement))
         engine.runner.cache.check()
         engine.close()

@@ -268,10 +268,10 @@ def test_a_tree_that_was_verified_before_is_planned_once(open_engine: Open) -> N
 
     for _ in range(3):
         turn()
-    warm = engine.runner.graphs.n_built, engine.runner.n_planned
+    warm = engine.runner.graphs.n_built, engine.runner.plans.n_planned
     for _ in range(20):
         turn()
-    assert (engine.runner.graphs.n_built, engine.runner.n_planned) == warm
+    assert (engine.runner.graphs.n_built, engine.runner.plans.n_planned) == warm
 
 
 def test_more_drafted_rows_than_before_get_room(open_engine: Open) -> None:

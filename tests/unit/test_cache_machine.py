@@ -53,7 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2))
     def preload(self, at: int) -> None:
-        for expert, slot in self.cache.preload(self.layer(at), [11, 5, 2, 7]):
+        for expert, slot in self.cache.layers[self.layer(at)].preload([11, 5, 2, 7]):
             assert self.bytes[self.layer(at)][slot] == -1
             self.bytes[self.layer(at)][slot] = expert
 
@@ -64,13 +64,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     def choose(self, il: int, ids: list[int], background: bool) -> None:
         table = self.cache.tables[il].copy()
-        missing = self.cache.access(il, ids)
+        missing = self.cache.layers[il].access(ids)
         self.n_ids += len(ids)
         assert missing == [e for e in dict.fromkeys(ids) if table[e] < 0]
         for expert in missing:
             lowest = self.lowest_score(il, ids)
-            call = self.cache.reserve_slot if background else self.cache.admit
-            slot = call(il, expert, ids)
+            layer = self.cache.layers[il]
+            slot = (layer.reserve_slot if background else layer.admit)(expert, ids)
             if slot is None:
                 continue
             self.given.add((il, slot))
@@ -89,10 +89,10 @@ class CacheMachine(RuleBasedStateMachine):
                 self.n_admitted += 1
 
     def score(self, il: int, expert: int) -> float:
-        return self.cache._layers[il].policy.score[expert]
+        return self.cache.layers[il].policy.score[expert]
 
     def lowest_score(self, il: int, ids: list[int]) -> float:
-        n_static = self.cache._layers[il].policy.n_static
+        n_static = self.cache.layers[il].policy.n_static
         may = [e for e in self.bytes[il][n_static:]
                if e >= 0 and e not in ids and (il, e) not in self.used]  # fmt: skip
         return min((self.score(il, e) for e in may), default=0.0)
@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2), seed=st.integers(0, 99), n_rows=st.integers(1, 5))
     def batch(self, at: int, seed: int, n_rows: int) -> None:
         ids = np.stack([self.row(seed + i) for i in range(n_rows)]).astype(np.int32)
-        self.cache.access_batch(self.layer(at), ids)
+        self.cache.layers[self.layer(at)].access_batch(ids)
         self.n_ids += ids.size
 
     def row(self, seed: int) -> list[int]:
@@ -117,9 +117,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.begin_pass()
         layers = range(len(self.slots))
         rows = {il: self.row(seed + 31 * il) for il in layers}
-        victims = [il for il in layers if self.cache.can_fetch(il)]
+        victims = [il for il in layers if self.cache.layers[il].can_fetch]
         fetched = {il: self.fetch(il, rows[il]) for il in victims if il < fails_at}
-        self.cache.in_flight.update(fetched)
+        self.cache.begin_fetch(fetched)
         for il in layers[: fails_at if fails_at >= len(layers) else max(0, fails_at - n_late)]:
             if il in fetched:
                 self.note(il, rows[il], fetched.pop(il))
@@ -156,10 +156,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def note(self, il: int, ids: list[int], fetched: list[int]) -> None:
         """Tell the cache, which finds the same by itself."""
-        missing = self.cache.access(il, ids)
+        missing = self.cache.layers[il].access(ids)
         self.n_ids += len(ids)
         assert missing == fetched
-        self.cache.commit_fetched(il, missing, ids)
+        self.cache.layers[il].commit_fetched(missing, ids)
         self.n_admitted += len(missing)
         if il in self.cache.dirty:
             self.write(il)  # at once, while the device goes on
@@ -172,7 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.step_fails(set())
             return
         slot = self.coming.pop((il, expert))
-        self.cache.mark_resident(il, expert)
+        self.cache.layers[il].mark_resident(expert)
         self.n_admitted += 1
         self.bytes[il][slot] = expert
 
@@ -186,14 +186,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def write(self, il: int) -> None:
         self.device[il] = self.cache.tables[il]
-        if self.cache.can_fetch(il):
-            self.victim_lists[il] = list(self.cache.plan_victims(il))
+        if self.cache.layers[il].can_fetch:
+            self.victim_lists[il] = list(self.cache.layers[il].plan_victims())
             self.check_victims(il)
         self.cache.dirty.discard(il)
 
     def check_victims(self, il: int) -> None:
         """Free slots come first, then the lowest scores; there is room for a row."""
-        n_static, held = self.cache._layers[il].policy.n_static, self.bytes[il]
+        n_static, held = self.cache.layers[il].policy.n_static, self.bytes[il]
         slots, victims = [slot for slot, _ in self.victim_lists[il]], self.victim_lists[il]
         assert len(set(slots)) == len(slots) and min(slots, default=n_static) >= n_static
         n_loading = sum(layer == il for layer, _ in self.coming)
@@ -216,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (slot >= 0) == (expert in held)
                 assert slot < 0 or held[slot] == expert
         stats = self.cache.stats
-        assert stats.hits.sum() + stats.misses.sum() == self.n_ids == np.sum(self.cache.counts)
+        assert stats.hits.sum() + stats.misses.sum() == self.n_ids
         assert stats.admitted.sum() == self.n_admitted
 
 

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from moegraph.experts.cost import (
     MACHINES,
     Curve,
+    Machine,
+    MissCosts,
     best_split,
+    choose_ways,
     fetches_in_graph,
-    machine_fetches,
+    machine_costs,
+    streams_rare_misses,
     usual_slots,
 )
 
@@ -81,16 +85,29 @@ def test_where_the_bus_takes_all_anyway_the_graph_is_never_worse() -> None:
 
 
 def test_modes_and_curves_of_a_machine_decide_as_in_a_run() -> None:
+    def fetches(machine: Machine, mode: str, n_slots: int) -> bool:
+        costs = machine_costs(machine, 8)
+        return choose_ways(mode, costs, [n_slots], 8, N_EXPERT).fetches
+
     server = MACHINES["h200"]
     for mode, expected in (("cpu", False), ("stream", True)):
-        assert machine_fetches(server, mode, 8, 0, N_EXPERT) is expected
-    assert [machine_fetches(server, "auto", 8, n, N_EXPERT) for n in (0, 24, 200)] == [
-        False, True, True,
-    ]  # fmt: skip
+        assert fetches(server, mode, 0) is expected
+    assert [fetches(server, "auto", n) for n in (0, 24, 200)] == [False, True, True]
     on_cpu = [server.cpu(n) for n in range(9)]
     for first in (45e-6, 90e-6, 200e-6, 400e-6):
         bus = Curve(((1, first), (2, 2 * first)))
-        for n_slots in range(0, N_EXPERT + 1, 16):
-            assert machine_fetches(
-                replace(server, stream=bus), "auto", 8, n_slots, N_EXPERT
-            ) == fetches_in_graph(on_cpu, [bus(n) for n in range(9)], n_slots, N_EXPERT)
+        for n_slots in range(0, N_EXPERT, 16):
+            assert fetches(replace(server, stream=bus), "auto", n_slots) == fetches_in_graph(
+                on_cpu, [bus(n) for n in range(9)], n_slots, N_EXPERT
+            )
+
+
+@pytest.mark.parametrize("mode", ["auto", "cpu", "stream"])
+@pytest.mark.parametrize("n_slots", [[0, 20], [128, 256], [127, 200]])
+def test_the_cpu_computes_by_mode_and_by_how_rarely_it_would(mode: str, n_slots: list[int]) -> None:
+    costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE), per_row=0.5)
+    ways = choose_ways(mode, costs, n_slots, 8, N_EXPERT)
+    is_rare = streams_rare_misses(SERVER_CPU[1], SERVER_PCIE[1], min(n_slots), N_EXPERT)
+    assert ways.cpu == (mode == "cpu" or (mode == "auto" and not is_rare))
+    assert any(ways.split.decode) == any(ways.split.bypassed) == ways.cpu
+    assert choose_ways(mode, MissCosts(), n_slots, 8, N_EXPERT).cpu == (mode == "cpu")

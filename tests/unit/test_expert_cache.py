@@ -8,7 +8,17 @@ from helpers.shared import empty
 
 from moegraph.errors import ConfigError, InternalError
 from moegraph.experts.cache import ExpertCache
-from moegraph.experts.policy import POLICIES, Adaptive, Lfu, Lru, Policy, Static, parse_policy
+from moegraph.experts.policy import (
+    POLICIES,
+    Adaptive,
+    Lfu,
+    Lru,
+    Policy,
+    Static,
+    few_slots_warning,
+    parse_policy,
+)
+from moegraph.experts.residency import wanted
 
 N_EXPERT, N_USED = 16, 4
 
@@ -20,15 +30,15 @@ def new_cache(n_slots: list[int], policy: Policy | None = None) -> ExpertCache:
 def run_step(cache: ExpertCache, ids: list[int], il: int = 0) -> list[int | None]:
     """Choose ids in a step of its own and admit what is missing."""
     cache.begin_pass()
-    return [cache.admit(il, expert, ids) for expert in cache.access(il, ids)]
+    return [cache.layers[il].admit(expert, ids) for expert in cache.layers[il].access(ids)]
 
 
 def test_a_missing_expert_is_returned_once_and_in_routing_order() -> None:
     cache = new_cache([8])
     cache.begin_pass()
-    assert cache.access(0, [9, 3, 9, 12, 3]) == [9, 3, 12]
-    assert [cache.admit(0, e, [9, 3, 12]) for e in (9, 3, 12)] == [0, 1, 2]
-    assert cache.access(0, [12, 3, 9]) == []
+    assert cache.layers[0].access([9, 3, 9, 12, 3]) == [9, 3, 12]
+    assert [cache.layers[0].admit(e, [9, 3, 12]) for e in (9, 3, 12)] == [0, 1, 2]
+    assert cache.layers[0].access([12, 3, 9]) == []
     assert cache.tables[0, [9, 3, 12]].tolist() == [0, 1, 2]
     assert (cache.tables[0] >= 0).sum() == 3
 
@@ -44,16 +54,15 @@ def test_stats_count_choices_and_distinct_missing_apart() -> None:
     assert cache.stats.hit_rate == pytest.approx(2 / 8)
     assert cache.stats.hit_rates == [0.25, 1.0]
     assert cache.stats.missing_per_step == pytest.approx(1.5)
-    assert cache.counts[0][:4] == [0, 3, 3, 2]
 
 
 def test_pinned_layer_is_the_identity_and_never_misses_or_changes() -> None:
     cache = new_cache([N_EXPERT, 0])
     assert cache.tables[0].tolist() == list(range(N_EXPERT))
     assert run_step(cache, [15, 0, 7, 3]) == []
-    assert cache.preload(0, [5]) == []
+    assert cache.layers[0].preload([5]) == []
     with pytest.raises(InternalError, match="resident already"):
-        cache.admit(0, 5, [])
+        cache.layers[0].admit(5, [])
     cache.rollback()
     assert cache.tables[0].tolist() == list(range(N_EXPERT))
 
@@ -68,14 +77,14 @@ def test_a_layer_without_slots_admits_nothing() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_everything_in_the_working_set_means_nothing_to_evict(name: str) -> None:
     cache = new_cache([5], parse_policy(name))
-    cache.preload(0, [0, 1, 2, 3, 4])
+    cache.layers[0].preload([0, 1, 2, 3, 4])
     cache.begin_pass()
     ids = [0, 1, 2, 3, 4, 5, 5, 5]
-    assert cache.access(0, ids) == [5]
-    assert cache.admit(0, 5, ids) is None
-    assert set(cache.residents(0)) == {0, 1, 2, 3, 4}
+    assert cache.layers[0].access(ids) == [5]
+    assert cache.layers[0].admit(5, ids) is None
+    assert set(cache.layers[0].residents()) == {0, 1, 2, 3, 4}
     if name == "lru":
-        assert cache.admit(0, 5, ids[1:]) == 0, "what is no longer protected can go"
+        assert cache.layers[0].admit(5, ids[1:]) == 0, "what is no longer protected can go"
 
 
 # The short half-life has scores scaled back twice.
@@ -85,8 +94,8 @@ def test_everything_in_the_working_set_means_nothing_to_evict(name: str) -> None
 def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) -> None:
     rng = np.random.default_rng(1)
     cache = new_cache([9], policy)
-    cache.preload(0, [15, 14, 13, 12])
-    layer = cache._layers[0]
+    cache.layers[0].preload([15, 14, 13, 12])
+    layer = cache.layers[0]
     loading, n_evicted = [], 0
     for step in range(900):
         cache.begin_pass()
@@ -94,18 +103,18 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
             cache.rollback()  # what was loading did not arrive
         else:
             for expert in loading:
-                cache.mark_resident(0, expert)
+                cache.layers[0].mark_resident(expert)
         loading.clear()
         if step % 11 == 0:
-            cache.preload(0, [step % 16, (step + 5) % 16])
+            cache.layers[0].preload([step % 16, (step + 5) % 16])
         ids = [int(x) for x in np.minimum(rng.geometric(0.15, N_USED) - 1, 15)]
-        for expert in cache.access(0, ids):
+        for expert in cache.layers[0].access(ids):
             free = any(slot >= layer.policy.n_static for slot in layer.free)
             before = dict(enumerate(layer.owner))
             score = list(layer.policy.score)
             may = [score[e] for slot, e in before.items() if slot >= layer.policy.n_static
                    and e in layer.resident and e not in ids and e not in layer.fresh]  # fmt: skip
-            slot = (cache.reserve_slot if step % 3 == 0 else cache.admit)(0, expert, ids)
+            slot = (layer.reserve_slot if step % 3 == 0 else layer.admit)(expert, ids)
             if step % 3 == 0 and slot is not None:
                 loading.append(expert)
             if slot is not None and not free:
@@ -118,11 +127,11 @@ def test_every_victim_has_the_lowest_score_of_all_that_may_go(policy: Policy) ->
 def test_an_expert_admitted_in_this_step_is_safe_even_outside_the_working_set() -> None:
     cache = new_cache([4], Lru())
     cache.begin_pass()
-    cache.access(0, [1, 2, 3, 4, 5])
-    assert [cache.admit(0, expert, ()) for expert in (1, 2, 3, 4, 5)] == [0, 1, 2, 3, None]
+    cache.layers[0].access([1, 2, 3, 4, 5])
+    assert [cache.layers[0].admit(expert, ()) for expert in (1, 2, 3, 4, 5)] == [0, 1, 2, 3, None]
     cache.begin_pass()
-    cache.access(0, [5])
-    assert cache.admit(0, 5, ()) is not None
+    cache.layers[0].access([5])
+    assert cache.layers[0].admit(5, ()) is not None
 
 
 def test_lru_gives_up_what_was_chosen_longest_ago() -> None:
@@ -130,10 +139,10 @@ def test_lru_gives_up_what_was_chosen_longest_ago() -> None:
     run_step(cache, [0, 1, 2, 3])
     run_step(cache, [4, 5, 0, 1])
     run_step(cache, [6, 0, 4, 5])
-    assert set(cache.residents(0)) in ({0, 1, 3, 4, 5, 6}, {0, 1, 2, 4, 5, 6})
+    assert set(cache.layers[0].residents()) in ({0, 1, 3, 4, 5, 6}, {0, 1, 2, 4, 5, 6})
     run_step(cache, [7, 8, 0, 6])
-    assert 1 not in cache.residents(0) or cache.stats.evicted[0] == 3
-    assert {0, 4, 5, 6, 7, 8} == set(cache.residents(0))
+    assert 1 not in cache.layers[0].residents() or cache.stats.evicted[0] == 3
+    assert {0, 4, 5, 6, 7, 8} == set(cache.layers[0].residents())
 
 
 def test_lfu_keeps_the_frequent_through_a_single_newcomer() -> None:
@@ -143,7 +152,7 @@ def test_lfu_keeps_the_frequent_through_a_single_newcomer() -> None:
     assert run_step(cache, [0, 1, 2, 9]) == [None]
     for _ in range(40):
         run_step(cache, [0, 1, 2, 9])
-    assert set(cache.residents(0)) == {0, 1, 2, 9}
+    assert set(cache.layers[0].residents()) == {0, 1, 2, 9}
 
 
 def test_lfu_forgets_by_its_half_life() -> None:
@@ -153,7 +162,7 @@ def test_lfu_forgets_by_its_half_life() -> None:
         run_step(cache, [0])
     for step in range(40):
         cache.begin_pass()
-        cache.access(0, [5 + step % 8])
+        cache.layers[0].access([5 + step % 8])
     assert run_step(cache, [1]) == [0]
 
 
@@ -162,9 +171,9 @@ def test_lfu_scores_survive_any_number_of_steps() -> None:
     for step in range(3000):
         run_step(cache, [step % 2])
     for _ in range(50):
-        cache.access_batch(0, np.full((4096, 1), 3, dtype=np.int32))
+        cache.layers[0].access_batch(np.full((4096, 1), 3, dtype=np.int32))
     run_step(cache, [5])
-    score = cache._layers[0].policy.score
+    score = cache.layers[0].policy.score
     assert np.isfinite(score).all() and score[3] > score[5] > score[1] > 0
 
 
@@ -182,100 +191,100 @@ def test_hysteresis_stops_two_experts_from_alternating() -> None:
 def test_static_never_admits() -> None:
     cache = new_cache([6], Static())
     assert run_step(cache, [1, 2]) == [None, None]
-    assert cache.preload(0, [9, 8]) == [(9, 0), (8, 1)]
+    assert cache.layers[0].preload([9, 8]) == [(9, 0), (8, 1)]
     assert run_step(cache, [9, 1, 8]) == [None]
-    assert cache.residents(0) == [9, 8]
+    assert cache.layers[0].residents() == [9, 8]
 
 
 def test_adaptive_keeps_the_best_of_the_profile_and_exchanges_the_rest() -> None:
     cache = new_cache([8], Adaptive(static_share=0.5))
-    cache.preload(0, list(range(8)))
+    cache.layers[0].preload(list(range(8)))
     for base in (8, 12, 8, 12):
         run_step(cache, [base, base + 1, base + 2, base + 3])
-    assert set(cache.residents(0)) == {0, 1, 2, 3, 12, 13, 14, 15}
-    assert cache.residents(0)[:4] == [0, 1, 2, 3]
+    assert set(cache.layers[0].residents()) == {0, 1, 2, 3, 12, 13, 14, 15}
+    assert cache.layers[0].residents()[:4] == [0, 1, 2, 3]
 
 
 def test_adaptive_without_a_profile_is_lru() -> None:
     cache = new_cache([8], Adaptive(static_share=0.5))
-    cache.preload(0)
+    cache.layers[0].preload()
     for base in (8, 12):
         run_step(cache, [base, base + 1, base + 2, base + 3])
-    assert set(cache.residents(0)) == set(range(8, 16))
+    assert set(cache.layers[0].residents()) == set(range(8, 16))
 
 
 def test_preload_takes_the_lowest_ids_or_a_ranking() -> None:
     cache = new_cache([3, 3, 3])
-    assert cache.preload(0) == [(0, 0), (1, 1), (2, 2)]
-    assert cache.preload(1, [7, 7, 5, 3, 1]) == [(7, 0), (5, 1), (3, 2)]
-    assert cache.preload(1, [2]) == []
+    assert cache.layers[0].preload() == [(0, 0), (1, 1), (2, 2)]
+    assert cache.layers[1].preload([7, 7, 5, 3, 1]) == [(7, 0), (5, 1), (3, 2)]
+    assert cache.layers[1].preload([2]) == []
     with pytest.raises(InternalError, match="no expert 16"):
-        cache.preload(2, [16])
+        cache.layers[2].preload([16])
 
 
 def test_preload_fills_the_lowest_free_slots_first() -> None:
     """The leading slots may be static: the best belong there."""
     cache = new_cache([4])
-    cache.preload(0, [3, 4, 5, 6])
+    cache.layers[0].preload([3, 4, 5, 6])
     empty(cache, 0, 3, 5)
-    assert cache.preload(0, [9, 8]) == [(9, 0), (8, 2)]
+    assert cache.layers[0].preload([9, 8]) == [(9, 0), (8, 2)]
 
 
 def test_the_worst_of_a_ranking_goes_first() -> None:
     for policy in (Lru(), Lfu(hysteresis=1.0)):
         cache = new_cache([4], policy)
-        cache.preload(0, [7, 5, 3, 1])
+        cache.layers[0].preload([7, 5, 3, 1])
         run_step(cache, [9, 7])
-        assert cache.residents(0)[-2:] == [5, 3], policy
-        assert 1 not in cache.residents(0)
+        assert cache.layers[0].residents()[-2:] == [5, 3], policy
+        assert 1 not in cache.layers[0].residents()
 
 
 def test_shares_of_a_profile_defend_a_frequent_expert_under_lfu() -> None:
     shares = [0.0] * N_EXPERT
     shares[3], shares[1] = 0.9, 0.2
     cache = new_cache([2], Lfu(half_life=64))
-    cache.preload(0, [3, 1], shares)
+    cache.layers[0].preload([3, 1], shares)
     assert run_step(cache, [9]) == [None]
     for _ in range(3):
         run_step(cache, [9])
-    assert cache.residents(0) == [3, 9]
+    assert cache.layers[0].residents() == [3, 9]
 
 
 def test_reserved_slot_is_not_resident_until_published_and_nobody_takes_it() -> None:
     cache = new_cache([1])
-    cache.preload(0, [4])
+    cache.layers[0].preload([4])
     cache.dirty.clear()
     cache.begin_pass()
-    assert cache.access(0, [9]) == [9]
-    assert cache.reserve_slot(0, 9, [9]) == 0
+    assert cache.layers[0].access([9]) == [9]
+    assert cache.layers[0].reserve_slot(9, [9]) == 0
     assert cache.tables[0].tolist() == [-1] * N_EXPERT, "the victim left at once"
     assert cache.dirty == {0}
     cache.begin_pass()
-    assert cache.access(0, [9, 2]) == [9, 2]
-    assert cache.reserve_slot(0, 9, []) is None
-    assert cache.reserve_slot(0, 2, []) is None
-    cache.mark_resident(0, 9)
-    assert cache.tables[0, 9] == 0 and cache.access(0, [9]) == []
+    assert cache.layers[0].access([9, 2]) == [9, 2]
+    assert cache.layers[0].reserve_slot(9, []) is None
+    assert cache.layers[0].reserve_slot(2, []) is None
+    cache.layers[0].mark_resident(9)
+    assert cache.tables[0, 9] == 0 and cache.layers[0].access([9]) == []
     with pytest.raises(InternalError, match="not loading"):
-        cache.mark_resident(0, 9)
+        cache.layers[0].mark_resident(9)
 
 
 def test_slots_given_away_in_a_step_that_failed_are_free_again() -> None:
     cache = new_cache([2])
-    cache.preload(0, [5])
+    cache.layers[0].preload([5])
     cache.begin_pass()
-    cache.access(0, [9, 3])
-    cache.reserve_slot(0, 9, [9])
+    cache.layers[0].access([9, 3])
+    cache.layers[0].reserve_slot(9, [9])
     cache.rollback()
     cache.check()
-    assert cache.tables[0, 5] == 0 and cache.admit(0, 3, [3]) == 1
+    assert cache.tables[0, 5] == 0 and cache.layers[0].admit(3, [3]) == 1
     cache.rollback()
     cache.check()
-    assert cache.residents(0) == [5]
-    assert cache.admit(0, 3, [3]) == 1
+    assert cache.layers[0].residents() == [5]
+    assert cache.layers[0].admit(3, [3]) == 1
     cache.begin_pass()
     cache.rollback()
-    assert set(cache.residents(0)) == {3, 5}, "the step before had ended well"
+    assert set(cache.layers[0].residents()) == {3, 5}, "the step before had ended well"
     cache.check()
 
 
@@ -286,12 +295,12 @@ def test_fewer_slots_than_a_token_chooses_still_hit(policy: Policy) -> None:
     for step in range(40):
         run_step(cache, [0, 1, 2, 3] if step % 2 else [4, 5, 6, 7])
     assert cache.stats.hit_rate > 0.3
-    assert "fewer slots (least 3)" in (cache.warning() or "")
+    assert "fewer slots (least 3)" in few_slots_warning(cache.n_slots, N_USED)
 
 
 @pytest.mark.parametrize("n_slots", [[0, 4], [N_EXPERT, 16], [5]])
 def test_no_hint_without_a_cliff(n_slots: list[int]) -> None:
-    assert new_cache(n_slots).warning() is None
+    assert few_slots_warning([min(n, N_EXPERT) for n in n_slots], N_USED) == ""
 
 
 @pytest.mark.parametrize("bad", [[-1], [4, 17]])
@@ -304,11 +313,11 @@ def test_impossible_slot_counts_are_refused(bad: list[int]) -> None:
 def test_an_impossible_id_is_an_internal_error(ids: list[int]) -> None:
     for n_slots in (4, N_EXPERT):
         cache = new_cache([n_slots])
-        cache.preload(0)
+        cache.layers[0].preload()
         with pytest.raises(InternalError, match="router chose"):
-            cache.access(0, ids)
+            cache.layers[0].access(ids)
         with pytest.raises(InternalError, match="router chose"):
-            cache.access_batch(0, np.array(ids, dtype=np.int32))
+            cache.layers[0].access_batch(np.array(ids, dtype=np.int32))
         assert cache.stats.hits.sum() == cache.stats.misses.sum() == 0
 
 
@@ -317,49 +326,46 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
     ids = rng.integers(0, N_EXPERT, (40, N_USED)).astype(np.int32)
     one, many = new_cache([6]), new_cache([6])
     for cache in (one, many):
-        cache.preload(0, [3, 1, 4, 15, 9, 2])
+        cache.layers[0].preload([3, 1, 4, 15, 9, 2])
         cache.begin_pass()
-    missing = one.access(0, ids.reshape(-1).tolist())
-    batch = many.access_batch(0, ids)
+    missing = one.layers[0].access(ids.reshape(-1).tolist())
+    batch = many.layers[0].access_batch(ids)
     assert sorted(missing) == sorted(batch)
-    assert one.counts == many.counts
-    chosen = [one.counts[0][e] for e in batch]
+    counts = np.bincount(ids.reshape(-1), minlength=N_EXPERT)
+    chosen = [counts[e] for e in batch]
     assert chosen == sorted(chosen, reverse=True)
     for field in ("hits", "misses", "missing"):
         assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
-    assert many.access_batch(0, ids[:0]) == []
-    one.access(0, ids[0].tolist())
-    many.access_batch(0, ids[0])
-    assert one.counts == many.counts, "later batches add to the counts"
+    assert many.layers[0].access_batch(ids[:0]) == []
 
 
 def test_wanted_after_a_prompt_is_what_admitting_exchanges() -> None:
     for policy in (Lru(), Lfu(hysteresis=1.0)):
         cache = new_cache([4], policy)
-        cache.preload(0)
+        cache.layers[0].preload()
         cache.begin_pass()
         rows = [[9, 1, 8, 7]] * 5 + [[9, 1, 8, 0]] * 3 + [[9, 6, 5, 4]]
-        cache.access_batch(0, np.array(rows, dtype=np.int32))
-        assert cache.wanted(0, 0) == []
-        wanted = cache.wanted(0, 9)
+        cache.layers[0].access_batch(np.array(rows, dtype=np.int32))
+        assert wanted(cache.layers[0], 0) == []
+        found = wanted(cache.layers[0], 9)
         if isinstance(policy, Lfu):
-            assert wanted == [9, 8, 7]
+            assert found == [9, 8, 7]
         else:
-            assert sorted(wanted) == [4, 5, 6, 9]
-        assert cache.wanted(0, 1) == wanted[:1]
-        for expert in wanted:
-            assert cache.admit(0, expert, wanted) is not None
-        assert cache.wanted(0, 9) == []
+            assert sorted(found) == [4, 5, 6, 9]
+        assert wanted(cache.layers[0], 1) == found[:1]
+        for expert in found:
+            assert cache.layers[0].admit(expert, found) is not None
+        assert wanted(cache.layers[0], 9) == []
         best = {9, 8, 7, 1} if isinstance(policy, Lfu) else {4, 5, 6, 9}
-        assert set(cache.residents(0)) == best
+        assert set(cache.layers[0].residents()) == best
 
 
 def test_wanted_fills_free_slots_first_and_leaves_static_ones() -> None:
     cache = new_cache([6], Adaptive(0.5))
-    cache.preload(0, [0, 1, 2, 3])
-    cache.access_batch(0, np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
-    assert len(cache.wanted(0, 9)) == 4
-    assert new_cache([N_EXPERT]).wanted(0, 9) == new_cache([0]).wanted(0, 9) == []
+    cache.layers[0].preload([0, 1, 2, 3])
+    cache.layers[0].access_batch(np.array([[8, 9, 10, 11], [12, 13, 8, 9]], dtype=np.int32))
+    assert len(wanted(cache.layers[0], 9)) == 4
+    assert wanted(new_cache([N_EXPERT]).layers[0], 9) == wanted(new_cache([0]).layers[0], 9) == []
 
 
 @pytest.mark.parametrize("policy", [Lru(), Lfu(half_life=20, hysteresis=1.0), Adaptive(0.5)])
@@ -370,11 +376,11 @@ def test_a_batch_leaves_the_policy_where_single_rows_do(policy: Policy) -> None:
     rows = [rng.choice(N_EXPERT, N_USED, replace=False, p=p) for _ in range(60)]
     one, many = new_cache([N_EXPERT - 1], policy), new_cache([N_EXPERT - 1], policy)
     for cache in (one, many):
-        cache.preload(0)
+        cache.layers[0].preload()
     for row in rows:
-        one.access(0, row.tolist())
-    many.access_batch(0, np.array(rows, dtype=np.int32))
-    a, b = (cache._layers[0].policy.score for cache in (one, many))
+        one.layers[0].access(row.tolist())
+    many.layers[0].access_batch(np.array(rows, dtype=np.int32))
+    a, b = (cache.layers[0].policy.score for cache in (one, many))
     if isinstance(policy, Lfu):
         assert np.corrcoef(a, b)[0, 1] > 0.9
         assert sum(a) / sum(b) == pytest.approx(1, rel=0.05)
@@ -406,12 +412,12 @@ def test_wrong_policies_are_refused_by_name(text: str, say: str) -> None:
 def test_check_notices_every_kind_of_damage() -> None:
     def damaged(harm: str) -> ExpertCache:
         cache = new_cache([6, N_EXPERT])
-        cache.preload(0, [0, 1, 2])
+        cache.layers[0].preload([0, 1, 2])
         cache.begin_pass()
-        cache.access(0, [8])
-        cache.reserve_slot(0, 8, [])
+        cache.layers[0].access([8])
+        cache.layers[0].reserve_slot(8, [])
         cache.check()
-        exec(harm, {"cache": cache, "layer": cache._layers[0], "pinned": cache._layers[1]})
+        exec(harm, {"cache": cache, "layer": cache.layers[0], "pinned": cache.layers[1]})
         return cache
 
     harms = (

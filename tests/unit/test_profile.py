@@ -223,12 +223,12 @@ def test_a_profile_of_the_same_prompt_class_starts_a_cache_warm() -> None:
     def misses(ranking: list[list[int]] | None) -> int:
         cache = ExpertCache(128, [50] * 4, Lru(), 8)
         for il in range(4):
-            cache.preload(il, ranking[il] if ranking else None)
+            cache.layers[il].preload(ranking[il] if ranking else None)
         for row in trace.part(200, 208).rows():
             cache.begin_pass()
             for il, ids in enumerate(row):
-                for expert in cache.access(il, ids):
-                    cache.admit(il, expert, ids)
+                for expert in cache.layers[il].access(ids):
+                    cache.layers[il].admit(expert, ids)
         return int(cache.stats.misses.sum())
 
     assert misses(profile.ranking("same").tolist()) < 0.7 * misses(None)

@@ -18,10 +18,10 @@ from moegraph.experts.cost import (
     Curve,
     Machine,
     best_split,
+    choose_ways,
     find_machine,
-    machine_fetches,
+    machine_costs,
     machine_fields,
-    split_for,
     streams_rare_misses,
 )
 from moegraph.experts.policy import (
@@ -72,6 +72,11 @@ def test_a_layer_waits_for_the_slower_path_less_what_overlaps() -> None:
     assert patient.stall(2, 2) == 2 * US, "B hides all of it"
 
 
+def split_for(machine: Machine, mode: str, n: int) -> list[int]:
+    """Return how many of 0 .. n missing experts the CPU takes, where few are resident."""
+    return choose_ways(mode, machine_costs(machine, n), [0], n, 256).split.decode
+
+
 def test_best_split_is_the_best_of_all_splits() -> None:
     for machine in (*MACHINES.values(), SIMPLE):
         split = split_for(machine, "auto", 12)
@@ -107,7 +112,8 @@ def test_the_built_in_machines_do_what_the_documentation_says(
     assert streams_rare_misses(*one, 128, 256) and not streams_rare_misses(*one, 127, 256)
     split = split_for(machine, "auto", 8)
     assert (split[1], split[8]) == (1, n_on_cpu_of_8)
-    by_slots = [machine_fetches(machine, "auto", 8, n, 256) for n in range(256)]
+    costs = machine_costs(machine, 8)
+    by_slots = [choose_ways("auto", costs, [n], 8, 256).fetches for n in range(256)]
     assert by_slots.index(True) == fetches_from and all(by_slots[fetches_from:])
     text = (ROOT / "docs" / "residency.md").read_text("utf-8")
     for number in (times_as_long, fetches_from):

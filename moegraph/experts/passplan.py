@@ -1,0 +1,60 @@
+"""What a pass does about missing experts, as values: for the pass and for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Pairs = list[tuple[int, int]]  # (expert, slot)
+
+
+@dataclass(frozen=True)
+class MissMode:
+    """How a pass deals with missing experts; decided once, by `Residency`. Graphs depend on it.
+
+    fetch_layers: layers whose graph fetches them. admits: missing experts may get slots. cpu: the
+    CPU may compute them. predicts: graphs predict the choice of the next layer.
+    """
+
+    fetch_layers: frozenset[int] = frozenset()
+    admits: bool = False
+    cpu: bool = False
+    predicts: bool = False
+
+
+# What the device must know of a layer from now on: il; its table I32 numpy [n_expert], expert ->
+# slot or -1; its victims in order, (slot, its expert or -1), or None if no graph fetches there.
+TableRow = tuple[int, npt.NDArray[np.int32], list[tuple[int, int]] | None]
+
+
+@dataclass(slots=True)
+class PassPlan:
+    """What a pass of n_tokens rows does about missing experts, and what precedes it.
+
+    exchanged: (layer, experts to upload and their slots), in this order. waits: experts were
+    promoted, and their uploads must end before this pass. rows: to be sent to the device.
+    """
+
+    n_tokens: int
+    mode: MissMode
+    exchanged: list[tuple[int, Pairs]]
+    waits: bool
+    rows: list[TableRow]
+
+
+@dataclass(slots=True)
+class LayerPlan:
+    """What happens to the missing experts of a layer.
+
+    admitted: to be uploaded into slots of the layer. staged: to be uploaded into staging. on_cpu:
+    for the CPU. promoted: those of them to be uploaded afterwards. prefetched: expert -> slot of
+    the prefetch bank, of experts that need no upload.
+    """
+
+    admitted: Pairs
+    staged: list[int]
+    on_cpu: list[int]
+    promoted: Pairs
+    prefetched: dict[int, int]

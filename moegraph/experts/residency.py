@@ -1,0 +1,341 @@
+"""Decides what happens to missing experts, pass by pass. Bookkeeping only: no device, no bytes.
+
+The layered runner carries the decisions out, and the simulator counts them:
+
+    plan = residency.begin_pass(kind, n_tokens)    how this pass deals with missing experts
+    residency.begin_fetch(layers)                  before each graph that fetches
+    residency.fetched(il, ids)                     for each layer, in order: its graph fetched, or
+    residency.routed(il, ids)                      the host handles what the layer misses
+    residency.end_pass(seconds)
+
+A pass that fails ends with `rollback`. A pass whose results nobody collects has no end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..kinds import Kind, MissRules, rules_of
+from .cache import ExpertCache
+from .cost import MissWays
+from .guard import CacheGuard, Counters
+from .passplan import LayerPlan, MissMode, Pairs, PassPlan, TableRow
+from .prefetch import MAX_PREFETCH, PrefetchController
+from .routing import RoutingCounts
+from .slots import LayerSlots
+
+# Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
+# millisecond. The next pass waits for them.
+MAX_PROMOTED = 16
+# The ids of so few rows are handled one by one, which is faster than as arrays.
+_LISTED_ROWS = 8
+_NO_LAYERS: frozenset[int] = frozenset()
+
+
+class Residency:
+    """Which experts are where, and what passes do about the missing ones.
+
+    routing: how often each expert was chosen. split: how many missing experts the CPU computes.
+    guard: bypasses the cache when moving experts takes longer than it saves; None if not guarded,
+    or if no slot can change. n_exchanged, n_prefetched: experts, summed over all passes.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        ways: MissWays,
+        *,
+        fetchable: Collection[int] = (),
+        n_prefetch_slots: int = 0,
+        move_s: float | None = None,
+        exchanges: bool = True,
+    ) -> None:
+        """Take over a cache whose slots are filled.
+
+        fetchable: layers whose graph could fetch, given slots. n_prefetch_slots: for prefetched
+        experts. move_s: seconds to upload one expert; None for no guard. exchanges: give slots to
+        the experts that the policy prefers after a prompt.
+        """
+        self.cache = cache
+        self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
+        self.split = ways.split
+        self._has_cpu = ways.cpu
+        self._fetch_layers = frozenset(
+            il for il in fetchable if ways.fetches and cache.layers[il].can_fetch
+        )
+        self.guard: CacheGuard | None = None
+        if move_s is not None and cache.partial:
+            self.guard = CacheGuard(self._counters, move_s)
+        self._may_prefetch = n_prefetch_slots > 0 and not self._fetch_layers
+        n_predictable = sum(n < cache.n_expert for n in cache.n_slots[1:])
+        self.prefetcher = PrefetchController(n_predictable if n_prefetch_slots else 0)
+        self.n_exchanged = self.n_prefetched = 0
+        self._exchanges = exchanges
+        self._pass: PassPlan | None = None
+        self._is_trial = False  # the time of the pass counts for the prefetch trial
+        self._is_stale = False  # a prompt changed the scores, but not the slots
+        self._victim_layers = _NO_LAYERS  # victims are listed on the device
+        self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
+        self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of the bank
+
+    def miss_mode(self, kind: Kind, n_tokens: int) -> MissMode:
+        """Return how a pass of this kind would deal with missing experts now."""
+        return self._mode(rules_of(kind, n_tokens), self._is_active)
+
+    def begin_pass(self, kind: Kind, n_tokens: int) -> PassPlan:
+        """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
+
+        Promoted experts become resident, slots are exchanged after a prompt, and victims are
+        planned for the layers whose graph fetches.
+        """
+        self._pass = None
+        self._prefetched = -1, {}
+        self.prefetcher.discard()
+        # only passes of equal work can be compared
+        if self.guard and self.guard.begin_pass(kind is Kind.DECODE and n_tokens == 1):
+            self._is_stale = True
+        self.cache.begin_pass()
+        rules = rules_of(kind, n_tokens)
+        is_active = self._is_active
+        mode = self._mode(rules, is_active)
+        exchanged = self._exchange() if mode.admits and self._is_stale else []
+        self._is_stale = not rules.admits
+        waits = bool(self._promoted)
+        for il, expert in self._promoted:
+            self.cache.layers[il].mark_resident(expert)
+        self._promoted.clear()
+        self._is_trial = self._may_prefetch and is_active and rules.predicts
+        rows = self._changed_rows(self._fetch_layers if is_active else _NO_LAYERS)
+        plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
+        self._pass = plan
+        return plan
+
+    def exchange(self) -> None:
+        """Exchange slots now, if the last pass was of a prompt, and not when the next pass begins.
+
+        For a replay, which uploads nothing.
+        """
+        if self._is_stale:
+            self._exchange()
+        self._is_stale = False
+
+    def _exchange(self) -> list[tuple[int, Pairs]]:
+        """After a prompt, give slots to the experts that the policy now prefers.
+
+        Experts that the prompt missed only went through staging. Returns (layer, experts to upload
+        and their slots), in this order.
+        """
+        found: list[tuple[int, Pairs]] = []
+        for layer in self.cache.partial if self._exchanges else []:
+            pairs = []
+            for expert in wanted(layer, layer.n_slots):
+                slot = layer.reserve_slot(expert, ())
+                if slot is not None:
+                    layer.mark_resident(expert)
+                    pairs.append((expert, slot))
+            if pairs:
+                found.append((layer.il, pairs))
+                self.n_exchanged += len(pairs)
+        return found
+
+    def begin_fetch(self, layers: Iterable[int]) -> None:
+        """Note that a graph that fetches in these layers is launched next."""
+        self.cache.begin_fetch(layers)
+
+    def fetched(self, il: int, ids: npt.NDArray[np.int32]) -> tuple[list[int], TableRow | None]:
+        """Record what the graph of layer il fetched for a row that chose ids.
+
+        Returns the fetched experts, and the layer's table row if it changed.
+
+        Raises:
+            InternalError: the layer was not in `begin_fetch`.
+        """
+        layer, chosen = self.cache.layers[il], ids.tolist()
+        missing = layer.access(chosen)
+        self.routing.add(il, chosen)
+        layer.commit_fetched(missing, chosen)
+        return missing, self._row(layer) if il in self.cache.dirty else None
+
+    def routed(self, il: int, ids: npt.NDArray[np.int32]) -> LayerPlan | None:
+        """Decide what happens to the missing experts of layer il; None if there are none.
+
+        ids: I32 [n_tokens * n_expert_used], the pass's choice.
+
+        Raises:
+            InternalError: no pass is under way, or the layer's graph fetches in this pass.
+        """
+        plan = self._pass
+        if plan is None:
+            raise InternalError(f"layer {il}: ids without a pass")
+        layer = self.cache.layers[il]
+        if plan.n_tokens <= _LISTED_ROWS:
+            chosen = ids.tolist()
+            missing = layer.access(chosen)
+            self.routing.add(il, chosen)
+        else:
+            missing = layer.access_batch(ids)
+            self.routing.add_batch(il, ids)
+        return self._layer_plan(plan, layer, missing, ids) if missing else None
+
+    def predicted(self, il: int, ids: npt.NDArray[np.int32]) -> Pairs:
+        """Return the experts of layer il to prefetch, and their slots; ids: its predicted choice.
+
+        Raises:
+            InternalError: the pass does not predict.
+        """
+        if self._pass is None or not self._pass.mode.predicts:
+            raise InternalError(f"layer {il}: a prediction that the pass did not plan")
+        layer = self.cache.layers[il]
+        absent = [expert for expert in ids.tolist() if not layer.has_slot(expert)]
+        pairs = list(zip(self.prefetcher.predicted(il, absent), range(MAX_PREFETCH)))
+        self._prefetched = il, dict(pairs)
+        self.n_prefetched += len(pairs)
+        return pairs
+
+    def end_pass(self, seconds: float) -> None:
+        """Note that the results of the pass have arrived, and how long it took.
+
+        Raises:
+            InternalError: no pass is under way.
+        """
+        if self._pass is None:
+            raise InternalError("a pass ended that did not begin")
+        self._pass = None
+        if self._is_trial:
+            self.prefetcher.end_token(seconds)
+        if self.guard:
+            self.guard.end_pass(seconds)
+
+    def rollback(self) -> None:
+        """Undo a failed pass; see `ExpertCache.rollback`. The device must be idle."""
+        if self._pass and self._pass.exchanged:
+            self._is_stale = True  # what was exchanged is lost
+        self._promoted.clear()
+        self._prefetched = -1, {}
+        self.cache.rollback()
+        self._pass = None
+
+    def prefetch_report(self) -> dict[str, int] | None:
+        """Return how many experts were predicted, rightly predicted, prefetched; None if off."""
+        if not self._may_prefetch:
+            return None
+        return {
+            "predicted": self.prefetcher.n_predicted,
+            "correct": self.prefetcher.n_right,
+            "fetched": self.n_prefetched,
+        }
+
+    @property
+    def _is_active(self) -> bool:
+        return self.guard is None or not self.guard.bypassed
+
+    def _mode(self, rules: MissRules, is_active: bool) -> MissMode:
+        predicts = rules.predicts and self._may_prefetch and self.prefetcher.enabled
+        return MissMode(
+            self._fetch_layers if rules.fetches and is_active else _NO_LAYERS,
+            rules.admits and is_active,
+            rules.on_cpu and self._has_cpu,
+            predicts and is_active,
+        )
+
+    def _counters(self) -> Counters:
+        layers = self.cache.partial
+        hits = sum(layer.n_hits for layer in layers)
+        misses = sum(layer.n_misses for layer in layers)
+        return Counters(hits + misses, hits, sum(layer.n_admitted for layer in layers))
+
+    def _changed_rows(self, victim_layers: frozenset[int]) -> list[TableRow]:
+        """Return the rows that are out of date on the device, with victims of these layers."""
+        if not self._victim_layers:  # listed experts may have been chosen since
+            self.cache.dirty.update(victim_layers)
+        self._victim_layers = victim_layers
+        return [self._row(self.cache.layers[il]) for il in sorted(self.cache.dirty)]
+
+    def _row(self, layer: LayerSlots) -> TableRow:
+        victims = layer.plan_victims() if layer.il in self._victim_layers else None
+        self.cache.dirty.discard(layer.il)
+        return layer.il, layer.table, victims
+
+    def _layer_plan(
+        self, plan: PassPlan, layer: LayerSlots, missing: list[int], ids: npt.NDArray[np.int32]
+    ) -> LayerPlan:
+        il, mode = layer.il, plan.mode
+        if il in mode.fetch_layers:
+            raise InternalError(f"layer {il}: its graph fetches, so the host must not act")
+        self.prefetcher.score(il, missing)
+        prefetched_il, prefetched = self._prefetched
+        if prefetched_il != il:
+            prefetched = {}
+        on_cpu = self._for_cpu(plan, missing, prefetched, ids) if mode.cpu else []
+        staged = [expert for expert in missing if expert not in on_cpu]
+        if not mode.admits or not layer.n_slots:
+            return LayerPlan([], staged, on_cpu, [], prefetched)
+        working_set = set(ids.tolist())
+        admitted, declined = [], []
+        for expert in staged:
+            slot = layer.admit(expert, working_set)
+            if slot is None:
+                declined.append(expert)
+            else:
+                admitted.append((expert, slot))
+        promoted = self._promote(layer, on_cpu, working_set) if on_cpu else []
+        return LayerPlan(admitted, declined, on_cpu, promoted, prefetched)
+
+    def _for_cpu(
+        self,
+        plan: PassPlan,
+        missing: list[int],
+        prefetched: Collection[int],
+        ids: npt.NDArray[np.int32],
+    ) -> list[int]:
+        """Return the missing experts that the CPU computes, prefetched ones excluded."""
+        is_bypassed = not self._is_active
+        candidates = [expert for expert in missing if expert not in prefetched]
+        if plan.n_tokens == 1:
+            # the CPU takes the last of the row's choice: the cache is least likely to want them
+            n_cpu = (self.split.bypassed if is_bypassed else self.split.decode)[len(candidates)]
+        else:
+            # the CPU takes the experts that the fewest rows chose: its work grows with the rows,
+            # while the device uploads an expert once
+            chosen = Counter(ids.tolist())
+            candidates = sorted(candidates, key=chosen.__getitem__, reverse=True)
+            n_cpu = self.split.n_cpu([chosen[e] for e in candidates], is_bypassed)
+        return candidates[len(candidates) - n_cpu :]
+
+    def _promote(self, layer: LayerSlots, experts: list[int], working_set: set[int]) -> Pairs:
+        """Reserve slots for experts that the CPU computes, if the cache wants them."""
+        pairs = []
+        for expert in experts[: max(0, MAX_PROMOTED - len(self._promoted))]:
+            slot = layer.reserve_slot(expert, working_set)
+            if slot is not None:
+                pairs.append((expert, slot))
+        self._promoted += [(layer.il, expert) for expert, _ in pairs]
+        return pairs
+
+
+def wanted(layer: LayerSlots, limit: int) -> list[int]:
+    """Return up to limit absent experts that the policy prefers to residents, best first.
+
+    For an exchange of many experts, as after a prompt: call `reserve_slot` or `admit` for each.
+    """
+    policy, table = layer.policy, layer.table
+    score, accepts = policy.score, policy.accepts
+    absent = [e for e in range(layer.n_expert) if table[e] < 0 and score[e] > 0]
+    absent = sorted((e for e in absent if e not in layer.loading), key=score.__getitem__)
+    n_free = sum(slot >= policy.n_static for slot in layer.free)
+    dynamic = [e for e in layer.owner[policy.n_static :] if e in layer.resident]
+    worst = sorted(dynamic, key=score.__getitem__)
+    found: list[int] = []
+    while absent and len(found) < limit:
+        at = len(found) - n_free
+        if at >= 0 and (at >= len(worst) or not accepts(absent[-1], worst[at])):
+            break
+        if at >= 0 and score[worst[at]] >= score[absent[-1]]:
+            break
+        found.append(absent.pop())
+    return found

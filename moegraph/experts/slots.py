@@ -1,0 +1,343 @@
+"""The slots of one layer: which expert is in which slot. Bookkeeping only, no bytes.
+
+An expert of a layer is in one of three states:
+
+    absent     it has no slot; its table entry is -1
+    loading    it has a slot, whose bytes are still being uploaded; its table entry is -1
+    resident   its table entry is its slot
+
+`admit` makes an absent expert resident at once, for an upload that this pass uses; the expert is
+not evicted before the next pass. `reserve_slot` and `mark_resident` are its two halves, for uploads
+that end in a later pass. A full layer holds expert e in slot e for good.
+
+If a layer's graph fetches missing experts, `plan_victims` lists victims before the pass, and
+`commit_fetched` records afterwards which of them the graph evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from .policy import LayerPolicy
+from .ranking import Ranking
+
+
+@dataclass
+class Journal:
+    """What the layers note for the cache, before any other state changes.
+
+    given: (layer, slot) reserved since the pass began. in_flight: layers whose graph may have
+    fetched experts that `commit_fetched` has not recorded yet. dirty: layers whose table or victim
+    list on the device is out of date.
+    """
+
+    given: list[tuple[int, int]] = field(default_factory=list)
+    in_flight: set[int] = field(default_factory=set)
+    dirty: set[int] = field(default_factory=set)
+
+
+class LayerSlots:
+    """State of layer il. Its policy chooses victims.
+
+    owner [n_slots]: slot -> expert, or -1. table: I32 numpy [n_expert], expert -> slot or -1.
+    loading: expert -> slot. fresh: experts admitted in this pass, whose upload may not have ended.
+    victims: (slot, its expert or -1) that the next pass may evict, in this order.
+    n_hits, n_misses, n_missing, n_admitted, n_evicted, n_declined: see `CacheStats`.
+    """
+
+    def __init__(
+        self,
+        il: int,
+        n_slots: int,
+        n_expert_used: int,
+        policy: LayerPolicy,
+        table: npt.NDArray[np.int32],
+        journal: Journal,
+    ) -> None:
+        self.il, self.n_slots, self.n_expert = il, n_slots, len(table)
+        self.n_expert_used = n_expert_used
+        self.full = n_slots == self.n_expert
+        self.policy = policy
+        self.table = table
+        self._journal = journal
+        self.owner = list(range(self.n_expert)) if self.full else [-1] * n_slots
+        table[:] = self.owner if self.full else -1
+        self.resident = set(self.owner) if self.full else set()
+        # descending, because slots are taken from the end
+        self.free = [] if self.full else list(range(n_slots - 1, -1, -1))
+        self.loading: dict[int, int] = {}
+        self.fresh: set[int] = set()
+        self._ranking = Ranking(policy, self.owner, self.resident)
+        self.victims: list[tuple[int, int]] = []
+        self._victim_experts: set[int] = set()
+        self.n_hits = self.n_misses = self.n_missing = 0
+        self.n_admitted = self.n_evicted = self.n_declined = 0
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether there is an evictable slot for each expert that a row may miss."""
+        return not self.full and self.n_slots - self.policy.n_static >= self.n_expert_used
+
+    def has_slot(self, expert: int) -> bool:
+        """Return whether an expert is resident or loading."""
+        return expert in self.resident or expert in self.loading
+
+    def access(self, ids: list[int]) -> list[int]:
+        """Record what a few rows chose; return the missing experts, each once, in routing order.
+
+        Raises:
+            InternalError: an id is out of range, which only a broken router can produce.
+        """
+        # one call for all ids; a resident id is in range
+        if self.resident.issuperset(ids):
+            missing = []
+            self.n_hits += len(ids)
+        else:
+            missing = self._missing_of(ids)
+        if not self.full:
+            self.policy.touch(ids)
+            if not self._victim_experts.isdisjoint(ids):
+                # a listed victim was chosen, so another one is due
+                self._journal.dirty.add(self.il)
+        return missing
+
+    def _missing_of(self, ids: list[int]) -> list[int]:
+        if min(ids) < 0 or max(ids) >= self.n_expert:
+            raise InternalError(
+                f"layer {self.il}: router chose ids {ids} of {self.n_expert} experts"
+            )
+        resident = self.resident
+        absent = [expert for expert in ids if expert not in resident]
+        self.n_misses += len(absent)
+        self.n_hits += len(ids) - len(absent)
+        missing = list(dict.fromkeys(absent)) if len(absent) > 1 else absent
+        self.n_missing += len(missing)
+        return missing
+
+    def access_batch(self, ids: npt.NDArray[np.int32]) -> list[int]:
+        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
+
+        Raises:
+            InternalError: an id is out of range, which only a broken router can produce.
+        """
+        if ids.size == 0:
+            return []
+        if ids.min() < 0 or ids.max() >= self.n_expert:
+            raise InternalError(f"layer {self.il}: router chose ids outside 0..{self.n_expert - 1}")
+        flat = ids.reshape(-1)
+        chosen = np.bincount(flat, minlength=self.n_expert)
+        absent = np.flatnonzero((self.table < 0) & (chosen > 0))
+        missing: list[int] = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
+        n_absent = int(chosen[absent].sum())
+        self.n_hits += ids.size - n_absent
+        self.n_misses += n_absent
+        self.n_missing += len(missing)
+        if not self.full:
+            n_tokens = -(-ids.size // self.n_expert_used)
+            last = np.full(self.n_expert, -1, dtype=np.int64)
+            # numpy keeps the last of several writes to one element
+            last[flat] = np.arange(ids.size) // self.n_expert_used
+            self.policy.touch_batch(chosen, last, n_tokens)
+            self._journal.dirty.add(self.il)  # scores changed, so other victims are due
+        return missing
+
+    def admit(self, expert: int, working_set: Collection[int]) -> int | None:
+        """Make expert resident and return its slot, or None if it gets none.
+
+        The policy chooses the victim, which is never in working_set, loading, or admitted in this
+        pass. Returns None if the policy declines, if nothing may be evicted, or if expert is
+        loading.
+
+        Raises:
+            InternalError: expert is resident already.
+        """
+        slot = self.reserve_slot(expert, working_set)
+        if slot is not None:
+            self.mark_resident(expert)
+            self.fresh.add(expert)
+        return slot
+
+    def reserve_slot(self, expert: int, working_set: Collection[int]) -> int | None:
+        """Do as `admit`, but expert is loading until `mark_resident`; its victim leaves at once.
+
+        Raises:
+            InternalError: expert is resident already.
+        """
+        if expert in self.resident:
+            raise InternalError(f"layer {self.il}: expert {expert} is resident already")
+        if expert in self.loading:
+            return None
+        slot, victim = self._free_slot(), None
+        if slot < 0:
+            victim = self._ranking.victim(expert, working_set, self.fresh)
+            if victim is None:
+                self.n_declined += 1
+                return None
+            slot = int(self.table[victim])
+        self._journal.given.append((self.il, slot))
+        if victim is not None:
+            self._evict(victim, slot)
+        self.owner[slot] = expert
+        self.loading[expert] = slot
+        self._journal.dirty.add(self.il)  # the slot may be on the victim list
+        return slot
+
+    def mark_resident(self, expert: int) -> None:
+        """Make a loading expert resident, after its upload has ended.
+
+        Raises:
+            InternalError: expert is not loading.
+        """
+        slot = self.loading.pop(expert, -1)
+        if slot < 0:
+            raise InternalError(f"layer {self.il}: expert {expert} is not loading")
+        self._hold(expert, slot)
+        self._journal.dirty.add(self.il)
+
+    def plan_victims(self) -> list[tuple[int, int]]:
+        """Choose n_expert_used victims for the next pass of a layer that can fetch.
+
+        Returns (slot, its expert or -1): free slots first, then the experts of lowest score. The
+        list always suffices: a row that misses m experts chose at most n_expert_used - m listed
+        ones.
+        """
+        n, table = self.n_expert_used, self.table
+        free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
+        found = [(int(table[expert]), expert) for expert in self._ranking.lowest(n)]
+        self.victims = (free + found)[:n]
+        self._victim_experts = {expert for _, expert in self.victims}
+        return self.victims
+
+    def commit_fetched(self, missing: Sequence[int], ids: Sequence[int]) -> None:
+        """Record what a graph fetched into the slots that `plan_victims` listed.
+
+        ids: the experts that the row chose; missing: what `access` returned for them.
+
+        The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
+        and with the model in tests/fetch_case.py.
+
+        Raises:
+            InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
+                the slots changed after it was made.
+        """
+        if self.il not in self._journal.in_flight:
+            raise InternalError(f"layer {self.il}: a fetch was recorded that no graph announced")
+        if missing:
+            self._journal.dirty.add(self.il)
+            usable = [entry for entry in self.victims if entry[1] not in ids]
+            if len(usable) < len(missing):
+                raise InternalError(
+                    f"layer {self.il}: {len(missing)} experts for {len(usable)} slots"
+                )
+            for expert, (slot, victim) in zip(missing, usable):
+                if self.owner[slot] != victim:
+                    raise InternalError(
+                        f"layer {self.il}: slot {slot} no longer holds expert {victim}"
+                    )
+                if victim < 0:
+                    self.free.remove(slot)
+                else:
+                    self._evict(victim, slot)
+                self.owner[slot] = expert
+                self._hold(expert, slot)
+        self._journal.in_flight.discard(self.il)
+
+    def preload(
+        self, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
+    ) -> list[tuple[int, int]]:
+        """Fill the free slots; return (expert, slot) of each expert that got one.
+
+        experts: best first, as from a profile; None takes the lowest ids. shares [n_expert]: the
+        expected choices of each expert per token. Returns nothing for a full layer.
+        """
+        wanted = range(self.n_expert) if experts is None else dict.fromkeys(experts)
+        new = [expert for expert in wanted if not self.has_slot(expert)]
+        placed = []
+        self.free.sort(reverse=True)
+        for expert in new[: len(self.free)]:
+            if not 0 <= expert < self.n_expert:
+                raise InternalError(f"layer {self.il}: no expert {expert} of {self.n_expert}")
+            slot = self.free.pop()
+            self.owner[slot] = expert
+            self.resident.add(expert)
+            self.table[expert] = slot
+            placed.append((expert, slot))
+        self._ranking.clear()
+        self.policy.start([expert for expert, _ in placed], experts is not None, shares)
+        self._journal.dirty.add(self.il)
+        return placed
+
+    def residents(self) -> list[int]:
+        """Return the resident experts: those in static slots, then by falling score."""
+        n_static = self.policy.n_static
+        static = [e for e in self.owner[:n_static] if e in self.resident]
+        rest = [e for e in self.owner[n_static:] if e in self.resident]
+        return static + sorted(rest, key=self.policy.score.__getitem__, reverse=True)
+
+    def rebuild(self) -> None:
+        """Empty the slots of loading experts; rebuild the rest of the state from owner."""
+        for slot in self.loading.values():
+            self.owner[slot] = -1
+        self.loading.clear()
+        table = self.table
+        table[:] = -1
+        for slot, expert in enumerate(self.owner):
+            if expert >= 0:
+                table[expert] = slot
+        self.resident.clear()
+        self.resident.update(np.flatnonzero(table >= 0).tolist())
+        self.free = [slot for slot, owner in enumerate(self.owner) if owner < 0][::-1]
+        self.fresh.clear()
+        self._ranking.clear()
+        self.victims, self._victim_experts = [], set()
+
+    def _hold(self, expert: int, slot: int) -> None:
+        self.resident.add(expert)
+        self._ranking.add(expert)
+        self.table[expert] = slot
+        self.n_admitted += 1
+
+    def _evict(self, expert: int, slot: int) -> None:
+        self.owner[slot] = -1
+        self.resident.discard(expert)
+        self.table[expert] = -1
+        self.n_evicted += 1
+
+    def _free_slot(self) -> int:
+        """Take a free slot that is not static, or return -1."""
+        for at in range(len(self.free) - 1, -1, -1):
+            if self.free[at] >= self.policy.n_static:
+                return self.free.pop(at)
+        return -1
+
+    def check(self) -> None:
+        """Verify all invariants.
+
+        Raises:
+            InternalError: an invariant does not hold.
+        """
+        owned, loading = [e for e in self.owner if e >= 0], self.loading
+        table, resident = self.table, self.resident
+        in_table = set(np.flatnonzero(table >= 0).tolist())
+        rules = {
+            "a slot has two experts or an expert two slots": len(set(owned)) == len(owned),
+            "an expert is loading and resident": not resident & set(loading),
+            "owners are not residents and loading experts": set(owned) == resident | set(loading),
+            "the table does not list the residents": in_table == resident,
+            "table and owners disagree": all(self.owner[table[e]] == e for e in resident),
+            "a loading slot was given away": all(
+                self.owner[slot] == e for e, slot in loading.items()
+            ),
+            "a free slot has an owner, or an empty one is not free": sorted(self.free)
+            == [slot for slot, e in enumerate(self.owner) if e < 0],
+            "an expert admitted in this pass was evicted": self.fresh <= resident,
+            "a full layer changed": not self.full or self.owner == list(range(self.n_expert)),
+        }
+        wrong = [what for what, holds in rules.items() if not holds]
+        if wrong:
+            raise InternalError(f"expert cache, layer {self.il}: {'; '.join(wrong)}")

@@ -1,0 +1,179 @@
+"""Launch plans: all graphs of a pass in order, by what the pass is and how it deals with misses.
+
+After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
+into one graph, in which only the last layer may lack experts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+
+from ..experts.passplan import MissMode
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.inputs import PAGED, PassShape
+from ..graphs.layer import Model
+from .layer_graphs import LayerGraphs
+from .misses import AddGraphs
+from .readback import HostIds, RoutingReadback
+
+# Enough for sequences that take turns at any length; `GraphCache` limits the memory of the graphs.
+_MAX_PLANS = 1024
+# Most layers in one graph: in the first graph and in long passes, and in later graphs of up to
+# _QUICK_ROWS rows. A short first graph lets the device start early, and a prompt is cancelled
+# between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
+MERGED, MERGED_LATER = 4, 64
+_QUICK_ROWS = 8
+
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """Consecutive layers in one graph, and the graphs that complete the last layer.
+
+    ids: (il, I32 [n_tokens * n_expert_used]) of each layer, in host memory. fetch_layers: layers
+    whose graph fetches missing experts. lacking: the last layer, if it may lack experts; then there
+    is add. prediction: the prediction for that layer, I32 [n_expert_used]. sum_rows: the graph of
+    that name (CPU device).
+    """
+
+    graph: BuiltGraph
+    ids: list[tuple[int, HostIds]]
+    fetch_layers: frozenset[int] = frozenset()
+    lacking: int | None = None
+    add: AddGraphs | None = None
+    prediction: HostIds | None = None
+    sum_rows: BuiltGraph | None = None
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """All graphs of one pass in order; valid while `GraphCache.generation` is the same."""
+
+    steps: list[LaunchStep]
+    head: BuiltGraph
+    generation: int
+
+
+class LaunchPlans:
+    """Builds launch plans at first use and keeps the latest.
+
+    sums_last: `sum_rows` completes layers that may lack experts. n_planned: plans made so far.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        graphs: GraphCache,
+        layer_graphs: LayerGraphs,
+        readback: RoutingReadback,
+        sums_last: bool,
+    ) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._layer_graphs = layer_graphs
+        self._readback = readback
+        self._sums_last = sums_last
+        # upper bounds; the second one also holds for add_uploaded and sum_rows
+        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * model.hp.n_expert_used
+        self._plans: OrderedDict[tuple[PassShape, bool, MissMode], LaunchPlan] = OrderedDict()
+        self.n_planned = 0
+        self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
+
+    def get(self, shape: PassShape, greedy: bool, mode: MissMode) -> LaunchPlan:
+        """Return the launch plan of a pass.
+
+        Building a graph can move the shared block and make earlier graphs stale: then try again.
+        """
+        key, graphs = (shape, greedy, mode), self._graphs
+        plan = self._plans.get(key)
+        while plan is None or plan.generation != graphs.generation:
+            generation = graphs.generation
+            plan = self._plans[key] = LaunchPlan(
+                self._steps(shape, mode), self._head(shape, greedy), generation
+            )
+            self.n_planned += 1
+            if self._n_dropped != graphs.n_dropped:
+                # no plan keeps a graph that the cache has dropped; the others are found again
+                self._plans = OrderedDict({key: plan})
+                self._n_dropped = graphs.n_dropped
+        self._plans.move_to_end(key)
+        while len(self._plans) > _MAX_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+
+    def _steps(self, shape: PassShape, mode: MissMode) -> list[LaunchStep]:
+        """Return the launch steps of all layers in order."""
+        steps: list[LaunchStep] = []
+        il, n_layer = 0, self._model.hp.n_layer
+        while il < n_layer:
+            end = il + 1
+            n_merged = MERGED if il == 0 or shape.n_tokens > _QUICK_ROWS else MERGED_LATER
+            while end < min(il + n_merged, n_layer):
+                if self._layer_graphs.may_lack(end - 1, mode):
+                    break
+                end += 1
+            steps.append(self._step(shape, range(il, end), mode))
+            il = end
+        return steps
+
+    def _step(self, shape: PassShape, layers: range, mode: MissMode) -> LaunchStep:
+        """Return the step of these layers, with the graphs that complete the last one."""
+        graphs, n_tokens = self._layer_graphs, shape.n_tokens
+        # the KV length does not matter to DeltaNet layers: one graph serves all lengths
+        is_recurrent = all(self._model.hp.is_recurrent(il) for il in layers)
+        layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
+        # what of the mode matters to this graph
+        fetch_layers = mode.fetch_layers & frozenset(layers)
+        predicts = any(graphs.is_predicted(il + 1, mode) for il in layers)
+        il, may_lack = layers[-1], graphs.may_lack(layers[-1], mode)
+        graph = self._graphs.get(
+            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack and mode.cpu),
+            len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
+            lambda b: graphs.layers(b, layer_shape, layers, mode),
+        )
+        ids = [(il, self._readback.of(il, n_tokens)) for il in layers]
+        if not may_lack:
+            return LaunchStep(graph, ids, fetch_layers)
+        sum_rows = None
+        if self._sums_last:
+            sum_rows = self._graphs.get(
+                ("sum_rows", il, n_tokens),
+                self._n_nodes_moe,
+                lambda b: graphs.sum_rows(b, n_tokens, il),
+            )
+        prediction = self._readback.prediction_of(il) if graphs.is_predicted(il, mode) else None
+        add = self._add_graphs(il, n_tokens, mode)
+        return LaunchStep(graph, ids, fetch_layers, il, add, prediction, sum_rows)
+
+    def _add_graphs(self, il: int, n_tokens: int, mode: MissMode) -> AddGraphs:
+        """Return the graphs that add the missing experts of layer il."""
+        graphs, banks = self._layer_graphs, self._model.banks
+        named = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
+        if mode.admits and banks.n_slots[il]:
+            named["own"] = banks.layer(il)
+        add = {
+            name: self._graphs.get(
+                ("add_uploaded", il, name, n_tokens),
+                self._n_nodes_moe,
+                partial(graphs.add_uploaded, n_tokens=n_tokens, il=il, bank=bank),
+            )
+            for name, bank in named.items()
+        }
+        cpu = None
+        if mode.cpu:
+            cpu = self._graphs.get(
+                ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
+            )
+        return AddGraphs((add["staging0"], add["staging1"]), add.get("own"), cpu)
+
+    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
+        return self._graphs.get(
+            ("head", shape.n_tokens, shape.n_out, greedy),
+            64,
+            lambda b: self._layer_graphs.head(b, shape, greedy),
+        )

@@ -1,0 +1,182 @@
+"""Uploads experts to slots of the device, and adds what it computes with them to a pass.
+
+    compute: mixer_router(l) | moe(l) ... | slots | wait for event | add_uploaded(l) | next layer
+    upload:                       experts ............... | event
+
+Overwriting a victim's slot is safe: this pass did not choose the victim, and earlier passes have
+finished, or the ids of this pass would not have arrived. Experts without a slot go through two
+staging banks in turn, up to N_STAGING at a time. An upload into a bank waits for the event after
+the last `add_uploaded` that read the bank.
+
+`add_uploaded` gets its slots as an input. Their host copy may be rewritten once the ids of a later
+layer have arrived: by then the device has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.device import Device
+from ..ggml.handles import Event
+from ..ggml.lib import C, ffi
+from ..graphs.cache import BuiltGraph
+from ..resident.bank import Bank, ExpertBanks
+from ..resident.layout import N_STAGING
+from ..resident.store import ExpertStore
+from .tables import HostRows
+
+Pairs = Sequence[tuple[int, int]]  # (expert, slot)
+_NONE: dict[int, int] = {}
+
+
+class Uploader:
+    """Enqueues copies of experts, and the graphs that add them.
+
+    n_bytes: bytes that crossed to the device, summed.
+    """
+
+    def __init__(
+        self, device: Device, banks: ExpertBanks, store: ExpertStore, n_expert: int, max_ids: int
+    ) -> None:
+        """Allocate host rows for passes of at most max_ids chosen ids."""
+        self._device, self._banks, self._store = device, banks, store
+        self.n_bytes = 0
+        # row 0: slots of the layer's own bank; one row for each wave through a staging bank
+        self._slots = HostRows(device, 1 + -(-n_expert // N_STAGING), max_ids)
+        self._uploaded = device.event()
+        self._staging_free = [device.event(), device.event()]
+        self._staging_turn = 0
+
+    def send(
+        self, il: int, bank: Bank, pairs: Pairs, prefetched: Mapping[int, int] = _NONE
+    ) -> None:
+        """Enqueue copies of (expert, slot) pairs to a bank; prefetched ones on the device.
+
+        prefetched: expert -> its slot in the prefetch bank.
+        """
+        upload, source = self._device.upload.ptr, self._store.source
+        packing, memory, n_uploaded = self._store.packing(il), bank.to_fill, 0
+        for expert, slot in pairs:
+            at = slot * packing.stride
+            if expert in prefetched:
+                C.mg_copy_bytes(
+                    upload,
+                    self._banks.prefetch(il).to_fill,
+                    prefetched[expert] * packing.stride,
+                    memory,
+                    at,
+                    packing.n_bytes,
+                )
+                continue
+            if n_uploaded % N_STAGING == 0:
+                self._wait_for_ring()
+            C.ggml_backend_tensor_set_async(upload, memory, source(il, expert), at, packing.n_bytes)
+            n_uploaded += 1
+        self.n_bytes += packing.n_bytes * n_uploaded
+
+    def fill(self, il: int, placed: Pairs) -> None:
+        """Upload experts into slots of their layer and wait."""
+        for start in range(0, len(placed), N_STAGING):
+            self.send(il, self._banks.layer(il), placed[start : start + N_STAGING])
+            self._device.synchronize()
+
+    def exchange(self, exchanged: Sequence[tuple[int, Pairs]]) -> None:
+        """Upload (layer, experts and slots) before a pass.
+
+        The compute stream waits for these uploads; the host does not.
+        """
+        for il, pairs in exchanged:
+            self.send(il, self._banks.layer(il), pairs)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+            C.ggml_backend_event_wait(self._device.compute.ptr, self._uploaded.ptr)
+
+    def promote(self, il: int, pairs: Pairs) -> None:
+        """Upload experts into slots of their layer in the background, until `wait`."""
+        self.send(il, self._banks.layer(il), pairs)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+
+    def wait(self) -> None:
+        """Wait for the last uploads that `exchange` or `promote` enqueued."""
+        if self._uploaded:
+            self._uploaded.wait()
+
+    def prefetch(self, il: int, pairs: Pairs) -> None:
+        """Upload experts to the prefetch bank."""
+        self.send(il, self._banks.prefetch(il), pairs)
+
+    def add(
+        self,
+        il: int,
+        pairs: Pairs,
+        ids: npt.NDArray[np.int32],
+        graph: BuiltGraph,
+        prefetched: Mapping[int, int],
+    ) -> None:
+        """Upload experts into slots of their layer and launch `add_uploaded` over them.
+
+        ids: I32 [n_tokens * n_expert_used], the pass's choice.
+        """
+        self._send_and_add(il, 0, self._banks.layer(il), pairs, ids, graph, None, prefetched)
+
+    def add_staged(
+        self,
+        il: int,
+        experts: Sequence[int],
+        ids: npt.NDArray[np.int32],
+        graphs: Sequence[BuiltGraph],
+        prefetched: Mapping[int, int],
+    ) -> None:
+        """Upload experts to the staging banks in turn; launch the `add_uploaded` of each bank."""
+        for wave, start in enumerate(range(0, len(experts), N_STAGING), 1):
+            pairs = list(zip(experts[start : start + N_STAGING], range(N_STAGING)))
+            turn, self._staging_turn = self._staging_turn, 1 - self._staging_turn
+            bank, free = self._banks.staging(il, turn), self._staging_free[turn]
+            self._send_and_add(il, wave, bank, pairs, ids, graphs[turn], free, prefetched)
+
+    def _send_and_add(
+        self,
+        il: int,
+        wave: int,
+        bank: Bank,
+        pairs: Pairs,
+        ids: npt.NDArray[np.int32],
+        graph: BuiltGraph,
+        bank_free: Event | None,
+        prefetched: Mapping[int, int],
+    ) -> None:
+        """Upload pairs to a bank and launch `add_uploaded` over them.
+
+        wave: the host row that carries the slots. bank_free: the upload waits for this event.
+        """
+        if bank_free:
+            C.ggml_backend_event_wait(self._device.upload.ptr, bank_free.ptr)
+        self.send(il, bank, pairs, prefetched)  # first: the copy takes longest
+        slots = self._slots.array[wave, : ids.size]
+        slots.fill(-1)
+        for expert, slot in pairs:
+            slots[ids == expert] = slot
+        uploaded = self._uploaded.ptr if self._uploaded else ffi.NULL
+        status = C.mg_upload_launch(
+            self._device.compute.ptr, self._device.upload.ptr, graph.outputs,
+            self._slots.address(wave), 4 * ids.size,
+            bank_free.ptr if bank_free else ffi.NULL, uploaded, graph.graph,
+        )  # fmt: skip
+        if status:
+            self._device.check(status, f"the missing experts of layer {il}")
+
+    def _wait_for_ring(self) -> None:
+        """Wait for all uploads so far: the ring blocks that they read are refilled next."""
+        if self._store.uses_ring and self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
+            self._uploaded.wait()
+
+    def close(self) -> None:
+        """Free the events and the host rows."""
+        for handle in (self._slots, self._uploaded, *self._staging_free):
+            if handle:
+                handle.close()

@@ -1,0 +1,469 @@
+"""The coordinator of a pass alone, beside a device that is made up and holds what it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from interrupts import interrupted
+
+from moegraph.errors import InternalError
+from moegraph.experts.cache import ExpertCache
+from moegraph.experts.cost import MissSplit, MissWays
+from moegraph.experts.passplan import LayerPlan, PassPlan
+from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
+from moegraph.experts.residency import MAX_PROMOTED, Residency
+from moegraph.experts.routing import RoutingCounts
+from moegraph.kinds import Kind
+
+N_EXPERT, N_USED = 16, 4
+EXPERTS = "moegraph/experts"
+Ids = npt.NDArray[np.int32]
+
+
+def ways(on_cpu: bool = False, fetches: bool = False) -> MissWays:
+    return MissWays(MissSplit.fixed(N_USED, on_cpu), on_cpu, fetches)
+
+
+def residency_of(
+    n_slots: list[int], chosen: MissWays | None = None, policy: Policy | None = None, **more: Any
+) -> Residency:
+    """Return a residency whose slots hold the experts of the lowest ids."""
+    cache = ExpertCache(N_EXPERT, n_slots, policy or Lru(), N_USED)
+    for layer in cache.layers:
+        layer.preload()
+    return Residency(cache, chosen or ways(), **more)
+
+
+def fetching(n_slots: list[int], **more: Any) -> Residency:
+    return residency_of(n_slots, ways(fetches=True), fetchable=range(len(n_slots)), **more)
+
+
+def ids(*experts: int) -> Ids:
+    return np.array(experts, dtype=np.int32)
+
+
+def rows(*chosen: list[int]) -> Ids:
+    return np.array(chosen, dtype=np.int32).reshape(-1)
+
+
+def token(residency: Residency, *experts: int) -> LayerPlan | None:
+    """Decode one row that chooses these experts in layer 0; return what happens to the missing."""
+    residency.begin_pass(Kind.DECODE, 1)
+    plan = residency.routed(0, ids(*experts))
+    residency.end_pass(1e-3)
+    return plan
+
+
+class Device:
+    """Holds the bytes that it was sent, and checks that every chosen expert is computed once.
+
+    bytes [n_layer][n_slots]: the expert in each slot; -1 none, -2 a mixture.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
+        self.bytes = [list(layer.owner) for layer in residency.cache.layers]
+        self.tables = residency.cache.tables.copy()
+        self.victims: dict[int, list[tuple[int, int]]] = {}
+        self.under_way: list[tuple[int, int, int]] = []  # layer, expert, slot
+        self.unread: dict[int, list[int]] = {}  # what graphs fetched, and the host does not know
+
+    def steps(self, kind: Kind, chosen: list[list[list[int]]]) -> Iterator[None]:
+        """Run a pass of rows that choose [n_layer][n_tokens] ids; yield where it may fail."""
+        residency, n_tokens = self.residency, len(chosen[0])
+        plan = residency.begin_pass(kind, n_tokens)
+        # what is uploaded is a mixture until it has arrived
+        for il, pairs in plan.exchanged:
+            self.spoil(il, pairs)
+        yield
+        self.begin(plan)
+        fetch_layers = plan.mode.fetch_layers
+        residency.begin_fetch(fetch_layers)
+        yield
+        for il in fetch_layers:
+            self.unread[il] = self.fetch(il, chosen[il][0])
+        yield
+        for il, choice in enumerate(chosen):
+            ids = np.array(choice, dtype=np.int32).reshape(-1)
+            if il in fetch_layers:
+                missing, row = residency.fetched(il, ids)
+                assert missing == self.unread.pop(il)
+                if row:
+                    self.write(row)
+            else:
+                yield from self.complete(il, ids, residency.routed(il, ids))
+            yield
+        residency.end_pass(1e-3)
+
+    def begin(self, plan: PassPlan) -> None:
+        for il, pairs in plan.exchanged:
+            self.upload(il, pairs)
+        assert plan.waits == bool(self.under_way)
+        for il, expert, slot in self.under_way:
+            self.bytes[il][slot] = expert
+        self.under_way.clear()
+        for row in plan.rows:
+            self.write(row)
+
+    def write(self, row: Any) -> None:
+        il, table, victims = row
+        self.tables[il] = table
+        if victims is not None:
+            assert [self.bytes[il][slot] for slot, _ in victims] == [e for _, e in victims]
+            self.victims[il] = list(victims)
+
+    def fetch(self, il: int, chosen: list[int]) -> list[int]:
+        """Do what a graph does, with the tables that it has."""
+        held, table = self.bytes[il], self.tables[il].copy()
+        layer, listed = self.residency.cache.layers[il], {e for _, e in self.victims[il] if e >= 0}
+        score, movable = layer.policy.score, set(layer.owner[layer.policy.n_static :])
+        others = [score[e] for e in layer.resident & movable - listed]
+        lowest = min(others, default=np.inf)
+        assert all(score[e] <= lowest for e in listed), "the list is old"
+        usable = [slot for slot, holds in self.victims[il] if holds not in chosen]
+        missing = [expert for expert in chosen if table[expert] < 0]
+        for expert in missing:
+            table[expert] = usable.pop(0)
+            held[table[expert]] = expert
+        assert [held[table[expert]] for expert in chosen] == chosen
+        return missing
+
+    def complete(self, il: int, ids: Ids, plan: LayerPlan | None) -> Iterator[None]:
+        """Compute a layer whose missing experts the host handles."""
+        here = {e for e in set(ids.tolist()) if self.tables[il, e] >= 0}
+        assert all(self.bytes[il][self.tables[il, e]] == e for e in here)
+        plan = plan or LayerPlan([], [], [], [], {})
+        added = [e for e, _ in plan.admitted] + plan.staged + plan.on_cpu
+        assert sorted([*here, *added]) == sorted(set(ids.tolist())), "one is missing or twice there"
+        assert {e for e, _ in plan.promoted} <= set(plan.on_cpu)
+        for pairs in (plan.admitted, plan.promoted):
+            self.spoil(il, pairs)
+        yield
+        self.upload(il, plan.admitted)
+        self.under_way += [(il, expert, slot) for expert, slot in plan.promoted]
+
+    def spoil(self, il: int, pairs: list[tuple[int, int]]) -> None:
+        for _, slot in pairs:
+            self.bytes[il][slot] = -2
+
+    def upload(self, il: int, pairs: list[tuple[int, int]]) -> None:
+        for expert, slot in pairs:
+            self.bytes[il][slot] = expert
+
+    def roll_back(self) -> None:
+        """Wait for the device and clean up after a failure."""
+        for il, expert, slot in self.under_way:
+            self.bytes[il][slot] = expert
+        self.under_way.clear()
+        self.residency.rollback()
+        self.unread.clear()
+        # what nobody has a claim on any more
+        for layer, held in zip(self.residency.cache.layers, self.bytes):
+            for slot, owner in enumerate(layer.owner):
+                held[slot] = held[slot] if owner >= 0 else -1
+
+    def check(self) -> None:
+        """Check that what the tables say is there is there."""
+        cache = self.residency.cache
+        cache.check()
+        for il, held in enumerate(self.bytes):
+            for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
+                assert held[cache.tables[il, expert]] == expert
+            if il not in cache.dirty:
+                assert (self.tables[il] == cache.tables[il]).all(), "a change was not sent"
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Passes of all kinds and widths, of which any may fail anywhere, while a guard switches."""
+
+    @initialize(
+        name=st.sampled_from(sorted(POLICIES)),
+        n_slots=st.lists(st.integers(0, N_EXPERT), min_size=2, max_size=3),
+        fetches=st.booleans(),
+        on_cpu=st.sampled_from(["none", "some", "all"]),
+    )
+    def start(self, name: str, n_slots: list[int], fetches: bool, on_cpu: str) -> None:
+        seconds = [float(n) for n in range(N_USED + 1)]
+        split = MissSplit(seconds, seconds, 1.0)
+        chosen = ways(on_cpu == "all", fetches)
+        if on_cpu == "some":
+            chosen = replace(chosen, split=split, cpu=True)
+        self.residency = residency_of(
+            n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots)), move_s=1e-3
+        )
+        if self.residency.guard:
+            self.residency.guard._decide = lambda: None  # only what is said here counts
+        self.device = Device(self.residency)
+
+    @rule(
+        kind=st.sampled_from(Kind),
+        n_tokens=st.sampled_from([1, 1, 1, 2, 5, 9, 20]),
+        seed=st.integers(0, 10**6),
+        fails_at=st.integers(0, 40),
+    )
+    def run(self, kind: Kind, n_tokens: int, seed: int, fails_at: int) -> None:
+        rng = np.random.default_rng(seed)
+        chosen = [
+            [rng.permutation(N_EXPERT)[:N_USED].tolist() for _ in range(n_tokens)]
+            for _ in self.residency.cache.layers
+        ]
+        before = self.residency.cache.tables.copy()
+        for at, _ in enumerate(self.device.steps(kind, chosen)):
+            if at == fails_at:
+                self.device.roll_back()
+                return
+        if kind is Kind.PREFILL and n_tokens > 8:
+            # a prompt moves nothing; what was promoted before it has arrived
+            assert ((self.residency.cache.tables == before) | (before < 0)).all()
+
+    @rule(bypassed=st.booleans())
+    def switch(self, bypassed: bool) -> None:
+        guard = self.residency.guard
+        if guard and guard.bypassed != bypassed:
+            guard._settle(bypassed, "it was told to")
+
+    @invariant()
+    def what_is_said_to_be_there_is_there(self) -> None:
+        if hasattr(self, "device"):
+            self.device.check()
+
+
+TestResidencyMachine = ResidencyMachine.TestCase
+TestResidencyMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("way", ["stream", "cpu", "fetch"])
+def test_a_pass_interrupted_before_any_line_is_undone(way: str) -> None:
+    """Ctrl-C in any line of the coordinator, then a pass that computes with the right experts."""
+    chosen = [[[0, 9, 10, 11]], [[3, 12, 13, 14]]]
+    for line in range(0, 2000, 3):
+        residency = residency_of([6, 7], ways(way == "cpu", way == "fetch"), fetchable=range(2))
+        device = Device(residency)
+        for _ in device.steps(Kind.PREFILL, [[[5, 6, 7, 8]] * 9] * 2):
+            pass
+        for _ in device.steps(Kind.DECODE, [[[1, 2, 8, 9]]] * 2):
+            pass
+        pass_ = device.steps(Kind.DECODE, chosen)
+        came = interrupted(line, lambda pass_=pass_: list(pass_), EXPERTS)
+        device.roll_back()
+        device.check()
+        for _ in device.steps(Kind.DECODE, chosen):
+            pass
+        device.check()
+        if not came:
+            assert line > 60
+            return
+    raise AssertionError("it did not come to an end")
+
+
+@pytest.mark.parametrize("n_prefetch_slots", [0, 2])
+@pytest.mark.parametrize("fetches", [False, True])
+def test_what_passes_do_follows_from_their_kind_and_size(
+    fetches: bool, n_prefetch_slots: int
+) -> None:
+    residency = residency_of(
+        [8, 8, N_EXPERT, 0, 2],
+        ways(on_cpu=True, fetches=fetches),
+        fetchable=range(5),
+        n_prefetch_slots=n_prefetch_slots,
+        move_s=1e-3,
+    )
+    residency.prefetcher.enabled = True
+    able = frozenset({0, 1}) if fetches else frozenset()
+    predicts = n_prefetch_slots > 0 and not fetches
+
+    def mode(kind: Kind, n_tokens: int) -> tuple[frozenset[int], bool, bool, bool]:
+        found = residency.miss_mode(kind, n_tokens)
+        assert residency.begin_pass(kind, n_tokens).mode == found, "decided once"
+        return found.fetch_layers, found.admits, found.cpu, found.predicts
+
+    assert mode(Kind.DECODE, 1) == (able, True, True, predicts)
+    assert mode(Kind.DECODE, 8) == (frozenset(), True, True, False)
+    assert mode(Kind.DECODE, 12) == (frozenset(), True, False, False), "12 sequences, no prompt"
+    assert mode(Kind.VERIFY, 16) == (frozenset(), True, False, False), "drafts are no prompt"
+    assert mode(Kind.VERIFY, 1) == (frozenset(), True, True, False)
+    assert mode(Kind.PREFILL, 9) == (frozenset(), False, False, False)
+    assert residency.guard
+    residency.guard.bypassed = True
+    assert mode(Kind.DECODE, 1) == (frozenset(), False, True, False)
+
+
+def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
+    residency = residency_of([4, 4], policy=Lfu(hysteresis=1.0))
+    assert residency.begin_pass(Kind.PREFILL, 20).exchanged == []
+    for il in range(2):
+        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 20))
+        assert plan and plan.admitted == plan.promoted == [] and plan.staged == [7, 8, 9]
+    residency.end_pass(1.0)
+    before = residency.cache.stats.admitted.sum()
+    plan = residency.begin_pass(Kind.DECODE, 1)
+    assert [il for il, _ in plan.exchanged] == [0, 1] and residency.n_exchanged == 6
+    assert {e for e, _ in plan.exchanged[0][1]} == {7, 8, 9}
+    assert residency.cache.stats.admitted.sum() == before + 6
+    assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
+
+
+def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
+    residency = residency_of([4], policy=Lfu(hysteresis=1.0))
+    residency.begin_pass(Kind.PREFILL, 20)
+    residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+    wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
+    residency.rollback()
+    assert residency.cache.layers[0].residents() == [1]
+    again = residency.begin_pass(Kind.DECODE, 1).exchanged
+    assert {e for e, _ in again[0][1]} == {e for e, _ in wanted[0][1]} == {7, 8, 9}
+
+
+def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
+    for exchanges in (True, False):
+        residency = residency_of([4], policy=Lfu(hysteresis=1.0), exchanges=exchanges)
+        residency.begin_pass(Kind.PREFILL, 20)
+        residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+        residency.exchange()
+        held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
+        assert set(residency.cache.layers[0].residents()) == held
+        assert residency.begin_pass(Kind.DECODE, 1).exchanged == []
+
+
+def test_what_the_cpu_computes_is_resident_one_pass_later() -> None:
+    residency = residency_of([5], ways(on_cpu=True))
+    plan = token(residency, 9, 10, 0, 1)
+    assert plan and plan.on_cpu == [9, 10] and plan.staged == plan.admitted == []
+    assert [e for e, _ in plan.promoted] == [9, 10]
+    assert not residency.cache.layers[0].resident & {9, 10}
+    begun = residency.begin_pass(Kind.DECODE, 1)
+    assert begun.waits and [il for il, *_ in begun.rows] == [0]
+    assert residency.cache.layers[0].resident >= {9, 10}
+    assert residency.routed(0, ids(9, 10, 0, 1)) is None
+    assert not residency.begin_pass(Kind.DECODE, 1).waits
+
+
+def test_a_pass_promotes_no_more_than_the_next_can_wait_for() -> None:
+    residency = residency_of([12] * 6, ways(on_cpu=True))
+    residency.begin_pass(Kind.DECODE, 1)
+    plans = [residency.routed(il, ids(12, 13, 14, 15)) for il in range(6)]
+    assert [len(plan.promoted) for plan in plans if plan] == [4, 4, 4, 4, 0, 0]
+    assert sum(len(plan.on_cpu) for plan in plans if plan) == 24 > MAX_PROMOTED
+
+
+def test_while_the_cache_is_bypassed_nothing_moves_and_then_slots_are_exchanged() -> None:
+    residency = residency_of([4], ways(on_cpu=True), Lfu(hysteresis=1.0), move_s=1e-3)
+    guard = residency.guard
+    assert guard
+    guard._settle(True, "")
+    for _ in range(30):
+        plan = token(residency, 9, 8, 7, 1)
+        assert plan and plan.promoted == plan.admitted == []
+    assert set(residency.cache.layers[0].residents()) == {0, 1, 2, 3}
+    guard._settle(False, "")
+    assert residency.begin_pass(Kind.DECODE, 1).exchanged, "the slots were out of date"
+
+
+def test_no_guard_without_slots_that_can_change() -> None:
+    assert residency_of([4, 0], move_s=1e-3).guard
+    assert residency_of([N_EXPERT, 0], move_s=1e-3).guard is None
+    assert residency_of([4, 0]).guard is None
+
+
+def test_victims_are_planned_when_the_pass_begins_and_sent_with_the_tables() -> None:
+    residency = fetching([8, 8])
+    plan = residency.begin_pass(Kind.DECODE, 1)
+    assert [(il, len(victims or [])) for il, _, victims in plan.rows] == [(0, 4), (1, 4)]
+    residency.begin_fetch(plan.mode.fetch_layers)
+    victims = residency.cache.layers[0].victims
+    assert residency.fetched(0, ids(0, 1, 2, 3)) == ([], None), "nothing to send"
+    missing, row = residency.fetched(1, ids(0, 1, 9, 8))
+    assert missing == [9, 8] and row is not None and row[0] == 1
+    assert [slot for slot, _ in victims[:2]] == [row[1][9], row[1][8]]
+    residency.end_pass(1e-3)
+    assert residency.begin_pass(Kind.DECODE, 1).rows == []
+
+
+def test_victims_are_planned_anew_once_a_listed_one_was_chosen() -> None:
+    residency = fetching([8])
+    residency.begin_fetch(residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers)
+    listed = [expert for _, expert in residency.cache.layers[0].victims]
+    missing, row = residency.fetched(0, ids(listed[0], 0, 1, 2))
+    assert missing == [] and row and row[2], "all hit, but the list is old"
+    assert listed[0] not in [expert for _, expert in row[2]]
+
+
+def test_victims_are_planned_anew_after_the_cache_was_bypassed() -> None:
+    residency = fetching([8], move_s=1e-3)
+    assert residency.guard
+    residency.begin_pass(Kind.DECODE, 1)
+    listed = [expert for _, expert in residency.cache.layers[0].victims]
+    residency.guard._settle(True, "")
+    for chosen in (listed, set(range(8)) - set(listed), listed, [0, 1, 2, 3]):
+        assert residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers == frozenset()
+        assert residency.routed(0, ids(*chosen)) is None
+    residency.guard._settle(False, "")
+    ((_, _, victims),) = residency.begin_pass(Kind.DECODE, 1).rows
+    assert victims and not {expert for _, expert in victims} & {0, 1, 2, 3}
+
+
+def test_an_order_of_calls_that_no_pass_has_is_an_internal_error() -> None:
+    residency = fetching([8, 8])
+    with pytest.raises(InternalError, match="ids without a pass"):
+        residency.routed(0, ids(0, 1, 2, 3))
+    with pytest.raises(InternalError, match="a pass ended that did not begin"):
+        residency.end_pass(1.0)
+    residency.begin_pass(Kind.DECODE, 1)
+    with pytest.raises(InternalError, match="a fetch was recorded that no graph announced"):
+        residency.fetched(0, ids(0, 1, 2, 9))
+    with pytest.raises(InternalError, match="its graph fetches, so the host must not act"):
+        residency.routed(0, ids(0, 1, 2, 9))
+    with pytest.raises(InternalError, match="a prediction that the pass did not plan"):
+        residency.predicted(1, ids(0, 1, 2, 9))
+    residency.begin_fetch([0, 1])
+    residency.fetched(0, ids(0, 1, 2, 9))
+    with pytest.raises(InternalError, match="what layers 1 fetched is not recorded"):
+        residency.begin_pass(Kind.DECODE, 1)
+    residency.rollback()
+    assert residency.begin_pass(Kind.DECODE, 1).rows
+
+
+def test_prefetched_experts_are_copied_and_not_given_to_the_cpu() -> None:
+    residency = residency_of([4, 4], ways(on_cpu=True), n_prefetch_slots=2)
+    residency.prefetcher.enabled = True
+    residency.begin_pass(Kind.DECODE, 1)
+    assert residency.predicted(1, ids(9, 0, 10, 11)) == [(9, 0), (10, 1)]
+    plan = residency.routed(1, ids(9, 12, 1, 2))
+    assert plan and plan.prefetched == {9: 0, 10: 1} and plan.on_cpu == [12]
+    assert [e for e, _ in plan.admitted] == [9]
+    assert residency.prefetch_report() == {"predicted": 2, "correct": 1, "fetched": 2}
+    later = residency.routed(0, ids(9, 12, 1, 2))
+    assert later and later.prefetched == {}, "they were of another layer"
+    residency.begin_pass(Kind.DECODE, 1)
+    again = residency.routed(1, ids(11, 12, 1, 2))
+    assert again and again.prefetched == {}, "and of another pass"
+
+
+def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
+    seconds = [float(n) for n in range(N_USED + 1)]
+    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, False)
+    residency = residency_of([0], chosen)
+    residency.begin_pass(Kind.VERIFY, 3)
+    plan = residency.routed(0, rows([8, 9, 10, 11], [8, 9, 10, 12], [8, 9, 13, 14]))
+    assert plan and set(plan.on_cpu) <= {11, 12, 13, 14} and plan.on_cpu
+    assert set(plan.staged) >= {8, 9} and not plan.admitted
+
+
+def test_choices_are_counted_row_by_row_and_in_batches() -> None:
+    rng = np.random.default_rng(5)
+    one, many = RoutingCounts(2, N_EXPERT), RoutingCounts(2, N_EXPERT)
+    for _ in range(3):
+        chosen = rng.integers(0, N_EXPERT, (40, N_USED)).astype(np.int32)
+        many.add_batch(1, chosen)
+        for row in chosen.tolist():
+            one.add(1, row)
+    assert one.counts == many.counts and sum(one.counts[1]) == 3 * 40 * N_USED
+    assert one.counts[0] == [0] * N_EXPERT
