@@ -372,7 +372,9 @@ class Builder:
         the sequence; n_keys, the row's position + 1, or 0 for padding; a spare word; then for
         position n_past + i on the row's own path i' where the key is stored n_past + i'-th.
         F32 [d * n_head, n_rows]; zeros for padding. A row's bits depend on its query and on its
-        keys and values in order of position, and on nothing else.
+        keys and values in order of position, and on nothing else. On CUDA, d is 64, 128 or 256, at
+        most 16 query heads share a head of keys, and the result's memory has partial sums behind
+        its elements (ggml_backend_buft_get_alloc_size).
 
         Source: native/ggml/include/moegraph.h, moegraph_attn.
         """

@@ -27,7 +27,7 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> constexpr int moegr
 // Per tile of columns; the kernel's dynamic shared memory is this, then the raw values of a tile of positions.
 template <ggml_type type_v, int d> constexpr size_t moegraph_attn_smem_per_tile() {
     return (d/16)*32*sizeof(uint4) + (type_v == GGML_TYPE_F16 ? 2 : 1)*MOEGRAPH_ATTN_WARPS*32*sizeof(uint2) +
-        (2*MOEGRAPH_ATTN_WARPS + 1)*MOEGRAPH_ATTN_COLS*sizeof(float);
+        (2*MOEGRAPH_ATTN_WARPS + 4)*MOEGRAPH_ATTN_COLS*sizeof(float);
 }
 
 struct moegraph_attn_args {
@@ -53,6 +53,16 @@ struct moegraph_attn_args {
     bool               early;    // rows and pages may be read before the preceding kernel has ended
 };
 
+// Some rows and one split of their positions.
+struct moegraph_attn_unit {
+    int row;    // lane that knows the sequence; the row itself if there is only one
+    int rank;   // of the first row in its group, -1: the row itself
+    int n_rows;
+    int split;
+    int begin;  // positions
+    int end;
+};
+
 // What a block knows of the rows, in shared memory.
 struct moegraph_attn_plan {
     int seq[32];
@@ -65,16 +75,7 @@ struct moegraph_attn_plan {
     int n_units[MOEGRAPH_ATTN_LEVELS];
     int at[2][MOEGRAPH_ATTN_TILE];             // of this and the next tile: rows of the pool
     unsigned char member[32][32];              // [first row of a group][rank]: row
-};
-
-// Some rows and one split of their positions.
-struct moegraph_attn_unit {
-    int row;    // lane that knows the sequence; the row itself if there is only one
-    int rank;   // of the first row in its group, -1: the row itself
-    int n_rows;
-    int split;
-    int begin;  // positions
-    int end;
+    moegraph_attn_unit unit[3];                // this one, the next, and one that a warp may still be storing
 };
 
 // Shared memory that depends on the tiles of columns.
@@ -83,7 +84,7 @@ struct moegraph_attn_smem {
     uint2 * p;       // [tile of columns][16 positions][lane]: weights, if refined also what their halves round off
     float * max;     // [warp][column]
     float * sum;     // [warp][column]
-    float * running; // [column]: maximum so far
+    float * running; // [4][column]: maximum so far, with this tile, what sums so far are multiplied by, sum of weights
     char  * v;       // raw values of a tile, if they are quantized
 };
 
@@ -240,9 +241,6 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
     moegraph_attn_v<type_v, d> v;
     float                      acc[NC][n_m][4];
     float                      s[NC][4];
-    float2                     own_max; // of tile of columns `warp`
-    float2                     own_alpha;
-    float2                     own_sum;
 
     __device__ __forceinline__ moegraph_attn_block(const moegraph_attn_args & args, const moegraph_attn_smem & smem)
         : args(args), smem(smem), warp(threadIdx.x/32), lane(threadIdx.x % 32), head_kv(blockIdx.x % args.n_head_kv) {
@@ -260,9 +258,6 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
                 }
             }
         }
-        own_max   = make_float2(-INFINITY, -INFINITY);
-        own_alpha = make_float2(0.0f, 0.0f);
-        own_sum   = make_float2(0.0f, 0.0f);
     }
 
     // n: positions of the tile; at: where they are
@@ -357,10 +352,10 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
                 }
                 if (lane < 4) {
                     *at_column(smem.sum, warp, c) = sum;
-                }
-                if (c == warp) {
-                    own_max   = most;
-                    own_alpha = alpha;
+                    if (c == warp) {
+                        *at_column(smem.running, 1, c) = most;
+                        *at_column(smem.running, 2, c) = alpha;
+                    }
                 }
 #pragma unroll
                 for (int m = 0; m < n_m; ++m) {
@@ -373,15 +368,39 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
         }
     }
 
-    // last: of the unit; the maximum starts anew
-    __device__ __forceinline__ void multiply_values(const int n, const int n_tiles, const bool last) {
-        if (warp < n_tiles) {
-            const float2 sum = moegraph_attn_sum_over(*at_column(smem.sum, lane/4, warp));
-            own_sum = make_float2(fmaf(own_sum.x, own_alpha.x, sum.x), fmaf(own_sum.y, own_alpha.y, sum.y));
-            if (lane < 4) {
-                *at_column(smem.running, 0, warp) = last ? make_float2(-INFINITY, -INFINITY) : own_max;
+    // Maximum and sum of tile of columns `warp`. last: of the unit; they leave, and start anew.
+    __device__ __forceinline__ void add_weights(
+            const moegraph_attn_plan & plan, const moegraph_attn_unit & unit, const int n_tiles, const bool last) {
+        if (warp >= n_tiles) {
+            return;
+        }
+        float2 sum = moegraph_attn_sum_over(*at_column(smem.sum, lane/4, warp));
+        if (lane < 4) {
+            const float2 most  = *at_column(smem.running, 1, warp);
+            const float2 alpha = *at_column(smem.running, 2, warp);
+            const float2 old   = *at_column(smem.running, 3, warp);
+            sum = make_float2(fmaf(old.x, alpha.x, sum.x), fmaf(old.y, alpha.y, sum.y));
+            *at_column(smem.running, 0, warp) = last ? make_float2(-INFINITY, -INFINITY) : most;
+            *at_column(smem.running, 3, warp) = last ? make_float2(0.0f, 0.0f) : sum;
+            for (int x = 0; last && x < 2; ++x) {
+                const int col = warp*MOEGRAPH_ATTN_COLS + 2*lane + x;
+                if (col < unit.n_rows*args.n_group) {
+                    args.max_sum[place(plan, unit, col)] =
+                        x == 0 ? make_float2(most.x, sum.x) : make_float2(most.y, sum.y);
+                }
             }
         }
+    }
+
+    // Where the partial sum of a column is.
+    __device__ __forceinline__ int64_t place(
+            const moegraph_attn_plan & plan, const moegraph_attn_unit & unit, const int col) const {
+        const int row  = moegraph_attn_row_of(plan, unit, col/args.n_group);
+        const int head = head_kv*args.n_group + col % args.n_group;
+        return (int64_t) (row*args.n_head + head)*args.n_splits + unit.split;
+    }
+
+    __device__ __forceinline__ void multiply_values(const int n, const int n_tiles) {
         if (warp < n_slice) {
 #pragma unroll
             for (int i = 0; i < MOEGRAPH_ATTN_WARPS; ++i) {
@@ -415,22 +434,13 @@ template <ggml_type type_k, ggml_type type_v, int d, int NC> struct moegraph_att
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
                 const int col = c*MOEGRAPH_ATTN_COLS + 2*(lane % 4) + x;
-                if (col >= unit.n_rows*args.n_group) {
-                    continue;
-                }
-                const int     row  = moegraph_attn_row_of(plan, unit, col/args.n_group);
-                const int     head = head_kv*args.n_group + col % args.n_group;
-                const int64_t at   = (int64_t) (row*args.n_head + head)*args.n_splits + unit.split;
-                if (c == warp && lane < 4) {
-                    args.max_sum[at] = x == 0 ? make_float2(own_max.x, own_sum.x) : make_float2(own_max.y, own_sum.y);
-                }
-                if (warp < n_slice) {
+                if (col < unit.n_rows*args.n_group && warp < n_slice) {
+                    float * out = args.partial + place(plan, unit, col)*d;
 #pragma unroll
                     for (int m = 0; m < n_m; ++m) {
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            args.partial[at*d + moegraph_attn_v_element<type_v, d>(warp, m, h, lane/4)] =
-                                acc[c][m][2*h + x];
+                            out[moegraph_attn_v_element<type_v, d>(warp, m, h, lane/4)] = acc[c][m][2*h + x];
                         }
                     }
                 }
@@ -454,7 +464,7 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     smem.max     = (float *) (smem.p + n_p*args.n_tiles*MOEGRAPH_ATTN_WARPS*32);
     smem.sum     = smem.max + MOEGRAPH_ATTN_WARPS*args.n_tiles*MOEGRAPH_ATTN_COLS;
     smem.running = smem.sum + MOEGRAPH_ATTN_WARPS*args.n_tiles*MOEGRAPH_ATTN_COLS;
-    smem.v       = (char *) (smem.running + args.n_tiles*MOEGRAPH_ATTN_COLS);
+    smem.v       = (char *) (smem.running + 4*args.n_tiles*MOEGRAPH_ATTN_COLS);
 
     const int tid = threadIdx.x;
     if (!args.early) {
@@ -463,8 +473,9 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     if (tid < 32) {
         moegraph_attn_make_plan(args, plan);
     }
-    for (int i = tid; i < args.n_tiles*MOEGRAPH_ATTN_COLS; i += MOEGRAPH_ATTN_THREADS) {
-        smem.running[i] = -INFINITY;
+    if (tid < args.n_tiles*MOEGRAPH_ATTN_COLS) {
+        smem.running[tid] = -INFINITY;
+        smem.running[3*args.n_tiles*MOEGRAPH_ATTN_COLS + tid] = 0.0f;
     }
     __syncthreads();
 
@@ -491,63 +502,66 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
         block.load_values(plan.at[0], unit.end - begin);
     }
     moegraph_attn_load_q<type_k, d>(args, plan, unit, block.head_kv, n_tiles, smem.q);
+    if (tid == 0) {
+        plan.unit[0] = unit;
+    }
+    int end = unit.end, slot = 0;
     __syncthreads();
 
     while (true) {
-        const int  n    = min(unit.end - begin, MOEGRAPH_ATTN_TILE);
-        const bool last = begin + n == unit.end;
-        moegraph_attn_unit next = unit;
-        int next_begin = begin + n;
-        if (last) {
-            next       = moegraph_attn_find_unit(args, plan, ++turn);
-            next_begin = next.begin;
-        }
-        const bool more   = next.row >= 0;
-        const int  n_next = next.end - next_begin;
+        const int  n    = min(end - begin, MOEGRAPH_ATTN_TILE);
+        const bool last = begin + n == end;
+        const int  to   = !last ? slot : slot == 2 ? 0 : slot + 1;
         if (!block.ahead) {
             block.load_keys(plan.at[half], n);
         }
-        int located = 0;
-        if (more && tid < MOEGRAPH_ATTN_TILE) {
-            located = moegraph_attn_locate(args, plan, next, next_begin, tid);
+        moegraph_attn_unit next = plan.unit[slot];
+        if (last) {
+            next = moegraph_attn_find_unit(args, plan, ++turn);
+            if (tid == 0) {
+                plan.unit[to] = next;
+            }
+        }
+        if (next.row >= 0 && tid < MOEGRAPH_ATTN_TILE) {
+            plan.at[1 - half][tid] = moegraph_attn_locate(args, plan, next, last ? next.begin : begin + n, tid);
         }
         block.multiply_keys(n, n_tiles);
         if (!block.ahead) {
             block.load_values(plan.at[half], n);
         }
         half = 1 - half;
-        if (tid < MOEGRAPH_ATTN_TILE) {
-            plan.at[half][tid] = located;
-        }
         __syncthreads(); // maxima of all warps; where the next tile is; no warp reads the last tile's weights or values
 
+        begin = last ? plan.unit[to].begin : begin + n;
+        end   = plan.unit[to].end;
+        const bool more = plan.unit[to].row >= 0;
         if (block.ahead && more) {
-            block.load_keys(plan.at[half], n_next);
+            block.load_keys(plan.at[half], end - begin);
         }
         block.weigh(n, n_tiles);
         block.v.stage(smem.v, n);
         __syncthreads(); // weights, their sums, raw values
 
         if (block.ahead && more && block.v.staged) {
-            block.load_values(plan.at[half], n_next);
+            block.load_values(plan.at[half], end - begin);
         }
-        block.multiply_values(n, n_tiles, last);
+        block.add_weights(plan, plan.unit[slot], n_tiles, last);
+        block.multiply_values(n, n_tiles);
         if (block.ahead && more && !block.v.staged) {
-            block.load_values(plan.at[half], n_next);
+            block.load_values(plan.at[half], end - begin);
         }
         if (last) {
-            block.store(plan, unit);
+            block.store(plan, plan.unit[slot]);
             if (!more) {
                 return;
             }
-            if (next.row != unit.row || next.rank != unit.rank) {
-                n_tiles = (next.n_rows*args.n_group + MOEGRAPH_ATTN_COLS - 1)/MOEGRAPH_ATTN_COLS;
-                moegraph_attn_load_q<type_k, d>(args, plan, next, block.head_kv, n_tiles, smem.q);
+            if (plan.unit[to].row != plan.unit[slot].row || plan.unit[to].rank != plan.unit[slot].rank) {
+                n_tiles = (plan.unit[to].n_rows*args.n_group + MOEGRAPH_ATTN_COLS - 1)/MOEGRAPH_ATTN_COLS;
+                moegraph_attn_load_q<type_k, d>(args, plan, plan.unit[to], block.head_kv, n_tiles, smem.q);
                 __syncthreads();
             }
+            slot = to;
         }
-        unit  = next;
-        begin = next_begin;
     }
 #else
     GGML_UNUSED_VARS(args);
