@@ -209,7 +209,9 @@ class LayeredRunner(Runner):
             arrived = clock()
             ids = host_ids.ids
             if misses and il in step.fetch_layers:
-                misses.fetched(il, *residency.fetched(il, ids))
+                fetched, row = residency.fetched(il, ids)
+                if fetched or row:
+                    misses.fetched(il, fetched, row)
             else:
                 plan = residency.routed(il, ids)
                 if plan and misses and step.add:
