@@ -61,7 +61,7 @@ class Residency:
         experts. move_s: seconds to upload one expert; None for no guard. exchanges: give slots to
         the experts that the policy prefers after a prompt.
         """
-        self.cache = cache
+        self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
         self.split = ways.split
         self._has_cpu = ways.cpu
@@ -107,7 +107,7 @@ class Residency:
         self._is_stale = not rules.admits
         waits = bool(self._promoted)
         for il, expert in self._promoted:
-            self.cache.layers[il].mark_resident(expert)
+            self._layers[il].mark_resident(expert)
         self._promoted.clear()
         self._is_trial = self._may_prefetch and is_active and rules.predicts
         rows = self._changed_rows(self._fetch_layers if is_active else _NO_LAYERS)
@@ -155,11 +155,11 @@ class Residency:
         Raises:
             InternalError: the layer was not in `begin_fetch`.
         """
-        layer, chosen = self.cache.layers[il], ids.tolist()
+        layer, chosen = self._layers[il], ids.tolist()
         missing = layer.access(chosen)
         self.routing.add(il, chosen)
         layer.commit_fetched(missing, chosen)
-        return missing, self._row(layer) if il in self.cache.dirty else None
+        return missing, self._row(layer) if il in self._dirty else None
 
     def routed(self, il: int, ids: npt.NDArray[np.int32]) -> LayerPlan | None:
         """Decide what happens to the missing experts of layer il; None if there are none.
@@ -172,7 +172,7 @@ class Residency:
         plan = self._pass
         if plan is None:
             raise InternalError(f"layer {il}: ids without a pass")
-        layer = self.cache.layers[il]
+        layer = self._layers[il]
         if plan.n_tokens <= _LISTED_ROWS:
             chosen = ids.tolist()
             missing = layer.access(chosen)
@@ -190,7 +190,7 @@ class Residency:
         """
         if self._pass is None or not self._pass.mode.predicts:
             raise InternalError(f"layer {il}: a prediction that the pass did not plan")
-        layer = self.cache.layers[il]
+        layer = self._layers[il]
         absent = [expert for expert in ids.tolist() if not layer.has_slot(expert)]
         pairs = list(zip(self.prefetcher.predicted(il, absent), range(MAX_PREFETCH)))
         self._prefetched = il, dict(pairs)
@@ -252,13 +252,13 @@ class Residency:
     def _changed_rows(self, victim_layers: frozenset[int]) -> list[TableRow]:
         """Return the rows that are out of date on the device, with victims of these layers."""
         if not self._victim_layers:  # listed experts may have been chosen since
-            self.cache.dirty.update(victim_layers)
+            self._dirty.update(victim_layers)
         self._victim_layers = victim_layers
-        return [self._row(self.cache.layers[il]) for il in sorted(self.cache.dirty)]
+        return [self._row(self._layers[il]) for il in sorted(self._dirty)]
 
     def _row(self, layer: LayerSlots) -> TableRow:
         victims = layer.plan_victims() if layer.il in self._victim_layers else None
-        self.cache.dirty.discard(layer.il)
+        self._dirty.discard(layer.il)
         return layer.il, layer.table, victims
 
     def _layer_plan(

@@ -220,7 +220,9 @@ class LayeredRunner(Runner):
             if is_real is not None:
                 real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                misses.fetched(il, *residency.fetched(il, real))
+                fetched, row = residency.fetched(il, real)
+                if fetched or row:
+                    misses.fetched(il, fetched, row)
             else:
                 plan = residency.routed(il, real)
                 if plan and misses and step.add:

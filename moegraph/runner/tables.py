@@ -13,17 +13,13 @@ from ..resident.bank import ExpertBanks
 
 
 class HostRows:
-    """Pinned host rows to upload; array: I32, numpy shape [n_rows, n]."""
+    """Pinned host rows to upload; array: I32, numpy shape [n_rows, n]. addresses: of the rows."""
 
     def __init__(self, device: Device, n_rows: int, n: int) -> None:
         self.host = device.host_buffer(4 * n_rows * n)
-        self._n = n
         self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
         self.array = self.array.reshape(n_rows, n)
-
-    def address(self, row: int) -> Any:
-        """Return the address of a row."""
-        return self.host.address(4 * row * self._n)
+        self.addresses: list[Any] = [self.host.address(4 * row * n) for row in range(n_rows)]
 
     def close(self) -> None:
         """Free the memory."""

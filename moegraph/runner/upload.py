@@ -163,7 +163,7 @@ class Uploader:
         uploaded = self._uploaded.ptr if self._uploaded else ffi.NULL
         status = C.mg_upload_launch(
             self._device.compute.ptr, self._device.upload.ptr, graph.outputs,
-            self._slots.address(wave), 4 * ids.size,
+            self._slots.addresses[wave], 4 * ids.size,
             bank_free.ptr if bank_free else ffi.NULL, uploaded, graph.graph,
         )  # fmt: skip
         if status:
