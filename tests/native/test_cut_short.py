@@ -123,7 +123,8 @@ def test_a_run_ends_with_status_3_and_one_line(tmp_path: Path, options: tuple[st
         child.wait()
     assert child.returncode == 3, said
     (line,) = said.decode().splitlines()
-    assert str(path) in line and "could not be read" in line
+    # the second if a check of the file's size comes before the next read
+    assert str(path) in line and ("could not be read" in line or "the file shrank" in line)
 
 
 def test_a_cut_while_loading_is_an_error_too(copy, monkeypatch):
