@@ -2,9 +2,9 @@
 
     python examples/sequences.py [MODEL]
 
-`n_seq` reserves room for the sequences. A pass takes token ids of consecutive sequences, numpy
-shape [n_seqs, n_seq_tokens], and continues each sequence at its end. Sequences do not influence
-each other.
+`n_seq` reserves room for the sequences. A pass takes token ids, numpy shape [n_seqs,
+n_seq_tokens], and continues each sequence at its end: consecutive ones from `seq` on, or those that
+a list names in any order. Sequences do not influence each other.
 """
 
 from __future__ import annotations
