@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.interrupts import interrupted
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from interrupts import interrupted
 
 from moegraph.errors import InternalError
 from moegraph.experts.cache import ExpertCache
