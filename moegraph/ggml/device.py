@@ -35,7 +35,6 @@ class Capabilities:
     own_memory: its memory is not the host's. Weights are copied there, through pinned memory;
         otherwise they stay where the file is mapped.
     exact_sums: its results equal llama.cpp's bit for bit if sums have llama.cpp's order.
-    paged_attention: it has an op that reads K and V of few rows through lists of pages.
     cpu_threads: graphs run on CPU threads. Their number and their way of waiting can change between
         two graphs, and a flag stops them between two nodes.
     """
@@ -43,7 +42,6 @@ class Capabilities:
     streams: bool
     own_memory: bool
     exact_sums: bool
-    paged_attention: bool
     cpu_threads: bool
 
     @classmethod
@@ -56,7 +54,6 @@ class Capabilities:
             streams=bool(getattr(props.caps, "async")) and bool(props.caps.events),
             own_memory=not props.caps.buffer_from_host_ptr,
             exact_sums=is_cpu,
-            paged_attention=False,
             cpu_threads=is_cpu,
         )
 

@@ -8,6 +8,7 @@ from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
+from ..resident.layout import PAGE
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .inputs import PassInputs, PassShape
@@ -75,10 +76,27 @@ def _attend(
     b.expand(b.set_rows(state.k[il], _merge_heads(b, k), inp.kv_idx))
     b.expand(b.set_rows(state.v[il], _merge_heads(b, v), inp.kv_idx))
 
+    scale = 1.0 / math.sqrt(hp.n_embd_head_k)
+    if inp.pages is not None and inp.rows is not None:
+        out = b.paged_attn(q, state.k[il], state.v[il], inp.pages, inp.rows, PAGE, scale)
+    else:
+        out = _attend_by_mask(b, hp, state, inp, shape, q, scale, il)
+    out = b.expand(out)
+    return out if state.rot_v is None else b.mul_mat_hadamard(state.rot_v, out)
+
+
+def _attend_by_mask(
+    b: Builder, hp: HParams, state: State, inp: PassInputs, shape: PassShape, q: Tensor,
+    scale: float, il: int,
+) -> Tensor:  # fmt: skip
+    """Append llama.cpp's attention over a view of the caches, or over the rows gathered from them.
+
+    q F32 [d, n_head, n_tokens]; returns F32 [d * n_head, n_tokens].
+    """
+    if inp.kq_mask is None:
+        raise InternalError("a pass has neither pages nor a mask")
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
     q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
-    if inp.kq_mask is None:
-        raise InternalError("no op reads pages, and the device was said to have one")
     if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
         cached_k, cached_v = state.k[il], state.v[il]
     else:
@@ -89,11 +107,10 @@ def _attend(
         b.permute(_heads(b, hp, shape, cached_k), 0, 2, 1, 3),
         b.permute(_heads(b, hp, shape, cached_v), 0, 2, 1, 3),
         inp.kq_mask,
-        1.0 / math.sqrt(d),
+        scale,
         state.n_attention_parts,
     )
-    out = b.expand(b.reshape(out, d * n_head, n_seq_tokens * n_seqs))
-    return out if state.rot_v is None else b.mul_mat_hadamard(state.rot_v, out)
+    return b.reshape(out, d * n_head, n_seq_tokens * n_seqs)
 
 
 def _merge_heads(b: Builder, t: Tensor) -> Tensor:

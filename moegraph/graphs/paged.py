@@ -10,7 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C
+from ..ggml.ops import F32, I32, Builder
 from ..modelfile.hparams import HParams
+from ..resident.layout import PAGE
+from ..resident.state import State
 from .rows import Tree
 
 # Most rows of a pass that the op takes, and I32 words that describe one of them.
@@ -21,9 +26,22 @@ _SEQ, _N_PAST, _N_KEYS, _PATH = 0, 1, 2, 4
 _CHAIN = np.arange(ROW_WORDS - _PATH, dtype=np.int32)
 
 
-def can_page(device: Device, hp: HParams) -> bool:
-    """Return whether the device's op computes this model's attention."""
-    return device.can.paged_attention and hp.n_embd_head_k in (64, 128, 256)
+def can_page(device: Device, hp: HParams, state: State) -> bool:
+    """Return whether decode and verify passes read K and V through pages.
+
+    They do if the device has the op for this model. On the CPU, llama.cpp's own op keeps the bits.
+    """
+    d = hp.n_embd_head_k
+    if device.can.exact_sums or d % 32 or not state.k:
+        return False
+    il = next(iter(state.k))
+    with Context(16, 16) as context:
+        b = Builder(context, 16)
+        q = b.leaf(F32, (d, hp.n_head, 1), "q")
+        pages = b.leaf(I32, (state.pool.table.shape[1], 1), "pages")
+        rows = b.leaf(I32, (ROW_WORDS, 1), "rows")
+        out = b.paged_attn(q, state.k[il], state.v[il], pages, rows, PAGE, 1.0)
+        return bool(C.ggml_backend_supports_op(device.compute.ptr, out))
 
 
 def fill_rows(

@@ -17,10 +17,12 @@ from ..graphs.head import HeadOutputs
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
+from ..kinds import Kind
 from ..units import round_up
 from .batch import Batch
 from .commit import Commits
 
+_PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
@@ -75,7 +77,7 @@ class Runner(ABC):
         self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
         self._results = device.host_buffer(4096)
         self._commits = Commits(device, model, self.graphs)
-        self._can_page = can_page(device, model.hp)
+        self._can_page = can_page(device, model.hp, model.state)
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
@@ -110,7 +112,8 @@ class Runner(ABC):
         state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
-        is_paged = self._can_page and batch.tokens.size <= MAX_ROWS
+        is_prompt = batch.kind is _PREFILL
+        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)

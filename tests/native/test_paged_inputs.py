@@ -14,6 +14,7 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.ops import Builder
 from moegraph.graphs.inputs import PAGED, PassInputs, PassShape
 from moegraph.graphs.paged import MAX_ROWS, ROW_WORDS, can_page
+from moegraph.kinds import Kind
 from moegraph.resident.layout import PAGE
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
@@ -115,13 +116,15 @@ def test_a_device_with_the_op_plans_once_for_all_lengths(open_engine: Open) -> N
     batch = Batch(np.zeros((2, MAX_ROWS // 2), np.int32), (0, 1))
     short = runner.shape_of(batch)
     engine.state.n_past[1] = 300
-    assert not can_page(device, engine.hparams) and runner.shape_of(batch) != short
-    device.can = replace(device.can, paged_attention=True)
-    assert can_page(device, engine.hparams)
-    assert not can_page(device, replace(engine.hparams, n_embd_head_k=20))
+    assert not can_page(device, engine.hparams, engine.state)
+    assert runner.shape_of(batch) != short
+    device.can = replace(device.can, exact_sums=False)
+    assert can_page(device, engine.hparams, engine.state)
+    assert not can_page(device, replace(engine.hparams, n_embd_head_k=20), engine.state)
     runner._can_page = True
     paged = runner.shape_of(batch)
     engine.state.n_past[1] = 0
     assert paged.is_paged and runner.shape_of(batch) == paged
     wider = Batch(np.zeros((2, MAX_ROWS // 2 + 1), np.int32), (0, 1))
     assert not runner.shape_of(wider).is_paged
+    assert not runner.shape_of(replace(batch, kind=Kind.PREFILL)).is_paged

@@ -208,10 +208,10 @@ def test_single_rows_of_many_sequences_are_decode_and_get_slots(open_engine: Ope
     rows = prompt(engine, 12)
     engine.forward(rows, greedy=True)  # twelve rows of a prompt
     assert engine.runner.cache.stats.admitted.sum() == stats.admitted.sum()
-    before = engine.runner.misses.n_exchanged
+    before = engine.runner.residency.n_exchanged
     engine.forward(rows[:, None], greedy=True)
     admitted = engine.runner.cache.stats.admitted.sum() - stats.admitted.sum()
-    assert admitted > engine.runner.misses.n_exchanged - before
+    assert admitted > engine.runner.residency.n_exchanged - before
 
 
 def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) -> None:

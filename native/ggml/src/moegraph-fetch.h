@@ -21,7 +21,8 @@ MOEGRAPH_FETCH_CALL int moegraph_fetch_find(const int32_t * ids, const int n_ids
 
 // rows[i]: what the table says of ids[i]. What is below 0 becomes the row that id i is fetched to, or -1 if there is
 // none; fetched[i] says whether it is, false for what another id fetches. n, n_to: rows of the table and of `to`; an
-// id or a victim outside is left alone.
+// id or a victim outside is left alone. Keep in step with LayerSlots.commit_fetched (moegraph/experts/slots.py), which
+// records what a graph has fetched.
 MOEGRAPH_FETCH_CALL void moegraph_fetch_assign(
         const int32_t * ids, const int n_ids, const int64_t n, const int32_t * victims, const int n_victims,
         const int64_t n_to, int32_t * rows, bool * fetched) {
