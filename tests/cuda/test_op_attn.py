@@ -35,7 +35,7 @@ HEADS = (
     Heads(64, 6, 2), Heads(256, 16, 1), Heads(256, 10, 2),
 )  # fmt: skip
 BOUND = 1e-6  # squared error: values, weights and quantized keys are rounded to half
-FLOAT32 = 1e-11  # of sums in float32
+FLOAT32 = 2e-11  # of sums in float32; measured: up to 1.2e-11, at 30,000 positions
 
 
 @pytest.mark.parametrize("kind_v", KINDS)
