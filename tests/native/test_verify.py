@@ -160,12 +160,15 @@ def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> N
     engine.runner.observers.append(lambda il, ids: seen.append((il, ids.tolist())))
     engine.forward(rng.integers(0, N_VOCAB, (2, 3)))
     cache, n_used = engine.runner.cache, engine.hparams.n_expert_used
-    before = cache.stats, np.array(cache.counts).sum()
+    before = cache.stats, np.array(engine.runner.residency.routing.counts).sum()
     seen.clear()
     verify(engine, rng.integers(0, N_VOCAB, (2, n)), [0, 1], lengths=[n, 1])
     n_layer = engine.hparams.n_layer
     assert [len(ids) for _, ids in seen] == [(n + 1) * n_used] * n_layer
-    assert np.array(cache.counts).sum() - before[1] == (n + 1) * n_used * n_layer
+    assert (
+        np.array(engine.runner.residency.routing.counts).sum() - before[1]
+        == (n + 1) * n_used * n_layer
+    )
     stats = cache.stats.since(before[0]) if hasattr(cache.stats, "since") else cache.stats
     assert (stats.hits + stats.misses <= (n + 1) * n_used + before[0].hits + before[0].misses).all()
     assert all(min(ids) >= 0 for _, ids in seen)
