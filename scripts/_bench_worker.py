@@ -175,8 +175,9 @@ class Ours(Side):
         return {}
 
     def forget(self) -> None:
-        """Empty the sequence."""
+        """Empty the sequence; what that costs the device is not part of the next time."""
         self.engine.reset()
+        self.engine.device.synchronize()
 
     def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
         """Run one pass; without logits, only copy the device's argmax to the host."""

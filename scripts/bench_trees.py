@@ -91,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="return the results of all rows in passes of --rows, not only of the last row",
     )
+    p.add_argument(
+        "--miss",
+        default="auto",
+        choices=("auto", "stream", "cpu"),
+        help="as of moegraph; auto depends on what each system measures while it loads, and they "
+        "load at the same time",
+    )
     p.add_argument("--trace", default="sticky", help="preset of the replayed routing")
     return p
 
@@ -164,7 +171,7 @@ def config_for(args: argparse.Namespace, name: str, setting: str, n_all: int) ->
     if setting == "whole":
         return config | {"mode": "whole"}
     slots = round(float(setting.split()[0]) / 100 * n_all)
-    return config | {"pin_layers": 0, "cache_slots": slots}
+    return config | {"pin_layers": 0, "cache_slots": slots, "miss": args.miss}
 
 
 def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker]) -> None:
