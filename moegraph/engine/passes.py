@@ -284,6 +284,8 @@ class Passes:
         rows = self._rows(tokens)
         batch = self._checked(Batch(rows, self._slots(seq, rows), Kind.PREFILL, all_rows=True))
         self.abandon(*batch.slots)
+        for slot in batch.slots:
+            self._runner.drop(slot)  # verified rows cannot be committed after these
         try:
             self._threads.begin(rows.size)
             values = node_values(self._runner, batch)

@@ -123,9 +123,11 @@ class _Replay:
         """Replay a prompt in chunks, and exchange slots after it."""
         for start in range(0, len(ids), PROMPT_ROWS):
             rows = ids[start : start + PROMPT_ROWS]
-            self.residency.begin_pass(Kind.PREFILL, len(rows))
+            fetch_layers = self.residency.begin_pass(Kind.PREFILL, len(rows)).mode.fetch_layers
+            self.residency.begin_fetch(fetch_layers)  # only of a piece of one row
             for il in range(ids.shape[1]):
-                self.residency.routed(il, rows[:, il].reshape(-1))
+                take = self.residency.fetched if il in fetch_layers else self.residency.routed
+                take(il, rows[:, il].reshape(-1))
         # a run exchanges when the first token begins; here, no token counts what that moves
         self.residency.exchange()
 

@@ -32,16 +32,14 @@ class DraftRows:
         self._buffer: Buffer | None = None
         self.n_rows = 0
 
-    def reserve(self, n_rows: int) -> bool:
-        """Make room for n_rows rows; return whether the memory moved, so that graphs are stale.
-
-        The device must be idle.
+    def reserve(self, n_rows: int) -> None:
+        """Make room for n_rows rows. The device must be idle, and no graph may use the old memory.
 
         Raises:
             OutOfDeviceMemory: there is no room; what was there stays.
         """
         if n_rows <= self.n_rows:
-            return False
+            return
         n = max(self.n_rows, _MIN_ROWS)
         while n < n_rows:
             n *= 2
@@ -51,7 +49,6 @@ class DraftRows:
         smaller, self._buffer, self.n_rows = self._buffer, larger, n
         if smaller:
             smaller.close()
-        return True
 
     def _offsets(self, n_rows: int) -> list[int]:
         """Return where each kind of rows begins in the memory of a layer, and its size."""

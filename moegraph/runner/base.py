@@ -167,8 +167,9 @@ class Runner(ABC):
         state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
             self.device.synchronize()
-            if state.drafts.reserve(n_rows):
-                self.graphs.clear()
+            # first, because an interrupt must not leave graphs with the addresses of freed memory
+            self.graphs.clear()
+            state.drafts.reserve(n_rows)
 
     def commit(self, slot: int, path: list[int]) -> list[int]:
         """Enqueue the commit of verified rows; see `Commits.commit`.
@@ -203,6 +204,8 @@ class Runner(ABC):
             logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
             finite = finite & np.isfinite(logits.sum(axis=1))
             output = Output(None, logits)
+        if batch.tree:
+            finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
             n_each = n_out // len(batch.slots)
             seqs = dict.fromkeys((np.flatnonzero(~finite) // n_each).tolist())

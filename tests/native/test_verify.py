@@ -306,3 +306,12 @@ def test_single_drafted_rows_with_joined_projections_are_kept_too(
         np.testing.assert_array_equal(got, other.forward([token]).logits)
         for a, b in zip(states_of(engine), states_of(other)):
             np.testing.assert_array_equal(a, b)
+
+
+def test_rows_are_lost_when_nodes_are_read(open_engine: Open) -> None:
+    engine = open_engine(cpu_reference=True)
+    engine.forward(prompt(engine, 5))
+    verify(engine, np.array([[1, 2]], dtype=np.int32), [0])
+    engine.forward_nodes(prompt(engine, 3), pos0=5)
+    with pytest.raises(RequestError):
+        engine.passes.commit(0, [0])

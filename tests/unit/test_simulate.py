@@ -244,6 +244,14 @@ def test_a_replay_of_graphs_that_fetch_counted_by_hand() -> None:
     assert found.step_s == pytest.approx([(1000.5 + stall) * US for stall in stalls])
 
 
+@pytest.mark.parametrize("n_prompt", [1, 513])
+def test_a_last_row_of_a_prompt_may_be_fetched(n_prompt: int) -> None:
+    """A run's graphs fetch for it; the replay must take the same way."""
+    rows = [[0, 1]] * (n_prompt - 1) + [[6, 7]]
+    found = run(explicit([*rows, [6, 7]], n_prompt), [3], is_pinned=True)
+    assert found.missing[:, 0].tolist() == [0], "the row of the prompt brought them"
+
+
 class DistinctRecency(Recency):
     """Without ties, so that any two ways to sort agree."""
 
