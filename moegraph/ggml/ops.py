@@ -313,6 +313,22 @@ class Builder:
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 
+    def set_ids(self, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+        """Write rows of ids [n, r] to rows `at` of ids I32 [n, m], in place; at I32 [r].
+
+        rows are numbers I32 seen as F32, because ggml moves rows of F32. Rows that `at` repeats
+        must be equal. Returns ids as they are then; nodes that need them as they were come first.
+        """
+        (n, m), n_rows = ids.ne[0:2], rows.ne[1]
+        ok = ids.type == at.type == I32 and shape(ids)[2:] == (1, 1) and ids.nb[0] == 4
+        ok = ok and shape(rows) == (n, n_rows, 1, 1) and shape(at) == (n_rows, 1, 1, 1)
+        _require(ok, "set_ids", ids, rows, at)
+        words = C.ggml_view_2d(self.ctx, ids, n, m, ids.nb[1], 0)
+        words.type = F32
+        again = C.ggml_view_2d(self.ctx, self.set_rows(words, rows, at), n, m, ids.nb[1], 0)
+        again.type = I32
+        return again
+
     def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.
 

@@ -31,7 +31,7 @@ class PassShape(NamedTuple):
     n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
     PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
     each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
-    states as they are.
+    states as they are. is_ragged: some of these rows are padding; which ones is an input.
     """
 
     n_seq_tokens: int
@@ -39,6 +39,7 @@ class PassShape(NamedTuple):
     n_kv: int
     n_out: int
     is_tree: bool = False
+    is_ragged: bool = False
 
     @property
     def is_paged(self) -> bool:
@@ -59,8 +60,10 @@ class PassInputs:
     out_ids I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the
     sequences; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
-    I32 [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
-    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
+    I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
+    which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With pages, in place of
+    kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass
+    does not need is None.
     """
 
     embd: Tensor
@@ -71,6 +74,8 @@ class PassInputs:
     slots: Tensor
     kv_rows: Tensor | None
     parents: Tensor | None
+    padding: Tensor | None
+    absent: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
 
@@ -89,12 +94,15 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
+    padding: int
+    absent: int
     attention: int
 
     @classmethod
-    def of(cls, n_embd: int, n_tokens: int) -> _Layout:
-        """Return the layout of passes of n_tokens rows."""
-        words, offsets = (n_embd, 1, 2, 1, 1, 1), [0]
+    def of(cls, n_embd: int, n_expert_used: int, n_tokens: int) -> _Layout:
+        """Return the layout of passes of n_tokens rows; a single row is no padding."""
+        padding = (1, n_expert_used) if n_tokens > 1 else (0, 0)
+        words, offsets = (n_embd, 1, 2, 1, 1, 1, *padding), [0]
         for n in words:
             offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
         return cls(*offsets)
@@ -113,7 +121,7 @@ class InputBlock:
 
     def __init__(self, device: Device, hp: HParams, max_rows: int, state: State) -> None:
         self._device = device
-        self._n_embd = hp.n_embd
+        self._n_embd, self._n_expert_used = hp.n_embd, hp.n_expert_used
         self._state = state
         self._gathers = state.n_seq > 1
         self._layouts: dict[int, _Layout] = {}
@@ -134,7 +142,8 @@ class InputBlock:
     def _layout(self, n_tokens: int) -> _Layout:
         found = self._layouts.get(n_tokens)
         if found is None:
-            found = self._layouts[n_tokens] = _Layout.of(self._n_embd, n_tokens)
+            found = _Layout.of(self._n_embd, self._n_expert_used, n_tokens)
+            self._layouts[n_tokens] = found
         return found
 
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
@@ -148,10 +157,13 @@ class InputBlock:
 
         slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
         C.ggml_set_input(slots)  # kernels read it early
-        parents = kq_mask = kv_rows = pages = rows = None
+        parents = padding = absent = kq_mask = kv_rows = pages = rows = None
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
             parents = leaf(I32, parents_ne, "inp_parents", at.parents)
+        if shape.is_ragged:
+            padding = leaf(I32, (n_tokens,), "inp_padding", at.padding)
+            absent = leaf(F32, (self._n_expert_used, n_tokens), "inp_absent", at.absent)
         if shape.is_paged:
             n_pages = self._state.pool.table.shape[1]
             pages = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
@@ -171,6 +183,8 @@ class InputBlock:
             slots=slots,
             kv_rows=kv_rows,
             parents=parents,
+            padding=padding,
+            absent=absent,
             pages=pages,
             rows=rows,
         )
@@ -239,6 +253,9 @@ class InputBlock:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
+            if shape.is_ragged:
+                region(at.padding, n_tokens, np.int32)[:] = tree.padding
+                region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
         region(at.slots, shape.n_seqs, np.int32)[:] = slots
         if shape.is_paged:
             table = state.pool.table

@@ -63,4 +63,4 @@ def fill_rows(
     for seq, row in np.ndindex(words.shape[:2]):
         path = np.flatnonzero(tree.sees[seq, row])
         words[seq, row, _PATH : _PATH + len(path)] = path
-    words[:, :, _N_KEYS] = first + 1 + tree.depths  # padding repeats row 0
+    words[:, :, _N_KEYS] = np.where(tree.real, first + 1 + tree.depths, 0)

@@ -115,8 +115,10 @@ class Runner(ABC):
         is_prompt = batch.kind is _PREFILL
         is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
-        n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
-        return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
+        n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
+        if tree is None:
+            return PassShape(n_seq_tokens, n_seqs, n_kv, n_out)
+        return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, True, tree.is_ragged)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""

@@ -35,7 +35,7 @@ from ..graphs.layer import (
     build_mixer_router,
     build_moe,
 )
-from ..graphs.router import build_prediction
+from ..graphs.router import build_absent, build_prediction
 from ..resident.bank import Bank
 from ..units import round_up
 from .misses import MissHandler
@@ -139,10 +139,14 @@ class LayerGraphs:
                 predict = partial(self._predict, b, il + 1)
             r = build_mixer_router(b, m, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
-            may_lack = self.may_lack(il, mode)
+            may_lack, slots = self.may_lack(il, mode), None
+            if may_lack and shape.is_ragged:  # the table has no row for an id of -1
+                slots = b.expand(build_slots(b, m.banks.tables[il], ids))
+                slots = build_absent(b, inp, slots)
+            ids = build_absent(b, inp, ids)
             self._export(b, r, ids, il, may_lack and mode.cpu)
             if may_lack:
-                self._moe_that_may_lack(b, r, ids, il)
+                self._moe_that_may_lack(b, r, slots or build_slots(b, m.banks.tables[il], ids), il)
                 return
             slots = ids  # in a full layer, the slot of an expert is its id
             if self._misses and il in mode.fetch_layers:
@@ -165,13 +169,12 @@ class LayerGraphs:
         m = self._model
         self._readback.export_prediction(b, build_prediction(b, m.hp, m.weights.layer(il), cur), il)
 
-    def _moe_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
+    def _moe_that_may_lack(self, b: Builder, r: Routed, slots: Tensor, il: int) -> None:
         """Append `moe` over the resident experts; put what the completing graphs need."""
         c, m = self.carry, self._model
         bank = m.banks.layer(il)
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.weights_data, "weights")
-        slots = build_slots(b, m.banks.tables[il], ids)
         if not self._sums_last:
             x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
             self._put_outputs(x, build_input_norm(b, m, x, il + 1))

@@ -99,7 +99,6 @@ class LayeredRunner(Runner):
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
         self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
-        self._is_real: npt.NDArray[np.bool_] | None = None  # its ids; None without padding rows
 
     @property
     def compute_bytes(self) -> int:
@@ -125,10 +124,6 @@ class LayeredRunner(Runner):
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
             self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
-            self._is_real = None
-            if batch.tree and batch.tree.is_ragged:
-                rows = batch.tree.real.reshape(-1)
-                self._is_real = np.repeat(rows, self.model.hp.n_expert_used)
         except BaseException:
             self._roll_back()
             raise
@@ -169,10 +164,10 @@ class LayeredRunner(Runner):
                 self.device.check(status, f"layer {names}")
             start = self._add_phase("launch", start)
             if unread:
-                start = self._read_routing(unread, shape.n_tokens, start)
+                start = self._read_routing(unread, shape, start)
             unread = step
             if step.lacking is not None:
-                start = self._read_routing(step, shape.n_tokens, start)
+                start = self._read_routing(step, shape, start)
                 unread = None
         head = launches.head
         reads = self._result_reads(shape, head.outputs, batch.greedy)
@@ -180,7 +175,7 @@ class LayeredRunner(Runner):
         self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
         if unread:
-            self._read_routing(unread, shape.n_tokens, start)
+            self._read_routing(unread, shape, start)
         # prepare the next pass while the device computes the head
         self._readback.reset(shape.n_tokens)
         if self.replay and shape.n_tokens == 1:
@@ -202,10 +197,9 @@ class LayeredRunner(Runner):
         self.phases[phase] += now - start
         return now
 
-    def _read_routing(self, step: LaunchStep, n_tokens: int, start: float) -> float:
+    def _read_routing(self, step: LaunchStep, shape: PassShape, start: float) -> float:
         """Read the ids of a step's layers, and handle missing experts of the last one."""
         misses, residency, readback = self.misses, self.residency, self._readback
-        is_real = self._is_real
         if misses and step.prediction is not None and step.lacking is not None:
             readback.wait(step.prediction)
             start = self._add_phase("wait", start)
@@ -213,12 +207,13 @@ class LayeredRunner(Runner):
             start = self._add_phase("resolve", start)
         # this runs for each layer of each token: no call more than needed
         clock, waited, resolved = time.perf_counter, 0.0, 0.0
+        n_tokens, is_ragged = shape.n_tokens, shape.is_ragged
         for il, host_ids in step.ids:
             readback.wait(host_ids)
             arrived = clock()
             ids = real = host_ids.ids
-            if is_real is not None:
-                real, ids = ids[is_real], np.where(is_real, ids, -1)
+            if is_ragged:
+                real = ids[ids >= 0]
             if misses and il in step.fetch_layers:
                 fetched, row = residency.fetched(il, real)
                 if fetched or row:

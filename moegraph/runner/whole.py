@@ -12,6 +12,7 @@ from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
+from ..graphs.router import build_absent
 from .base import Runner
 from .batch import Batch
 
@@ -24,7 +25,8 @@ def build_whole(
     x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
     for il in range(m.hp.n_layer):
         r = build_mixer_router(b, m, inp, shape, x, norm, il)
-        x = build_moe(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+        slots = build_absent(b, inp, r.routing.topk)
+        x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
         norm = build_input_norm(b, m, x, il + 1)
     return build_head(b, m.weights, norm, inp.out_ids, greedy)
 

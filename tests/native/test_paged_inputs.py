@@ -87,10 +87,16 @@ def test_trees_with_padding(open_engine: Open) -> None:
         shape = engine.runner.shape_of(batch)
         paged = shape._replace(n_kv=PAGED)
         by_mask, by_pages = filled(engine, batch, shape), filled(engine, batch, paged)
-        wanted = keys_by_mask(by_mask, shape)
+        wanted, real = keys_by_mask(by_mask, shape), batch.tree.real.reshape(-1)
         got = keys_by_pages(by_pages, paged)
-        assert got == wanted, "a row of padding repeats row 0, so it chooses no other experts"
-        np.testing.assert_array_equal(by_pages["parents"], by_mask["parents"])
+        assert got == [keys if r else [] for keys, r in zip(wanted, real)]
+        assert shape.is_ragged == paged.is_ragged == (not real.all())
+        names = ("parents", "padding", "absent") if shape.is_ragged else ("parents",)
+        for name in names:
+            np.testing.assert_array_equal(by_pages[name], by_mask[name])
+        if shape.is_ragged:
+            assert set(by_mask["padding"].reshape(-1)) == set(np.flatnonzero(~real))
+            assert (by_mask["absent"].view(np.int32) == -1).all()
 
 
 @pytest.mark.parametrize("n_seq", [1, 2])

@@ -14,8 +14,8 @@ from moegraph.engine import Engine
 from moegraph.errors import Cancelled, ContextOverflow, InternalError, RequestError
 from moegraph.events import CancelToken
 from moegraph.ggml.lib import C, ffi
-from moegraph.runner import NotFinite
-from moegraph.runner.inspect import read_tensor
+from moegraph.runner import Batch, NotFinite
+from moegraph.runner.inspect import node_values, read_tensor
 
 Open = Callable[..., Engine]
 N_SEQ, N_VOCAB = 4, 1000
@@ -173,6 +173,63 @@ def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> N
     assert (stats.hits + stats.misses <= (n + 1) * n_used + before[0].hits + before[0].misses).all()
     assert all(min(ids) >= 0 for _, ids in seen)
     cache.check()
+
+
+@pytest.mark.parametrize("settings", MODES[2:], ids=NAMES[2:])
+def test_padding_costs_no_expert(
+    open_engine: Open, settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ids arrive as -1: nothing is uploaded or computed for it, also if it chose anew."""
+    engine = open_engine(n_seq=2, deterministic=True, **settings)
+    rng, n_used, chosen = np.random.default_rng(4), engine.hparams.n_expert_used, []
+    engine.forward(rng.integers(0, N_VOCAB, (2, 3)))
+    misses = engine.runner.misses
+    carry_out = misses.carry_out
+
+    def carry(il: int, plan: Any, ids: np.ndarray, n_tokens: int, graphs: Any) -> None:
+        chosen.append(ids.reshape(n_tokens, n_used).copy())
+        carry_out(il, plan, ids, n_tokens, graphs)
+
+    monkeypatch.setattr(misses, "carry_out", carry)
+    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [1, 0], lengths=[1, 3])
+    assert chosen
+    for ids in chosen:
+        assert [(row < 0).all() for row in ids] == [False, True, True, True, False, False, False,
+                                                    True]  # fmt: skip
+        assert (ids[[0, 4, 5, 6]] >= 0).all()
+
+
+def test_the_router_of_a_padding_row_chooses_nothing(open_engine: Open) -> None:
+    """In a graph whose nodes keep their values; the rows of its experts are zeros."""
+    engine = open_engine(cpu_reference=True, n_seq=2)
+    rng = np.random.default_rng(5)
+    engine.forward(rng.integers(0, N_VOCAB, (2, 7)))
+    tokens, lengths = rng.integers(0, N_VOCAB, (2, 3)).astype(np.int32), [1, 3]
+    verify(engine, tokens, [0, 1], lengths=lengths)
+    nodes = node_values(engine.runner, Batch.verify(tokens, [0, 1], lengths=lengths))
+    padding = np.array([False, True, True, False, False, False])
+    for il in range(engine.hparams.n_layer):
+        assert ((nodes["ffn_moe_topk", il] < 0).all(axis=1) == padding).all()
+        assert ((nodes["ffn_moe_topk", il] < 0).any(axis=1) == padding).all()
+        assert ((nodes["ffn_moe_weighted", il] == 0).all(axis=(1, 2)) == padding).all()
+        assert np.isfinite(nodes["l_out", il]).all()
+
+
+def test_padding_changes_no_row_that_a_sequence_owns(open_engine: Open) -> None:
+    engine = open_engine("float32", cpu_reference=True, n_seq=3, **MODES[2])
+    state, rng = engine.state, np.random.default_rng(6)
+    engine.forward(rng.integers(0, N_VOCAB, (3, 5)))
+    caches = (*state.k.values(), *state.v.values())
+    rows = np.arange(state.spare_row)
+    before = [read_tensor(t)[rows] for t in caches]
+    states = states_of(engine)
+    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [2, 0], lengths=[1, 4])
+    written = [state.pool.row(2, 5), *(state.pool.row(0, 5 + i) for i in range(4))]
+    for a, t in zip(before, caches):
+        b = read_tensor(t)[rows]
+        assert np.flatnonzero((a != b).any(axis=1)).tolist() == sorted(written)
+    for a, b in zip(states, states_of(engine)):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Open) -> None:
