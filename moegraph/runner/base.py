@@ -78,6 +78,7 @@ class Runner(ABC):
         self._results = device.host_buffer(4096)
         self._commits = Commits(device, model, self.graphs)
         self._can_page = can_page(device, model.hp, model.state)
+        self._begins: Callable[[], None] = lambda: None  # call it before the first graph
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
@@ -137,17 +138,24 @@ class Runner(ABC):
             for slot in batch.slots:
                 self.model.state.n_past[slot] += batch.tokens.shape[1]
 
-    def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def submit(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool] = lambda: False,
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
-        After any error from launching, the caller must reset the sequences of the pass, or truncate
-        them to what they held if it was a verify pass.
+        begins: called before the first graph is launched. After an error that comes later, the
+        caller must reset the sequences of the pass. After an earlier one, or after any error of a
+        verify pass, it must truncate them to what they held.
 
         Raises:
             Cancelled: cancelled() returned true before a graph.
             RequestError: a pass is in flight.
         """
         self.require_idle()
+        self._begins = begins
         shape = self.shape_of(batch)
         self._grow_results(shape, batch.greedy)
         self._commits.begin(batch)

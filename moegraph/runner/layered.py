@@ -156,6 +156,8 @@ class LayeredRunner(Runner):
         for step in launches.steps:
             if cancelled():
                 raise Cancelled("cancelled")
+            if step is launches.steps[0]:
+                self._begins()
             if step.fetch_layers:
                 self.residency.begin_fetch(step.fetch_layers)
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)

@@ -71,6 +71,7 @@ class WholeRunner(Runner):
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
         reads = self._result_reads(shape, built.outputs, batch.greedy)
+        self._begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 

@@ -74,8 +74,10 @@ class Machine:
         slots, n = self.some_slots(), int(self.rng.choice([1, 1, 2, 7]))
         tokens = self.rng.integers(0, N_VOCAB, (len(slots), n))
         output = self.attempt(lambda: self.engine.forward(tokens, slots, all_rows=True))
-        if output is None:
-            self.empty(*slots)
+        if output is None:  # before the first graph, or after it
+            lost = [slot for slot in slots if self.held[slot] and not self.engine.held(slot)]
+            if lost:
+                self.empty(*slots)
             return
         logits = output.logits.reshape(len(slots), n, -1)
         for seq, slot in enumerate(slots):
