@@ -8,7 +8,7 @@ pass that ended before its first graph has changed nothing: its sequences only g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,27 +208,29 @@ class Passes:
             raise
         self._to_truncate.clear()
 
-    def commit(self, seq: int, path: Sequence[int]) -> None:
-        """Have a sequence take rows of the last verify pass, as if they had been submitted.
+    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Have sequences take rows of the last verify pass, as if they had been submitted.
 
-        path: rows of its tree from a root on, each the child of the one before; none changes
-        nothing. If this fails, the sequence is emptied.
+        paths: by sequence, rows of its tree from a root on, each the child of the one before; none
+        changes nothing. One call for all sequences is one launch; if that fails, those that it
+        would have changed are emptied.
 
         Raises:
-            RequestError: a pass is in flight, or these rows are not such a path.
+            RequestError: a pass is in flight, or some rows are not such a path; nothing changes.
         """
-        self._require_seq(seq)
+        for seq in paths:
+            self._require_seq(seq)
         self._clean_up()
-        self.abandon(seq)  # until everything is recorded
+        wanted = {seq: list(path) for seq, path in paths.items()}
+        changed = [seq for seq, path in wanted.items() if path]
         try:
-            self._held[seq].extend(self._runner.commit(seq, list(path)))
-        except RequestError:
-            self._unfinished.discard(seq)  # nothing has changed
-            raise
+            tokens = self._runner.commit(wanted, lambda: self.abandon(*changed))
+            for seq, row in tokens.items():
+                self._held[seq].extend(row)
         except BaseException:
             self._clean_up()
             raise
-        self._unfinished.discard(seq)
+        self._unfinished.difference_update(changed)
 
     def snapshot(self, seq: int) -> Snapshot:
         """Return a snapshot of a sequence, to `restore`; close it when it is not needed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,14 +181,16 @@ class Runner(ABC):
             self.graphs.clear()
             state.drafts.reserve(n_rows)
 
-    def commit(self, slot: int, path: list[int]) -> list[int]:
+    def commit(
+        self, paths: Mapping[int, list[int]], begins: Callable[[], None] = lambda: None
+    ) -> dict[int, list[int]]:
         """Enqueue the commit of verified rows; see `Commits.commit`.
 
         Raises:
-            RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
+            RequestError: a pass is in flight, or the rows are no paths of the last verify pass.
         """
         self.require_idle()
-        return self._commits.commit(slot, path)
+        return self._commits.commit(paths, begins)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.

@@ -109,9 +109,12 @@ def test_trees_are_near_their_paths_and_commits_near_passes(
             for row in range(lengths[seq]):
                 taken = tokens[seq, path(parents[seq], row)].tolist()
                 errors.append(nmse(got[seq, row], alone.logits(held[slot] + taken)[-1]))
-        for seq, slot in enumerate(slots):
-            rows = path(parents[seq], int(rng.integers(-1, lengths[seq])))
-            passes.commit(slot, rows)
+        paths = {
+            slot: path(parents[seq], int(rng.integers(-1, lengths[seq])))
+            for seq, slot in enumerate(slots)
+        }
+        passes.commit(paths)
+        for seq, (slot, rows) in enumerate(paths.items()):
             held[slot] += tokens[seq, rows].tolist()
         slot, token = int(rng.integers(0, n_seq)), int(rng.integers(0, N_VOCAB))
         held[slot].append(token)

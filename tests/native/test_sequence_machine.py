@@ -98,22 +98,28 @@ class Machine:
         output = self.attempt(run)
         if output is None:
             return
+        taken: dict[int, list[int]] = {}
+        paths: dict[int, list[int]] = {}
         for seq, slot in enumerate(slots):
-            rows = path(parents[seq], int(self.rng.integers(-1, lengths[seq])))
-            taken = tokens[seq, rows].tolist()
+            rows = paths[slot] = path(parents[seq], int(self.rng.integers(-1, lengths[seq])))
+            taken[slot] = tokens[seq, rows].tolist()
             if rows:
-                wanted = self.expected(self.held[slot] + taken)[-len(rows) :]
+                wanted = self.expected(self.held[slot] + taken[slot])[-len(rows) :]
                 got = output.logits.reshape(len(slots), n, -1)[seq, rows]
                 np.testing.assert_array_equal(got, wanted)
+        at_once = self.rng.random() < 0.5
+        for some in [paths] if at_once else [{slot: rows} for slot, rows in paths.items()]:
 
-            def commit(slot: int = slot, rows: list[int] = rows) -> bool:
-                passes.commit(slot, rows)
+            def commit(some: dict[int, list[int]] = some) -> bool:
+                passes.commit(some)
                 return True
 
+            changed = [slot for slot, rows in some.items() if rows]
             if self.attempt(commit):
-                self.held[slot] += taken
-            else:
-                self.empty(slot)
+                for slot in changed:
+                    self.held[slot] += taken[slot]
+            elif any(self.held[slot] and not self.engine.held(slot) for slot in changed):
+                self.empty(*changed)
 
     def snapshot(self) -> None:
         slot = int(self.rng.integers(0, self.n_seq))
