@@ -1,4 +1,4 @@
-"""Loads a model: plans the memory, then opens weights, banks, state and runner on the device."""
+"""Loads a model: plans the memory, then opens the stage and its runner on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..experts.policy import POLICIES
 from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
 from ..ggml.mapped import WatchedFiles
-from ..graphs.layer import Model
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
 from ..placement.footprint import needed_bytes
@@ -25,10 +24,7 @@ from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
-from ..resident.bank import ExpertBanks
-from ..resident.state import State
-from ..resident.store import ExpertStore
-from ..resident.weights import Loader, Weights
+from ..resident.stage import Stage, open_stage
 from ..runner import LayeredRunner, Runner, WholeRunner
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
@@ -58,14 +54,11 @@ class LoadedModel:
 
     file: ModelFile
     files: WatchedFiles
-    device: Device
+    stage: Stage
     threads: CpuThreads
     n_ctx: int
     profile: ProfileFile | None
     plan: Plan
-    weights: Weights
-    banks: ExpertBanks
-    state: State
     runner: Runner
 
 
@@ -96,58 +89,48 @@ class _Loading:
         """Open everything in order; see `Engine.load`."""
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
+        # the stage closes it too, and a second close does nothing; but planning may fail
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         threads = CpuThreads(self.device, config)
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
         plan = self._make_plan()
-        n_slots = None if plan.all_resident else list(plan.n_slots)
-        if n_slots is not None and config.mode == "whole":
+        if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
-        loader = Loader(self.device, self.file, progress)
-        try:
-            weights = self._own(Weights(loader, self.file))
-            may_prefetch = (
-                config.prefetch == "auto" and not config.deterministic and routing is None
+        may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
+        n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
+        layers = range(hp.n_layer)
+        stage = self._own(
+            open_stage(
+                self.device, self.file, layers, plan.n_slots, config, self.n_ctx, n_prefetch_slots,
+                progress,
             )
-            n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-            self.banks = self._own(
-                ExpertBanks(self.device, loader, self.file, n_slots, n_prefetch_slots)
-            )
-        finally:
-            loader.close()
-        state = self._own(
-            State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
-        )
-        parts = Model(hp, weights, self.banks, state)
-        n_ubatch = min(config.n_ubatch, state.n_ctx)
+        )  # fmt: skip
+        n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
         runner: Runner
-        if n_slots is None and routing is None and config.mode != "layered":
-            runner = self._own(WholeRunner(self.device, parts, n_ubatch))
+        if stage.is_full and routing is None and config.mode != "layered":
+            runner = self._own(WholeRunner(stage, n_ubatch))
         else:
-            misses = None if n_slots is None else self._open_misses(n_slots)
-            replay = None if routing is None else Replay(self.device, hp, routing)
-            runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
+            misses = None if stage.is_full else self._open_misses(stage)
+            replay = None if routing is None else Replay(stage, routing)
+            runner = self._own(LayeredRunner(stage, n_ubatch, misses, replay))
         runner.reserve_graphs()
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()
         threads.measure(runner)
         return LoadedModel(
-            self.file, files, self.device, threads, self.n_ctx, self._profile, plan,
-            weights, self.banks, state, runner,
-        )  # fmt: skip
+            self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner
+        )
 
-    def _open_misses(self, n_slots: list[int]) -> MissHandler:
-        """Open the expert store and the cache, and fill the slots."""
-        config, hp = self.config, self.hparams
-        partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
+    def _open_misses(self, stage: Stage) -> MissHandler:
+        """Open the cache and what computes missing experts, and fill the slots."""
+        config, hp, store = self.config, stage.hp, stage.store
         policy = POLICIES[config.policy]()
-        cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
+        cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
         # 'auto' depends on measured times
         miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
         if miss == "cpu" and not store.is_aligned:
@@ -164,19 +147,17 @@ class _Loading:
             )
         profile = self._profile
         starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
-        placed = {il: cache.layers[il].preload(*starts[il]) for il in partial}
+        placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
         max_rows = config.n_ubatch * config.n_seq
         misses = MissHandler(
-            self.device,
-            self.banks,
-            store,
+            stage,
             cache,
             cpu_experts,
             miss,
             max_rows,
             not config.deterministic,
         )
-        for il in partial:
+        for il in store.layers:
             misses.fill(il, placed[il])
         return misses
 
