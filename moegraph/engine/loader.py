@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..events import Progress
+from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
 from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
+from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
@@ -49,7 +50,8 @@ class LoadedModel:
     """One model on one device, with everything that computes its passes.
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
-    plan: the expert slots of each layer, and the memory that they and all else take.
+    plan: the expert slots of each layer, and the memory that they and all else take. times: the
+    seconds of each phase of loading.
     """
 
     file: ModelFile
@@ -60,6 +62,7 @@ class LoadedModel:
     profile: ProfileFile | None
     plan: Plan
     runner: Runner
+    times: dict[str, float]
 
 
 def load_model(
@@ -84,6 +87,7 @@ class _Loading:
         self.config = config
         self.hparams = model.hparams
         self._stack = stack
+        self._times = Stopwatch()
 
     def load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> LoadedModel:
         """Open everything in order; see `Engine.load`."""
@@ -92,6 +96,7 @@ class _Loading:
         # the stage closes it too, and a second close does nothing; but planning may fail
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         threads = CpuThreads(self.device, config)
+        self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
         plan = self._make_plan()
@@ -100,66 +105,27 @@ class _Loading:
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
+        self._times.lap("plan")
         may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
         n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-        layers = range(hp.n_layer)
         stage = self._own(
             open_stage(
-                self.device, self.file, layers, plan.n_slots, config, self.n_ctx, n_prefetch_slots,
-                progress,
+                self.device, self.file, range(hp.n_layer), plan.n_slots, config, self.n_ctx,
+                n_prefetch_slots, progress, self._times,
             )
         )  # fmt: skip
-        n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
-        runner: Runner
-        if stage.is_full and routing is None and config.mode != "layered":
-            runner = self._own(WholeRunner(stage, n_ubatch))
-        else:
-            misses = None if stage.is_full else self._open_misses(stage)
-            replay = None if routing is None else Replay(stage, routing)
-            runner = self._own(LayeredRunner(stage, n_ubatch, misses, replay))
+        runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
         runner.reserve_graphs()
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()
+        self._times.lap("graphs")
         threads.measure(runner)
+        self._times.lap("threads")
         return LoadedModel(
-            self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner
-        )
-
-    def _open_misses(self, stage: Stage) -> MissHandler:
-        """Open the cache and what computes missing experts, and fill the slots."""
-        config, hp, store = self.config, stage.hp, stage.store
-        policy = POLICIES[config.policy]()
-        cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
-        # 'auto' depends on measured times
-        miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
-        if miss == "cpu" and not store.is_aligned:
-            raise ConfigError(
-                "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
-                "use --miss stream"
-            )
-        cpu_experts: CpuExperts | None = None
-        if miss != "stream" and store.is_aligned and self.device.can.cpu_threads:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, MAX_CPU_ROWS)
-        elif miss != "stream" and store.is_aligned:
-            cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
-            )
-        profile = self._profile
-        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
-        placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-        max_rows = config.n_ubatch * config.n_seq
-        misses = MissHandler(
-            stage,
-            cache,
-            cpu_experts,
-            miss,
-            max_rows,
-            not config.deterministic,
-        )
-        for il in store.layers:
-            misses.fill(il, placed[il])
-        return misses
+            self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
+            self._times.seconds,
+        )  # fmt: skip
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the profile that --profile names, or the one beside the model; None without."""
@@ -189,3 +155,59 @@ class _Loading:
             source,
             self._profile.demand if self._profile else None,
         )
+
+
+def open_runner(
+    stage: Stage,
+    config: EngineConfig,
+    profile: ProfileFile | None = None,
+    routing: npt.NDArray[np.int32] | None = None,
+    times: Stopwatch | None = None,
+) -> Runner:
+    """Return what runs passes over a stage, its slots filled; close it before the stage.
+
+    profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
+    times: measures the phases.
+
+    Raises:
+        ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
+    """
+    n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
+    with closed_on_failure():
+        if stage.is_full and routing is None and config.mode != "layered":
+            return WholeRunner(stage, n_ubatch)
+        misses = None
+        if not stage.is_full:
+            misses = _open_misses(stage, config, profile, times or Stopwatch())
+        replay = None if routing is None else Replay(stage, routing)
+        return LayeredRunner(stage, n_ubatch, misses, replay)
+
+
+def _open_misses(
+    stage: Stage, config: EngineConfig, profile: ProfileFile | None, times: Stopwatch
+) -> MissHandler:
+    """Open the cache and what computes missing experts, and fill the slots."""
+    device, hp, store = stage.device, stage.hp, stage.store
+    policy = POLICIES[config.policy]()
+    cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
+    # 'auto' depends on measured times
+    miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
+    if miss == "cpu" and not store.is_aligned:
+        raise ConfigError(
+            "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
+            "use --miss stream"
+        )
+    cpu_experts: CpuExperts | None = None
+    if miss != "stream" and store.is_aligned and device.can.cpu_threads:
+        cpu_experts = GraphCpuExperts(device, hp, store, MAX_CPU_ROWS)
+    elif miss != "stream" and store.is_aligned:
+        cpu_experts = KernelCpuExperts(device, hp, store, device.n_threads, MAX_CPU_ROWS)
+    starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
+    placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
+    max_rows = config.n_ubatch * config.n_seq
+    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    times.lap("measure")
+    for il in store.layers:
+        misses.fill(il, placed[il])
+    times.lap("fill")
+    return misses

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..errors import InternalError
-from ..events import Progress
+from ..events import Progress, Stopwatch
 from ..ggml.device import Device
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
@@ -73,6 +73,7 @@ def open_stage(
     n_ctx: int,
     n_prefetch_slots: int = 0,
     progress: Progress | None = None,
+    times: Stopwatch | None = None,
 ) -> Stage:
     """Load consecutive layers of a model onto a device, which the stage closes.
 
@@ -81,14 +82,14 @@ def open_stage(
 
     n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
     config: its n_seq, type_k, type_v and host_pin count. n_ctx: positions of a sequence.
-    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`.
+    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases.
 
     Raises:
         InternalError: these are not consecutive layers of the model.
         OutOfDeviceMemory: something does not fit; the message names it.
         ConfigError, NativeError, ModelFileError: as in `State`, `ExpertStore` and `Loader`.
     """
-    hp = file.hparams
+    hp, times = file.hparams, times or Stopwatch()
     with closed_on_failure(), ExitStack() as stack:
         own = stack.enter_context
         own(closing(device))
@@ -96,12 +97,15 @@ def open_stage(
             raise InternalError(f"a stage of {layers} in a model of {hp.n_layer} layers")
         with closing(Loader(device, file, progress)) as loader:
             weights = own(closing(Weights(loader, file, layers)))
-            banks = own(
-                closing(ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots))
-            )
-        state = own(
-            closing(State(device, hp, layers, n_ctx, config.n_seq, config.type_k, config.type_v))
-        )
+            times.lap("weights")
+            banks = ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots)
+            own(closing(banks))
+        times.lap("banks")
+        kv = config.n_seq, config.type_k, config.type_v
+        state = own(closing(State(device, hp, layers, n_ctx, *kv)))
+        times.lap("state")
         partial = [il for il in layers if n_slots[il] < hp.n_expert]
         store = own(closing(ExpertStore(device, file, partial, config.host_pin)))
+        if partial:
+            times.lap("host")
         return Stage(device, hp, layers, weights, banks, state, store, stack.pop_all())
