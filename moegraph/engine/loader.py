@@ -199,9 +199,9 @@ def _open_misses(
         )
     cpu_experts: CpuExperts | None = None
     if miss != "stream" and store.is_aligned and device.can.cpu_threads:
-        cpu_experts = GraphCpuExperts(device, hp, store, MAX_CPU_ROWS)
+        cpu_experts = GraphCpuExperts(stage, MAX_CPU_ROWS)
     elif miss != "stream" and store.is_aligned:
-        cpu_experts = KernelCpuExperts(device, hp, store, device.n_threads, MAX_CPU_ROWS)
+        cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
     max_rows = config.n_ubatch * config.n_seq
