@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import RequestError
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
 from ..graphs.cache import GraphCache
 from ..graphs.deltanet import DeltaRows
-from ..graphs.layer import Model
 from ..graphs.tree import build_commit
+from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
 
@@ -61,11 +60,11 @@ class _Inputs:
 class Commits:
     """Which verified rows can be committed, and the graphs that do it."""
 
-    def __init__(self, device: Device, model: Model, graphs: GraphCache) -> None:
-        self._device = device
-        self._model = model
+    def __init__(self, stage: Stage, graphs: GraphCache) -> None:
+        self._device = device = stage.device
+        self._stage = stage
         self._graphs = graphs
-        size = _Inputs(MAX_TREE_ROWS, model.state.n_seq).n_bytes
+        size = _Inputs(MAX_TREE_ROWS, stage.state.n_seq).n_bytes
         self._buffer = device.buffer(size, "the inputs of commits", "lower -c")
         self._host = device.host_buffer(size)
         self._uploaded = device.event()
@@ -126,12 +125,12 @@ class Commits:
 
     def _launch(self, paths: Mapping[int, list[int]], begins: Callable[[], None]) -> None:
         """Enqueue the commit of paths of at least one row each."""
-        state = self._model.state
+        state = self._stage.state
         at = _Inputs(max(map(len, paths.values())), len(paths))
         moves = any(path != list(range(len(path))) for path in paths.values())
         # the graph first: building one may use the device
         built = self._graphs.get(
-            ("commit", at, moves), 64 * self._model.hp.n_layer, lambda b: self._build(b, at, moves)
+            ("commit", at, moves), 64 * len(self._stage.layers), lambda b: self._build(b, at, moves)
         )
         self._fill(at, paths)
         begins()
@@ -144,7 +143,7 @@ class Commits:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
         if self._uploaded:
             self._uploaded.wait()
-        state, rows = self._model.state, {}
+        state, rows = self._stage.state, {}
         for name, (offset, ne) in at.parts().items():
             region = self._host.array[offset : offset + 4 * int(np.prod(ne))].view(np.int32)
             rows[name] = region.reshape(ne[::-1] if len(ne) > 1 else (at.n_seqs, -1))
@@ -168,18 +167,18 @@ class Commits:
 
         moves: K and V of some rows are not where they belong.
         """
-        m, leaves = self._model, {}
+        stage, leaves = self._stage, {}
         for name, (offset, ne) in at.parts().items():
             leaves[name] = b.leaf(I32, ne, f"commit_{name}")
             place(self._buffer, leaves[name], offset)
         C.ggml_set_input(leaves["slots"])  # kernels read it early
-        for il in range(m.hp.n_layer):
-            if m.hp.is_recurrent(il):
-                rows, w = DeltaRows(*m.state.drafts.leaves(b, il)), m.weights.layer(il)
+        for il in stage.layers:
+            if stage.hp.is_recurrent(il):
+                rows, w = DeltaRows(*stage.state.drafts.leaves(b, il)), stage.weights.layer(il)
                 inputs = leaves["slots"], leaves["path"], leaves["lengths"]
-                build_commit(b, m.hp, w, m.state, rows, *inputs, il)
+                build_commit(b, stage.hp, w, stage.state, rows, *inputs, il)
             elif moves:
-                for cache in (m.state.k_words[il], m.state.v_words[il]):
+                for cache in (stage.state.k_words[il], stage.state.v_words[il]):
                     copy = b.get_rows(cache, leaves["sources"])
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))
 
