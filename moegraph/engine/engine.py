@@ -163,7 +163,7 @@ class Engine:
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
             "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
-            "state_bytes": self.state.recurrent_bytes,
+            "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
             "compute_bytes": self.runner.compute_bytes,
         }
 

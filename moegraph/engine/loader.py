@@ -115,7 +115,7 @@ class _Loading:
             )
         )  # fmt: skip
         runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
-        runner.reserve_graphs()
+        runner.reserve_graphs(config.n_draft)
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()

@@ -15,8 +15,9 @@ from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.paged import MAX_ROWS, can_page
+from ..graphs.paged import can_page
 from ..kinds import Kind
+from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
@@ -121,7 +122,7 @@ class Runner(ABC):
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
-        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
+        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_PAGED_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
@@ -270,20 +271,40 @@ class Runner(ABC):
         )
         return reads, 2
 
-    @property
-    def _largest(self) -> PassShape:
-        """The pass with the most rows."""
-        state = self.stage.state
-        n_out = state.n_seq if self._has_head else 0
-        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
+    def reserve_graphs(self, n_draft: int = 0) -> None:
+        """Build the graphs of the largest passes, so that the shared block never grows later.
 
-    @abstractmethod
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
+        n_draft: drafted tokens of each sequence in the largest verify pass; 0 for none. Passes of a
+        prompt that return results of all rows may still need more.
 
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
+        n_rows = min(n_draft + 1, self.n_ubatch)
+        if n_draft:
+            self._reserve_drafts(n_rows * self.stage.state.n_seq)  # drops graphs
+        self._reserve(self._widest(Kind.PREFILL, self.n_ubatch), Kind.PREFILL)
+        # whose attention over pages has memory of its own
+        if self._can_page:
+            self._reserve(self._widest(Kind.DECODE, 1, MAX_PAGED_ROWS), Kind.DECODE)
+        if not n_draft:
+            return
+        self._reserve(self._widest(Kind.VERIFY, n_rows), Kind.VERIFY)
+        if self._can_page and n_rows <= MAX_PAGED_ROWS:
+            self._reserve(self._widest(Kind.VERIFY, n_rows, MAX_PAGED_ROWS), Kind.VERIFY)
+        self._commits.reserve(n_rows)
+
+    def _widest(self, kind: Kind, n_rows: int, most: int = 1 << 30) -> PassShape:
+        """Return the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
+        state, is_tree = self.stage.state, kind is Kind.VERIFY
+        n_seqs = max(1, min(state.n_seq, most // n_rows))
+        is_paged = self._can_page and kind is not _PREFILL and n_rows * n_seqs <= MAX_PAGED_ROWS
+        n_kv, n_out = PAGED if is_paged else state.n_ctx, n_seqs * n_rows if is_tree else n_seqs
+        return PassShape(n_rows, n_seqs, n_kv, n_out * self._has_head, is_tree, is_tree)
+
+    @abstractmethod
+    def _reserve(self, shape: PassShape, kind: Kind) -> None:
+        """Build the graphs of a pass."""
 
     @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:

@@ -18,7 +18,7 @@ from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
-from ..graphs.cache import GraphCache
+from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.deltanet import DeltaRows
 from ..graphs.tree import build_commit
 from ..resident.stage import Stage
@@ -128,16 +128,25 @@ class Commits:
         state = self._stage.state
         at = _Inputs(max(map(len, paths.values())), len(paths))
         moves = any(path != list(range(len(path))) for path in paths.values())
-        # the graph first: building one may use the device
-        built = self._graphs.get(
-            ("commit", at, moves), 64 * len(self._stage.layers), lambda b: self._build(b, at, moves)
-        )
+        built = self._graph(at, moves)  # first: building one may use the device
         self._fill(at, paths)
         begins()
         status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
         self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
         for slot, path in paths.items():
             state.n_past[slot] += len(path)
+
+    def reserve(self, n_rows: int) -> None:
+        """Build the graph of the largest commit of paths of up to n_rows rows.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
+        self._graph(_Inputs(n_rows, self._stage.state.n_seq), True)
+
+    def _graph(self, at: _Inputs, moves: bool) -> BuiltGraph:
+        n_nodes = 64 * len(self._stage.layers)
+        return self._graphs.get(("commit", at, moves), n_nodes, lambda b: self._build(b, at, moves))
 
     def _fill(self, at: _Inputs, paths: Mapping[int, list[int]]) -> None:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""

@@ -105,14 +105,8 @@ class LayeredRunner(Runner):
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
-        shape = self._largest
-        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+    def _reserve(self, shape: PassShape, kind: Kind) -> None:
+        self.plans.get(shape, True, self.residency.miss_mode(kind, shape.n_tokens))
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:

@@ -13,6 +13,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import build_input_norm, build_mixer_router, build_moe
 from ..graphs.router import build_absent
+from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
@@ -64,13 +65,8 @@ class WholeRunner(Runner):
             lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, greedy),
         )
 
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
-        self._get(self._largest, True)
+    def _reserve(self, shape: PassShape, kind: Kind) -> None:
+        self._get(shape, True)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.greedy)
