@@ -242,8 +242,8 @@ class Engine:
             RequestError, ContextOverflow, EngineBusy, Cancelled: as in `submit`.
             NativeError, ModelFileError: as in `collect`.
         """
-        self.submit(tokens, seq, all_rows, greedy, cancel)
-        return self.collect()
+        self.ownership.enter_alone()
+        return self.passes.run(tokens, seq, all_rows, greedy, cancel)
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True

@@ -9,6 +9,7 @@ pass that ended before its first graph has changed nothing: its sequences only g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from .cputhreads import CpuThreads
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
 # One token for all sequences of a pass, or one for each of them; None cancels nothing.
-Cancel = CancelToken | Sequence[CancelToken | None] | None
+Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...] | None
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
@@ -62,7 +63,7 @@ def _is_cancelled(cancel: Cancel, batch: Batch) -> Callable[[], bool]:
     """
     if cancel is None:
         return bool
-    if not isinstance(cancel, Sequence):
+    if not isinstance(cancel, (list, tuple)):
         return cancel.is_set
     n_seqs, tokens = len(batch.slots), [token for token in cancel if token is not None]
     if len(cancel) != n_seqs:
@@ -85,6 +86,7 @@ class Passes:
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
+        self._is_lost = False  # nobody will collect the pass in flight
         self._batch: Batch | None = None  # the last pass
 
     def held(self, seq: int) -> list[int]:
@@ -118,6 +120,9 @@ class Passes:
 
     def _clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
+        if self._is_lost:
+            self._runner.give_up()
+            self._is_lost = False
         if not self._unfinished and not self._to_truncate:
             return
         for seq in sorted(self._to_truncate - self._unfinished):
@@ -263,14 +268,32 @@ class Passes:
         self._batch = batch
         n_built = self._runner.graphs.n_built
         self._threads.begin(batch.tokens.size)
-        self._runner.submit(batch, cancelled, lambda: self._begin(batch))
+        # a verify pass changes no sequence; the others are marked until everything is recorded
+        begins: Callable[[], object] = (
+            bool if batch.tree else partial(self._unfinished.update, batch.slots)
+        )
+        self._runner.submit(batch, cancelled, begins)
         if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
             self._threads.end()
 
-    def _begin(self, batch: Batch) -> None:
-        """Note that graphs of a pass are launched next, which change its sequences."""
-        if batch.tree is None:
-            self.abandon(*batch.slots)  # until everything is recorded
+    def run(
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel
+    ) -> Output:
+        """Do `submit` and `collect`. An interrupt leaves no pass in flight.
+
+        If it comes after the rows were submitted, the sequences may hold them.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        try:
+            self.submit(tokens, seq, all_rows, greedy, cancel)
+            return self.collect()
+        except MoegraphError:
+            raise  # there is no pass in flight
+        except BaseException:
+            self._is_lost = True
+            self._clean_up()
+            raise
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.

@@ -85,7 +85,7 @@ class Runner(ABC):
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
-        self._begins: Callable[[], None] = lambda: None  # call it before the first graph
+        self._begins: Callable[[], object] = lambda: None  # call it before the first graph
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
@@ -113,8 +113,13 @@ class Runner(ABC):
         if self._pending is not None and slot in self._pending.slots:
             self._dropped.add(slot)
             if self._dropped.issuperset(self._pending.slots):
-                self.device.synchronize()  # the next pass reuses host memory of this one
-                self._pending = None
+                self.give_up()  # the next pass reuses host memory of this one
+
+    def give_up(self) -> None:
+        """Wait for the pass in flight, if there is one, and forget its results."""
+        if self._pending is not None:
+            self.device.synchronize()
+            self._pending = None
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
@@ -151,7 +156,7 @@ class Runner(ABC):
         self,
         batch: Batch,
         cancelled: Callable[[], bool] = lambda: False,
-        begins: Callable[[], None] = lambda: None,
+        begins: Callable[[], object] = lambda: None,
     ) -> None:
         """Start a pass. The caller has checked token ids and context length.
 

@@ -186,3 +186,28 @@ def test_an_error_after_the_first_graph_empties_the_sequences_of_the_pass(case: 
     for slot in RUN:
         case.grow(slot)
     case.check()
+
+
+def test_an_interrupt_while_results_are_awaited_leaves_no_pass_in_flight(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rows, waits = case.engine, case.rows(), []
+    engine.forward(rows, RUN)  # now there is memory for its results
+    case.took(rows, *RUN)
+
+    def interrupted(*_: Any) -> None:
+        waits.append(None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "collect", interrupted)
+        patch.setattr(engine.device, "synchronize", interrupted)  # the clean-up is cut short
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward(rows, RUN)
+    assert len(waits) == 2
+    case.took(rows, *RUN)
+    case.check()
+    engine.submit(case.rows(), RUN, False, False, None)
+    with pytest.raises(RequestError, match="a pass is in flight"):
+        engine.forward(case.rows(), RUN)
+    engine.collect()
