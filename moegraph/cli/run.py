@@ -73,7 +73,7 @@ class _Job:
     help="Read the prompt from FILE (-: stdin).",
 )  # fmt: skip
 @options.length_options
-@options.engine_options
+@options.engine_options_but("cache_ram")
 @options.sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from ..sampling import Sampler, SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
+from .prefixes import Prefixes
 from .sequence import Sequence
 
 
@@ -64,7 +66,10 @@ class Generation:
         cancel: CancelToken | None,
         keep_logits: bool,
         progress: Progress | None,
+        prefixes: Prefixes | None,
+        marks: SequenceOf[int],
     ) -> None:
+        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`."""
         self.model = model
         self.passes = passes
         self.ownership = ownership
@@ -73,23 +78,25 @@ class Generation:
         self.cancel = cancel or CancelToken()
         self.keep_logits = keep_logits
         self.progress = progress
+        self.prefixes = prefixes
+        self.marks = sorted(marks) if prefixes and prefixes.is_on else []
         self.greedy = not sampling.needs_logits and not keep_logits
         self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
         self.sampler.accept_all(ids.tolist())
         self.prefill_s = self.decode_s = 0.0
         self.n_reused = self.n_read = 0
 
-    def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
-        """Yield the events; reuse: as in `Engine.generate`."""
+    def run(self) -> Generator[GenerationEvent, None, None]:
+        """Yield the events."""
         passes, device = self.passes, self.model.device
         self.model.file.check_unchanged()
-        held = passes.held(0)
-        n_reused = len(held)
-        if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
-            passes.reset(0)
-            n_reused = 0
-        self.n_reused = self.n_read = n_reused
         self.started = time.perf_counter()
+        n_reused = 0
+        if self.prefixes is None:
+            passes.reset(0)
+        else:
+            n_reused = self.prefixes.resume(0, self.ids)
+        self.n_reused = self.n_read = n_reused
         device.bind_cancel(self.cancel.flag)
         finished = False
         try:
@@ -134,14 +141,16 @@ class Generation:
             logits = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        step, n = self.model.runner.n_ubatch, len(self.ids)
+        n = len(self.ids)
         rows: list[npt.NDArray[np.float32]] = []
         output = None
-        for start in range(n_reused, n, step):
-            chunk = self.ids[start : start + step]
+        for end in self._chunk_ends(n_reused):
+            chunk = self.ids[self.n_read : end]
             self._submit(chunk[None, :], Kind.PREFILL)
             output = self.passes.collect()
-            self.n_read = min(start + step, n)
+            self.n_read = end
+            if self.prefixes and end in self.marks:
+                self.prefixes.save(0)
             if self.keep_logits:
                 rows.append(output.require_logits())
             if self.progress:
@@ -149,6 +158,14 @@ class Generation:
         if output is None:
             raise InternalError("a prompt without tokens reached the prefill")
         return output, np.concatenate(rows) if rows else None
+
+    def _chunk_ends(self, n_reused: int) -> Iterator[int]:
+        """Yield where the chunks of the prompt end; a chunk that passes a mark ends there."""
+        step, n, end = self.model.runner.n_ubatch, len(self.ids), n_reused
+        while end < n:
+            next_mark = next((mark for mark in self.marks if mark > end), n)
+            end = min(end + step, next_mark, n)
+            yield end
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
         self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)

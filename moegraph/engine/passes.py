@@ -17,6 +17,7 @@ from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestErro
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
+from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place, node_values
@@ -228,6 +229,28 @@ class Passes:
         self._state.restore(snapshot)
         del self._held[slot][snapshot.n_past :]
         self._unfinished.discard(slot)
+
+    def put_back(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        n_kept: int,
+        rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy,
+    ) -> None:
+        """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
+
+        Raises:
+            RequestError: there is no such sequence, or a pass is in flight.
+        """
+        self._require_seq(seq)
+        self._clean_up()
+        self._runner.require_idle()
+        self.abandon(seq)
+        self._runner.drop(seq)
+        self._state.put_back(seq, n_kept, rows, states)
+        self._held[seq] = list(ids)
+        self._unfinished.discard(seq)
 
     def _run(self, batch: Batch, cancel: CancelToken | None) -> None:
         """Submit a pass to the runner, with the threads for it."""

@@ -128,6 +128,7 @@ def test_a_setting_that_is_wrong_changes_nothing(cli: Cli, talk: Talk, line: str
 def test_show_says_what_is_in_force(talk: Talk) -> None:
     shown = talk("a", "/show", args=("-n", "9", "-sys", "S")).stderr
     assert "context  31 of 4096 tokens; questions so far: 1" in shown
+    assert "kept     2 places to go on from, 3.00 MiB" in shown
     assert "system   S" in shown and "limit    9 (-n)" in shown
     assert "top_k              20  (of the model file)" in shown
 
