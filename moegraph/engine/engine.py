@@ -115,6 +115,18 @@ class Engine:
         return self._profile.add_new(np.array(misses.residency.routing.counts, dtype=np.int64))
 
     @property
+    def load_times(self) -> dict[str, float]:
+        """Seconds of each phase of loading, in order; together the time that `Engine.load` took.
+
+        device: open the device and watch the file. plan: divide the memory. weights: all weights
+        except routed experts. banks: expert slots, and the experts of full layers. state: the KV
+        cache. host: experts in host memory. measure: times of the CPU and of uploads. fill: experts
+        that are resident from the start. graphs: build the runner's first graphs. threads: find the
+        fastest CPU threads. host, measure and fill only if experts can be missing.
+        """
+        return dict(self._loaded.times)
+
+    @property
     def device_name(self) -> str:
         """Name of the device in use: cpu or cuda:N."""
         return self.device.name

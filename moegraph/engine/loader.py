@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..events import Progress
+from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
 from ..experts.prefetch import MAX_PREFETCH
@@ -53,7 +53,8 @@ class LoadedModel:
     """One model on one device, with everything that computes its passes.
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
-    plan: the expert slots of each layer, and the memory that they and all else take.
+    plan: the expert slots of each layer, and the memory that they and all else take. times: the
+    seconds of each phase of loading.
     """
 
     file: ModelFile
@@ -67,6 +68,7 @@ class LoadedModel:
     banks: ExpertBanks
     state: State
     runner: Runner
+    times: dict[str, float]
 
 
 def load_model(
@@ -91,6 +93,7 @@ class _Loading:
         self.config = config
         self.hparams = model.hparams
         self._stack = stack
+        self._times = Stopwatch()
 
     def load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> LoadedModel:
         """Open everything in order; see `Engine.load`."""
@@ -98,6 +101,7 @@ class _Loading:
         files = self._own(WatchedFiles(self.file.mappings()))
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         threads = CpuThreads(self.device, config)
+        self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
         plan = self._make_plan()
@@ -107,9 +111,11 @@ class _Loading:
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
+        self._times.lap("plan")
         loader = Loader(self.device, self.file, progress)
         try:
             weights = self._own(Weights(loader, self.file))
+            self._times.lap("weights")
             may_prefetch = (
                 config.prefetch == "auto" and not config.deterministic and routing is None
             )
@@ -119,9 +125,11 @@ class _Loading:
             )
         finally:
             loader.close()
+        self._times.lap("banks")
         state = self._own(
             State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
         )
+        self._times.lap("state")
         parts = Model(hp, weights, self.banks, state)
         n_ubatch = min(config.n_ubatch, state.n_ctx)
         runner: Runner
@@ -135,10 +143,12 @@ class _Loading:
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()
+        self._times.lap("graphs")
         threads.measure(runner)
+        self._times.lap("threads")
         return LoadedModel(
             self.file, files, self.device, threads, self.n_ctx, self._profile, plan,
-            weights, self.banks, state, runner,
+            weights, self.banks, state, runner, self._times.seconds,
         )  # fmt: skip
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
@@ -146,6 +156,7 @@ class _Loading:
         config, hp = self.config, self.hparams
         partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
         store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
+        self._times.lap("host")
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
         # 'auto' depends on measured times
@@ -176,8 +187,10 @@ class _Loading:
             max_rows,
             not config.deterministic,
         )
+        self._times.lap("measure")
         for il in partial:
             misses.fill(il, placed[il])
+        self._times.lap("fill")
         return misses
 
     def _read_profile(self) -> ProfileFile | None:
