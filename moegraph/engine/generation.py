@@ -88,7 +88,7 @@ class Generation:
 
     def run(self) -> Generator[GenerationEvent, None, None]:
         """Yield the events."""
-        passes, device = self.passes, self.model.device
+        passes, device = self.passes, self.model.stage.device
         self.model.file.check_unchanged()
         self.started = time.perf_counter()
         n_reused = 0
