@@ -54,7 +54,7 @@ class LoadedModel:
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
     plan: the expert slots of each layer, and the memory that they and all else take. times: the
-    seconds of each phase of loading.
+    seconds of each phase of loading. mapped_bytes: those of the file that passes read in place.
     """
 
     file: ModelFile
@@ -69,6 +69,7 @@ class LoadedModel:
     state: State
     runner: Runner
     times: dict[str, float]
+    mapped_bytes: int
 
 
 def load_model(
@@ -112,7 +113,7 @@ class _Loading:
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
         self._times.lap("plan")
-        loader = Loader(self.device, self.file, progress)
+        self._loader = loader = Loader(self.device, self.file, progress)
         try:
             weights = self._own(Weights(loader, self.file))
             self._times.lap("weights")
@@ -148,14 +149,15 @@ class _Loading:
         self._times.lap("threads")
         return LoadedModel(
             self.file, files, self.device, threads, self.n_ctx, self._profile, plan,
-            weights, self.banks, state, runner, self._times.seconds,
+            weights, self.banks, state, runner, self._times.seconds, self._mapped_bytes(runner),
         )  # fmt: skip
 
     def _open_misses(self, n_slots: list[int]) -> MissHandler:
         """Open the expert store and the cache, and fill the slots."""
         config, hp = self.config, self.hparams
         partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
+        report = self._loader.report
+        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin, report))
         self._times.lap("host")
         policy = POLICIES[config.policy]()
         cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
@@ -192,6 +194,13 @@ class _Loading:
             misses.fill(il, placed[il])
         self._times.lap("fill")
         return misses
+
+    def _mapped_bytes(self, runner: Runner) -> int:
+        """Return the bytes of the tensors that passes read in the mapped file."""
+        names = {"token_embd.weight", *self._loader.in_place}
+        if isinstance(runner, LayeredRunner) and runner.misses:
+            names |= runner.misses.store.in_place
+        return sum(self.file.tensors[name].nbytes for name in names)
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the profile that --profile names, or the one beside the model; None without."""
