@@ -21,7 +21,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..units import format_bytes, round_up
-from .hostcopy import HostCopies, Layer
+from .expertcopies import ExpertCopies, Layer
 from .layout import N_STAGING, Packing, expert_tensors
 
 
@@ -83,7 +83,7 @@ class ExpertStore:
     def _pin(self, pin: str, report: Callable[[int], None]) -> None:
         """Copy as many layers as may be."""
         layers = {il: Layer(infos, self._packing[il]) for il, infos in self._infos.items()}
-        copies = HostCopies(self._device, self._model, layers, pin, report)
+        copies = ExpertCopies(self._device, self._model, layers, pin, report)
         self._pinned = copies.blocks
         for il, block in self._pinned.items():
             self._base[il] = block.address()

@@ -51,7 +51,9 @@ void * mg_pages_data(const struct mg_pages * pages) {
 }
 
 bool mg_pages_pin(struct mg_pages * pages, ggml_backend_t backend) {
-    pages->pinned = moegraph_pin != NULL && moegraph_pin(backend, pages->data, pages->size);
+    if (!pages->pinned && moegraph_pin != NULL) {
+        pages->pinned = moegraph_pin(backend, pages->data, pages->size);
+    }
     return pages->pinned;
 }
 

@@ -23,8 +23,8 @@ struct mg_pages * mg_pages_new(size_t size);
 // The first byte, aligned to a huge page.
 void * mg_pages_data(const struct mg_pages * pages);
 
-// Page-lock all of it; the device of `backend` can then read it. False if that is refused, or if the libraries were built
-// without CUDA. Not twice.
+// Page-lock all of it, once; the device of `backend` can then read it. False if that is refused, or if the libraries were
+// built without CUDA.
 bool mg_pages_pin(struct mg_pages * pages, ggml_backend_t backend);
 
 // Unpin and free. No copy from it may be under way.

@@ -14,7 +14,6 @@ import pytest
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import NativeError
 from moegraph.ggml.device import HostPages
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
@@ -48,15 +47,12 @@ def test_pinned_pages_are_seen_by_the_device_until_they_are_freed(device) -> Non
         with Context(1) as context, device.buffer(5 * MIB, "a test", "") as buffer:
             tensor = C.ggml_new_tensor_1d(context.ptr, F32, 5 * MIB // 4)
             place(buffer, tensor, 0)
-            C.ggml_backend_tensor_set_async(
-                device.upload.ptr, tensor, pages.address(), 0, 5 * MIB
-            )
+            C.ggml_backend_tensor_set_async(device.upload.ptr, tensor, pages.address(), 0, 5 * MIB)
             device.synchronize()
             back = np.empty(5 * MIB, np.uint8)
             C.ggml_backend_tensor_get(tensor, ffi.from_buffer(back), 0, 5 * MIB)
         np.testing.assert_array_equal(back, pages.array)
-        with pytest.raises(NativeError, match="did not pin"):
-            device.pin(pages)
+        device.pin(pages)
     assert device_address(address) is None
 
 
@@ -75,11 +71,9 @@ def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file) -> N
     assert [device_address(address) for address in addresses] == [None] * len(addresses)
 
 
-@pytest.mark.parametrize(("pin", "code", "message"), [
-    ("auto", 0, "holds the experts of 0 of"), ("all", None, "cannot pin"),
-])  # fmt: skip
-def test_without_pinned_memory_one_line_says_so(
-    model_file, tmp_path: Path, pin: str, code: int | None, message: str
+@pytest.mark.parametrize("pin", ["auto", "all"])
+def test_without_pinned_memory_one_line_says_what_to_do(
+    model_file, tmp_path: Path, pin: str
 ) -> None:
     ids = tmp_path / "ids"
     np.arange(4, dtype="<i4").tofile(ids)
@@ -88,6 +82,6 @@ def test_without_pinned_memory_one_line_says_so(
                "--cache-slots", "80", "--host-pin", pin]  # fmt: skip
     env = {**os.environ, "GGML_CUDA_NO_PINNED": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert message in done.stderr and "GGML_CUDA_NO_PINNED" in done.stderr
-    assert done.stderr.count("\n") <= 3
-    assert done.returncode == code if code is not None else done.returncode != 0
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "cannot pin" in done.stderr and "unset GGML_CUDA_NO_PINNED" in done.stderr

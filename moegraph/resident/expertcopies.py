@@ -32,7 +32,7 @@ class Layer:
     packing: Packing
 
 
-class HostCopies:
+class ExpertCopies:
     """The packed experts of layers, in host memory that the device can read.
 
     blocks: by layer; expert e begins at byte e * stride. why: why not all layers are here, or ''.
