@@ -93,9 +93,9 @@ class Engine:
         self._profile = loaded.profile
         self.n_ctx = loaded.n_ctx
         self.plan = loaded.plan
-        self.device = loaded.device
+        self.stage = loaded.stage
+        self.device, self.state = loaded.stage.device, loaded.stage.state
         self.threads = loaded.threads
-        self.weights, self.banks, self.state = loaded.weights, loaded.banks, loaded.state
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
 
@@ -163,9 +163,9 @@ class Engine:
         return {
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
-            "host_mapped_bytes": self._loaded.mapped_bytes,
+            "host_mapped_bytes": self.stage.mapped_bytes,
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
-            "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
+            "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes,
             "compute_bytes": self.runner.compute_bytes,
