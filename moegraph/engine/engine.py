@@ -155,7 +155,10 @@ class Engine:
         return self._stack.enter_context(closing(Tokenizer(self.file)))
 
     def memory(self) -> dict[str, int]:
-        """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
+        """Return bytes: peaks of device and host, parts on the host, and parts on the device.
+
+        host_pinned_bytes: copies of experts. host_mapped_bytes: tensors that passes read where the
+        file is mapped; the system may drop them from memory and read them again.
 
         Raises:
             RequestError: the engine is closed.
@@ -165,6 +168,7 @@ class Engine:
         return {
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "host_mapped_bytes": self.stage.mapped_bytes,
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
             "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,

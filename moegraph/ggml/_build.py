@@ -26,9 +26,10 @@ DECLARATIONS = (
     NATIVE / "py" / "shim.h",
     NATIVE / "py" / "sigbus.h",
     NATIVE / "py" / "cpu_ffn.h",
+    NATIVE / "py" / "pages.h",
 )
 
-SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n'
+SOURCE = "".join(f'#include "{name}.h"\n' for name in ("shim", "sigbus", "cpu_ffn", "pages"))
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:
