@@ -26,9 +26,10 @@ DECLARATIONS = (
     NATIVE / "py" / "shim.h",
     NATIVE / "py" / "sigbus.h",
     NATIVE / "py" / "cpu_ffn.h",
+    NATIVE / "py" / "choose.h",
 )
 
-SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n'
+SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n#include "choose.h"\n'
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:

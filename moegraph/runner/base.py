@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.device import Device
+from ..ggml.choose import TOTAL_WORD
+from ..ggml.device import Device, HostBuffer
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
-from ..graphs.head import HeadOutputs
+from ..graphs.head import HeadOutputs, Results
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
@@ -22,30 +23,32 @@ from ..units import round_up
 from .batch import Batch
 from .commit import Commits
 
-_PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
+# members of an Enum are slow to look up
+_PREFILL, _LOGITS, _ARGMAX = Kind.PREFILL, Results.LOGITS, Results.ARGMAX
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class Output:
-    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
-    n_vocab].
+    """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
+    candidates I32 [n_out, n].
 
-    Both are copies.
+    All are copies.
     """
 
-    argmax: npt.NDArray[np.int32] | None
-    logits: npt.NDArray[np.float32] | None
+    argmax: npt.NDArray[np.int32] | None = None
+    logits: npt.NDArray[np.float32] | None = None
+    candidates: npt.NDArray[np.int32] | None = None
 
     def require_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits, F32, numpy shape [n_out, n_vocab].
 
         Raises:
-            InternalError: the pass was greedy.
+            InternalError: the pass returned something else.
         """
         if self.logits is None:
-            raise InternalError("a greedy pass has no logits")
+            raise InternalError("the pass did not return logits")
         return self.logits
 
 
@@ -75,11 +78,15 @@ class Runner(ABC):
         self.n_ubatch = n_ubatch
         self.graphs = GraphCache(device)
         self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
-        self._results = device.host_buffer(4096)
+        self._results, self._n_result_bytes = device.host_buffer(16384), 0
         self._commits = Commits(device, model, self.graphs)
         self._can_page = can_page(device, model.hp, model.state)
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
+        self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
+        self._reads: object = None  # the copies of `_reads_of` to `_results`
+        self._reads_of: HeadOutputs | None = None
+        self._logits: HostBuffer | None = None  # a row that `logits` has read
 
     @property
     def compute_bytes(self) -> int:
@@ -124,7 +131,7 @@ class Runner(ABC):
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
         embedding = self.model.weights.embedding
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding, batch.draws)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -147,7 +154,7 @@ class Runner(ABC):
         """
         self.require_idle()
         shape = self.shape_of(batch)
-        self._grow_results(shape, batch.greedy)
+        self._head = None
         self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
@@ -178,6 +185,7 @@ class Runner(ABC):
             RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
         """
         self.require_idle()
+        self._head = None
         return self._commits.commit(slot, path)
 
     def collect(self) -> Output:
@@ -193,17 +201,7 @@ class Runner(ABC):
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        host = self._results.array
-        check = host[: 4 * n_out].view(np.float32)
-        body = host[round_up(4 * n_out, _ALIGN) :]
-        finite = np.isfinite(check)
-        if batch.greedy:
-            output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
-        else:
-            n_vocab = self.model.hp.n_vocab
-            logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
-            finite = finite & np.isfinite(logits.sum(axis=1))
-            output = Output(None, logits)
+        output, finite = self._output(batch, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
@@ -215,30 +213,69 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _grow_results(self, shape: PassShape, greedy: bool) -> None:
-        per_row = 4 if greedy else 4 * self.model.hp.n_vocab
-        needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
-        if needed > self._results.array.nbytes:
+    def _output(self, batch: Batch, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
+        """Return the results that have arrived, and which rows of them are finite."""
+        host, kind = self._results.array, batch.results
+        finite = np.isfinite(host[: 4 * n_out].view(np.float32))
+        body = host[round_up(4 * n_out, _ALIGN) : self._n_result_bytes]
+        if kind is _ARGMAX:
+            return Output(argmax=body.view(np.int32).copy()), finite
+        rows = body.reshape(n_out, -1)
+        if kind is _LOGITS:
+            logits = rows.view(np.float32).copy()
+            return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
+        candidates = rows.view(np.int32).copy()
+        return Output(candidates=candidates), finite & np.isfinite(
+            candidates.view(np.float32)[:, TOTAL_WORD]
+        )
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
+
+        The memory is used again by the next call. Call this before anything else is computed.
+
+        Raises:
+            InternalError: something was computed since, or there is no such row.
+        """
+        head, n_vocab = self._head, self.model.hp.n_vocab
+        if head is None or self._pending is not None or not 0 <= row < head.logits.ne[1]:
+            raise InternalError(f"the logits of row {row} are not on the device any more")
+        if self._logits is None:
+            self._logits = self.device.host_buffer(4 * n_vocab)
+        compute = self.device.compute.ptr
+        C.ggml_backend_tensor_get_async(
+            compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
+        )
+        C.ggml_backend_synchronize(compute)
+        return self._logits.array.view(np.float32)
+
+    def _result_reads(self, head: HeadOutputs) -> object:
+        """Return the copies of the head's results to the host: check, then main."""
+        if head is self._reads_of:  # as for the token before; the device may be idle meanwhile
+            self._head = head
+            return self._reads
+        n_check = C.ggml_nbytes(head.check)
+        n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
+        self._grow_results(body + n_main)
+        self._n_result_bytes = body + n_main
+        self._reads = ffi.new(
+            "struct mg_readback[2]",
+            [
+                {"src": head.check, "dst": self._results.address(), "size": n_check},
+                {"src": head.main, "dst": self._results.address(body), "size": n_main},
+            ],
+        )
+        self._head = self._reads_of = head
+        return self._reads
+
+    def _grow_results(self, n_bytes: int) -> None:
+        if n_bytes > self._results.array.nbytes:
             larger = self.device.host_buffer(
-                needed
+                n_bytes
             )  # first: if it fails, the old memory stays usable
             self.device.synchronize()
             smaller, self._results = self._results, larger
             smaller.close()
-
-    def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
-        """Return the copies of the head's results to the host: check, then argmax or logits."""
-        n_out = shape.n_out
-        body = round_up(4 * n_out, _ALIGN)
-        main = head.argmax if greedy else head.logits
-        size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
-        return ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
-                {"src": main, "dst": self._results.address(body), "size": size},
-            ],
-        )
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -263,3 +300,5 @@ class Runner(ABC):
         self._commits.close()
         self._inputs.close()
         self._results.close()
+        if self._logits:
+            self._logits.close()

@@ -11,6 +11,7 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
+from ..graphs.head import Results
 from ..graphs.layer import Model
 from ..kinds import Kind
 from .base import Runner
@@ -42,7 +43,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     n_nodes = n_nodes_whole(model)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
-        build_whole(builder, model, runner._inputs, at, True)
+        build_whole(builder, model, runner._inputs, at, Results.ARGMAX)
         raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
         if raw == ffi.NULL:
             raise OutOfDeviceMemory(

@@ -25,7 +25,7 @@ from ..graphs.experts import (
     build_fetched_slots,
     build_slots,
 )
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
     Model,
@@ -188,11 +188,11 @@ class LayerGraphs:
         weights = self.carry.leaf(b, "weights", F32, 1, self._model.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
-    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs:
+    def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs:
         """Append the head; it reads the norm that completes the last layer."""
         norm = self._embd(b, "input_norm", shape.n_tokens)
-        out_ids = self._inputs.leaves(b, shape).out_ids
-        return build_head(b, self._model.weights, norm, out_ids, greedy)
+        inp = self._inputs.leaves(b, shape)
+        return build_head(b, self._model.weights, norm, inp.out_ids, inp.draws, results)
 
     def _put_outputs(self, l_out: Tensor, norm: Tensor) -> None:
         """Put a layer's output and the norm that follows it.

@@ -37,6 +37,7 @@ from ..experts.policy import Lru
 from ..experts.residency import Residency
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..graphs.head import Results
 from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..kinds import Kind
@@ -114,7 +115,9 @@ class LayeredRunner(Runner):
         """
         state = self.model.state
         shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
-        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+        self.plans.get(
+            shape, Results.ARGMAX, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
+        )
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
@@ -124,7 +127,7 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
             self._is_real = None
             if batch.tree and batch.tree.is_ragged:
                 rows = batch.tree.real.reshape(-1)
@@ -175,7 +178,7 @@ class LayeredRunner(Runner):
                 start = self._read_routing(step, shape.n_tokens, start)
                 unread = None
         head = launches.head
-        reads = self._result_reads(shape, head.outputs, batch.greedy)
+        reads = self._result_reads(head.outputs)
         status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
         self.device.check(status, "the output head")
         start = self._add_phase("launch", start)

@@ -9,7 +9,7 @@ from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
 from .base import Runner
@@ -17,7 +17,7 @@ from .batch import Batch
 
 
 def build_whole(
-    b: Builder, m: Model, inputs: InputBlock, shape: PassShape, greedy: bool
+    b: Builder, m: Model, inputs: InputBlock, shape: PassShape, results: Results
 ) -> HeadOutputs:
     """Append every layer and the head; the slot of an expert is its id."""
     inp = inputs.leaves(b, shape)
@@ -26,7 +26,7 @@ def build_whole(
         r = build_mixer_router(b, m, inp, shape, x, norm, il)
         x = build_moe(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
         norm = build_input_norm(b, m, x, il + 1)
-    return build_head(b, m.weights, norm, inp.out_ids, greedy)
+    return build_head(b, m.weights, norm, inp.out_ids, inp.draws, results)
 
 
 def n_nodes_whole(m: Model) -> int:
@@ -43,11 +43,11 @@ class WholeRunner(Runner):
         super().__init__(device, model, n_ubatch)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
-    def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
+    def _get(self, shape: PassShape, results: Results) -> BuiltGraph:
         return self.graphs.get(
-            (shape, greedy),
+            (shape, results),
             n_nodes_whole(self.model),
-            lambda b: build_whole(b, self.model, self._inputs, shape, greedy),
+            lambda b: build_whole(b, self.model, self._inputs, shape, results),
         )
 
     def reserve_graphs(self) -> None:
@@ -57,10 +57,10 @@ class WholeRunner(Runner):
             OutOfDeviceMemory: the intermediates do not fit.
         """
         state = self.model.state
-        self._get(PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq), True)
+        self._get(PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq), Results.ARGMAX)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        self._built = self._get(shape, batch.greedy)
+        self._built = self._get(shape, batch.results)
 
     def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         if cancelled():
@@ -68,7 +68,7 @@ class WholeRunner(Runner):
         built = self._built
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
-        reads = self._result_reads(shape, built.outputs, batch.greedy)
+        reads = self._result_reads(built.outputs)
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 
