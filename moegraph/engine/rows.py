@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..ggml.choose import DRAW_IDS, DRAW_WORDS, Changed, Chooser
+from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 
 # Words before the ids: 1 / temperature (F32), the key (64 bits), one that is not used.
@@ -38,13 +38,16 @@ class RowSampler:
         self._chooser = Chooser(params) if params.typical_p >= 1.0 else None
         self._fits = n_bias <= DRAW_IDS
         self._words = np.full(DRAW_WORDS, _NO_ID, dtype=np.int32)
-        with np.errstate(over="ignore"):
-            inverse = np.float32(0.0 if params.is_greedy else 1 / np.float64(params.temperature))
-        self._words[:1].view(np.float32)[0] = inverse
         # the ids: those with a bias, then a ring of the recent tokens
         self._n_recent = params.repeat_last_n if params.has_penalties else 0
         self._n_bias = n_bias if self._fits else 0
         self._n_ring = min(self._n_recent, DRAW_IDS - self._n_bias)
+        # without a race where the list of the likeliest has enough, whatever changes
+        is_short = 0 < params.top_k <= LIKELY - self._n_bias - self._n_ring
+        races = not (params.is_greedy or is_short)
+        with np.errstate(over="ignore"):
+            inverse = np.float32(1 / np.float64(params.temperature) if races else 0.0)
+        self._words[:1].view(np.float32)[0] = inverse
         self._n_taken = 0  # tokens of the text, at most n_recent of the prompt
         if self._fits:
             self._words[_HEAD : _HEAD + n_bias] = self._sampler.bias_ids

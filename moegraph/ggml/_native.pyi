@@ -94,6 +94,7 @@ class Lib:
     MOEGRAPH_DRAW_ROWS: Final[int]
     MOEGRAPH_DRAW_IDS: Final[int]
     MOEGRAPH_DRAW_WORDS: Final[int]
+    MOEGRAPH_LIKELY: Final[int]
     MOEGRAPH_CANDIDATES: Final[int]
     MOEGRAPH_EARLY: Final[int]
     MG_NO_ID: Final[int]

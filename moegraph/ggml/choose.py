@@ -18,6 +18,8 @@ Words = npt.NDArray[np.int32]
 DRAW_WORDS: int = C.MOEGRAPH_DRAW_WORDS
 DRAW_IDS: int = C.MOEGRAPH_DRAW_IDS
 DRAW_ROWS: int = C.MOEGRAPH_DRAW_ROWS
+# Tokens of the largest logits that the result lists at least, if there is room.
+LIKELY: int = C.MOEGRAPH_LIKELY
 # Where the result has the sum over all tokens (F32, NaN if a logit is not finite).
 TOTAL_WORD = 0
 

@@ -122,6 +122,7 @@ extern "C" {
     #define MOEGRAPH_DRAW_ROWS  32
     #define MOEGRAPH_DRAW_IDS   508
     #define MOEGRAPH_DRAW_WORDS 512
+    #define MOEGRAPH_LIKELY     128 // the list of the likeliest tokens has so many, if there is room for it
     #define MOEGRAPH_CANDIDATES 384 // most tokens in the list of the likeliest
     #define MOEGRAPH_EARLY      32  // most tokens in the list of the largest scores
 

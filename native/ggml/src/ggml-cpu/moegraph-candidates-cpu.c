@@ -1,6 +1,7 @@
 #include "moegraph-candidates-cpu.h"
 #include "ggml-impl.h"
 #include "moegraph-candidates.h"
+#include "vec.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -45,20 +46,51 @@ static int by_value(const void * a, const void * b) {
     return moegraph_is_before(x->value, x->id, y->value, y->id) ? -1 : 1;
 }
 
-static int descending(const void * a, const void * b) {
-    const float x = *(const float *) a, y = *(const float *) b;
-    return (x < y) - (x > y);
+static void raise_to(float * maxima, const float * values, int n) {
+    for (int c = 0; c < n; ++c) {
+        maxima[c] = values[c] > maxima[c] ? values[c] : maxima[c];
+    }
 }
 
-// The n-th largest maximum of a column, over all threads.
+// The n-th largest of the columns' maxima over all threads; changes their order.
 static float nth_maximum(float * maxima, int n_threads, int n) {
     for (int t = 1; t < n_threads; ++t) {
-        for (int c = 0; c < COLUMNS; ++c) {
-            maxima[c] = fmaxf(maxima[c], maxima[t*2*COLUMNS + c]);
+        raise_to(maxima, maxima + t*2*COLUMNS, COLUMNS);
+    }
+    int low = 0, high = COLUMNS - 1;
+    while (low < high) { // the n-th is in [low, high]; larger ones are before it
+        const float pivot = maxima[(low + high)/2];
+        int i = low, j = high;
+        while (i <= j) {
+            for (; maxima[i] > pivot; ++i) {}
+            for (; maxima[j] < pivot; --j) {}
+            if (i <= j) {
+                const float swapped = maxima[i];
+                maxima[i++] = maxima[j];
+                maxima[j--] = swapped;
+            }
+        }
+        if (n - 1 <= j) {
+            high = j;
+        } else if (n - 1 >= i) {
+            low = i;
+        } else {
+            break;
         }
     }
-    qsort(maxima, COLUMNS, sizeof(float), descending);
     return maxima[n - 1];
+}
+
+// The sum of exp(logit - largest) of up to COLUMNS tokens; NaN if a logit is not finite.
+static double sum_weights(const float * logits, int n, float largest) {
+    float    weights[COLUMNS];
+    uint32_t bad = 0;
+    for (int i = 0; i < n; ++i) {
+        uint32_t bits;
+        memcpy(&bits, logits + i, sizeof(bits));
+        bad |= (bits & 0x7F800000u) == 0x7F800000u;
+    }
+    return bad ? NAN : ggml_vec_soft_max_f32(n, weights, logits, largest);
 }
 
 static void add(struct found * found, float value, int32_t id) {
@@ -120,7 +152,7 @@ static void sum_above(const float * logits, int begin, int end, int part, struct
 
 void moegraph_compute_forward_candidates(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
     const int ith = params->ith, nth = params->nth, n = (int) dst->src[0]->ne[0];
-    const int per_part = (n + PARTS - 1)/PARTS;
+    const int per_part = GGML_PAD((n + PARTS - 1)/PARTS, COLUMNS); // so a column's tokens are COLUMNS apart
     struct work * work   = (struct work *) params->wdata;
     float       * maxima = (float *) (work + 1), * own = maxima + ith*2*COLUMNS, * scores = maxima + nth*2*COLUMNS;
 
@@ -134,38 +166,45 @@ void moegraph_compute_forward_candidates(const struct ggml_compute_params * para
             own[c] = -INFINITY;
         }
         for (int p = ith; p < PARTS; p += nth) {
-            for (int i = p*per_part; i < n && i < (p + 1)*per_part; ++i) {
-                own[i % COLUMNS] = fmaxf(own[i % COLUMNS], logits[i]);
-                if (has_scores) {
-                    float * best = own + COLUMNS + i % COLUMNS;
+            for (int first = p*per_part; first < n && first < (p + 1)*per_part; first += COLUMNS) {
+                const int m = MIN(COLUMNS, n - first);
+                raise_to(own, logits + first, m);
+                for (int i = first; i < first + m && has_scores; ++i) {
                     scores[i] = score_of(draw, logits[i], i);
-                    *best     = fmaxf(*best, scores[i]);
+                }
+                if (has_scores) {
+                    raise_to(own + COLUMNS, scores + first, m);
                 }
             }
         }
         ggml_barrier(params->threadpool);
         if (ith == 0) {
             work->likely.n = work->early.n = 0;
-            work->likely.floor = nth_maximum(maxima, nth, MOEGRAPH_CANDIDATES_LIKELY);
+            out->largest = -INFINITY;
+            for (int c = 0; c < nth*2*COLUMNS; ++c) {
+                out->largest = MAX(out->largest, c/COLUMNS % 2 == 0 ? maxima[c] : -INFINITY);
+            }
+            work->likely.floor = nth_maximum(maxima, nth, MOEGRAPH_LIKELY);
             work->early.floor  = nth_maximum(maxima + COLUMNS, nth, MOEGRAPH_CANDIDATES_EARLY);
-            out->largest       = maxima[0];
             if (n <= MOEGRAPH_CANDIDATES) {
                 work->likely.floor = -INFINITY;
             }
         }
         ggml_barrier(params->threadpool);
         for (int p = ith; p < PARTS; p += nth) {
-            float sum = 0.0f;
-            for (int i = p*per_part; i < n && i < (p + 1)*per_part; ++i) {
-                sum += isfinite(logits[i]) ? expf(logits[i] - out->largest) : NAN;
-                if (logits[i] >= work->likely.floor) {
-                    add(&work->likely, logits[i], i);
-                }
-                if (has_scores && scores[i] >= work->early.floor) {
-                    add(&work->early, scores[i], i);
+            work->sums[p] = 0.0;
+            for (int first = p*per_part; first < n && first < (p + 1)*per_part; first += COLUMNS) {
+                const int m = MIN(COLUMNS, n - first);
+                work->sums[p] += sum_weights(logits + first, m, out->largest);
+                for (int i = first; i < first + m; ++i) {
+                    if (logits[i] >= work->likely.floor) {
+                        add(&work->likely, logits[i], i);
+                    }
+                    if (has_scores && scores[i] >= work->early.floor) {
+                        add(&work->early, scores[i], i);
+                    }
                 }
             }
-            work->sums[p] = sum;
         }
         ggml_barrier(params->threadpool);
         if (ith == 0) {

@@ -151,7 +151,7 @@ static __global__ void moegraph_cand_collect(
     const bool    scores = draw.inv_temperature > 0.0f;
 
     float largest, unused;
-    float floor = moegraph_cand_floor(result.maxima[0], MOEGRAPH_CANDIDATES_LIKELY, largest);
+    float floor = moegraph_cand_floor(result.maxima[0], MOEGRAPH_LIKELY, largest);
     float early = scores ? moegraph_cand_floor(result.maxima[1], MOEGRAPH_CANDIDATES_EARLY, unused) : INFINITY;
     if (n <= MOEGRAPH_CANDIDATES) {
         floor = -INFINITY;
