@@ -9,7 +9,7 @@ from enum import Enum
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..resident.weights import Weights
+from ..resident.weights import HeadWeights
 
 
 class Results(Enum):
@@ -37,7 +37,7 @@ class HeadOutputs:
 
 def build_head(
     b: Builder,
-    weights: Weights,
+    weights: HeadWeights,
     cur: Tensor,
     out_ids: Tensor | None,
     draws: Tensor | None,

@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.choose import TOTAL_WORD
-from ..ggml.device import Device, HostBuffer
+from ..ggml.choose import DRAW_ROWS, TOTAL_WORD
+from ..ggml.device import HostBuffer
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs, Results
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
 from ..kinds import Kind
+from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
 from .commit import Commits
@@ -32,7 +33,7 @@ _ALIGN = 64
 @dataclass(frozen=True)
 class Output:
     """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
-    candidates I32 [n_out, n].
+    candidates I32 [n_out, n]; none of them if the stage has no head.
 
     All are copies.
     """
@@ -65,22 +66,28 @@ class NotFinite(NativeError):
 
 
 class Runner(ABC):
-    """Runs passes on one device, one at a time: `submit`, then `collect`.
+    """Runs passes over one stage, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
+
+    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
+    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`.
     """
 
     mode: str
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
-        self.device = device
-        self.model = model
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+        self.stage = stage
+        self.device = device = stage.device
         self.n_ubatch = n_ubatch
+        self.hidden = hidden
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
+        self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
         self._results, self._n_result_bytes = device.host_buffer(16384), 0
-        self._commits = Commits(device, model, self.graphs)
-        self._can_page = can_page(device, model.hp, model.state)
+        self._commits = Commits(stage, self.graphs)
+        self._can_page = can_page(stage)
+        self._has_head = stage.has_head
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
         self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
@@ -90,8 +97,9 @@ class Runner(ABC):
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs and intermediates."""
-        return self._inputs.n_bytes + self.graphs.n_bytes
+        """Device bytes of inputs, intermediates and rows between graphs."""
+        hidden = self.hidden.n_bytes if self.hidden else 0
+        return self._inputs.n_bytes + self.graphs.n_bytes + hidden
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -116,22 +124,23 @@ class Runner(ABC):
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
-        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
         is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        if not self._has_head:
+            n_out = 0
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
-        state = self.model.state
+        state = self.stage.state
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
-        embedding = self.model.weights.embedding
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding, batch.draws)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, batch.draws)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -140,7 +149,7 @@ class Runner(ABC):
         """
         if batch.tree is None:
             for slot in batch.slots:
-                self.model.state.n_past[slot] += batch.tokens.shape[1]
+                self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
@@ -170,7 +179,7 @@ class Runner(ABC):
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
-        state = self.model.state
+        state = self.stage.state
         state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
             self.device.synchronize()
@@ -200,6 +209,8 @@ class Runner(ABC):
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
+        if not self._has_head:
+            return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
         output, finite = self._output(batch, n_out)
         if batch.tree:
@@ -237,7 +248,7 @@ class Runner(ABC):
         Raises:
             InternalError: something was computed since, or there is no such row.
         """
-        head, n_vocab = self._head, self.model.hp.n_vocab
+        head, n_vocab = self._head, self.stage.hp.n_vocab
         if head is None or self._pending is not None or not 0 <= row < head.logits.ne[1]:
             raise InternalError(f"the logits of row {row} are not on the device any more")
         if self._logits is None:
@@ -249,24 +260,28 @@ class Runner(ABC):
         C.ggml_backend_synchronize(compute)
         return self._logits.array.view(np.float32)
 
-    def _result_reads(self, head: HeadOutputs) -> object:
-        """Return the copies of the head's results to the host: check, then main."""
-        if head is self._reads_of:  # as for the token before; the device may be idle meanwhile
-            self._head = head
-            return self._reads
-        n_check = C.ggml_nbytes(head.check)
-        n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
-        self._grow_results(body + n_main)
-        self._n_result_bytes = body + n_main
-        self._reads = ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": head.check, "dst": self._results.address(), "size": n_check},
-                {"src": head.main, "dst": self._results.address(body), "size": n_main},
-            ],
-        )
-        self._head = self._reads_of = head
-        return self._reads
+    def _result_reads(self, head: HeadOutputs | None) -> tuple[object, int]:
+        """Return the copies of the results to the host and how many they are.
+
+        They are check, then main; none without a head.
+        """
+        if head is None:
+            return ffi.NULL, 0
+        if head is not self._reads_of:  # not as for the token before
+            n_check = C.ggml_nbytes(head.check)
+            n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
+            self._grow_results(body + n_main)
+            self._n_result_bytes = body + n_main
+            self._reads = ffi.new(
+                "struct mg_readback[2]",
+                [
+                    {"src": head.check, "dst": self._results.address(), "size": n_check},
+                    {"src": head.main, "dst": self._results.address(body), "size": n_main},
+                ],
+            )
+            self._reads_of = head
+        self._head = head
+        return self._reads, 2
 
     def _grow_results(self, n_bytes: int) -> None:
         if n_bytes > self._results.array.nbytes:
@@ -276,6 +291,18 @@ class Runner(ABC):
             self.device.synchronize()
             smaller, self._results = self._results, larger
             smaller.close()
+
+    @property
+    def _largest(self) -> PassShape:
+        """The pass with the most rows."""
+        state = self.stage.state
+        n_out = state.n_seq if self._has_head else 0
+        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
+
+    @property
+    def _largest_results(self) -> Results:
+        """The results that take most memory in a pass of `_largest`."""
+        return Results.CANDIDATES if self._largest.n_out <= DRAW_ROWS else Results.ARGMAX
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -299,6 +326,8 @@ class Runner(ABC):
         self.graphs.close()
         self._commits.close()
         self._inputs.close()
+        if self.hidden:
+            self.hidden.close()
         self._results.close()
         if self._logits:
             self._logits.close()
