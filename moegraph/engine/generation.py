@@ -143,6 +143,8 @@ class Generation:
         for start in range(n_reused, n, step):
             chunk = self.ids[start : start + step]
             self._submit(chunk[None, :], Kind.PREFILL)
+            if start + step >= n and not self.sequence.finish_reason:
+                self.passes.build_next(0, self.greedy, self._draws())
             output = self.passes.collect()
             self.n_read = min(start + step, n)
             if self.keep_logits:
@@ -154,11 +156,14 @@ class Generation:
         return output, np.concatenate(rows) if rows else None
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
-        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
         self.passes.submit(
-            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind,
-            None if draws is None else draws[None],
-        )  # fmt: skip
+            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind, self._draws()
+        )
+
+    def _draws(self) -> npt.NDArray[np.int32] | None:
+        """Return what a pass needs to list candidates; None if it returns something else."""
+        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
+        return None if draws is None else draws[None]
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:

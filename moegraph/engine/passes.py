@@ -150,6 +150,15 @@ class Passes:
             raise
         self._unfinished.difference_update(batch.slots)
 
+    def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
+        """Build the graphs for the next row of a sequence while the device computes its prompt.
+
+        Without streams there is no such time, so this does nothing. Arguments as in `submit`.
+        """
+        if self._runner.device.can.streams:
+            row = np.zeros((1, 1), dtype=np.int32)
+            self._runner.build_ahead(Batch(row, (seq,), greedy=greedy, draws=draws))
+
     def verify(
         self,
         tokens: object,

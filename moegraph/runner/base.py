@@ -313,6 +313,10 @@ class Runner(ABC):
         """
 
     @abstractmethod
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+
+    @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         """Build every graph of the pass that is not built yet."""
 

@@ -116,6 +116,12 @@ class LayeredRunner(Runner):
         mode = self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
         self.plans.get(shape, self._largest_results, mode)
 
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        shape = self.shape_of(batch)
+        mode = self.residency.miss_mode(batch.kind, shape.n_tokens)
+        self.plans.get(shape, batch.results, mode)
+
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
             self._roll_back()  # the last pass failed, and its roll-back was interrupted

@@ -70,6 +70,10 @@ class WholeRunner(Runner):
         """
         self._get(self._largest, self._largest_results)
 
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graph of a pass that will be submitted later, also while one is in flight."""
+        self._get(self.shape_of(batch), batch.results)
+
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.results)
 

@@ -15,6 +15,7 @@ from moegraph.engine import Engine
 from moegraph.engine.rows import RowSampler
 from moegraph.errors import InternalError, RequestError
 from moegraph.ggml.device import Device
+from moegraph.runner import Batch
 from moegraph.sampling import Sampler, SamplingParams
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -209,6 +210,28 @@ def test_passes_list_what_their_logits_give(
 ) -> None:
     engine = open_engine("mini35b", mode=mode)
     check_passes(engine, SamplingParams(**SETTINGS[name], seed=11), 20)
+
+
+@pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 8}])
+def test_graphs_built_while_a_prompt_is_in_flight_are_those_of_the_next_row(
+    settings: dict[str, Any], open_engine: Callable[..., Engine]
+) -> None:
+    engine = open_engine("mini35b", **settings)
+    graphs, rows = engine.runner.graphs, RowSampler(SamplingParams(seed=1), engine.hparams.n_vocab)
+    draw, expected = rows.draw(), engine.forward(np.arange(20), greedy=True).argmax
+    assert draw is not None
+    for draws in (None, draw[None]):
+        engine.reset()
+        engine.passes.submit(np.arange(20), 0, False, True, None)
+        n_before, generation = graphs.n_built, graphs.generation
+        engine.runner.build_ahead(Batch(np.zeros((1, 1), np.int32), greedy=False, draws=draws))
+        n_built = graphs.n_built
+        first = engine.passes.collect().argmax
+        engine.passes.submit(np.array([3]), 0, False, False, None, draws=draws)
+        engine.passes.collect()
+        assert (graphs.n_built, graphs.generation) == (n_built, generation)
+        assert n_built > n_before
+        np.testing.assert_array_equal(first, expected)
 
 
 def test_logits_are_gone_once_another_pass_is_submitted(
