@@ -13,11 +13,12 @@ from ..errors import Cancelled, InternalError
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
-from ..sampling import Sampler, SamplingParams
+from ..sampling import SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
 from .prefixes import Prefixes
+from .rows import RowSampler
 from .sequence import Sequence
 
 
@@ -81,8 +82,8 @@ class Generation:
         self.prefixes = prefixes
         self.marks = sorted(marks) if prefixes and prefixes.is_on else []
         self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
-        self.sampler.accept_all(ids.tolist())
+        self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
+        self.sampler.accept_all(sequence.prompt)
         self.prefill_s = self.decode_s = 0.0
         self.n_reused = self.n_read = 0
 
@@ -125,18 +126,20 @@ class Generation:
             return
         while True:
             token = self._pick(output)
-            text = sequence.append(token)
+            sequence.append(token)
             self._clock()
-            event = self._event(token, text, logits, sequence.finish_reason)
             if sequence.finish_reason:
-                yield event
+                yield self._event(token, sequence.tell(), logits, sequence.finish_reason)
                 return
             try:
                 self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
             except Cancelled:
-                yield event  # its token was sampled before the cancellation
+                # its token was sampled before the cancellation
+                yield self._event(token, sequence.tell(), logits, None)
                 raise
-            yield event
+            # the device computes: now there is time for the rest
+            self.sampler.prepare()
+            yield self._event(token, sequence.tell(), logits, None)
             output = self.passes.collect()
             logits = output.logits if self.keep_logits else None
 
@@ -147,6 +150,8 @@ class Generation:
         for end in self._chunk_ends(n_reused):
             chunk = self.ids[self.n_read : end]
             self._submit(chunk[None, :], Kind.PREFILL)
+            if end == n and not self.sequence.finish_reason:
+                self.passes.build_next(0, self.greedy, self._draws())
             output = self.passes.collect()
             self.n_read = end
             if self.prefixes and end in self.marks:
@@ -168,12 +173,22 @@ class Generation:
             yield end
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
-        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)
+        self.passes.submit(
+            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind, self._draws()
+        )
+
+    def _draws(self) -> npt.NDArray[np.int32] | None:
+        """Return what a pass needs to list candidates; None if it returns something else."""
+        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
+        return None if draws is None else draws[None]
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:
             return int(output.argmax[-1])
-        token = self.sampler.sample(output.require_logits()[-1])
+        if output.candidates is not None:
+            token = self.sampler.sample(output.candidates[-1], lambda: self.passes.logits(0))
+        else:
+            token = self.sampler.sample(None, lambda: output.require_logits()[-1])
         self.sampler.accept(token)
         return token
 

@@ -159,8 +159,8 @@ class FakeEngine:
                 yield event(None, sequence.cancel(), 0)
                 return
             token = answer[at] if at < len(answer) else END
-            text = sequence.append(token)
-            yield event(token, text, n_rows)
+            sequence.append(token)
+            yield event(token, sequence.tell(), n_rows)
             n_rows = 1
 
 
