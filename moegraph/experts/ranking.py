@@ -39,6 +39,8 @@ class Ranking:
     def lowest(self, n: int) -> list[int]:
         """Return up to n evictable residents of lowest score, the lowest first."""
         score, worst = self._score(), self._worst
+        if n <= 0:
+            return []
         if worst:
             # an expert whose score rose above the list may be above residents that are not listed
             bound = worst[0][0]
@@ -46,7 +48,7 @@ class Ranking:
             worst[:] = sorted(((score[e], e) for e in known), reverse=True)
         if len(worst) < n:
             self._find(max(n, _N_LISTED))
-        return [expert for _, expert in reversed(worst[-n:])]
+        return [expert for _, expert in reversed(worst[max(0, len(worst) - n) :])]
 
     def victim(
         self, expert: int, working_set: Collection[int], fresh: Collection[int]

@@ -220,13 +220,14 @@ class LayeredRunner(Runner):
             if is_real is not None:
                 real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                fetched, row = residency.fetched(il, real)
-                if fetched or row:
-                    misses.fetched(il, fetched, row)
+                done = residency.fetched(il, host_ids.ids, None if is_real is None else real)
+                if done.experts or done.row:
+                    misses.fetched(il, done.experts, done.row)
+                plan = done.rest
             else:
                 plan = residency.routed(il, real)
-                if plan and misses and step.add:
-                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if plan and misses and step.add:
+                misses.carry_out(il, plan, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:

@@ -30,7 +30,7 @@ from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..ggml.device import Device
 from ..ggml.lib import C, ffi
-from ..ggml.ops import MAX_FETCH_IDS, Tensor
+from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
 from ..resident.bank import ExpertBanks
@@ -79,7 +79,7 @@ class MissHandler:
         """
         self._device, self._banks, self.store = device, banks, store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
-        self._tables = SlotTables(device, banks, n_expert, n_used)
+        self._tables = SlotTables(device, banks, n_expert)
         self._upload = Uploader(device, banks, store, n_expert, max_rows * n_used)
         self.link = LinkTimer(device, banks, store, self._upload, n_expert)
         costs = measure_costs(self.link, cpu_experts, mode, n_used, guarded and bool(cache.partial))
@@ -90,7 +90,7 @@ class MissHandler:
         self.residency = Residency(
             cache,
             ways,
-            fetchable=store.rows if n_used <= MAX_FETCH_IDS else (),
+            fetchable=store.rows,
             n_prefetch_slots=banks.n_prefetch_slots,
             move_s=costs.move_s,
         )

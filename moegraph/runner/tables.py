@@ -33,13 +33,11 @@ class SlotTables:
     writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
-    def __init__(
-        self, device: Device, banks: ExpertBanks, n_expert: int, n_expert_used: int
-    ) -> None:
+    def __init__(self, device: Device, banks: ExpertBanks, n_expert: int) -> None:
         self._device = device
         self._banks = banks
         self._rows = HostRows(device, len(banks.n_slots), banks.table_stride)
-        self._n_expert, self._n_victims = n_expert, 2 * n_expert_used
+        self._n_expert, self._n_victims = n_expert, banks.n_victims
         self._is_due = False
 
     def write(self, changed: TableRow) -> None:
@@ -48,7 +46,9 @@ class SlotTables:
         row, n = self._rows.array[il], self._n_expert
         row[:n] = table
         if victims is not None:
-            row[n : n + self._n_victims].reshape(-1, 2)[:] = victims
+            n_listed = n + 2 * len(victims)
+            row[n:n_listed].reshape(-1, 2)[:] = victims
+            row[n_listed : n + 2 * self._n_victims] = -1  # a graph may read more than there are
         self._is_due = True
 
     def send(self) -> None:
