@@ -13,8 +13,8 @@ MAX_CPU_ROWS = 32
 MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
 # Rows of a pass whose graphs can predict the choice of the next layer.
 _MAX_PREDICT_ROWS = 1
-# A longer piece of a prompt would evict all that a layer holds.
-_SHORT_PROMPT = 8
+# A longer piece of a prompt would evict much of what a layer holds.
+_SHORT_PROMPT = 32
 
 
 class Kind(Enum):

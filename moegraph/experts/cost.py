@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -177,20 +178,24 @@ class MissSplit:
         rows: how many rows chose each missing expert, in falling order. bypassed: uploaded experts
         will not stay, so the CPU takes all of them if it is no slower than uploading all of them.
         """
-        n, load = len(rows), 0.0
-        if bypassed:
-            total = sum(1.0 + self._per_row * (r - 1) for r in rows)
-            if _seconds(self.on_cpu, total) <= _seconds(self.streamed, n):
-                return n
-        best, found = _seconds(self.streamed, n), 0
-        for c, r in enumerate(reversed(rows), 1):
-            load += 1.0 + self._per_row * (r - 1)
-            cpu, rest = _seconds(self.on_cpu, load), _seconds(self.streamed, n - c)
-            if max(cpu, rest) < best:
-                best, found = max(cpu, rest), c
-            if cpu >= rest:
-                break
-        return found
+        n, more = len(rows), self._per_row
+        # what the CPU computes if it takes 0, 1, ... experts
+        loads = [0.0, *accumulate(1.0 + more * (r - 1) for r in reversed(rows))]
+        if bypassed and _seconds(self.on_cpu, loads[n]) <= _seconds(self.streamed, n):
+            return n
+        # the fewest with which the CPU takes as long as the uploads; with all of them it does
+        fewest, most = 0, n
+        while fewest < most:
+            c = (fewest + most) // 2
+            if _seconds(self.on_cpu, loads[c]) < _seconds(self.streamed, n - c):
+                fewest = c + 1
+            else:
+                most = c
+        if fewest and _seconds(self.streamed, n - fewest + 1) <= _seconds(
+            self.on_cpu, loads[fewest]
+        ):
+            return fewest - 1
+        return fewest
 
 
 # Least ratio of the times to upload one expert and to compute it on the CPU, for the CPU to get it.

@@ -41,6 +41,8 @@ class Ranking:
         score, worst = self._score(), self._worst
         if n <= 0:
             return []
+        if n > _N_LISTED:  # most of so many have been chosen since, or have left
+            worst.clear()
         if worst:
             # an expert whose score rose above the list may be above residents that are not listed
             bound = worst[0][0]

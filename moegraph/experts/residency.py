@@ -327,7 +327,10 @@ class Residency:
         if prefetched_il != il:
             prefetched = {}
         on_cpu = self._for_cpu(plan, missing, prefetched, ids) if mode.cpu else []
-        staged = [expert for expert in missing if expert not in on_cpu]
+        staged = missing
+        if on_cpu:
+            elsewhere = set(on_cpu)
+            staged = [expert for expert in missing if expert not in elsewhere]
         if not mode.admits or not layer.n_slots:
             return LayerPlan([], staged, on_cpu, [], prefetched)
         working_set = set(ids.tolist())

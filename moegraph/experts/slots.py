@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ import numpy.typing as npt
 from ..errors import InternalError
 from .policy import LayerPolicy
 from .ranking import Ranking
+
+# If a pass fetches more experts of a layer, ranking all of them anew is faster than one by one.
+_MANY = 2
 
 
 @dataclass
@@ -227,11 +231,10 @@ class LayerSlots:
         listed ones. A layer with fewer evictable slots lists them all. A list also serves passes of
         fewer rows, which read the start of it.
         """
-        table = self.table
         free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
-        found = [(int(table[expert]), expert) for expert in self._ranking.lowest(n - len(free))]
-        self.victims = (free + found)[:n]
-        self._victim_experts = {expert for _, expert in self.victims}
+        found = self._ranking.lowest(n - len(free))
+        self.victims = free[:n] + list(zip(self.table[found].tolist(), found))
+        self._victim_experts = set(found)
         return self.victims
 
     def lists_enough(self, n: int) -> bool:
@@ -257,13 +260,16 @@ class LayerSlots:
         n_fetched = 0
         if missing:
             self._journal.dirty.add(self.il)
-            needed = set(ids)
-            usable = [entry for entry in self.victims[:n_listed] if entry[1] not in needed]
-            n_fetched = min(len(missing), len(usable))
+            needed, listed = set(ids), self.victims[:n_listed]
+            spare = (entry for entry in listed if entry[1] not in needed)
+            usable = list(islice(spare, len(missing)))
+            n_fetched = len(usable)
             if n_fetched < len(missing) and n_listed < self.n_evictable:
                 raise InternalError(
-                    f"layer {self.il}: {len(missing)} experts for {len(usable)} slots"
+                    f"layer {self.il}: {len(missing)} experts for {n_fetched} slots"
                 )
+            if n_fetched > _MANY:
+                self._ranking.clear()
             for expert, (slot, victim) in zip(missing, usable):
                 self._replace(expert, slot, victim)
         self._journal.in_flight.pop(self.il)

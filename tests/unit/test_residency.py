@@ -213,7 +213,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(Kind),
-        n_tokens=st.sampled_from([1, 1, 1, 2, 5, 9, 20]),
+        n_tokens=st.sampled_from([1, 1, 1, 2, 5, 9, 20, 40]),
         seed=st.integers(0, 10**6),
         fails_at=st.integers(0, 40),
     )
@@ -228,7 +228,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             if at == fails_at:
                 self.device.roll_back()
                 return
-        if kind is Kind.PREFILL and n_tokens > 8:
+        if kind is Kind.PREFILL and n_tokens > 32:
             # a prompt moves nothing; what was promoted before it has arrived
             assert ((self.residency.cache.tables == before) | (before < 0)).all()
 
@@ -255,7 +255,7 @@ def test_a_pass_interrupted_before_any_line_is_undone(way: str) -> None:
     for line in range(0, 2000, 3):
         residency = residency_of([6, 7], ways(way == "cpu", way == "fetch"), fetchable=range(2))
         device = Device(residency)
-        for _ in device.steps(Kind.PREFILL, [[[5, 6, 7, 8]] * 9] * 2):
+        for _ in device.steps(Kind.PREFILL, [[[5, 6, 7, 8]] * 40] * 2):
             pass
         for _ in device.steps(Kind.DECODE, [[[1, 2, 8, 9]]] * 2):
             pass
@@ -303,7 +303,7 @@ def test_what_passes_do_follows_from_their_kind_and_size(
     assert mode(Kind.DECODE, 33) == (none, 0, True, False, False), "33 sequences, no prompt"
     assert mode(Kind.VERIFY, 64) == (none, 0, True, False, False), "drafts are no prompt"
     assert mode(Kind.VERIFY, 1) == (able, 0, True, True, False)
-    assert mode(Kind.PREFILL, 9) == (none, 0, False, False, False)
+    assert mode(Kind.PREFILL, 33) == (none, 0, False, False, False)
     assert residency.guard
     residency.guard.bypassed = True
     assert mode(Kind.DECODE, 1) == (none, 0, False, True, False)
@@ -311,9 +311,9 @@ def test_what_passes_do_follows_from_their_kind_and_size(
 
 def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
     residency = residency_of([4, 4], policy=Lfu(hysteresis=1.0))
-    assert residency.begin_pass(Kind.PREFILL, 20).exchanged == []
+    assert residency.begin_pass(Kind.PREFILL, 40).exchanged == []
     for il in range(2):
-        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 20))
+        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 40))
         assert plan and plan.admitted == plan.promoted == [] and plan.staged == [7, 8, 9]
     residency.end_pass(1.0)
     before = residency.cache.stats.admitted.sum()
@@ -326,8 +326,8 @@ def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
 
 def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
     residency = residency_of([4], policy=Lfu(hysteresis=1.0))
-    residency.begin_pass(Kind.PREFILL, 20)
-    residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+    residency.begin_pass(Kind.PREFILL, 40)
+    residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
     wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
     residency.rollback()
     assert residency.cache.layers[0].residents() == [1]
@@ -338,8 +338,8 @@ def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
 def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
     for exchanges in (True, False):
         residency = residency_of([4], policy=Lfu(hysteresis=1.0), exchanges=exchanges)
-        residency.begin_pass(Kind.PREFILL, 20)
-        residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+        residency.begin_pass(Kind.PREFILL, 40)
+        residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
         residency.exchange()
         held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
         assert set(residency.cache.layers[0].residents()) == held
