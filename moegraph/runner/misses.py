@@ -1,8 +1,9 @@
 """Carries out what `Residency` decides about missing experts: uploads, tables, CPU, graphs.
 
-In a pass of one row, the graph of a layer can fetch its missing experts, if they are in pinned
-memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host reads the
-ids later and records what the graph did.
+In a pass of up to 32 rows, the graph of a layer can fetch its missing experts, if they are in
+pinned memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host
+reads the ids later and records what the graph did. If there were too few victims, the rest goes
+through staging.
 
 Otherwise the expert FFN of layer l runs without the missing experts. Meanwhile the host uploads
 them (upload.py), or the CPU computes them (cpu_experts.py), and the graphs `add_uploaded` and
