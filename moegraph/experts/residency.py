@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..kinds import MAX_FETCH_IDS, Kind, MissRules, rules_of
+from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cost import MissWays
 from .guard import CacheGuard, Counters
@@ -32,8 +32,9 @@ from .slots import LayerSlots
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
 # millisecond. The next pass waits for them.
 MAX_PROMOTED = 16
-# The ids of so few rows are handled one by one, which is faster than as arrays.
-_LISTED_ROWS = 8
+# The ids of so few rows are handled one by one, which is faster than as arrays. A pass whose graphs
+# fetch has no more, because fetched experts are recorded in routing order.
+_LISTED_ROWS = MAX_FETCH_ROWS
 _NO_LAYERS: frozenset[int] = frozenset()
 
 
@@ -114,10 +115,7 @@ class Residency:
             self._layers[il].mark_resident(expert)
         self._promoted.clear()
         self._is_trial = self._may_prefetch and is_active and rules.predicts
-        rows = self._changed_rows(
-            self._fetch_layers if is_active else _NO_LAYERS,
-            n_tokens * self._n_used if mode.fetch_layers else 0,
-        )
+        rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
         plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
         self._pass = plan
         return plan
@@ -175,10 +173,10 @@ class Residency:
             raise InternalError(f"layer {il}: ids without a pass")
         chosen = ids.tolist()
         if real is None:
-            missing = self._access(plan, layer, ids, chosen, in_order=True)
+            missing = self._access(layer, chosen)
         else:  # the graph has fetched for all rows
-            missing = layer.missing_of(chosen)
-            self._access(plan, layer, real, real.tolist())
+            missing = list(dict.fromkeys(layer.absent_of(chosen)))
+            self._access(layer, real.tolist())
         n_fetched, rest = layer.commit_fetched(missing, chosen), None
         if n_fetched < len(missing):
             rest = LayerPlan([], missing[n_fetched:], [], [], {})
@@ -197,24 +195,17 @@ class Residency:
         if plan is None:
             raise InternalError(f"layer {il}: ids without a pass")
         layer = self._layers[il]
-        missing = self._access(plan, layer, ids, ids.tolist())
+        if plan.n_tokens <= _LISTED_ROWS:
+            missing = self._access(layer, ids.tolist())
+        else:
+            missing = layer.access_batch(ids)
+            self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
 
-    def _access(
-        self,
-        plan: PassPlan,
-        layer: LayerSlots,
-        ids: npt.NDArray[np.int32],
-        chosen: list[int],
-        in_order: bool = False,
-    ) -> list[int]:
-        """Count what rows chose; return the missing experts, see `LayerSlots.access_batch`."""
-        if plan.n_tokens <= _LISTED_ROWS:
-            missing = layer.access(chosen)
-            self.routing.add(layer.il, chosen)
-        else:
-            missing = layer.access_batch(ids, in_order)
-            self.routing.add_batch(layer.il, ids)
+    def _access(self, layer: LayerSlots, chosen: list[int]) -> list[int]:
+        """Count what a few rows chose; return the missing experts in routing order."""
+        missing = layer.access(chosen)
+        self.routing.add(layer.il, chosen)
         return missing
 
     def predicted(self, il: int, ids: npt.NDArray[np.int32]) -> Pairs:
@@ -299,14 +290,14 @@ class Residency:
     def _changed_rows(self, victim_layers: frozenset[int], n_ids: int) -> list[TableRow]:
         """Return the rows that are out of date on the device, with victims of these layers.
 
-        n_ids: that the pass looks up in each layer that fetches; 0 if its graphs do not fetch.
+        n_ids: that the pass looks up in each of them.
         """
         if not self._victim_layers:  # listed experts may have been chosen since
             self._dirty.update(victim_layers)
         elif n_ids > self._n_victims:
             layers = self._layers
             self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
-        self._n_victims = n_ids or self._n_victims
+        self._n_victims = n_ids
         self._victim_layers = victim_layers
         return [self._row(self._layers[il]) for il in sorted(self._dirty)]
 

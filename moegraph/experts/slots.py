@@ -78,7 +78,7 @@ class LayerSlots:
         self.fresh: set[int] = set()
         self._ranking = Ranking(policy, self.owner, self.resident)
         self.victims: list[tuple[int, int]] = []
-        self._victim_experts: set[int] = set()
+        self._first_victims: set[int] = set()
         self.n_hits = self.n_misses = self.n_missing = 0
         self.n_admitted = self.n_evicted = self.n_declined = 0
 
@@ -110,13 +110,13 @@ class LayerSlots:
             missing = self._count_misses(ids)
         if not self.full:
             self.policy.touch(ids)
-            if not self._victim_experts.isdisjoint(ids):
-                # a listed victim was chosen, so another one is due
+            if not self._first_victims.isdisjoint(ids):
+                # a victim was chosen, so another one is due
                 self._journal.dirty.add(self.il)
         return missing
 
-    def missing_of(self, ids: list[int]) -> list[int]:
-        """Return the experts of ids that are not resident, each once, in their order.
+    def absent_of(self, ids: list[int]) -> list[int]:
+        """Return those of ids that are not resident.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
@@ -126,20 +126,18 @@ class LayerSlots:
                 f"layer {self.il}: router chose ids {ids} of {self.n_expert} experts"
             )
         resident = self.resident
-        return list(dict.fromkeys([expert for expert in ids if expert not in resident]))
+        return [expert for expert in ids if expert not in resident]
 
     def _count_misses(self, ids: list[int]) -> list[int]:
-        missing = self.missing_of(ids)
-        n_absent = sum(map(ids.count, missing))
-        self.n_misses += n_absent
-        self.n_hits += len(ids) - n_absent
+        absent = self.absent_of(ids)
+        self.n_misses += len(absent)
+        self.n_hits += len(ids) - len(absent)
+        missing = list(dict.fromkeys(absent)) if len(absent) > 1 else absent
         self.n_missing += len(missing)
         return missing
 
-    def access_batch(self, ids: npt.NDArray[np.int32], in_order: bool = False) -> list[int]:
+    def access_batch(self, ids: npt.NDArray[np.int32]) -> list[int]:
         """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
-
-        in_order: the missing experts are in routing order instead.
 
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
@@ -151,12 +149,7 @@ class LayerSlots:
         flat = ids.reshape(-1)
         chosen = np.bincount(flat, minlength=self.n_expert)
         absent = np.flatnonzero((self.table < 0) & (chosen > 0))
-        missing: list[int]
-        if in_order:
-            at = np.flatnonzero(self.table[flat] < 0)
-            missing = list(dict.fromkeys(flat[at].tolist()))
-        else:
-            missing = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
+        missing: list[int] = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
         n_absent = int(chosen[absent].sum())
         self.n_hits += ids.size - n_absent
         self.n_misses += n_absent
@@ -230,11 +223,14 @@ class LayerSlots:
         of as many victims as rows choose ids suffices: rows that miss m experts chose at most n - m
         listed ones. A layer with fewer evictable slots lists them all. A list also serves passes of
         fewer rows, which read the start of it.
+
+        Another list is due once one of the first victims was chosen, because others then have lower
+        scores. What stands behind is hardly ever taken before that.
         """
         free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
         found = self._ranking.lowest(n - len(free))
         self.victims = free[:n] + list(zip(self.table[found].tolist(), found))
-        self._victim_experts = set(found)
+        self._first_victims = set(found[: max(0, 2 * self.n_expert_used - len(free))])
         return self.victims
 
     def lists_enough(self, n: int) -> bool:
@@ -333,7 +329,7 @@ class LayerSlots:
         self.free = [slot for slot, owner in enumerate(self.owner) if owner < 0][::-1]
         self.fresh.clear()
         self._ranking.clear()
-        self.victims, self._victim_experts = [], set()
+        self.victims, self._first_victims = [], set()
 
     def _hold(self, expert: int, slot: int) -> None:
         self.resident.add(expert)

@@ -503,7 +503,7 @@ class Lib:
     def mg_watch_fault(self, a0: mg_watch_ptr, /) -> int: ...
     def mg_cpu_ffn_new(self, a0: int, a1: int, a2: int, a3: int, a4: int, /) -> mg_cpu_ffn_ptr: ...
     def mg_cpu_ffn_free(self, a0: mg_cpu_ffn_ptr, /) -> None: ...
-    def mg_cpu_ffn_compute(
+    def mg_cpu_ffn_begin(
         self,
         a0: mg_cpu_ffn_ptr,
         a1: Address,
@@ -514,6 +514,7 @@ class Lib:
         a6: Address,
         /,
     ) -> None: ...
+    def mg_cpu_ffn_end(self, a0: mg_cpu_ffn_ptr, /) -> None: ...
 
 class FFI:
     """The part of cffi's compiled FFI object that moegraph uses."""

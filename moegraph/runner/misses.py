@@ -170,30 +170,25 @@ class MissHandler:
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il.
         """
+        cpu = self.cpu_experts if plan.on_cpu else None
+        if cpu:  # its threads compute while the uploads are enqueued
+            cpu.begin(il, ids, plan.on_cpu, n_tokens)
         if plan.admitted:
             own = _planned(graphs.own, il)
             self._upload.add(il, plan.admitted, ids, own, plan.prefetched)
         if plan.staged:
             self._upload.add_staged(il, plan.staged, ids, graphs.staging, plan.prefetched)
         if plan.on_cpu:
-            self._compute_on_cpu(il, plan.on_cpu, ids, n_tokens, _planned(graphs.cpu, il))
+            self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
+            self.n_cpu_experts += len(plan.on_cpu)
         if plan.promoted:
             self._upload.promote(il, plan.promoted)
 
-    def _compute_on_cpu(
-        self,
-        il: int,
-        experts: list[int],
-        ids: npt.NDArray[np.int32],
-        n_tokens: int,
-        graph: BuiltGraph,
-    ) -> None:
-        """Compute experts on the CPU and have the device add the result."""
-        cpu = self.cpu_experts
+    def _add_from_cpu(self, il: int, cpu: CpuExperts | None, graph: BuiltGraph) -> None:
+        """Have the device add what the CPU has begun to compute."""
         if cpu is None:
             raise InternalError(f"layer {il}: there is a graph add_cpu but no CpuExperts")
-        cpu.compute(il, ids, experts, n_tokens)
-        self.n_cpu_experts += len(experts)
+        cpu.end()
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
             self._device.compute.ptr, y, cpu.address("y"), 0, C.ggml_nbytes(y)

@@ -170,10 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
     def note(self, il: int, ids: list[int], fetched: list[int]) -> None:
         """Tell the cache, which finds the same by itself."""
         layer = self.cache.layers[il]
-        if len(ids) > 2 * self.n_used:
-            missing = layer.access_batch(np.array(ids, np.int32), in_order=True)
-        else:
-            missing = layer.access(ids)
+        missing = layer.access(ids)
         self.n_ids += len(ids)
         n_fetched = layer.commit_fetched(missing, ids)
         assert missing[:n_fetched] == fetched

@@ -128,11 +128,13 @@ class Device:
     def fetch(self, il: int, chosen: list[int], is_short: bool) -> list[int]:
         """Do what a graph does, with the tables that it has; return what it fetched."""
         held, table = self.bytes[il], self.tables[il].copy()
-        layer, listed = self.residency.cache.layers[il], {e for _, e in self.victims[il] if e >= 0}
+        layer = self.residency.cache.layers[il]
+        listed = {e for _, e in self.victims[il] if e >= 0}
+        first = [e for _, e in self.victims[il][: 2 * N_USED] if e >= 0]
         score, movable = layer.policy.score, set(layer.owner[layer.policy.n_static :])
         others = [score[e] for e in layer.resident & movable - listed]
         lowest = min(others, default=np.inf)
-        assert all(score[e] <= lowest for e in listed), "the list is old"
+        assert all(score[e] <= lowest for e in first), "the list is old"
         victims = self.victims[il][: len(chosen)]
         usable = [slot for slot, holds in victims if holds not in chosen]
         missing = list(dict.fromkeys(expert for expert in chosen if table[expert] < 0))
