@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
 from ..kinds import Kind
+from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
 from .commit import Commits
@@ -30,7 +30,7 @@ _ALIGN = 64
 @dataclass(frozen=True)
 class Output:
     """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
-    n_vocab].
+    n_vocab]; neither if the stage has no head.
 
     Both are copies.
     """
@@ -62,29 +62,36 @@ class NotFinite(NativeError):
 
 
 class Runner(ABC):
-    """Runs passes on one device, one at a time: `submit`, then `collect`.
+    """Runs passes over one stage, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
+
+    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
+    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`.
     """
 
     mode: str
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
-        self.device = device
-        self.model = model
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+        self.stage = stage
+        self.device = device = stage.device
         self.n_ubatch = n_ubatch
+        self.hidden = hidden
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
+        self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
         self._results = device.host_buffer(4096)
-        self._commits = Commits(device, model, self.graphs)
-        self._can_page = can_page(device, model.hp, model.state)
+        self._commits = Commits(stage, self.graphs)
+        self._can_page = can_page(stage)
+        self._has_head = stage.has_head
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs and intermediates."""
-        return self._inputs.n_bytes + self.graphs.n_bytes
+        """Device bytes of inputs, intermediates and rows between graphs."""
+        hidden = self.hidden.n_bytes if self.hidden else 0
+        return self._inputs.n_bytes + self.graphs.n_bytes + hidden
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -109,22 +116,23 @@ class Runner(ABC):
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
-        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
         is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        if not self._has_head:
+            n_out = 0
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
-        state = self.model.state
+        state = self.stage.state
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
-        embedding = self.model.weights.embedding
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -133,7 +141,7 @@ class Runner(ABC):
         """
         if batch.tree is None:
             for slot in batch.slots:
-                self.model.state.n_past[slot] += batch.tokens.shape[1]
+                self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
@@ -163,7 +171,7 @@ class Runner(ABC):
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
-        state = self.model.state
+        state = self.stage.state
         state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
             self.device.synchronize()
@@ -192,6 +200,8 @@ class Runner(ABC):
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
+        if not self._has_head:
+            return Output(None, None)
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
         host = self._results.array
         check = host[: 4 * n_out].view(np.float32)
@@ -200,7 +210,7 @@ class Runner(ABC):
         if batch.greedy:
             output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
         else:
-            n_vocab = self.model.hp.n_vocab
+            n_vocab = self.stage.hp.n_vocab
             logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
             finite = finite & np.isfinite(logits.sum(axis=1))
             output = Output(None, logits)
@@ -216,7 +226,7 @@ class Runner(ABC):
         return output
 
     def _grow_results(self, shape: PassShape, greedy: bool) -> None:
-        per_row = 4 if greedy else 4 * self.model.hp.n_vocab
+        per_row = 4 if greedy else 4 * self.stage.hp.n_vocab
         needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
         if needed > self._results.array.nbytes:
             larger = self.device.host_buffer(
@@ -226,19 +236,34 @@ class Runner(ABC):
             smaller, self._results = self._results, larger
             smaller.close()
 
-    def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
-        """Return the copies of the head's results to the host: check, then argmax or logits."""
+    def _result_reads(
+        self, shape: PassShape, head: HeadOutputs | None, greedy: bool
+    ) -> tuple[object, int]:
+        """Return the copies of the results to the host and how many they are.
+
+        They are check, then argmax or logits; none without a head.
+        """
+        if head is None:
+            return ffi.NULL, 0
         n_out = shape.n_out
         body = round_up(4 * n_out, _ALIGN)
         main = head.argmax if greedy else head.logits
-        size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
-        return ffi.new(
+        size = 4 * n_out if greedy else 4 * n_out * self.stage.hp.n_vocab
+        reads = ffi.new(
             "struct mg_readback[2]",
             [
                 {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
                 {"src": main, "dst": self._results.address(body), "size": size},
             ],
         )
+        return reads, 2
+
+    @property
+    def _largest(self) -> PassShape:
+        """The pass with the most rows."""
+        state = self.stage.state
+        n_out = state.n_seq if self._has_head else 0
+        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -262,4 +287,6 @@ class Runner(ABC):
         self.graphs.close()
         self._commits.close()
         self._inputs.close()
+        if self.hidden:
+            self.hidden.close()
         self._results.close()

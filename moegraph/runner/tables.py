@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..experts.passplan import TableRow
 from ..ggml.device import Device
-from ..resident.bank import ExpertBanks
+from ..resident.stage import Stage
 
 
 class HostRows:
@@ -34,17 +34,19 @@ class SlotTables:
     writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
-    def __init__(self, device: Device, banks: ExpertBanks, n_expert: int) -> None:
-        self._device = device
-        self._banks = banks
-        self._rows = HostRows(device, len(banks.n_slots), banks.table_stride)
-        self._n_expert, self._n_victims = n_expert, banks.n_victims
+    def __init__(self, stage: Stage) -> None:
+        self._first = stage.layers.start
+        self._device, self._banks = stage.device, stage.banks
+        self._rows = HostRows(stage.device, len(stage.layers), stage.banks.table_stride)
+        self._n_expert, self._n_victims = stage.hp.n_expert, stage.banks.n_victims
+        # as on the device: the rows of full layers never change
+        self._rows.array[:, : self._n_expert] = np.arange(self._n_expert)
         self._is_due = False
 
     def write(self, changed: TableRow) -> None:
         """Copy a layer's new row."""
         il, table, victims = changed
-        row, n = self._rows.array[il], self._n_expert
+        row, n = self._rows.array[il - self._first], self._n_expert
         row[:n] = table
         if victims is not None:
             n_listed = n + 2 * len(victims)
