@@ -297,7 +297,7 @@ class Builder:
             and shape(table) == (1, source.ne[1], 1, 1)
             and shape(victims) == (2, n_victims, 1, 1)
             and shape(ids) == (n_ids, 1, 1, 1)
-            and n_ids <= MAX_FETCH_IDS
+            and max(n_ids, n_victims) <= MAX_FETCH_IDS
             and all(C.ggml_is_contiguous(t) for t in (table, ids, victims))
             and shape(source) == (m, source.ne[1], 1, 1)
             and shape(target) == (m, n_rows, 1, 1)

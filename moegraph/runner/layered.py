@@ -10,11 +10,12 @@ A layer that may lack experts:
 device, so it does not wait for the host. A small kernel that runs beside `moe` writes the ids into
 host memory. The host watches that memory and has the whole of `moe` to act on the ids.
 
-In a pass of one row, a graph may fetch its missing experts (misses.py). Such a layer counts as
-having all its experts. Elsewhere a missing expert has slot -1, and `moe` leaves it out. The graphs
-`add_uploaded` and `add_cpu` add it before the next layer is enqueued. On CUDA they add to the
-layer's output. On the CPU device, results must be bit-equal whatever is resident: there, these
-graphs only make the rows of single experts, and `sum_rows` sums them in routing order.
+In a pass of up to 32 rows, a graph may fetch its missing experts (misses.py). Such a layer counts
+as having all its experts, unless its slots may not suffice. A missing expert that is not fetched
+has slot -1, and `moe` leaves it out. The graphs `add_uploaded` and `add_cpu` add it before the next
+layer is enqueued. On CUDA they add to the layer's output. On the CPU device, results must be
+bit-equal whatever is resident: there, these graphs only make the rows of single experts, and
+`sum_rows` sums them in routing order.
 
 After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
 into one graph, in which only the last layer may lack experts. The host reads the ids of the others
@@ -227,13 +228,14 @@ class LayeredRunner(Runner):
             if is_real is not None:
                 real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                fetched, row = residency.fetched(il, real)
-                if fetched or row:
-                    misses.fetched(il, fetched, row)
+                done = residency.fetched(il, host_ids.ids, None if is_real is None else real)
+                if done.experts or done.row:
+                    misses.fetched(il, done.experts, done.row)
+                plan = done.rest
             else:
                 plan = residency.routed(il, real)
-                if plan and misses and step.add:
-                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if plan and misses and step.add:
+                misses.carry_out(il, plan, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:

@@ -25,7 +25,7 @@ _MAX_PLANS = 1024
 # _QUICK_ROWS rows. A short first graph lets the device start early, and a prompt is cancelled
 # between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
-_QUICK_ROWS = 8
+_QUICK_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ class LaunchPlans:
         fetch_layers = mode.fetch_layers & frozenset(layers)
         predicts = any(graphs.is_predicted(il + 1, mode) for il in layers)
         il, may_lack = layers[-1], graphs.may_lack(layers[-1], mode)
+        exports = graphs.exports(il, mode)
         graph = self._graphs.get(
-            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack and mode.cpu),
+            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack, exports),
             len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
             lambda b: graphs.layers(b, layer_shape, layers, mode),
         )
@@ -160,7 +161,7 @@ class LaunchPlans:
         """Return the graphs that add the missing experts of layer il."""
         graphs, banks = self._layer_graphs, self._stage.banks
         named = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
-        if mode.admits and banks.n_slots[il]:
+        if mode.admits and banks.n_slots[il] and il not in mode.fetch_layers:
             named["own"] = banks.layer(il)
         add = {
             name: self._graphs.get(
@@ -171,7 +172,7 @@ class LaunchPlans:
             for name, bank in named.items()
         }
         cpu = None
-        if mode.cpu:
+        if graphs.exports(il, mode):
             cpu = self._graphs.get(
                 ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
             )

@@ -57,14 +57,14 @@ extern "C" {
     //
     // table   : I32 [1, n], a row of `to` each, below 0 for what is not there
     // ids     : I32 [n_ids], contiguous, n_ids <= MOEGRAPH_FETCH_IDS; one that is not below n gives -1
-    // victims : I32 [2, n_victims], contiguous: a row of `to` that may be given up, each once, and what the table has
-    //           there (below 0: nothing)
+    // victims : I32 [2, n_victims], contiguous, n_victims <= MOEGRAPH_FETCH_IDS: a row of `to` that may be given up, each
+    //           once, and what the table has there (below 0: nothing)
     // from    : F32 [ne0, n], in memory that the device can read, on the host too
     // to      : F32 [ne0, n_rows]; ne0 is a multiple of 4, strides of rows are multiples of 16 bytes
     //
     // Each missing id, in their order and once, takes the next victim that is a row of `to` and that none of ids needs;
     // where there is none left, its result is -1. The table stays as it is.
-    #define MOEGRAPH_FETCH_IDS 64
+    #define MOEGRAPH_FETCH_IDS 256
 
     GGML_API struct ggml_tensor * moegraph_fetch_rows(
             struct ggml_context * ctx,
