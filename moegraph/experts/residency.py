@@ -35,6 +35,9 @@ MAX_PROMOTED = 16
 # The ids of so few rows are handled one by one, which is faster than as arrays. A pass whose graphs
 # fetch has no more, because fetched experts are recorded in routing order.
 _LISTED_ROWS = MAX_FETCH_ROWS
+# Lists of victims stay as long as the widest of so many passes needs. Where passes of many and of
+# few rows take turns, longer lists would else be due before each pass of many rows.
+_PATIENCE = 16
 _NO_LAYERS: frozenset[int] = frozenset()
 
 
@@ -85,6 +88,7 @@ class Residency:
         self._is_stale = False  # a prompt changed the scores, but not the slots
         self._victim_layers = _NO_LAYERS  # victims are listed on the device
         self._n_victims = self._n_used  # so many for each layer, or all
+        self._n_narrower = 0  # passes in turn that needed fewer
         self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
         self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of the bank
 
@@ -297,8 +301,10 @@ class Residency:
         elif n_ids > self._n_victims:
             layers = self._layers
             self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
-        self._n_victims = n_ids
         self._victim_layers = victim_layers
+        self._n_narrower = self._n_narrower + 1 if n_ids < self._n_victims else 0
+        if n_ids > self._n_victims or self._n_narrower > _PATIENCE:
+            self._n_victims, self._n_narrower = n_ids, 0
         return [self._row(self._layers[il]) for il in sorted(self._dirty)]
 
     def _row(self, layer: LayerSlots) -> TableRow:
