@@ -13,6 +13,7 @@ from helpers.reference_sampler import choose
 
 from moegraph.engine import Engine
 from moegraph.engine.rows import RowSampler
+from moegraph.engine.warmup import warm_up
 from moegraph.errors import InternalError, RequestError
 from moegraph.ggml.device import Device
 from moegraph.runner import Batch
@@ -244,6 +245,23 @@ def test_graphs_built_while_a_prompt_is_in_flight_are_those_of_the_next_row(
         assert (graphs.n_built, graphs.generation) == (n_built, generation)
         assert n_built > n_before
         np.testing.assert_array_equal(first, expected)
+
+
+def test_a_warm_engine_builds_no_graph_for_the_first_tokens(
+    open_engine: Callable[..., Engine],
+) -> None:
+    cold, warm = open_engine("mini35b"), open_engine("mini35b")
+    warm_up(warm.runner)
+    assert warm.state.n_past == [0]
+    for params in (None, SamplingParams(seed=1)):
+        texts, n_built = [], []
+        for engine in (cold, warm):
+            before = engine.runner.graphs.n_built
+            answer = engine.generate(range(20), params, max_tokens=5, text=False)
+            texts.append([event.token for event in answer])
+            n_built.append(engine.runner.graphs.n_built - before)
+        assert texts[0] == texts[1]
+        assert n_built == [2, 1]  # the prompt's, and the one of single rows
 
 
 def test_logits_are_gone_once_another_pass_is_submitted(
