@@ -117,7 +117,7 @@ class _Loading:
         )  # fmt: skip
         runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
         runner.reserve_graphs()
-        if self.device.can.streams and runner.mode == "whole":
+        if runner.mode == "whole":
             warm_up(runner)
         self.device.note_peak()
         files.check()
