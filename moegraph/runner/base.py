@@ -84,7 +84,7 @@ class Runner(ABC):
         self.hidden = hidden
         self.graphs = GraphCache(device)
         self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
-        self._results, self._n_result_bytes = device.host_buffer(16384), 0
+        self._results = device.host_buffer(16384)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
@@ -93,6 +93,8 @@ class Runner(ABC):
         self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
         self._reads: object = None  # the copies of `_reads_of` to `_results`
         self._reads_of: HeadOutputs | None = None
+        # where they arrive: F32 [n_out], and 32-bit words
+        self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         self._logits: HostBuffer | None = None  # a row that `logits` has read
 
     @property
@@ -226,19 +228,15 @@ class Runner(ABC):
 
     def _output(self, batch: Batch, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
         """Return the results that have arrived, and which rows of them are finite."""
-        host, kind = self._results.array, batch.results
-        finite = np.isfinite(host[: 4 * n_out].view(np.float32))
-        body = host[round_up(4 * n_out, _ALIGN) : self._n_result_bytes]
+        kind, finite = batch.results, np.isfinite(self._check)
         if kind is _ARGMAX:
-            return Output(argmax=body.view(np.int32).copy()), finite
-        rows = body.reshape(n_out, -1)
+            return Output(argmax=self._main.copy()), finite
+        rows = self._main.reshape(n_out, -1).copy()
         if kind is _LOGITS:
-            logits = rows.view(np.float32).copy()
+            logits = rows.view(np.float32)
             return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
-        candidates = rows.view(np.int32).copy()
-        return Output(candidates=candidates), finite & np.isfinite(
-            candidates.view(np.float32)[:, TOTAL_WORD]
-        )
+        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
+        return Output(candidates=rows), finite
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
@@ -271,7 +269,8 @@ class Runner(ABC):
             n_check = C.ggml_nbytes(head.check)
             n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
             self._grow_results(body + n_main)
-            self._n_result_bytes = body + n_main
+            self._check = self._results.array[:n_check].view(np.float32)
+            self._main = self._results.array[body : body + n_main].view(np.int32)
             self._reads = ffi.new(
                 "struct mg_readback[2]",
                 [
