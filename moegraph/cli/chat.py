@@ -118,7 +118,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
         if template is None:
             require_template(header.kv, header.path)
         job, from_file = _fit_to_model(job, header)
-        engine = stack.enter_context(options.load_engine(header, job.config))
+        engine = stack.enter_context(options.load_engine(header, job.config, text=True))
         if template is None:
             template = stack.enter_context(_template_of(engine))
         talk = _conversation(job, engine, template, from_file)

@@ -17,7 +17,7 @@ from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
-from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
+from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 from ..units import format_bytes
 from . import ui
 from .command import Option
@@ -257,20 +257,21 @@ def open_any(target: str | Path) -> GgufFile:
 
 def load_engine(
     target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
-    warned: set[str] | None = None, is_chosen: bool = True,
+    warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
 ) -> Engine:  # fmt: skip
     """Load a model by name or path, or take over a file that open_header opened.
 
     Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
     benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
-    the user chose the settings, and not the program.
+    the user chose the settings, and not the program. text: whether the tokenizer will be needed.
     """
     from ..engine import Engine
 
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
-        engine = Engine(model, config, bars, ids)
+        tokenizer = open_soon(model) if text and has_vocabulary(model) else None
+        engine = Engine(model, config, bars, ids, tokenizer)
     warned = set() if warned is None else warned
     idle = _idle_settings(engine) if is_chosen else []
     for warning in (*engine.file.warnings, *engine.warnings, *idle):

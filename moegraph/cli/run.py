@@ -110,7 +110,7 @@ def run(args: tuple[str, ...], **given: Any) -> None:
         times = StartTimes()
         model = stack.enter_context(options.open_header(job.target))
         job = _check_request(job, model)
-        engine = stack.enter_context(options.load_engine(model, job.config))
+        engine = stack.enter_context(options.load_engine(model, job.config, text=True))
         times.lap("load")
         _generate(engine, job, times)
 

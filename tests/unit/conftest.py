@@ -27,7 +27,7 @@ class Cli:
         monkeypatch.setattr(options, "open_header", self._open)
         monkeypatch.setattr(options, "Tokenizer", lambda path: nullcontext(self.engine.tokenizer))
 
-    def _load(self, target: Any, config: Any, *_: object) -> FakeEngine:
+    def _load(self, target: Any, config: Any, *_: object, **__: object) -> FakeEngine:
         self.loaded.append(str(getattr(target, "path", target)))
         self.on_load()
         self.engine.config = config
