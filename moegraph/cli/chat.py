@@ -112,7 +112,7 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        header = stack.enter_context(options.open_header(job.target))
+        header = stack.enter_context(options.open_header(job.target, job.config.device))
         options.require_vocabulary(header)
         job.sampling.validate(header.hparams.n_vocab)
         if template is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from ..config import EngineConfig, Setting
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
-from ..errors import Cancelled, ModelFileError, RequestError
+from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
@@ -241,11 +241,20 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([nrt'\"\\])", lambda match: known[match[1]], text)
 
 
-def open_header(target: str | Path) -> ModelFile:
-    """Open a model by name or path without loading its weights."""
+def open_header(target: str | Path, device: str | None = None) -> ModelFile:
+    """Open a model by name or path without loading its weights.
+
+    device: the driver of this device is opened meanwhile.
+    """
     from ..modelfile import open_model, resolve_target
 
-    return open_model(resolve_target(target))
+    path = resolve_target(target)
+    if device and path.is_file():
+        with suppress(MoegraphError):  # whoever opens the device will say what is wrong
+            from ..ggml.device import wake
+
+            wake(device)
+    return open_model(path)
 
 
 def open_any(target: str | Path) -> GgufFile:

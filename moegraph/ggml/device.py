@@ -7,6 +7,7 @@ when it returns.
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,35 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
     return _contexts.get(address, 0)
 
 
+# What `wake` has begun, by the spelling of the device: bytes in use on each GPU before it.
+_woken: dict[str, Future[dict[str, int]]] = {}
+
+
+def wake(name: str) -> None:
+    """Begin to open the driver and a context on a device; the next `Device` of that name waits.
+
+    Both take some tenths of a second, in which a caller can read the header of the model file.
+    """
+    if name != "cpu" and name not in _woken:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="moegraph-device")
+        _woken[name] = pool.submit(_wake, name)
+        pool.shutdown(wait=False)  # the thread ends with its work
+
+
+def _wake(name: str) -> dict[str, int]:
+    before = gpu_used_bytes()
+    _select(name)  # asking a device for its free memory opens a context
+    return before
+
+
+def _used_before(name: str) -> dict[str, int]:
+    """Return the bytes in use on each GPU before this process opened a context."""
+    if name == "cpu":
+        return {}
+    begun = _woken.pop(name, None)
+    return begun.result() if begun else gpu_used_bytes()
+
+
 class Device:
     """One device, with a stream for graphs and one for uploads.
 
@@ -226,7 +256,7 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
-        before = {} if name == "cpu" else gpu_used_bytes()
+        before = _used_before(name)
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]

@@ -33,7 +33,7 @@ class Cli:
         self.engine.config = config
         return self.engine
 
-    def _open(self, target: str | Path) -> Any:
+    def _open(self, target: str | Path, _: str | None = None) -> Any:
         class Header:
             path, hparams, kv = Path(target), self.engine.hparams, self.engine.file.kv
 
