@@ -7,6 +7,7 @@ when it returns.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -149,48 +150,58 @@ def _cannot_pin(size: int) -> str:
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """Return spelling, kind ('cpu', 'cuda', 'other'), names and memory (bytes) of each device."""
-    found, n_gpu = [], 0
+    """Return spelling, kind ('cpu', 'cuda', 'other'), names and memory (bytes) of each device.
+
+    This opens a context on every GPU, because CUDA tells free memory only then.
+    """
+    return [_describe(*found) for found in _find_devices()]
+
+
+def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
+    """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
+    n_gpu = 0
     for i in range(C.ggml_backend_dev_count()):
         dev = C.ggml_backend_dev_get(i)
-        props = ffi.new("struct ggml_backend_dev_props *")
-        C.ggml_backend_dev_get_props(dev, props)
-        kind, name, free = "other", ffi.string(props.name).decode(), props.memory_free
-        if props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU:
-            kind, spelling = "cpu", "cpu"
-            free = _host_free(free)
+        name = ffi.string(C.ggml_backend_dev_name(dev)).decode()
+        if C.ggml_backend_dev_type(dev) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
+            yield "cpu", "cpu", name, dev
         elif name.startswith("CUDA"):
-            kind, spelling = "cuda", f"cuda:{n_gpu}"
+            yield f"cuda:{n_gpu}", "cuda", name, dev
             n_gpu += 1
         else:
-            spelling = name.lower()
-        found.append(
-            {
-                "device": spelling,
-                "kind": kind,
-                "name": name,
-                "description": ffi.string(props.description).decode(),
-                "address": ffi.string(props.device_id).decode() if props.device_id else "",
-                "memory_free": free,
-                "memory_total": props.memory_total,
-                "handle": dev,
-            }
-        )
-    return found
+            yield name.lower(), "other", name, dev
+
+
+def _describe(
+    spelling: str, kind: str, name: str, dev: _native.ggml_backend_device_ptr
+) -> dict[str, Any]:
+    props = ffi.new("struct ggml_backend_dev_props *")
+    C.ggml_backend_dev_get_props(dev, props)
+    free = props.memory_free
+    return {
+        "device": spelling,
+        "kind": kind,
+        "name": name,
+        "description": ffi.string(props.description).decode(),
+        "address": ffi.string(props.device_id).decode() if props.device_id else "",
+        "memory_free": _host_free(free) if kind == "cpu" else free,
+        "memory_total": props.memory_total,
+        "handle": dev,
+    }
 
 
 def _select(name: str) -> dict[str, Any]:
-    devices = list_devices()
+    devices = list(_find_devices())
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
-        wanted = next((d["device"] for d in devices if d["kind"] == "cuda"), "cpu")
+        wanted = next((spelling for spelling, kind, *_ in devices if kind == "cuda"), "cpu")
     for device in devices:
-        if device["device"] == wanted:
-            return device
-    usable = ", ".join(d["device"] for d in devices if d["kind"] in ("cpu", "cuda"))
+        if device[0] == wanted:
+            return _describe(*device)
+    usable = ", ".join(spelling for spelling, kind, *_ in devices if kind in ("cpu", "cuda"))
     reason = (
         ""
-        if any(d["kind"] == "cuda" for d in devices)
+        if any(kind == "cuda" for _, kind, *_ in devices)
         else ("; this build or this machine has no CUDA device (see moegraph doctor)")
     )
     raise ConfigError(f"no device {name!r}; available: {usable}{reason}")
