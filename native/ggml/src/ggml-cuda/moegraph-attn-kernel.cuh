@@ -24,15 +24,17 @@ struct moegraph_attn_smem {
     uint2 * p;      // weights: [high, then low halves if refined][tile of columns][16 positions][lane]
     float * max;    // [4][column]
     float * sum;    // [4][column]
-    char  * halves; // of a quantized tile
+    int   * place;  // [column]: where its partial sum is; -1: nowhere
+    int   * n_keys; // [column]: of its row
     char  * ring;
+    char  * halves; // of a quantized tile
 };
 
-// Bytes of q, p, max and sum for a tile of columns.
+// Bytes for a tile of columns.
 static __host__ __device__ __forceinline__ size_t moegraph_attn_column_bytes(
         const int d, const bool refined, const bool refined_p) {
-    return (refined ? 2 : 1)*d/32*32*sizeof(uint4) + (refined_p ? 2 : 1)*4*32*sizeof(uint2) +
-        2*4*MOEGRAPH_ATTN_COLS*sizeof(float);
+    return (refined ? 2 : 1)*d*sizeof(uint4) + (refined_p ? 2 : 1)*4*32*sizeof(uint2) +
+        2*(4*sizeof(float) + sizeof(int))*MOEGRAPH_ATTN_COLS;
 }
 
 // Loads tiles ahead of what is computed: keys and values of a tile in turn.
@@ -50,13 +52,14 @@ template <int d> struct moegraph_attn_loader {
 
     __device__ __forceinline__ moegraph_attn_loader(
             const moegraph_attn_args & args, const moegraph_attn_plan & plan, char * ring)
-        : args(args), plan(plan), ring(ring), head_kv(blockIdx.x % args.n_head_kv), turn(0), part(0), slot(0) {
-        unit = moegraph_attn_find_unit(args, plan, 0);
-        find_tile(unit.begin);
+        : args(args), plan(plan), ring(ring), head_kv(blockIdx.x % args.n_head_kv), turn(0), at(0), part(MOEGRAPH_ATTN_K),
+          slot(0) {
+        unit  = moegraph_attn_find_unit(args, plan, 0);
+        begin = unit.begin;
+        locate();
     }
 
-    __device__ __forceinline__ void find_tile(const int first) {
-        begin = first;
+    __device__ __forceinline__ void locate() {
         if (unit.row >= 0) {
             const int i = threadIdx.x % 8; // of the warp's rows
             at = moegraph_attn_locate(args, plan, unit, begin + threadIdx.x/32 + 8*i);
@@ -68,12 +71,12 @@ template <int d> struct moegraph_attn_loader {
             const int n = (min(unit.end - begin, MOEGRAPH_ATTN_TILE) + 15)/16*16;
             moegraph_attn_copy_tile<d>(args, part, head_kv, at, n, ring + slot*args.slot_bytes);
             if (part == MOEGRAPH_ATTN_V) {
-                if (begin + MOEGRAPH_ATTN_TILE >= unit.end) {
-                    unit = moegraph_attn_find_unit(args, plan, ++turn);
-                    find_tile(unit.begin);
-                } else {
-                    find_tile(begin + MOEGRAPH_ATTN_TILE);
+                begin += MOEGRAPH_ATTN_TILE;
+                if (begin >= unit.end) {
+                    unit  = moegraph_attn_find_unit(args, plan, ++turn);
+                    begin = unit.begin;
                 }
+                locate();
             }
             part = 1 - part;
             slot = slot + 1 == args.n_slots ? 0 : slot + 1;
@@ -82,8 +85,8 @@ template <int d> struct moegraph_attn_loader {
     }
 };
 
-// The queries of a unit, scaled, as halves in the order of the fragments.
-template <int d>
+// The queries of a unit, scaled, as halves in the order of the fragments: two steps of 16 elements in a word.
+template <int d, bool refined>
 static __device__ __forceinline__ void moegraph_attn_load_q(
         const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int head_kv, const int n_tiles,
         uint4 * smem) {
@@ -93,25 +96,24 @@ static __device__ __forceinline__ void moegraph_attn_load_q(
         const int col  = i/d*MOEGRAPH_ATTN_COLS + lane/4;
         uint4 high = make_uint4(0, 0, 0, 0), low = high;
         if (col < unit.n_rows*args.n_group) {
-            const int     r = col/args.n_group;
-            const float * q = (const float *) (args.q + moegraph_attn_row_of(unit, r)*args.q_row +
-                (head_kv*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*32 + lane % 4*8;
-            const float4 x0 = ((const float4 *) q)[0], x1 = ((const float4 *) q)[1];
-            const float  x[8] = { x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w };
+            const int      r = col/args.n_group;
+            const float2 * q = (const float2 *) (args.q + moegraph_attn_row_of(unit, r)*args.q_row +
+                (head_kv*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + lane % 4;
             uint32_t h[4], l[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float  a    = __fmul_rn(x[2*j], args.scale), b = __fmul_rn(x[2*j + 1], args.scale);
-                const half2  half = __floats2half2_rn(a, b);
-                const float2 back = __half22float2(half);
-                h[j] = moegraph_attn_bits(half);
+                const float2 x    = q[4*j];
+                const float  a    = __fmul_rn(x.x, args.scale), b = __fmul_rn(x.y, args.scale);
+                const half2  near = __floats2half2_rn(a, b);
+                const float2 back = __half22float2(near);
+                h[j] = moegraph_attn_bits(near);
                 l[j] = moegraph_attn_bits(__floats2half2_rn(a - back.x, b - back.y));
             }
             high = make_uint4(h[0], h[1], h[2], h[3]);
             low  = make_uint4(l[0], l[1], l[2], l[3]);
         }
         smem[i] = high;
-        if (args.refined) {
+        if (refined) {
             smem[args.n_tiles*d + i] = low;
         }
     }
@@ -136,34 +138,39 @@ static __device__ __forceinline__ float2 moegraph_attn_sum_over(float2 x) {
     return x;
 }
 
-// What a warp computes of a unit.
-template <int d, int NC, int WC> struct moegraph_attn_sums {
-    static constexpr int n_team = MOEGRAPH_ATTN_WARPS/WC;                // warps
-    static constexpr int n_keys = n_team < 4 ? 4/n_team : 1;             // tiles of 16 positions of a warp
-    static constexpr int n_m    = d/16 > n_team ? d/16/n_team : 1;       // tiles of 16 elements
+// What a warp computes of a unit. Functions of N compute the first N of the team's tiles of columns.
+template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
+    static constexpr int n_team = MOEGRAPH_ATTN_WARPS/WC;          // warps
+    static constexpr int n_keys = n_team < 4 ? 4/n_team : 1;       // tiles of 16 positions of a warp
+    static constexpr int n_m    = d/16 > n_team ? d/16/n_team : 1; // tiles of 16 elements of a warp
 
     const moegraph_attn_args & args;
-    const moegraph_attn_plan & plan;
     moegraph_attn_smem         smem;
     int                        lane;
     int                        team;
-    int                        rank;   // in the team
-    int                        head_kv;
-    moegraph_attn_unit         unit;
+    int                        rank;    // in the team
     int                        n_tiles; // of the team's columns that there are
     float                      acc[NC][n_m][4];
     float                      max[NC][2];
-    float                      sum[n_keys][NC][2];
+    float                      sum[NC][n_keys][2];
     float                      alpha[NC][2];
-    float                      s[n_keys][NC][4];
+    float                      s[NC][n_keys][4];
 
-    __device__ __forceinline__ moegraph_attn_sums(
-            const moegraph_attn_args & args, const moegraph_attn_plan & plan, const moegraph_attn_smem & smem)
-        : args(args), plan(plan), smem(smem), lane(threadIdx.x % 32), team(threadIdx.x/32/n_team),
-          rank(threadIdx.x/32 % n_team), head_kv(blockIdx.x % args.n_head_kv) {}
+    __device__ __forceinline__ moegraph_attn_sums(const moegraph_attn_args & args, const moegraph_attn_smem & smem)
+        : args(args), smem(smem), lane(threadIdx.x % 32), team(threadIdx.x/32/n_team),
+          rank(threadIdx.x/32 % n_team) {}
 
-    __device__ __forceinline__ void start(const moegraph_attn_unit & next) {
-        unit    = next;
+    // Behind the next barrier the columns are known to all warps.
+    __device__ __forceinline__ void start(const moegraph_attn_plan & plan, const moegraph_attn_unit & unit) {
+        const int col = threadIdx.x;
+        if (col < args.n_tiles*MOEGRAPH_ATTN_COLS) {
+            const int  r    = col/args.n_group;
+            const int  row  = moegraph_attn_row_of(unit, min(r, unit.n_rows - 1));
+            const int  head = blockIdx.x % args.n_head_kv*args.n_group + col - r*args.n_group;
+            const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin; // else its row ends before this split
+            smem.place[col]  = has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
+            smem.n_keys[col] = plan.n_keys[row];
+        }
         n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS) - team*NC;
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
@@ -172,7 +179,7 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
                 max[c][x] = -INFINITY;
 #pragma unroll
                 for (int k = 0; k < n_keys; ++k) {
-                    sum[k][c][x] = 0.0f;
+                    sum[c][k][x] = 0.0f;
                 }
             }
 #pragma unroll
@@ -186,55 +193,56 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
     }
 
     // Both columns of a thread in an array over columns.
-    __device__ __forceinline__ float2 * at_column(float * x, const int i, const int c) const {
-        return (float2 *) (x + (i*args.n_tiles + team*NC + c)*MOEGRAPH_ATTN_COLS + 2*(lane % 4));
+    template <typename T> __device__ __forceinline__ T * at_column(T * x, const int i, const int c) const {
+        return x + (i*args.n_tiles + team*NC + c)*MOEGRAPH_ATTN_COLS + 2*(lane % 4);
+    }
+
+    __device__ __forceinline__ float2 * at_columns(float * x, const int i, const int c) const {
+        return (float2 *) at_column(x, i, c);
     }
 
     __device__ __forceinline__ bool has_keys(const int k, const int n) const {
         return 16*(rank*n_keys + k) < n;
     }
 
-    __device__ __forceinline__ void multiply_keys(const char * tile, const int n) {
+    template <int N> __device__ __forceinline__ void multiply_keys(const char * tile) {
 #pragma unroll
-        for (int k = 0; k < n_keys; ++k) {
+        for (int c = 0; c < N; ++c) {
 #pragma unroll
-            for (int c = 0; c < NC; ++c) {
+            for (int k = 0; k < n_keys; ++k) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    s[k][c][i] = 0.0f;
+                    s[c][k][i] = 0.0f;
                 }
             }
         }
-        if (!has_keys(0, n)) {
-            return;
-        }
-        const uint4 * rows = (const uint4 *) tile + (16*rank*n_keys + lane/4)*(d/8);
-        const uint4 * q    = smem.q + team*NC*d + lane;
+        const char *  row = tile + (16*rank*n_keys + lane % 16)*(2*d);
+        const uint4 * q   = smem.q + team*NC*d + lane;
 #pragma unroll 2
         for (int step = 0; step < d/32; ++step) {
-            const int at = moegraph_attn_swap(MOEGRAPH_ATTN_K, lane/4, 4*step + lane % 4);
-            uint32_t a[n_keys][2][4];
+            uint32_t a[2][n_keys][4];
 #pragma unroll
-            for (int k = 0; k < n_keys; ++k) {
-                const uint4 x = rows[16*k*(d/8) + at], y = rows[(16*k + 8)*(d/8) + at];
-                a[k][0][0] = x.x, a[k][0][1] = y.x, a[k][0][2] = x.y, a[k][0][3] = y.y;
-                a[k][1][0] = x.z, a[k][1][1] = y.z, a[k][1][2] = x.w, a[k][1][3] = y.w;
+            for (int h = 0; h < 2; ++h) {
+                const int at = 16*moegraph_attn_swap(lane, 4*step + 2*h + lane/16);
+#pragma unroll
+                for (int k = 0; k < n_keys; ++k) {
+                    moegraph_attn_load_matrices(a[h][k], row + 16*k*(2*d) + at);
+                }
             }
 #pragma unroll
-            for (int c = 0; c < NC; ++c) {
-                if (c < n_tiles) {
-                    const uint4 b = q[c*d + 32*step];
+            for (int low = 0; low < (refined ? 2 : 1); ++low) {
+                uint4 b[N];
 #pragma unroll
-                    for (int k = 0; k < n_keys; ++k) {
-                        moegraph_attn_mma(s[k][c], a[k][0], b.x, b.y);
-                        moegraph_attn_mma(s[k][c], a[k][1], b.z, b.w);
-                    }
-                    if (args.refined) {
-                        const uint4 low = q[args.n_tiles*d + c*d + 32*step];
+                for (int c = 0; c < N; ++c) {
+                    b[c] = q[(low*args.n_tiles + c)*d + 32*step];
+                }
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int c = 0; c < N; ++c) {
 #pragma unroll
                         for (int k = 0; k < n_keys; ++k) {
-                            moegraph_attn_mma(s[k][c], a[k][0], low.x, low.y);
-                            moegraph_attn_mma(s[k][c], a[k][1], low.z, low.w);
+                            moegraph_attn_mma(s[c][k], a[h][k], h == 0 ? b[c].x : b[c].z, h == 0 ? b[c].y : b[c].w);
                         }
                     }
                 }
@@ -242,70 +250,59 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
         }
     }
 
-    // Positions of the tile at begin that a column sees.
-    __device__ __forceinline__ int seen(const int col, const int begin, const int n) const {
-        const int row = moegraph_attn_row_of(unit, min(col/args.n_group, unit.n_rows - 1));
-        return min(n, plan.n_keys[row] - begin);
-    }
-
-    __device__ __forceinline__ void hide(const int begin, const int n) {
-        const bool same = begin + n <= unit.n_all;
+    // Positions that a column does not see get no weight. begin, n: the tile; n_all: positions that all rows have.
+    template <int N> __device__ __forceinline__ void hide(const int begin, const int n, const int n_all) {
+        const bool same = begin + n <= n_all;
         if (same && n == MOEGRAPH_ATTN_TILE) {
             return;
         }
 #pragma unroll
-        for (int c = 0; c < NC; ++c) {
-            if (c < n_tiles) {
+        for (int c = 0; c < N; ++c) {
 #pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    const int most = same ? n : seen((team*NC + c)*MOEGRAPH_ATTN_COLS + 2*(lane % 4) + x, begin, n);
+            for (int x = 0; x < 2; ++x) {
+                const int most = same ? n : min(n, at_column(smem.n_keys, 0, c)[x] - begin);
 #pragma unroll
-                    for (int k = 0; k < n_keys; ++k) {
-                        const int i = 16*(rank*n_keys + k) + lane/4;
-                        s[k][c][x]     = i < most ? s[k][c][x] : -INFINITY;
-                        s[k][c][x + 2] = i + 8 < most ? s[k][c][x + 2] : -INFINITY;
-                    }
+                for (int k = 0; k < n_keys; ++k) {
+                    const int i = 16*(rank*n_keys + k) + lane/4;
+                    s[c][k][x]     = i < most ? s[c][k][x] : -INFINITY;
+                    s[c][k][x + 2] = i + 8 < most ? s[c][k][x + 2] : -INFINITY;
                 }
+            }
+        }
+    }
+
+    template <int N> __device__ __forceinline__ void put_max() {
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+            float2 most = make_float2(-INFINITY, -INFINITY);
+#pragma unroll
+            for (int k = 0; k < n_keys; ++k) {
+                most.x = fmaxf(most.x, fmaxf(s[c][k][0], s[c][k][2]));
+                most.y = fmaxf(most.y, fmaxf(s[c][k][1], s[c][k][3]));
+            }
+            most = moegraph_attn_max_over(most);
+            if (lane < 4) {
+                *at_columns(smem.max, rank, c) = most;
             }
         }
     }
 
     // The maxima with this tile, and what sums so far are multiplied by.
-    __device__ __forceinline__ void find_max(const int n) {
-        if (has_keys(0, n)) {
+    template <int N> __device__ __forceinline__ void get_max(const int n) {
 #pragma unroll
-            for (int c = 0; c < NC; ++c) {
-                if (c < n_tiles) {
-                    float2 most = make_float2(-INFINITY, -INFINITY);
+        for (int c = 0; c < N; ++c) {
+            float2 most = make_float2(max[c][0], max[c][1]);
 #pragma unroll
-                    for (int k = 0; k < n_keys; ++k) {
-                        most.x = fmaxf(most.x, fmaxf(s[k][c][0], s[k][c][2]));
-                        most.y = fmaxf(most.y, fmaxf(s[k][c][1], s[k][c][3]));
-                    }
-                    most = moegraph_attn_max_over(most);
-                    if (lane < 4) {
-                        *at_column(smem.max, rank, c) = most;
-                    }
+            for (int w = 0; w < (n_team < 4 ? n_team : 4); ++w) {
+                if (16*w*n_keys < n) {
+                    const float2 x = *at_columns(smem.max, w, c);
+                    most = make_float2(fmaxf(most.x, x.x), fmaxf(most.y, x.y));
                 }
             }
-        }
-        moegraph_attn_barrier(1 + team, 32*n_team);
-#pragma unroll
-        for (int c = 0; c < NC; ++c) {
-            if (c < n_tiles) {
-                float2 most = make_float2(max[c][0], max[c][1]);
-#pragma unroll
-                for (int w = 0; w < (n_team < 4 ? n_team : 4); ++w) {
-                    if (16*w*n_keys < n) {
-                        const float2 x = *at_column(smem.max, w, c);
-                        most = make_float2(fmaxf(most.x, x.x), fmaxf(most.y, x.y));
-                    }
-                }
-                alpha[c][0] = exp2f((max[c][0] - most.x)*MOEGRAPH_ATTN_LOG2E);
-                alpha[c][1] = exp2f((max[c][1] - most.y)*MOEGRAPH_ATTN_LOG2E);
-                max[c][0] = most.x;
-                max[c][1] = most.y;
-            }
+            alpha[c][0] = exp2f((max[c][0] - most.x)*MOEGRAPH_ATTN_LOG2E);
+            alpha[c][1] = exp2f((max[c][1] - most.y)*MOEGRAPH_ATTN_LOG2E);
+            max[c][0] = most.x;
+            max[c][1] = most.y;
         }
     }
 
@@ -317,84 +314,98 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
         return __half22float2(h);
     }
 
-    __device__ __forceinline__ void weigh(const int n) {
+    template <int N> __device__ __forceinline__ void weigh(const int n) {
 #pragma unroll
-        for (int c = 0; c < NC; ++c) {
-            if (c < n_tiles) {
-                const float x = fmaf(max[c][0], MOEGRAPH_ATTN_LOG2E, -MOEGRAPH_ATTN_BOOST);
-                const float y = fmaf(max[c][1], MOEGRAPH_ATTN_LOG2E, -MOEGRAPH_ATTN_BOOST);
+        for (int c = 0; c < N; ++c) {
+            const float x = fmaf(max[c][0], MOEGRAPH_ATTN_LOG2E, -MOEGRAPH_ATTN_BOOST);
+            const float y = fmaf(max[c][1], MOEGRAPH_ATTN_LOG2E, -MOEGRAPH_ATTN_BOOST);
 #pragma unroll
-                for (int k = 0; k < n_keys; ++k) {
-                    float2 total = make_float2(0.0f, 0.0f);
-                    if (has_keys(k, n)) {
-                        uint2 * to = smem.p + ((team*NC + c)*4 + rank*n_keys + k)*32 + lane;
+            for (int k = 0; k < n_keys; ++k) {
+                float2 total = make_float2(0.0f, 0.0f);
+                if (has_keys(k, n)) {
+                    uint2 * to = smem.p + ((team*NC + c)*4 + rank*n_keys + k)*32 + lane;
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            const float2 w = make_float2(
-                                exp2f(fmaf(s[k][c][2*i], MOEGRAPH_ATTN_LOG2E, -x)),
-                                exp2f(fmaf(s[k][c][2*i + 1], MOEGRAPH_ATTN_LOG2E, -y)));
-                            const float2 r = put_weights(to, i, w);
-                            total = make_float2(total.x + r.x, total.y + r.y);
-                            if (args.refined_p) {
-                                const float2 l = put_weights(to + args.n_tiles*4*32, i,
-                                    make_float2(w.x - r.x, w.y - r.y));
-                                total = make_float2(total.x + l.x, total.y + l.y);
-                            }
+                    for (int i = 0; i < 2; ++i) {
+                        const float2 w = make_float2(
+                            exp2f(fmaf(s[c][k][2*i], MOEGRAPH_ATTN_LOG2E, -x)),
+                            exp2f(fmaf(s[c][k][2*i + 1], MOEGRAPH_ATTN_LOG2E, -y)));
+                        const float2 r = put_weights(to, i, w);
+                        total = make_float2(total.x + r.x, total.y + r.y);
+                        if (refined && args.refined_p) {
+                            const float2 l = put_weights(to + args.n_tiles*4*32, i, make_float2(w.x - r.x, w.y - r.y));
+                            total = make_float2(total.x + l.x, total.y + l.y);
                         }
                     }
-                    sum[k][c][0] = fmaf(sum[k][c][0], alpha[c][0], total.x);
-                    sum[k][c][1] = fmaf(sum[k][c][1], alpha[c][1], total.y);
+                }
+                sum[c][k][0] = fmaf(sum[c][k][0], alpha[c][0], total.x);
+                sum[c][k][1] = fmaf(sum[c][k][1], alpha[c][1], total.y);
+            }
+        }
+    }
+
+    // Weights of a tile of keys. By the whole team.
+    template <int N> __device__ __forceinline__ void add_keys(
+            const char * tile, const int begin, const int n, const int n_all) {
+        if (n_tiles > 0 && has_keys(0, n)) {
+            multiply_keys<N>(tile);
+            hide<N>(begin, n, n_all);
+            put_max<N>();
+        }
+        moegraph_attn_barrier(1 + team, 32*n_team);
+        if (n_tiles > 0) {
+            get_max<N>(n);
+            weigh<N>(n);
+        }
+    }
+
+    template <int N> __device__ __forceinline__ void rescale() {
+        bool same = true;
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+            same = same && alpha[c][0] == 1.0f && alpha[c][1] == 1.0f;
+        }
+        if (__all_sync(0xFFFFFFFF, same)) {
+            return;
+        }
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+#pragma unroll
+            for (int m = 0; m < n_m; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    acc[c][m][i] *= alpha[c][i % 2];
                 }
             }
         }
     }
 
-    __device__ __forceinline__ void multiply_values(const char * tile, const int n) {
-        if (rank*n_m*16 >= d || n_tiles <= 0) {
+    // A tile of values times its weights.
+    template <int N> __device__ __forceinline__ void add_values(const char * tile, const int n) {
+        if (n_tiles <= 0 || rank*n_m*16 >= d) {
             return;
         }
-        bool same = true;
-#pragma unroll
-        for (int c = 0; c < NC; ++c) {
-            same = same && (c >= n_tiles || (alpha[c][0] == 1.0f && alpha[c][1] == 1.0f));
-        }
-        if (!__all_sync(0xFFFFFFFF, same)) {
-#pragma unroll
-            for (int c = 0; c < NC; ++c) {
-                if (c < n_tiles) {
-#pragma unroll
-                    for (int m = 0; m < n_m; ++m) {
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            acc[c][m][i] *= alpha[c][i % 2];
-                        }
-                    }
-                }
-            }
-        }
+        rescale<N>();
         const char *  row = tile + (lane % 8 + lane/16*8)*(2*d);
         const uint2 * p   = smem.p + team*NC*4*32 + lane;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (16*i < n) {
-                uint2 b[2][NC];
 #pragma unroll
-                for (int c = 0; c < NC; ++c) {
-                    b[0][c] = c < n_tiles ? p[(c*4 + i)*32] : make_uint2(0, 0);
-                    b[1][c] = args.refined_p && c < n_tiles ? p[((args.n_tiles + c)*4 + i)*32] : make_uint2(0, 0);
-                }
+                for (int low = 0; low < (refined ? 2 : 1); ++low) {
+                    if (low == 0 || args.refined_p) {
+                        uint2 b[N];
 #pragma unroll
-                for (int m = 0; m < n_m; ++m) {
-                    const int chunk = 2*(rank*n_m + m) + lane/8 % 2;
-                    uint32_t a[4];
-                    moegraph_attn_load_transposed(
-                        a, row + 16*i*(2*d) + 16*moegraph_attn_swap(MOEGRAPH_ATTN_V, lane % 8, chunk));
+                        for (int c = 0; c < N; ++c) {
+                            b[c] = p[((low*args.n_tiles + c)*4 + i)*32];
+                        }
 #pragma unroll
-                    for (int c = 0; c < NC; ++c) {
-                        if (c < n_tiles) {
-                            moegraph_attn_mma(acc[c][m], a, b[0][c].x, b[0][c].y);
-                            if (args.refined_p) {
-                                moegraph_attn_mma(acc[c][m], a, b[1][c].x, b[1][c].y);
+                        for (int m = 0; m < n_m; ++m) {
+                            uint32_t a[4];
+                            moegraph_attn_load_transposed(a, row + 16*i*(2*d) +
+                                16*moegraph_attn_swap(lane, 2*(rank*n_m + m) + lane/8 % 2));
+#pragma unroll
+                            for (int c = 0; c < N; ++c) {
+                                moegraph_attn_mma(acc[c][m], a, b[c].x, b[c].y);
                             }
                         }
                     }
@@ -403,37 +414,26 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
         }
     }
 
-    // Where the partial sum of a column is; -1: nowhere, as its row ends before this split.
-    __device__ __forceinline__ int64_t place(const int col) const {
-        const int r = col/args.n_group;
-        if (r >= unit.n_rows) {
-            return -1;
-        }
-        const int row  = moegraph_attn_row_of(unit, r);
-        const int head = head_kv*args.n_group + col - r*args.n_group;
-        return plan.n_keys[row] <= unit.begin ? -1 : (int64_t) (row*args.n_head + head)*args.n_splits + unit.split;
-    }
-
-    // By the whole block, as there is a barrier in it.
+    // Stores the partial sums. By the whole block, as there is a barrier in it.
     __device__ __forceinline__ void store() {
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
             if (c < n_tiles) {
 #pragma unroll
                 for (int k = 0; k < n_keys; ++k) {
-                    const float2 x = moegraph_attn_sum_over(make_float2(sum[k][c][0], sum[k][c][1]));
+                    const float2 x = moegraph_attn_sum_over(make_float2(sum[c][k][0], sum[c][k][1]));
                     if (lane < 4 && rank < 4) {
-                        *at_column(smem.sum, rank*n_keys + k, c) = x;
+                        *at_columns(smem.sum, rank*n_keys + k, c) = x;
                     }
                 }
                 if (lane < 4 && rank == 0) {
-                    *at_column(smem.max, 0, c) = make_float2(max[c][0], max[c][1]);
+                    *at_columns(smem.max, 0, c) = make_float2(max[c][0], max[c][1]);
                 }
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
-                    const int64_t at = place((team*NC + c)*MOEGRAPH_ATTN_COLS + 2*(lane % 4) + x);
+                    const int at = at_column(smem.place, 0, c)[x];
                     if (at >= 0 && rank*n_m*16 < d) {
-                        float * out = args.partial + at*d + rank*n_m*16 + lane/4;
+                        float * out = args.partial + (int64_t) at*d + rank*n_m*16 + lane/4;
 #pragma unroll
                         for (int m = 0; m < n_m; ++m) {
                             out[16*m]     = acc[c][m][x];
@@ -445,29 +445,30 @@ template <int d, int NC, int WC> struct moegraph_attn_sums {
         }
         __syncthreads();
         const int col = threadIdx.x, n_cols = args.n_tiles*MOEGRAPH_ATTN_COLS;
-        if (col < n_cols) {
-            const int64_t at = place(col);
-            if (at >= 0) {
-                const float * x = smem.sum + col;
-                args.max_sum[at] = make_float2(smem.max[col], x[0] + x[n_cols] + x[2*n_cols] + x[3*n_cols]);
-            }
+        if (col < n_cols && smem.place[col] >= 0) {
+            const float * x = smem.sum + col;
+            args.max_sum[smem.place[col]] =
+                make_float2(smem.max[col], x[0] + x[n_cols] + x[2*n_cols] + x[3*n_cols]);
         }
     }
 };
 
-template <int d, int NC, int WC>
+template <int d, bool refined, int NC, int WC>
 __launch_bounds__(MOEGRAPH_ATTN_THREADS, 1)
 static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_attn_args args) {
 #ifdef TURING_MMA_AVAILABLE
     extern __shared__ uint4 moegraph_attn_dynamic[];
     __shared__ moegraph_attn_plan plan;
 
+    const int n_cols = args.n_tiles*MOEGRAPH_ATTN_COLS;
     moegraph_attn_smem smem;
     smem.q      = moegraph_attn_dynamic;
-    smem.p      = (uint2 *) (smem.q + (args.refined ? 2 : 1)*args.n_tiles*d);
+    smem.p      = (uint2 *) (smem.q + (refined ? 2 : 1)*args.n_tiles*d);
     smem.max    = (float *) (smem.p + (args.refined_p ? 2 : 1)*args.n_tiles*4*32);
-    smem.sum    = smem.max + 4*args.n_tiles*MOEGRAPH_ATTN_COLS;
-    smem.ring   = (char *) (smem.sum + 4*args.n_tiles*MOEGRAPH_ATTN_COLS);
+    smem.sum    = smem.max + 4*n_cols;
+    smem.place  = (int *) (smem.sum + 4*n_cols);
+    smem.n_keys = smem.place + n_cols;
+    smem.ring   = (char *) (smem.n_keys + n_cols);
     smem.halves = smem.ring + args.n_slots*args.slot_bytes;
 
     if (!args.early) {
@@ -486,48 +487,64 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     if (unit.row < 0) {
         return;
     }
-    for (int i = 1; i < args.n_slots; ++i) {
-        loader.load_next();
-    }
 
-    moegraph_attn_sums<d, NC, WC> sums(args, plan, smem);
-    const int head_kv = blockIdx.x % args.n_head_kv;
-    int slot = 0;
-    // The next tile of keys or values, as halves; behind the barrier in it no warp reads the one before.
-    const auto next_tile = [&](const int part, const int n) -> const char * {
+    moegraph_attn_sums<d, refined, NC, WC> sums(args, smem);
+    int  ahead = args.n_slots - 1; // tiles to load before one is computed
+    int  turn = 0, slot = 0, part = MOEGRAPH_ATTN_K, begin = unit.begin;
+    bool fresh = true;
+    while (true) {
+        if (ahead == 0) {
+            if (fresh) {
+                sums.start(plan, unit);
+                const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
+                moegraph_attn_load_q<d, refined>(args, unit, blockIdx.x % args.n_head_kv,
+                    n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
+                fresh = false;
+            }
+            moegraph_attn_copy_wait(max(args.n_slots - 2, 0));
+            __syncthreads(); // the tile is there, and no warp reads the one before
+        }
+        loader.load_next();
+        if (ahead > 0) {
+            --ahead;
+            continue;
+        }
         if (args.n_slots == 1) {
+            moegraph_attn_copy_wait(0);
             __syncthreads();
-            loader.load_next();
         }
-        moegraph_attn_copy_wait(max(args.n_slots - 2, 0));
-        __syncthreads();
-        if (args.n_slots > 1) {
-            loader.load_next();
-        }
+        const int    n    = min(unit.end - begin, MOEGRAPH_ATTN_TILE);
         const char * tile = smem.ring + slot*args.slot_bytes;
         slot = slot + 1 == args.n_slots ? 0 : slot + 1;
-        if (args.type[part] == GGML_TYPE_F16) {
-            return tile;
+        if (args.type[part] != GGML_TYPE_F16) {
+            moegraph_attn_convert_tile<d>(args.type[part], tile, smem.halves, (n + 15)/16*16);
+            __syncthreads();
+            tile = smem.halves;
         }
-        moegraph_attn_convert_tile<d>(args, part, tile, smem.halves, (n + 15)/16*16);
-        __syncthreads();
-        return smem.halves;
-    };
-
-    for (int turn = 0; unit.row >= 0;) {
-        sums.start(unit);
-        moegraph_attn_load_q<d>(args, unit, head_kv,
-            moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS), smem.q);
-        for (int begin = unit.begin; begin < unit.end; begin += MOEGRAPH_ATTN_TILE) {
-            const int n = min(unit.end - begin, MOEGRAPH_ATTN_TILE);
-            sums.multiply_keys(next_tile(MOEGRAPH_ATTN_K, n), n);
-            sums.hide(begin, n);
-            sums.find_max(n);
-            sums.weigh(n);
-            sums.multiply_values(next_tile(MOEGRAPH_ATTN_V, n), n);
+        if (part == MOEGRAPH_ATTN_K) {
+            if (NC > 1 && sums.n_tiles == 1) {
+                sums.template add_keys<1>(tile, begin, n, unit.n_all);
+            } else {
+                sums.template add_keys<NC>(tile, begin, n, unit.n_all);
+            }
+        } else {
+            if (NC > 1 && sums.n_tiles == 1) {
+                sums.template add_values<1>(tile, n);
+            } else {
+                sums.template add_values<NC>(tile, n);
+            }
+            begin += MOEGRAPH_ATTN_TILE;
+            if (begin >= unit.end) {
+                sums.store();
+                unit = moegraph_attn_find_unit(args, plan, ++turn);
+                if (unit.row < 0) {
+                    return;
+                }
+                begin = unit.begin;
+                fresh = true;
+            }
         }
-        sums.store();
-        unit = moegraph_attn_find_unit(args, plan, ++turn);
+        part = 1 - part;
     }
 #else
     GGML_UNUSED_VARS(args);

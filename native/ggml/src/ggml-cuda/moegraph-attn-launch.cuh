@@ -7,17 +7,17 @@
 constexpr int MOEGRAPH_ATTN_MAX_TILES = 16; // of columns in a block
 constexpr int MOEGRAPH_ATTN_MAX_SLOTS = 8;
 
-template <int d, int NC, int WC>
+template <int d, bool refined, int NC, int WC>
 static void moegraph_attn_launch_kernel(
         ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const size_t smem, const size_t most) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
     // one block on each multiprocessor, the same number for each head of keys: lengths change without a new capture
     const int n_blocks = getenv("MG_ATTN_BLOCKS") != nullptr ? atoi(getenv("MG_ATTN_BLOCKS")) : 1; // TEMPORARY
     const int n = std::max(1, std::min(n_blocks*device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
-    CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, NC, WC>), most);
+    CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, refined, NC, WC>), most);
     const ggml_cuda_kernel_launch_params params(
         dim3(n*args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
-    ggml_cuda_kernel_launch(moegraph_attn_kernel<d, NC, WC>, params, args);
+    ggml_cuda_kernel_launch(moegraph_attn_kernel<d, refined, NC, WC>, params, args);
 }
 
 // Sets the number of columns and slots. A second slot is worth more than columns: with one, nothing is loaded while a
@@ -34,9 +34,13 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
         }
     }
     const size_t of_column = moegraph_attn_column_bytes(d, args.refined, args.refined_p);
+    const int    max_tiles = getenv("MG_ATTN_TILES") ? atoi(getenv("MG_ATTN_TILES")) : MOEGRAPH_ATTN_MAX_TILES;
     const auto   rows_with = [&](const size_t slots) -> int {
-        const size_t left = halves + slots < most ? most - halves - slots : 0;
-        return std::min<int>(getenv("MG_ATTN_TILES") ? atoi(getenv("MG_ATTN_TILES")) : MOEGRAPH_ATTN_MAX_TILES, left/of_column)*MOEGRAPH_ATTN_COLS/args.n_group;
+        int n_tiles = max_tiles;
+        while (n_tiles > 0 && halves + slots + n_tiles*of_column > most) {
+            n_tiles /= 2;
+        }
+        return n_tiles*MOEGRAPH_ATTN_COLS/args.n_group;
     };
     int n_rows = async ? rows_with(2*raw) : 0;
     const bool one = n_rows == 0;
@@ -47,7 +51,10 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
     GGML_ASSERT(n_rows > 0);
     const int n_chunks = (args.n_rows + n_rows - 1)/n_rows;
     n_rows          = (args.n_rows + n_chunks - 1)/n_chunks;
-    args.n_tiles    = (n_rows*args.n_group + MOEGRAPH_ATTN_COLS - 1)/MOEGRAPH_ATTN_COLS;
+    args.n_tiles    = 1; // a power of two, as there are kernels for
+    while (args.n_tiles*MOEGRAPH_ATTN_COLS < n_rows*args.n_group) {
+        args.n_tiles *= 2;
+    }
     args.slot_bytes = (int) raw;
     args.n_slots    = one ? 1 : std::min<size_t>(
         MOEGRAPH_ATTN_MAX_SLOTS, (most - halves - args.n_tiles*of_column)/raw);
@@ -59,19 +66,31 @@ static int moegraph_attn_try(const char * name, const int otherwise) { // TEMPOR
     return value != nullptr ? atoi(value) : otherwise;
 }
 
-template <int d>
-void moegraph_attn_launch(ggml_backend_cuda_context & ctx, moegraph_attn_args args) {
+template <int d, bool refined>
+static void moegraph_attn_launch_width(ggml_backend_cuda_context & ctx, moegraph_attn_args args) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
     const int    kib    = moegraph_attn_try("MG_ATTN_KIB", 0);
     const size_t most   = (kib > 0 ? 1024*kib : device.smpbo) - sizeof(moegraph_attn_plan);
     const size_t smem   = moegraph_attn_share_memory(args, d, most, cp_async_available(device.cc));
     if (args.n_tiles == 1) {
-        moegraph_attn_launch_kernel<d, 1, 1>(ctx, args, smem, most);
-    } else if (args.n_tiles <= 4) {
-        moegraph_attn_launch_kernel<d, 4, 1>(ctx, args, smem, most);
-    } else if (args.n_tiles <= 8) {
-        moegraph_attn_launch_kernel<d, 4, 2>(ctx, args, smem, most);
+        moegraph_attn_launch_kernel<d, refined, 1, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 2) {
+        moegraph_attn_launch_kernel<d, refined, 2, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 4) {
+        moegraph_attn_launch_kernel<d, refined, 4, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 8) {
+        moegraph_attn_launch_kernel<d, refined, 4, 2>(ctx, args, smem, most);
     } else {
-        moegraph_attn_launch_kernel<d, 4, 4>(ctx, args, smem, most);
+        moegraph_attn_launch_kernel<d, refined, 4, 4>(ctx, args, smem, most);
     }
+}
+
+template <int d>
+void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args) {
+    if constexpr (d == 256) {
+        if (!args.refined) {
+            return moegraph_attn_launch_width<d, false>(ctx, args);
+        }
+    }
+    moegraph_attn_launch_width<d, true>(ctx, args);
 }

@@ -52,8 +52,19 @@ static __device__ __forceinline__ uint32_t moegraph_attn_transpose(const uint32_
     return y;
 }
 
-// The fragment a of a product from shared memory where its columns are rows: lane has the address of eight halves of
-// row lane % 8 + lane/16*8, the first or (lane/8 odd) the last eight.
+// Four 8 x 8 matrices of halves from shared memory; lane has the address of row lane % 8 of matrix lane/8.
+static __device__ __forceinline__ void moegraph_attn_load_matrices(uint32_t a[4], const char * smem) {
+#if __CUDA_ARCH__ >= GGML_CUDA_CC_TURING
+    const unsigned at = (unsigned) __cvta_generic_to_shared(smem);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+#else
+    GGML_UNUSED_VARS(a, smem);
+    NO_DEVICE_CODE;
+#endif
+}
+
+// The same, each transposed.
 static __device__ __forceinline__ void moegraph_attn_load_transposed(uint32_t a[4], const char * smem) {
 #if __CUDA_ARCH__ >= GGML_CUDA_CC_TURING
     const unsigned at = (unsigned) __cvta_generic_to_shared(smem);

@@ -4,8 +4,8 @@
 
 // Keys and values of moegraph_attn on their way to tensor cores: 64 rows of a head a time, in shared memory, as halves.
 //
-// Rows of halves are copied to where they are read; quantized rows are copied as they are, then become halves. The 16
-// bytes of a row that one thread reads at once are a chunk; chunks are swapped so that those read together lie in
+// Rows of halves are copied to where they are read; quantized rows are copied as they are, then become halves. Eight
+// halves are a chunk. Chunks of a row are swapped so that one chunk of eight rows, which are read together, lies in
 // different banks.
 
 constexpr int MOEGRAPH_ATTN_WARPS   = 8;
@@ -16,8 +16,8 @@ constexpr int MOEGRAPH_ATTN_COLS    = 8;  // of one product
 enum { MOEGRAPH_ATTN_K, MOEGRAPH_ATTN_V };
 
 // Where a chunk of a row lies in the row.
-static __device__ __forceinline__ int moegraph_attn_swap(const int part, const int row, const int chunk) {
-    return chunk ^ (part == MOEGRAPH_ATTN_K ? row % 2*4 : row % 8);
+static __device__ __forceinline__ int moegraph_attn_swap(const int row, const int chunk) {
+    return chunk ^ row % 8;
 }
 
 // Bytes of a head in a row of the pool.
@@ -28,7 +28,7 @@ static constexpr __host__ __device__ int moegraph_attn_head_bytes(const ggml_typ
 // Copies a tile's rows in parts of n_bytes. Lane i < 8 of each warp knows where row warp + 8*i is in the pool.
 template <ggml_type type, int d>
 static __device__ __forceinline__ void moegraph_attn_copy_rows(
-        const int part, const char * base, const int64_t stride, const int at, const int n, char * slot) {
+        const char * base, const int64_t stride, const int at, const int n, char * slot) {
     constexpr int n_bytes = type == GGML_TYPE_F16 ? 16 : d/16; // as rows are aligned
     constexpr int n_parts = moegraph_attn_head_bytes(type, d)/n_bytes;
     constexpr int n_rows  = 32/n_parts; // that a warp copies at once
@@ -42,7 +42,7 @@ static __device__ __forceinline__ void moegraph_attn_copy_rows(
         const int row  = warp + 8*(i + mine);
         if (mine < n_rows && i + mine < 8 && row < n) {
             char * to = slot + row*(n_parts*n_bytes) +
-                (type == GGML_TYPE_F16 ? moegraph_attn_swap(part, row, x) : x)*n_bytes;
+                (type == GGML_TYPE_F16 ? moegraph_attn_swap(row, x) : x)*n_bytes;
             moegraph_attn_copy<n_bytes>(to, base + from*stride + x*n_bytes);
         }
     }
@@ -55,11 +55,11 @@ static __device__ __forceinline__ void moegraph_attn_copy_tile(
     const int64_t stride = args.stride[part];
     switch (args.type[part]) {
         case GGML_TYPE_F16:
-            return moegraph_attn_copy_rows<GGML_TYPE_F16, d>(part, base, stride, at, n, slot);
+            return moegraph_attn_copy_rows<GGML_TYPE_F16, d>(base, stride, at, n, slot);
         case GGML_TYPE_Q8_0:
-            return moegraph_attn_copy_rows<GGML_TYPE_Q8_0, d>(part, base, stride, at, n, slot);
+            return moegraph_attn_copy_rows<GGML_TYPE_Q8_0, d>(base, stride, at, n, slot);
         default:
-            return moegraph_attn_copy_rows<GGML_TYPE_Q4_0, d>(part, base, stride, at, n, slot);
+            return moegraph_attn_copy_rows<GGML_TYPE_Q4_0, d>(base, stride, at, n, slot);
     }
 }
 
@@ -73,8 +73,7 @@ static __device__ __forceinline__ uint32_t moegraph_attn_scaled(
 
 // A thread has half of a block's quants, 16 or 8 bytes. They start in the middle of a word in every other block.
 template <ggml_type type, int d>
-static __device__ __forceinline__ void moegraph_attn_convert_rows(
-        const int part, const char * slot, char * halves, const int n) {
+static __device__ __forceinline__ void moegraph_attn_convert_rows(const char * slot, char * halves, const int n) {
     constexpr int n_words = type == GGML_TYPE_Q8_0 ? 4 : 2;
     constexpr int n_bytes = moegraph_attn_head_bytes(type, d);
 #pragma unroll 2
@@ -121,17 +120,17 @@ static __device__ __forceinline__ void moegraph_attn_convert_rows(
         }
         uint4 * to = (uint4 *) halves + row*(d/8);
         const int chunk = type == GGML_TYPE_Q8_0 ? 2*x : x/2*4 + x % 2;
-        to[moegraph_attn_swap(part, row, chunk)] = low;
-        to[moegraph_attn_swap(part, row, chunk + (type == GGML_TYPE_Q8_0 ? 1 : 2))] = high;
+        to[moegraph_attn_swap(row, chunk)] = low;
+        to[moegraph_attn_swap(row, chunk + (type == GGML_TYPE_Q8_0 ? 1 : 2))] = high;
     }
 }
 
 template <int d>
 static __device__ __forceinline__ void moegraph_attn_convert_tile(
-        const moegraph_attn_args & args, const int part, const char * slot, char * halves, const int n) {
-    if (args.type[part] == GGML_TYPE_Q8_0) {
-        moegraph_attn_convert_rows<GGML_TYPE_Q8_0, d>(part, slot, halves, n);
+        const ggml_type type, const char * slot, char * halves, const int n) {
+    if (type == GGML_TYPE_Q8_0) {
+        moegraph_attn_convert_rows<GGML_TYPE_Q8_0, d>(slot, halves, n);
     } else {
-        moegraph_attn_convert_rows<GGML_TYPE_Q4_0, d>(part, slot, halves, n);
+        moegraph_attn_convert_rows<GGML_TYPE_Q4_0, d>(slot, halves, n);
     }
 }

@@ -3,7 +3,7 @@
 #include "moegraph-attn-stage.cuh"
 #include "moegraph-rows-types.cuh"
 
-template <int d> void moegraph_attn_launch(ggml_backend_cuda_context & ctx, moegraph_attn_args args);
+template <int d> void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args);
 
 constexpr int MOEGRAPH_ATTN_SUM_THREADS = 256;
 constexpr int MOEGRAPH_ATTN_SUM_LANES   = 16; // of 4 elements each: 64 in a block
