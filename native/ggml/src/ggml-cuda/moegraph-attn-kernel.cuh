@@ -43,7 +43,6 @@ template <int d> struct moegraph_attn_loader {
     const moegraph_attn_plan & plan;
     char *                     ring;
     moegraph_attn_unit         unit;
-    int                        head_kv;
     int                        turn;
     int                        begin; // of the tile
     int                        at;    // lane i < 8: where its row warp + 8*i is in the pool
@@ -52,7 +51,7 @@ template <int d> struct moegraph_attn_loader {
 
     __device__ __forceinline__ moegraph_attn_loader(
             const moegraph_attn_args & args, const moegraph_attn_plan & plan, char * ring)
-        : args(args), plan(plan), ring(ring), head_kv(blockIdx.x % args.n_head_kv), turn(0), at(0), part(MOEGRAPH_ATTN_K),
+        : args(args), plan(plan), ring(ring), turn(0), at(0), part(MOEGRAPH_ATTN_K),
           slot(0) {
         unit  = moegraph_attn_find_unit(args, plan, 0);
         begin = unit.begin;
@@ -69,7 +68,7 @@ template <int d> struct moegraph_attn_loader {
     __device__ __forceinline__ void load_next() {
         if (unit.row >= 0) {
             const int n = (min(unit.end - begin, MOEGRAPH_ATTN_TILE) + 15)/16*16;
-            moegraph_attn_copy_tile<d>(args, part, head_kv, at, n, ring + slot*args.slot_bytes);
+            moegraph_attn_copy_tile<d>(args, part, blockIdx.y, at, n, ring + slot*args.slot_bytes);
             if (part == MOEGRAPH_ATTN_V) {
                 begin += MOEGRAPH_ATTN_TILE;
                 if (begin >= unit.end) {
@@ -86,11 +85,10 @@ template <int d> struct moegraph_attn_loader {
 };
 
 // The queries of a unit, scaled, as halves in the order of the fragments: two steps of 16 elements in a word.
-template <int d, bool refined>
+template <int d, bool refined, int NC>
 static __device__ __forceinline__ void moegraph_attn_load_q(
-        const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int head_kv, const int n_tiles,
-        uint4 * smem) {
-#pragma unroll 4
+        const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int n_tiles, uint4 * smem) {
+#pragma unroll (NC > 1 ? 4 : 1)
     for (int i = threadIdx.x; i < n_tiles*d; i += MOEGRAPH_ATTN_THREADS) {
         const int lane = i % 32;
         const int col  = i/d*MOEGRAPH_ATTN_COLS + lane/4;
@@ -98,7 +96,7 @@ static __device__ __forceinline__ void moegraph_attn_load_q(
         if (col < unit.n_rows*args.n_group) {
             const int      r = col/args.n_group;
             const float2 * q = (const float2 *) (args.q + moegraph_attn_row_of(unit, r)*args.q_row +
-                (head_kv*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + lane % 4;
+                (blockIdx.y*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + lane % 4;
             uint32_t h[4], l[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -166,7 +164,7 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
         if (col < args.n_tiles*MOEGRAPH_ATTN_COLS) {
             const int  r    = col/args.n_group;
             const int  row  = moegraph_attn_row_of(unit, min(r, unit.n_rows - 1));
-            const int  head = blockIdx.x % args.n_head_kv*args.n_group + col - r*args.n_group;
+            const int  head = blockIdx.y*args.n_group + col - r*args.n_group;
             const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin; // else its row ends before this split
             smem.place[col]  = has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
             smem.n_keys[col] = plan.n_keys[row];
@@ -497,8 +495,8 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
             if (fresh) {
                 sums.start(plan, unit);
                 const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
-                moegraph_attn_load_q<d, refined>(args, unit, blockIdx.x % args.n_head_kv,
-                    n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
+                moegraph_attn_load_q<d, refined, NC>(
+                    args, unit, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
                 fresh = false;
             }
             moegraph_attn_copy_wait(max(args.n_slots - 2, 0));

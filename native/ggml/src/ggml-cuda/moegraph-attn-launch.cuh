@@ -16,7 +16,7 @@ static void moegraph_attn_launch_kernel(
     const int n = std::max(1, std::min(n_blocks*device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
     CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, refined, NC, WC>), most);
     const ggml_cuda_kernel_launch_params params(
-        dim3(n*args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
+        dim3(n, args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
     ggml_cuda_kernel_launch(moegraph_attn_kernel<d, refined, NC, WC>, params, args);
 }
 
@@ -55,6 +55,7 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
     while (args.n_tiles*MOEGRAPH_ATTN_COLS < n_rows*args.n_group) {
         args.n_tiles *= 2;
     }
+    args.n_chunk    = args.n_tiles*MOEGRAPH_ATTN_COLS/args.n_group;
     args.slot_bytes = (int) raw;
     args.n_slots    = one ? 1 : std::min<size_t>(
         MOEGRAPH_ATTN_MAX_SLOTS, (most - halves - args.n_tiles*of_column)/raw);

@@ -37,6 +37,7 @@ struct moegraph_attn_args {
     int                n_head;
     int                n_head_kv;
     int                n_group;   // query heads of a head of keys
+    int                n_chunk;   // most rows of a unit
     int                n_splits;  // most of a row
     int                n_tiles;   // of columns, in a block
     int                n_slots;   // of shared memory for keys or values
@@ -80,10 +81,13 @@ static __device__ __forceinline__ int moegraph_attn_find_leader(
         const moegraph_attn_args & args, const unsigned group, const int n_past, const int n_keys) {
     const int lane  = threadIdx.x % 32;
     const int depth = min(n_keys - n_past, MOEGRAPH_ATTN_PATH);
-    int most = (group & (group - 1)) != 0 ? depth : 0;
+    int most = (group & (group - 1)) != 0 ? depth : 0; // of rows that are not alone
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
         most = max(most, __shfl_xor_sync(0xFFFFFFFF, most, offset));
+    }
+    if (most == 0) {
+        return __ffs(group) - 1;
     }
     const int32_t * path = args.rows + min(lane, args.n_rows - 1)*MOEGRAPH_ATTN_WORDS + MOEGRAPH_ATTN_FIRST;
     unsigned same = group, extends = group;
@@ -122,15 +126,14 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
         __match_any_sync(0xFFFFFFFF, size);
     const int      leader = moegraph_attn_find_leader(args, group, n_past, n_keys);
     const unsigned family = __match_any_sync(0xFFFFFFFF, leader);
-    const int      chunk  = args.n_tiles*8/args.n_group; // rows of a unit
     const int      common = family == group ? 0 : n_past/size;
     int n_common = 0, n = 0;
     if (lane == __ffs(group) - 1) {
-        n_common = common*moegraph_attn_divide_up(__popc(group), chunk);
+        n_common = common*moegraph_attn_divide_up(__popc(group), args.n_chunk);
         n        = n_common;
     }
     if (lane == leader) {
-        n += (moegraph_attn_divide_up(n_keys, size) - common)*moegraph_attn_divide_up(__popc(family), chunk);
+        n += (moegraph_attn_divide_up(n_keys, size) - common)*moegraph_attn_divide_up(__popc(family), args.n_chunk);
     }
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -150,7 +153,7 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
 // The k-th unit of the block.
 static __device__ __forceinline__ moegraph_attn_unit moegraph_attn_find_unit(
         const moegraph_attn_args & args, const moegraph_attn_plan & plan, const int k) {
-    int u = k*(gridDim.x/args.n_head_kv) + blockIdx.x/args.n_head_kv;
+    int u = k*gridDim.x + blockIdx.x;
     moegraph_attn_unit unit = {};
     unit.row = __ffs(__ballot_sync(0xFFFFFFFF, plan.end_unit[threadIdx.x % 32] > u)) - 1;
     if (unit.row < 0) {
@@ -163,11 +166,10 @@ static __device__ __forceinline__ moegraph_attn_unit moegraph_attn_find_unit(
     unit.members = in_common ? group : family;
     u           -= in_common ? 0 : n_common;
     const int n_members = __popc(unit.members);
-    const int chunk     = args.n_tiles*8/args.n_group;
-    const int n_chunks  = moegraph_attn_divide_up(n_members, chunk); // side by side: they read the same
+    const int n_chunks  = moegraph_attn_divide_up(n_members, args.n_chunk); // side by side: they read the same
     const int split     = u/n_chunks;
-    unit.first  = (u - split*n_chunks)*chunk;
-    unit.n_rows = min(chunk, n_members - unit.first);
+    unit.first  = (u - split*n_chunks)*args.n_chunk;
+    unit.n_rows = min(args.n_chunk, n_members - unit.first);
     unit.split  = split + (in_common || family == group ? 0 : n_past/size);
     unit.begin  = unit.split*size;
     unit.end    = min(unit.begin + size, plan.n_keys[unit.row]);
