@@ -24,7 +24,7 @@ struct moegraph_attn_smem {
     uint2 * p;      // weights: [high, then low halves if refined][tile of columns][16 positions][lane]
     float * max;    // [4][column]
     float * sum;    // [4][column]
-    int   * place;  // [column]: where its partial sum is; -1: nowhere
+    int   * place;  // [unit % 2][column]: where its partial sum is; -1: nowhere
     int   * n_keys; // [column]: of its row
     char  * ring;
     char  * halves; // of a quantized tile
@@ -34,7 +34,7 @@ struct moegraph_attn_smem {
 static __host__ __device__ __forceinline__ size_t moegraph_attn_column_bytes(
         const int d, const bool refined, const bool refined_p) {
     return (refined ? 2 : 1)*d*sizeof(uint4) + (refined_p ? 2 : 1)*4*32*sizeof(uint2) +
-        2*(4*sizeof(float) + sizeof(int))*MOEGRAPH_ATTN_COLS;
+        (2*4*sizeof(float) + 3*sizeof(int))*MOEGRAPH_ATTN_COLS;
 }
 
 // Loads tiles ahead of what is computed: keys and values of a tile in turn.
@@ -159,14 +159,16 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
           rank(threadIdx.x/32 % n_team) {}
 
     // Behind the next barrier the columns are known to all warps.
-    __device__ __forceinline__ void start(const moegraph_attn_plan & plan, const moegraph_attn_unit & unit) {
+    __device__ __forceinline__ void start(
+            const moegraph_attn_plan & plan, const moegraph_attn_unit & unit, const int turn) {
         const int col = threadIdx.x;
         if (col < args.n_tiles*MOEGRAPH_ATTN_COLS) {
             const int  r    = col/args.n_group;
             const int  row  = moegraph_attn_row_of(unit, min(r, unit.n_rows - 1));
             const int  head = blockIdx.y*args.n_group + col - r*args.n_group;
             const bool has  = r < unit.n_rows && plan.n_keys[row] > unit.begin; // else its row ends before this split
-            smem.place[col]  = has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
+            smem.place[(turn % 2*args.n_tiles)*MOEGRAPH_ATTN_COLS + col] =
+                has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
             smem.n_keys[col] = plan.n_keys[row];
         }
         n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS) - team*NC;
@@ -412,8 +414,39 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
         }
     }
 
+    // A tile of elements, of both columns of a thread. refined: as they are; else divided by the sums of weights, as
+    // halves: then two neighbours are stored at once.
+    __device__ __forceinline__ void store_tile(
+            const float x[4], const float2 scale, const int64_t at0, const int64_t at1, const int m) const {
+        const int first = (rank*n_m + m)*16 + lane/4;
+        if (refined || args.floats) { // TEMPORARY: floats
+            float * out = (float *) args.partial + first;
+            if (at0 >= 0) {
+                out[at0*d]     = x[0];
+                out[at0*d + 8] = x[2];
+            }
+            if (at1 >= 0) {
+                out[at1*d]     = x[1];
+                out[at1*d + 8] = x[3];
+            }
+        } else {
+            const uint32_t low   = moegraph_attn_bits(__floats2half2_rn(x[0]*scale.x, x[1]*scale.y));
+            const uint32_t high  = moegraph_attn_bits(__floats2half2_rn(x[2]*scale.x, x[3]*scale.y));
+            const bool     odd   = lane/4 % 2 == 1;
+            const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? low : high, 4);
+            const uint32_t a = odd ? other : low, b = odd ? high : other; // elements e and e + 1
+            half * out = (half *) args.partial + first + (odd ? 7 : 0);
+            if (at0 >= 0) {
+                *(uint32_t *) (out + at0*d) = __byte_perm(a, b, 0x5410);
+            }
+            if (at1 >= 0) {
+                *(uint32_t *) (out + at1*d) = __byte_perm(a, b, 0x7632);
+            }
+        }
+    }
+
     // Stores the partial sums. By the whole block, as there is a barrier in it.
-    __device__ __forceinline__ void store() {
+    __device__ __forceinline__ void store(const int turn) {
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
             if (c < n_tiles) {
@@ -427,26 +460,31 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
                 if (lane < 4 && rank == 0) {
                     *at_columns(smem.max, 0, c) = make_float2(max[c][0], max[c][1]);
                 }
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    const int at = at_column(smem.place, 0, c)[x];
-                    if (at >= 0 && rank*n_m*16 < d) {
-                        float * out = args.partial + (int64_t) at*d + rank*n_m*16 + lane/4;
-#pragma unroll
-                        for (int m = 0; m < n_m; ++m) {
-                            out[16*m]     = acc[c][m][x];
-                            out[16*m + 8] = acc[c][m][x + 2];
-                        }
-                    }
-                }
             }
         }
         __syncthreads();
-        const int col = threadIdx.x, n_cols = args.n_tiles*MOEGRAPH_ATTN_COLS;
-        if (col < n_cols && smem.place[col] >= 0) {
+        const int   n_cols = args.n_tiles*MOEGRAPH_ATTN_COLS;
+        const int * place  = smem.place + turn % 2*n_cols;
+#pragma unroll
+        for (int c = 0; c < NC; ++c) {
+            if (c < n_tiles && rank*n_m*16 < d) {
+                float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 x = *at_columns(smem.sum, i, c);
+                    total = make_float2(total.x + x.x, total.y + x.y);
+                }
+                const int2 at = *(const int2 *) at_column(place, 0, c);
+#pragma unroll
+                for (int m = 0; m < n_m; ++m) {
+                    store_tile(acc[c][m], make_float2(1.0f/total.x, 1.0f/total.y), at.x, at.y, m);
+                }
+            }
+        }
+        const int col = threadIdx.x;
+        if (col < n_cols && place[col] >= 0) {
             const float * x = smem.sum + col;
-            args.max_sum[smem.place[col]] =
-                make_float2(smem.max[col], x[0] + x[n_cols] + x[2*n_cols] + x[3*n_cols]);
+            args.max_sum[place[col]] = make_float2(smem.max[col], x[0] + x[n_cols] + x[2*n_cols] + x[3*n_cols]);
         }
     }
 };
@@ -465,7 +503,7 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     smem.max    = (float *) (smem.p + (args.refined_p ? 2 : 1)*args.n_tiles*4*32);
     smem.sum    = smem.max + 4*n_cols;
     smem.place  = (int *) (smem.sum + 4*n_cols);
-    smem.n_keys = smem.place + n_cols;
+    smem.n_keys = smem.place + 2*n_cols;
     smem.ring   = (char *) (smem.n_keys + n_cols);
     smem.halves = smem.ring + args.n_slots*args.slot_bytes;
 
@@ -493,7 +531,7 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     while (true) {
         if (ahead == 0) {
             if (fresh) {
-                sums.start(plan, unit);
+                sums.start(plan, unit, turn);
                 const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
                 moegraph_attn_load_q<d, refined, NC>(
                     args, unit, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
@@ -533,7 +571,7 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
             }
             begin += MOEGRAPH_ATTN_TILE;
             if (begin >= unit.end) {
-                sums.store();
+                sums.store(turn);
                 unit = moegraph_attn_find_unit(args, plan, ++turn);
                 if (unit.row < 0) {
                     return;

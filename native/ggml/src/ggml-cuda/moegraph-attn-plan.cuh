@@ -27,8 +27,8 @@ struct moegraph_attn_args {
     int                head[2];   // bytes of a head in a row
     ggml_type          type[2];
     const int32_t    * rows;
-    float            * partial;   // [d] of each row, head and split
-    float2           * max_sum;   // the same without [d]
+    void             * partial;   // [d] of each row, head and split: floats if refined, else halves, and divided by the
+    float2           * max_sum;   // sums of weights; here these, without [d]
     moegraph_attn_pool pool;
     int64_t            q_head;    // strides in bytes
     int64_t            q_row;
@@ -44,6 +44,7 @@ struct moegraph_attn_args {
     int                slot_bytes;
     bool               refined;   // queries are sums of two halves
     bool               refined_p; // so are weights
+    bool               floats;
     bool               early;     // rows and pages may be read before the preceding kernel has ended
 };
 

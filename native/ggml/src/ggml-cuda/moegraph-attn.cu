@@ -10,8 +10,9 @@ constexpr int MOEGRAPH_ATTN_SUM_LANES   = 16; // of 4 elements each: 64 in a blo
 constexpr int MOEGRAPH_ATTN_SUM_SLICES  = MOEGRAPH_ATTN_SUM_THREADS/MOEGRAPH_ATTN_SUM_LANES;
 constexpr int MOEGRAPH_ATTN_SUM_DEPTH   = MOEGRAPH_ATTN_SPLITS/MOEGRAPH_ATTN_SUM_SLICES; // splits of a slice
 
-// The weights of the splits of a row and head, split lane + 32*j in weights[j]. Returns their sum, times the splits'
-// own sums. By each warp.
+// The weights of the splits of a row and head, split lane + 32*j in weights[j]; refined: without the sums of the splits'
+// own weights. Returns the sum of all weights. By each warp.
+template <bool refined>
 static __device__ __forceinline__ float moegraph_attn_weigh_splits(
         const float2 * max_sum, const int n, float weights[MOEGRAPH_ATTN_SPLITS/32]) {
     constexpr float log2e = 1.4426950408889634f;
@@ -29,8 +30,9 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     }
 #pragma unroll
     for (int j = 0; j < MOEGRAPH_ATTN_SPLITS/32; ++j) {
-        weights[j] = exp2f((x[j].x - most)*log2e);
-        total = fmaf(weights[j], x[j].y, total);
+        const float weight = exp2f((x[j].x - most)*log2e);
+        weights[j] = refined ? weight : weight*x[j].y;
+        total = fmaf(weight, x[j].y, total);
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -40,6 +42,7 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
 }
 
 // Adds up the splits of a row and head, for 64 elements. Which thread adds which splits depends on their number alone.
+template <bool refined>
 __launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS)
 static __global__ void moegraph_attn_sum_kernel(
         const __grid_constant__ moegraph_attn_args args, float * dst, const int d) {
@@ -55,16 +58,23 @@ static __global__ void moegraph_attn_sum_kernel(
     const int n_keys = moegraph_attn_n_keys(args.pool, args.rows + row*MOEGRAPH_ATTN_WORDS);
     const int size   = moegraph_attn_split_size(n_keys, args.n_splits);
     const int n      = moegraph_attn_divide_up(n_keys, size);
-    const float4 * partial = (const float4 *) args.partial + (int64_t) blockIdx.x*args.n_splits*(d/4) + at;
+    const int64_t first = (int64_t) blockIdx.x*args.n_splits*(d/4) + at;
 
     float4 x[MOEGRAPH_ATTN_SUM_DEPTH];
 #pragma unroll
     for (int j = 0; j < MOEGRAPH_ATTN_SUM_DEPTH; ++j) {
         const int i = slice + j*MOEGRAPH_ATTN_SUM_SLICES;
-        x[j] = i < n ? partial[(int64_t) i*(d/4)] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (refined) {
+            x[j] = i < n ? ((const float4 *) args.partial)[first + i*(d/4)] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        } else {
+            const uint2  y   = i < n ? ((const uint2 *) args.partial)[first + i*(d/4)] : make_uint2(0, 0);
+            const float2 low = __half22float2(moegraph_attn_half2(y.x)), high = __half22float2(moegraph_attn_half2(y.y));
+            x[j] = make_float4(low.x, low.y, high.x, high.y);
+        }
     }
     float weights[MOEGRAPH_ATTN_SPLITS/32];
-    const float total = moegraph_attn_weigh_splits(args.max_sum + (int64_t) blockIdx.x*args.n_splits, n, weights);
+    const float total =
+        moegraph_attn_weigh_splits<refined>(args.max_sum + (int64_t) blockIdx.x*args.n_splits, n, weights);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int j = 0; j < MOEGRAPH_ATTN_SUM_DEPTH; ++j) {
@@ -145,7 +155,7 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
         args.type[i]   = part->type;
     }
     args.rows      = (const int32_t *) rows->data;
-    args.partial   = (float *) ((char *) dst->data + GGML_PAD(ggml_nbytes(dst), 128));
+    args.partial   = (char *) dst->data + GGML_PAD(ggml_nbytes(dst), 128);
     args.max_sum   = (float2 *) ((char *) args.partial + moegraph_attn_at(dst, d*sizeof(float)));
     args.pool      = moegraph_attn_pool_of(dst);
     args.q_head    = q->nb[1];
@@ -161,6 +171,7 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     }
     // where ggml's op computes a single row in float32, the same precision is expected of this one
     args.refined   = d < 256 || args.n_group <= 4;
+    args.floats    = getenv("MG_ATTN_FLOATS") != nullptr; // TEMPORARY
     args.refined_p = args.refined && v->type == GGML_TYPE_F16;
     // rows and pages come from the host: no kernel writes them
     args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
@@ -180,5 +191,9 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     }
     const ggml_cuda_kernel_launch_params params(dim3(args.n_rows*args.n_head, d/(4*MOEGRAPH_ATTN_SUM_LANES)),
         dim3(MOEGRAPH_ATTN_SUM_THREADS), 0, ctx.stream());
-    ggml_cuda_kernel_launch(moegraph_attn_sum_kernel, params, args, (float *) dst->data, d);
+    if (args.refined || args.floats) {
+        ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<true>, params, args, (float *) dst->data, d);
+    } else {
+        ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<false>, params, args, (float *) dst->data, d);
+    }
 }
