@@ -123,11 +123,15 @@ static __device__ __forceinline__ void moegraph_attn_make_plan(
         seq    = n_keys > 0 ? row[MOEGRAPH_ATTN_SEQ] : seq;
     }
     const int      size   = moegraph_attn_split_size(n_keys, args.n_splits);
-    const unsigned group  = __match_any_sync(0xFFFFFFFF, seq) & __match_any_sync(0xFFFFFFFF, n_past) &
-        __match_any_sync(0xFFFFFFFF, size);
-    const int      leader = moegraph_attn_find_leader(args, group, n_past, n_keys);
-    const unsigned family = __match_any_sync(0xFFFFFFFF, leader);
-    const int      common = family == group ? 0 : n_past/size;
+    unsigned group = 1u << lane, family = group;
+    int      leader = lane;
+    if (args.n_rows > 1) {
+        group = __match_any_sync(0xFFFFFFFF, seq) & __match_any_sync(0xFFFFFFFF, n_past) &
+            __match_any_sync(0xFFFFFFFF, size);
+        leader = moegraph_attn_find_leader(args, group, n_past, n_keys);
+        family = __match_any_sync(0xFFFFFFFF, leader);
+    }
+    const int common = family == group ? 0 : n_past/size;
     int n_common = 0, n = 0;
     if (lane == __ffs(group) - 1) {
         n_common = common*moegraph_attn_divide_up(__popc(group), args.n_chunk);
