@@ -391,10 +391,10 @@ def _top_k(logits: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
 def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
     """Keep the tokens whose surprise is closest to the entropy, up to total probability p."""
     weights = _weights(logits).astype(np.float64)
-    probs = weights / weights.sum()
+    probs = weights / weights.cumsum()[-1]  # in the order of native/py/choose.c
     with np.errstate(divide="ignore"):
         surprise = -np.log(probs)
-    entropy = float(np.sum(probs * np.where(probs > 0, surprise, 0.0)))
+    entropy = float((probs * np.where(probs > 0, surprise, 0.0)).cumsum()[-1])
     order = np.argsort(np.abs(surprise - entropy), kind="stable")
     cumulative = probs[order].cumsum()
     n_keep = int(np.searchsorted(cumulative, p, side="right")) + 1

@@ -157,7 +157,8 @@ def main() -> None:
     args = parser.parse_args()
     config = EngineConfig(device=args.device, n_ctx=max(512, 8 * args.n), vram=args.vram or "auto")
     with Engine.load(args.model, config) as engine:
-        show("load", {"mode": engine.mode, "device": engine.device_name})
+        times = {name: round(s, 3) for name, s in engine.load_times.items()}
+        show("load", {"mode": engine.mode, "device": engine.device_name, "seconds": times})
         measure(engine, args)
         if args.profile:
             profile = cProfile.Profile()

@@ -35,7 +35,7 @@ class RowSampler:
         self._sampler = Sampler(params, n_vocab)
         self.n_whole = 0
         params, n_bias = self._sampler.params, self._sampler.bias_ids.size
-        self._chooser = Chooser(params) if params.typical_p >= 1.0 else None
+        self._chooser = Chooser(params)
         self._fits = n_bias <= DRAW_IDS
         self._words = np.full(DRAW_WORDS, _NO_ID, dtype=np.int32)
         # the ids: those with a bias, then a ring of the recent tokens
@@ -45,6 +45,7 @@ class RowSampler:
         # without a race where the list of the likeliest has enough, whatever changes
         is_short = 0 < params.top_k <= LIKELY - self._n_bias - self._n_ring
         races = not (params.is_greedy or is_short)
+        self._needs_row = params.typical_p < 1.0 and not is_short  # the entropy is of all tokens
         with np.errstate(over="ignore"):
             inverse = np.float32(1 / np.float64(params.temperature) if races else 0.0)
         self._words[:1].view(np.float32)[0] = inverse
@@ -81,7 +82,7 @@ class RowSampler:
         """
         n = self._n_taken + len(ahead)
         is_lost = self._n_ring < self._n_recent and n > self._n_ring
-        if self._chooser is None or not self._fits or is_lost:
+        if self._needs_row or not self._fits or is_lost:
             return None
         words = self._words
         if ahead:
@@ -94,7 +95,7 @@ class RowSampler:
 
     def prepare(self) -> None:
         """Find out whose logits the next row changes."""
-        if self._is_prepared or self._chooser is None:
+        if self._is_prepared:
             return
         self._is_prepared = True
         n_bias, n_recent = self._n_bias, min(self._n_taken, self._n_ring)
@@ -127,7 +128,7 @@ class RowSampler:
         Raises:
             RequestError: the logit bias, or allowed, excludes every token.
         """
-        if candidates is not None and self._chooser is not None:
+        if candidates is not None:
             self.prepare()
             token = self._chooser.choose(candidates, self._sampler.key, allowed)
             if token is not None:

@@ -70,6 +70,7 @@ class mg_cpu_ffn_layer_ptr:
 class mg_sampler_ptr:
     temperature: float
     top_p: float
+    typical_p: float
     min_p_log: float
     top_k: int
     n_changed: int

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
 from ..sampling import SamplingParams, no_token_left
 from .lib import C, ffi
 
@@ -52,16 +51,10 @@ class Chooser:
     __slots__ = ("_changed", "_sampler")
 
     def __init__(self, params: SamplingParams) -> None:
-        """Take the settings.
-
-        Raises:
-            InternalError: they include typical sampling, which needs the whole row.
-        """
-        if params.typical_p < 1.0:
-            raise InternalError("typical sampling chooses from the logits of a whole row")
         self._sampler: Any = ffi.new("struct mg_sampler *")
         self._sampler.temperature = params.temperature
         self._sampler.top_p = params.top_p
+        self._sampler.typical_p = params.typical_p
         self._sampler.min_p_log = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self._sampler.top_k = params.top_k
         self._changed: Changed | None = None

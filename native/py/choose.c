@@ -4,7 +4,6 @@
 
 #include <math.h>
 #include <stdbool.h>
-#include <string.h>
 
 // Bound of the relative error of the device's sums, and of its scores beside those computed here.
 #define SUM_ERROR   2e-5
@@ -17,11 +16,13 @@ struct token {
 
 // What is known of a row after bias and penalties. All tokens of at least `floor` are listed, in order; the first n of
 // them may be kept. is_closed: no token behind them is kept.
+#define MAX_TOKENS (MOEGRAPH_CANDIDATES + MOEGRAPH_DRAW_IDS)
+
 struct known {
     const struct mg_sampler * sampler;
     const struct moegraph_listed * row;
     uint64_t key;
-    struct token tokens[MOEGRAPH_CANDIDATES + MOEGRAPH_DRAW_IDS];
+    struct token tokens[MAX_TOKENS];
     int    n;
     bool   is_closed;
     bool   is_rank_open; // top-k cuts behind what is listed
@@ -106,6 +107,41 @@ static void apply_top_k(struct known * k) {
     } else if (top_k > 0 && !k->is_closed) {
         k->is_rank_open = true;
     }
+}
+
+// Keeps the tokens whose surprise is closest to the entropy, up to probability typical_p, in order of their logits.
+static void apply_typical(struct known * k) {
+    double probs[MAX_TOKENS], odd[MAX_TOKENS], total = 0.0, entropy = 0.0, sum = 0.0;
+    bool   is_kept[MAX_TOKENS] = { false };
+    for (int i = 0; i < k->n; ++i) {
+        probs[i] = exp((double) k->tokens[i].logit - k->tokens[0].logit);
+        total += probs[i];
+    }
+    for (int i = 0; i < k->n; ++i) {
+        probs[i] /= total;
+        odd[i]   = -log(probs[i]);
+        entropy += probs[i] > 0.0 ? probs[i]*odd[i] : 0.0;
+    }
+    for (int i = 0; i < k->n; ++i) {
+        odd[i] = fabs(odd[i] - entropy);
+    }
+    for (int n_kept = 0; n_kept < k->n && sum <= k->sampler->typical_p; ++n_kept) {
+        int next = -1;
+        for (int i = 0; i < k->n; ++i) {
+            if (!is_kept[i] && (next < 0 || odd[i] < odd[next])) {
+                next = i;
+            }
+        }
+        is_kept[next] = true;
+        sum += probs[next];
+    }
+    int n = 0;
+    for (int i = 0; i < k->n; ++i) {
+        if (is_kept[i]) {
+            k->tokens[n++] = k->tokens[i];
+        }
+    }
+    k->n = n;
 }
 
 // Returns how many of the listed tokens are surely kept; those behind may be.
@@ -244,10 +280,19 @@ int32_t mg_choose(const struct mg_sampler * sampler, const void * row, uint64_t 
     if (k.n == 0 && k.is_closed) {
         return MG_CHOOSE_NONE;
     }
-    if (sampler->temperature <= 0.0) {
+    if (sampler->temperature <= 0.0 && sampler->typical_p >= 1.0) {
         return k.n ? k.tokens[0].id : MG_CHOOSE_UNKNOWN;
     }
     apply_top_k(&k);
+    if (sampler->typical_p < 1.0) {
+        if (!k.is_closed) {
+            return MG_CHOOSE_UNKNOWN;
+        }
+        apply_typical(&k);
+        if (sampler->temperature <= 0.0) {
+            return k.tokens[0].id;
+        }
+    }
     const int n_sure = apply_top_p(&k);
     float least = -INFINITY;
     if (sampler->min_p_log > -INFINITY) {

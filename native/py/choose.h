@@ -17,6 +17,7 @@ extern "C" {
 struct mg_sampler {
     double temperature; // 0 or less: take the likeliest
     double top_p;       // 1: off
+    double typical_p;   // 1: off
     float  min_p_log;   // logarithm of min-p; -INFINITY: off
     int32_t top_k;      // 0 or less: off
     // Tokens whose logits change, in order of their ids. The logit of ids[i] is wanted[places[i]] of the row. It

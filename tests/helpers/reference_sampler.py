@@ -51,6 +51,18 @@ def weights_of(logits: np.ndarray) -> np.ndarray:
     return np.exp(logits.astype(np.float64) - float(logits.max()))
 
 
+def typical(row: np.ndarray, order: np.ndarray, p: float) -> np.ndarray:
+    """Return the tokens of the most usual surprise, in the same order."""
+    weights = weights_of(row[order])
+    probs = weights / weights.cumsum()[-1]
+    with np.errstate(divide="ignore"):
+        surprise = -np.log(probs)
+    entropy = sum(q * s for q, s in zip(probs, surprise, strict=True) if q > 0)
+    usual = np.argsort(np.abs(surprise - entropy), kind="stable")
+    n_keep = 1 + int((probs[usual].cumsum() <= p).sum())
+    return order[np.sort(usual[:n_keep])]
+
+
 def choose(
     logits: np.ndarray,
     params: SamplingParams,
@@ -64,10 +76,14 @@ def choose(
         row[~allowed] = -np.inf
     order = np.argsort(-row, kind="stable")
     order = order[row[order] > -np.inf]
-    if params.temperature <= 0:
+    if params.temperature <= 0 and params.typical_p >= 1:
         return int(order[0])
     if params.top_k > 0:
         order = order[: params.top_k]
+    if params.typical_p < 1:
+        order = typical(row, order, params.typical_p)
+        if params.temperature <= 0:
+            return int(order[0])
     if params.top_p < 1:
         sums = weights_of(row[order]).cumsum()
         order = order[: 1 + int((sums[:-1] < params.top_p * sums[-1]).sum())]

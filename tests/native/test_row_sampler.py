@@ -13,6 +13,7 @@ from helpers.reference_sampler import choose
 
 from moegraph.engine import Engine
 from moegraph.engine.rows import RowSampler
+from moegraph.engine.warmup import warm_up
 from moegraph.errors import InternalError, RequestError
 from moegraph.ggml.device import Device
 from moegraph.runner import Batch
@@ -42,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties-whole": {**OFF, "repeat_penalty": 1.2, "repeat_last_n": 400},
     "penalties-up": {**OFF, "top_p": 0.8, "repeat_penalty": 0.8, "presence_penalty": -2.0},
     "penalties-greedy": {"temperature": 0.0, "repeat_penalty": 2.0},
+    "typical": {"typical_p": 0.6},
+    "typical-all": {**OFF, "typical_p": 0.9, "top_k": 60, "repeat_penalty": 1.2},
+    "typical-greedy": {"temperature": 0.0, "typical_p": 0.3},
+    "typical-whole": {**OFF, "typical_p": 0.9},
     "bias": {**OFF, "top_p": 0.9, "logit_bias": {5: 3.0, 7: -math.inf, 11: -2.0}},
     "bias-greedy": {"temperature": 0.0, "logit_bias": {9: 40.0, 2: -math.inf}},
     "all": {
@@ -52,7 +57,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # These may keep more than the lists can decide.
-ROUGH = {"top-p-half", "top-k-300-top-p", "top-k-1000", "penalties-up", "freezing", "all"}
+ROUGH = {
+    "top-p-half",
+    "top-k-300-top-p",
+    "top-k-1000",
+    "penalties-up",
+    "freezing",
+    "all",
+    "typical-whole",
+}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +184,7 @@ def test_rows_of_a_draft_draw_what_single_rows_draw(device: Device) -> None:
 def test_more_ids_than_there_is_room_for_take_whole_rows() -> None:
     many = dict.fromkeys(range(509), 1.0)
     assert RowSampler(SamplingParams(logit_bias=many), N_VOCAB).draw() is None
-    assert RowSampler(SamplingParams(typical_p=0.5), N_VOCAB).draw() is None
+    assert RowSampler(SamplingParams(typical_p=0.5, top_k=0), N_VOCAB).draw() is None
     rows = RowSampler(SamplingParams(repeat_penalty=1.1, repeat_last_n=100_000), N_VOCAB)
     rows.accept_all(list(range(508)))
     assert rows.draw() is not None and rows.draw([1]) is None
@@ -232,6 +245,23 @@ def test_graphs_built_while_a_prompt_is_in_flight_are_those_of_the_next_row(
         assert (graphs.n_built, graphs.generation) == (n_built, generation)
         assert n_built > n_before
         np.testing.assert_array_equal(first, expected)
+
+
+def test_a_warm_engine_builds_no_graph_for_the_first_tokens(
+    open_engine: Callable[..., Engine],
+) -> None:
+    cold, warm = open_engine("mini35b"), open_engine("mini35b")
+    warm_up(warm.runner)
+    assert warm.state.n_past == [0]
+    for params in (None, SamplingParams(seed=1)):
+        texts, n_built = [], []
+        for engine in (cold, warm):
+            before = engine.runner.graphs.n_built
+            answer = engine.generate(range(20), params, max_tokens=5, text=False)
+            texts.append([event.token for event in answer])
+            n_built.append(engine.runner.graphs.n_built - before)
+        assert texts[0] == texts[1]
+        assert n_built == [2, 1]  # the prompt's, and the one of single rows
 
 
 def test_logits_are_gone_once_another_pass_is_submitted(

@@ -33,12 +33,32 @@ size_t moegraph_candidates_work_size(const struct ggml_tensor * op, int n_tasks)
     return sizeof(struct work) + ((size_t) n_tasks*2*COLUMNS + op->src[0]->ne[0])*sizeof(float);
 }
 
-// Follows the kernel in float: the host computes the scores of the listed tokens again.
-static float score_of(const struct moegraph_draw * draw, float logit, int32_t id) {
+// The logarithm of a normal number, to 1e-6: its mantissa m is in [0.7, 1.4], and log(m) is a series of
+// (m - 1)/(m + 1). A function of its own, because loops over it become vector code.
+static inline float log_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    const uint32_t shifted = bits - 0x3F3504F3u; // sqrt(1/2) becomes 0
+    const float    power   = (float) ((int32_t) shifted >> 23);
+    bits = (shifted & 0x007FFFFFu) + 0x3F3504F3u;
+    memcpy(&x, &bits, sizeof(bits));
+    const float s = (x - 1.0f)/(x + 1.0f), z = s*s;
+    return power*0.69314718f + 2.0f*s*(1.0f + z*(1.0f/3 + z*(1.0f/5 + z*(1.0f/7 + z*(1.0f/9)))));
+}
+
+// The scores of up to COLUMNS tokens. In float, as on the device: the host computes those of the listed tokens again.
+static void score(const struct moegraph_draw * draw, const float * logits, int first, int n, float * scores) {
     const uint64_t key = (uint64_t) draw->key[1] << 32 | draw->key[0];
-    float v = ((float) (moegraph_random(key, (uint32_t) id) >> 11) + 0.5f)*0x1p-53f;
-    v = v < 0x1.fffffep-1f ? v : 0x1.fffffep-1f;
-    return logit*draw->inv_temperature - logf(-log1pf(-v));
+    float v[COLUMNS];
+    for (int i = 0; i < n; ++i) {
+        v[i] = ((float) (int64_t) (moegraph_random(key, (uint32_t) (first + i)) >> 11) + 0.5f)*0x1p-53f;
+    }
+    for (int i = 0; i < n; ++i) {
+        // -log(1 - v), exact also where 1 - v is rounded
+        const float rest = 1.0f - MIN(v[i], 0x1.fffffep-1f), lost = 1.0f - rest;
+        const float e    = lost > 0.0f ? -log_of(rest)*(v[i]/lost) : v[i];
+        scores[i] = logits[i]*draw->inv_temperature - log_of(e);
+    }
 }
 
 static int by_value(const void * a, const void * b) {
@@ -169,10 +189,8 @@ void moegraph_compute_forward_candidates(const struct ggml_compute_params * para
             for (int first = p*per_part; first < n && first < (p + 1)*per_part; first += COLUMNS) {
                 const int m = MIN(COLUMNS, n - first);
                 raise_to(own, logits + first, m);
-                for (int i = first; i < first + m && has_scores; ++i) {
-                    scores[i] = score_of(draw, logits[i], i);
-                }
                 if (has_scores) {
+                    score(draw, logits + first, first, m, scores + first);
                     raise_to(own + COLUMNS, scores + first, m);
                 }
             }
