@@ -24,10 +24,12 @@ from ..runner import LayeredRunner, Output
 from ..runner.misses import MissHandler
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
+from ..units import MiB
 from .generation import Events, Generation
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes, Seqs, checked_ids
+from .prefixes import Prefixes
 from .sequence import Sequence
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
@@ -106,6 +108,9 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
+        self.prefixes = Prefixes(self.passes, self.state.copies, limit)
+        self._stack.callback(self.prefixes.clear)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -335,6 +340,7 @@ class Engine:
         ignore_eos: bool = False,
         text: bool = True,
         reuse: bool = False,
+        marks: SequenceOf[int] = (),
     ) -> Events:
         """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
@@ -348,7 +354,10 @@ class Engine:
         progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
         ignore_eos: continue after an end-of-generation token.
         text: decode tokens to text; False gives ids only and needs no vocabulary.
-        reuse: if the prompt starts with the tokens that the sequence holds, compute only the rest.
+        reuse: do not compute the beginning of the prompt anew that an earlier prompt has computed,
+            if the sequence can go on there: after all that it holds, or at a mark.
+        marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
+            after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; raised by this call.
@@ -373,8 +382,9 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
+            self.prefixes if reuse else None, marks,
         )  # fmt: skip
-        return Events(generation.run(reuse), self.ownership)
+        return Events(generation.run(), self.ownership)
 
     def close(self) -> None:
         """Free everything in reverse order of loading; a second call does nothing."""

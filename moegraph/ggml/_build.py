@@ -27,9 +27,11 @@ DECLARATIONS = (
     NATIVE / "py" / "sigbus.h",
     NATIVE / "py" / "cpu_ffn.h",
     NATIVE / "py" / "pages.h",
+    NATIVE / "py" / "choose.h",
 )
 
-SOURCE = "".join(f'#include "{name}.h"\n' for name in ("shim", "sigbus", "cpu_ffn", "pages"))
+_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose")
+SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:
