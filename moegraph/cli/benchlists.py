@@ -19,6 +19,8 @@ MAX_TOKENS = 1 << 20
 MAX_TESTS = 1000
 # Of the engine's settings, bench has no use for these.
 _USELESS = ("cache_ram",)
+# Settings that bench chooses if they are not given, with the words for --help.
+_CHOSEN = {"n_ctx": " Default: as large as the tests need."}
 # Not lists: the value of a path may have a comma.
 _SINGLE_KINDS = ("flag", "path")
 
@@ -125,11 +127,12 @@ def _listed(setting: Setting) -> Callable[[Command], Command]:
     """Return the option of a setting, as a list where its kind allows."""
     if setting.kind in _SINGLE_KINDS:
         return setting_option(setting)
-    known = setting.default not in (None, "")
+    known = setting.default not in (None, "") and setting.name not in _CHOSEN
     metavar = {"size": "LIST (SIZE|auto)"}.get(setting.kind, "LIST")
     about = setting.help
     if setting.choices:
-        about = f"{about} [{', '.join(setting.choices)}]"
+        about += f" Values: {', '.join(setting.choices)}."
+    about += _CHOSEN.get(setting.name, "")
     return list_option(
         *setting.flags, setting.name, callback=_values_of(setting), metavar=metavar, help=about,
         default=(str(setting.default),) if known else None, show_default=known, cls=Option,
