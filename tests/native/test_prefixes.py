@@ -115,6 +115,23 @@ def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -
     np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
 
 
+def test_a_snapshot_on_the_device_can_be_kept_when_the_sequence_has_gone_on(
+    open_engine: Open,
+) -> None:
+    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
+    ids = prompt(engine, 60)
+    engine.forward(ids[:40])
+    snapshot = engine.passes.snapshot(0)
+    engine.forward(ids[40:50])
+    assert engine.prefixes.save(0, snapshot)
+    snapshot.close()
+    engine.reset()
+    tokens, logits, n_reused = answer(engine, ids)
+    expected, cold, _ = answer(other, ids, reuse=False)
+    assert (tokens, n_reused) == (expected, 40)
+    np.testing.assert_array_equal(logits, cold)
+
+
 def test_only_rows_that_the_sequence_lost_are_written(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +199,7 @@ def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
 def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves(
     open_engine: Open,
 ) -> None:
-    engine = open_engine(cache_ram=1, n_ctx=512)
+    engine = open_engine(cache_ram=1, n_ctx=1024)
     copies = engine.state.copies
     engine.prefixes._max_bytes = copies.states_bytes + 20 * copies.row_bytes + 1000
     ids = prompt(engine, 60)
@@ -191,6 +208,12 @@ def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves
     assert answer(engine, [*ids[:50], 1, 2])[2] == 50
     engine.reset()
     assert answer(engine, ids)[2] == 0
+    # Rows that have no room take nothing away from what is kept.
+    answer(engine, ids, marks=(10,))
+    engine.prefixes._max_bytes = engine.prefixes.n_bytes + copies.states_bytes + 5000
+    answer(engine, prompt(engine, 800, seed=1), reuse=False)
+    assert not engine.prefixes.save(0)
+    assert answer(engine, ids)[2] == 10
 
 
 def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
