@@ -209,6 +209,7 @@ def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves
     engine.reset()
     assert answer(engine, ids)[2] == 0
     # Rows that have no room take nothing away from what is kept.
+    engine.reset()
     answer(engine, ids, marks=(10,))
     engine.prefixes._max_bytes = engine.prefixes.n_bytes + copies.states_bytes + 5000
     answer(engine, prompt(engine, 800, seed=1), reuse=False)
