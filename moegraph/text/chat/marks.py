@@ -19,7 +19,10 @@ class _Encoder(Protocol):
 
 
 def parting_places(
-    template: ChatTemplate, messages: Sequence[Message], prompt: str, variables: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    prompt: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the characters of a prompt after which later prompts may differ from it.
 
@@ -27,11 +30,13 @@ def parting_places(
     answer begins, in the form that the template gives it once it is an old one; that may lack the
     reasoning, or the mark that asks for it. Empty if the template refuses to be asked.
 
-    messages: those that the template made the prompt of; the last is a question.
+    messages: those that the template made the prompt of; the last is a question. variables: what
+    else the template got.
     """
+    more = dict(variables or {})
 
     def common(*variant: Message) -> int:
-        return _n_common(prompt, template.render(variant, **variables))
+        return _n_common(prompt, template.render(variant, **more))
 
     found = []
     try:
