@@ -255,10 +255,13 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
         answer(engine, one, n=1, marks=(40, mark))
         answer(engine, two, n=1, marks=(45,))
 
-    ours = ("engine/prefixes.py", "engine/prefixtree.py", "resident/hostcopies.py")
+    ours = (
+        "engine/prefixes.py", "engine/prefixtree.py", "engine/passes.py", "resident/hostcopies.py",
+        "resident/state.py",
+    )  # fmt: skip
     while interrupted(line, both, *ours):
         n_came += 1
-        line += 7 + line // 20
+        line += 11 + line // 12
         for copy in [c for n in engine.prefixes.tree.nodes() for c in (n.rows, n.states) if c]:
             assert copy.n_bytes > 0
         assert answer(engine, two)[0] == expected, f"line {line}"
