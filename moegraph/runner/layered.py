@@ -10,11 +10,12 @@ A layer that may lack experts:
 device, so it does not wait for the host. A small kernel that runs beside `moe` writes the ids into
 host memory. The host watches that memory and has the whole of `moe` to act on the ids.
 
-In a pass of one row, a graph may fetch its missing experts (misses.py). Such a layer counts as
-having all its experts. Elsewhere a missing expert has slot -1, and `moe` leaves it out. The graphs
-`add_uploaded` and `add_cpu` add it before the next layer is enqueued. On CUDA they add to the
-layer's output. On the CPU device, results must be bit-equal whatever is resident: there, these
-graphs only make the rows of single experts, and `sum_rows` sums them in routing order.
+In a pass of up to 32 rows, a graph may fetch its missing experts (misses.py). Such a layer counts
+as having all its experts, unless its slots may not suffice. A missing expert that is not fetched
+has slot -1, and `moe` leaves it out. The graphs `add_uploaded` and `add_cpu` add it before the next
+layer is enqueued. On CUDA they add to the layer's output. On the CPU device, results must be
+bit-equal whatever is resident: there, these graphs only make the rows of single experts, and
+`sum_rows` sums them in routing order.
 
 After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
 into one graph, in which only the last layer may lack experts. The host reads the ids of the others
@@ -36,6 +37,7 @@ from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
 from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
+from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
 from ..kinds import Kind
@@ -105,8 +107,12 @@ class LayeredRunner(Runner):
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
-    def _reserve(self, shape: PassShape, kind: Kind) -> None:
-        self.plans.get(shape, True, self.residency.miss_mode(kind, shape.n_tokens))
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        self._build(self.shape_of(batch), batch.kind, batch.results)
+
+    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        self.plans.get(shape, results, self.residency.miss_mode(kind, shape.n_tokens))
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
@@ -116,7 +122,7 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
         except BaseException:
             self._roll_back()
             raise
@@ -166,7 +172,7 @@ class LayeredRunner(Runner):
                 unread = None
         head = launches.head
         if head:
-            reads, n_reads = self._result_reads(shape, head.outputs, batch.greedy)
+            reads, n_reads = self._result_reads(head.outputs)
             status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
@@ -211,13 +217,14 @@ class LayeredRunner(Runner):
             if is_ragged:
                 real = ids[ids >= 0]
             if misses and il in step.fetch_layers:
-                fetched, row = residency.fetched(il, real)
-                if fetched or row:
-                    misses.fetched(il, fetched, row)
+                done = residency.fetched(il, real)
+                if done.experts or done.row:
+                    misses.fetched(il, done.experts, done.row)
+                plan = done.rest
             else:
                 plan = residency.routed(il, real)
-                if plan and misses and step.add:
-                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if plan and misses and step.add:
+                misses.carry_out(il, plan, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:
