@@ -466,7 +466,7 @@ def test_prefetched_experts_are_copied_and_not_given_to_the_cpu() -> None:
 
 def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
     seconds = [float(n) for n in range(N_USED + 1)]
-    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, False)
+    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, 0)
     residency = residency_of([0], chosen)
     residency.begin_pass(Kind.VERIFY, 3)
     plan = residency.routed(0, rows([8, 9, 10, 11], [8, 9, 10, 12], [8, 9, 13, 14]))
