@@ -24,7 +24,7 @@ from ..graphs.experts import (
     build_fetched_slots,
     build_slots,
 )
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
@@ -199,14 +199,14 @@ class LayerGraphs:
         weights = self.carry.leaf(b, "weights", F32, 1, self._stage.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
-    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs | None:
+    def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs | None:
         """Append the head, if there is one; it reads the norm that completes the last layer."""
         head = self._stage.weights.head
         if head is None:
             return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
-        out_ids = self._inputs.leaves(b, shape).out_ids
-        return build_head(b, head, norm, out_ids, greedy)
+        inp = self._inputs.leaves(b, shape)
+        return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 
     def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:
         """Put layer il's output, and append and put the norm that follows it in this stage.

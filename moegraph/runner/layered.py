@@ -114,7 +114,14 @@ class LayeredRunner(Runner):
             OutOfDeviceMemory: the intermediates do not fit.
         """
         shape = self._largest
-        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+        mode = self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
+        self.plans.get(shape, self._largest_results, mode)
+
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        shape = self.shape_of(batch)
+        mode = self.residency.miss_mode(batch.kind, shape.n_tokens)
+        self.plans.get(shape, batch.results, mode)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
@@ -124,7 +131,7 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
             self._is_real = None
             if batch.tree and batch.tree.is_ragged:
                 rows = batch.tree.real.reshape(-1)
@@ -176,7 +183,7 @@ class LayeredRunner(Runner):
                 unread = None
         head = launches.head
         if head:
-            reads, n_reads = self._result_reads(shape, head.outputs, batch.greedy)
+            reads, n_reads = self._result_reads(head.outputs)
             status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)

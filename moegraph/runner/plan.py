@@ -12,6 +12,7 @@ from functools import partial
 
 from ..experts.passplan import MissMode
 from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.head import Results
 from ..graphs.inputs import PAGED, PassShape
 from ..resident.stage import Stage
 from .layer_graphs import LayerGraphs
@@ -79,21 +80,21 @@ class LaunchPlans:
         self._sums_last = sums_last
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * stage.hp.n_expert_used
-        self._plans: OrderedDict[tuple[PassShape, bool, MissMode], LaunchPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
         self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
 
-    def get(self, shape: PassShape, greedy: bool, mode: MissMode) -> LaunchPlan:
+    def get(self, shape: PassShape, results: Results, mode: MissMode) -> LaunchPlan:
         """Return the launch plan of a pass.
 
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
-        key, graphs = (shape, greedy, mode), self._graphs
+        key, graphs = (shape, results, mode), self._graphs
         plan = self._plans.get(key)
         while plan is None or plan.generation != graphs.generation:
             generation = graphs.generation
             plan = self._plans[key] = LaunchPlan(
-                self._steps(shape, mode), self._head(shape, greedy), generation
+                self._steps(shape, mode), self._head(shape, results), generation
             )
             self.n_planned += 1
             if self._n_dropped != graphs.n_dropped:
@@ -177,11 +178,11 @@ class LaunchPlans:
             )
         return AddGraphs((add["staging0"], add["staging1"]), add.get("own"), cpu)
 
-    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph | None:
+    def _head(self, shape: PassShape, results: Results) -> BuiltGraph | None:
         if not self._stage.has_head:
             return None
         return self._graphs.get(
-            ("head", shape.n_tokens, shape.n_out, greedy),
+            ("head", shape.n_tokens, shape.n_out, results),
             64,
-            lambda b: self._layer_graphs.head(b, shape, greedy),
+            lambda b: self._layer_graphs.head(b, shape, results),
         )
