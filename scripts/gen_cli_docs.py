@@ -68,9 +68,13 @@ RUN_JSON = {
     "n_generated": "number of generated tokens",
     "prefill_tps": "prompt tokens per second",
     "decode_tps": "generated tokens per second, without the first one",
-    "timings": "`load_s`, `prefill_s` (to the first token), `decode_s` (from there to the last)",
-    "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
-    "of experts), and the device memory of each part",
+    "timings": "`process_s` (from the start of the process to that of the command), `load_s`, "
+    "`tokenizer_s`, `prefill_s` (to the first token), `decode_s` (from there to the last); "
+    "`first_token_s` is from the start of the process to the first token; `load` has the seconds "
+    "of each phase of loading (`Engine.load_times`)",
+    "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies of experts), "
+    "`host_mapped_bytes` (parts of the file that are read in place), and the device memory of each "
+    "part",
     "experts": "what the expert cache did, see below; null in mode whole",
     "profile": "path, class, tokens, whether it was written, and why not; null without a profile, "
     "or if no expert can be missing",
@@ -117,8 +121,9 @@ PLAN_JSON = {
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
     "`upstream_n_cpu_moe`, `plan`, `predicted`",
-    "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, and "
-    "`bytes` by purpose, which add up to the budget",
+    "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
+    "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
+    "device by purpose, which add up to the budget",
     "budgets[].predicted": "as a row of `moegraph simulate --json`",
 }
 SIMULATE_JSON = {
@@ -155,15 +160,21 @@ BENCH_JSON = {
     "(llama-bench's)": "`model_filename`, `model_type`, `model_size`, `n_prompt`, `n_gen`, "
     "`n_depth`, `test_time`, `avg_ns`, `stddev_ns`, `avg_ts`, `stddev_ts`, `samples_ns`, "
     "`samples_ts` and the settings",
-    "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096",
+    "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096, run128, ttft512",
     "experts": "as in `moegraph run --json`; csv and sql have `hit_rate` and "
     "`uploaded_bytes_per_pass` in its place",
+    "sampling": "of a run test, as in `moegraph run --json`; null otherwise; not in csv and sql",
+    "process_ms, load_ms, tokenizer_ms, prefill_ms, other_ms": "with `--ttft`: parts of the mean "
+    "time to the first token, which is `avg_ns`. process: until the command line is read. "
+    "prefill: with the first token",
+    "load_phases_ms": "with `--ttft`: the parts of `load_ms`; not in csv and sql",
 }
 DOCTOR_JSON = {
     "moegraph, python, platform, packages, native, driver": "versions",
     "checks[]": "`name`, `ok`, `detail`, `required`",
     "devices[]": "`device`, `kind`, `description`, `free_bytes`, `total_bytes`",
-    "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host",
+    "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host; "
+    "`for_experts_bytes`: what `--host-pin auto` may take",
     "cpu": "`model`, `logical` CPUs, physical `cores` that moegraph may use, `features`",
     "threads": "CPU threads that the shipped model chose, and the speed of each way `tried`; null "
     "if it does not run",

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import Any
@@ -23,10 +24,12 @@ from ..runner import LayeredRunner, Output
 from ..runner.misses import MissHandler
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
+from ..units import MiB
 from .generation import Events, Generation
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes, Seqs, checked_ids
+from .prefixes import Prefixes
 from .sequence import Sequence
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
@@ -51,17 +54,24 @@ class Engine:
         config: EngineConfig,
         progress: Progress | None,
         routing: npt.NDArray[np.int32] | None,
+        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
-        """Load an open model file and own it; see `Engine.load`."""
+        """Load an open model file and own it; see `Engine.load`.
+
+        tokenizer: that of the model, which is being opened; the engine owns it too.
+        """
         self.file = model
         self.config = config
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
+        self._opening = tokenizer
+        if tokenizer:
+            self._stack.callback(_close_opened, tokenizer)
         self.ownership = Ownership()
         with closed_on_failure():
             try:
-                self._take(load_model(model, config, progress, routing, self._stack))
+                self._take(load_model(model, config, progress, routing, self._stack, tokenizer))
             except BaseException:
                 self.close()
                 raise
@@ -93,11 +103,14 @@ class Engine:
         self._profile = loaded.profile
         self.n_ctx = loaded.n_ctx
         self.plan = loaded.plan
-        self.device = loaded.device
+        self.stage = loaded.stage
+        self.device, self.state = loaded.stage.device, loaded.stage.state
         self.threads = loaded.threads
-        self.weights, self.banks, self.state = loaded.weights, loaded.banks, loaded.state
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
+        self.prefixes = Prefixes(self.passes, self.state.copies, limit)
+        self._stack.callback(self.prefixes.clear)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -108,6 +121,19 @@ class Engine:
         if self._profile is None or not misses:
             return None
         return self._profile.add_new(np.array(misses.residency.routing.counts, dtype=np.int64))
+
+    @property
+    def load_times(self) -> dict[str, float]:
+        """Seconds of each phase of loading, in order; together the time that `Engine.load` took.
+
+        device: open the device and watch the file. plan: divide the memory. weights: all weights
+        except routed experts. banks: expert slots, and the experts of full layers. state: the KV
+        cache. host: experts in host memory. tokenizer: wait for a tokenizer that is being opened.
+        measure: times of the CPU and of uploads. fill: experts that are resident from the start.
+        graphs: build the runner's first graphs. threads: find the fastest CPU threads. host,
+        measure and fill only if experts can be missing.
+        """
+        return dict(self._loaded.times)
 
     @property
     def device_name(self) -> str:
@@ -135,10 +161,15 @@ class Engine:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        if self._opening:
+            return self._opening.result()
         return self._stack.enter_context(closing(Tokenizer(self.file)))
 
     def memory(self) -> dict[str, int]:
-        """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
+        """Return bytes: peaks of device and host, parts on the host, and parts on the device.
+
+        host_pinned_bytes: copies of experts. host_mapped_bytes: tensors that passes read where the
+        file is mapped; the system may drop them from memory and read them again.
 
         Raises:
             RequestError: the engine is closed.
@@ -148,8 +179,9 @@ class Engine:
         return {
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "host_mapped_bytes": self.stage.mapped_bytes,
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
-            "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
+            "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes,
             "compute_bytes": self.runner.compute_bytes,
@@ -308,6 +340,7 @@ class Engine:
         ignore_eos: bool = False,
         text: bool = True,
         reuse: bool = False,
+        marks: SequenceOf[int] = (),
     ) -> Events:
         """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
@@ -321,7 +354,10 @@ class Engine:
         progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
         ignore_eos: continue after an end-of-generation token.
         text: decode tokens to text; False gives ids only and needs no vocabulary.
-        reuse: if the prompt starts with the tokens that the sequence holds, compute only the rest.
+        reuse: do not compute the beginning of the prompt anew that an earlier prompt has computed,
+            if the sequence can go on there: after all that it holds, or at a mark.
+        marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
+            after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; raised by this call.
@@ -346,8 +382,9 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
+            self.prefixes if reuse else None, marks,
         )  # fmt: skip
-        return Events(generation.run(reuse), self.ownership)
+        return Events(generation.run(), self.ownership)
 
     def close(self) -> None:
         """Free everything in reverse order of loading; a second call does nothing."""
@@ -359,3 +396,9 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _close_opened(tokenizer: Future[Tokenizer]) -> None:
+    """Close a tokenizer once it is open, unless that failed."""
+    if not tokenizer.cancel() and tokenizer.exception() is None:
+        tokenizer.result().close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,12 @@ from ..errors import Cancelled, InternalError
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
-from ..sampling import Sampler, SamplingParams
+from ..sampling import SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
+from .prefixes import Prefixes
+from .rows import RowSampler
 from .sequence import Sequence
 
 
@@ -64,7 +67,10 @@ class Generation:
         cancel: CancelToken | None,
         keep_logits: bool,
         progress: Progress | None,
+        prefixes: Prefixes | None,
+        marks: SequenceOf[int],
     ) -> None:
+        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`."""
         self.model = model
         self.passes = passes
         self.ownership = ownership
@@ -73,23 +79,25 @@ class Generation:
         self.cancel = cancel or CancelToken()
         self.keep_logits = keep_logits
         self.progress = progress
+        self.prefixes = prefixes
+        self.marks = sorted(marks) if prefixes and prefixes.is_on else []
         self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
-        self.sampler.accept_all(ids.tolist())
+        self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
+        self.sampler.accept_all(sequence.prompt)
         self.prefill_s = self.decode_s = 0.0
         self.n_reused = self.n_read = 0
 
-    def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
-        """Yield the events; reuse: as in `Engine.generate`."""
-        passes, device = self.passes, self.model.device
+    def run(self) -> Generator[GenerationEvent, None, None]:
+        """Yield the events."""
+        passes, device = self.passes, self.model.stage.device
         self.model.file.check_unchanged()
-        held = passes.held(0)
-        n_reused = len(held)
-        if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
-            passes.reset(0)
-            n_reused = 0
-        self.n_reused = self.n_read = n_reused
         self.started = time.perf_counter()
+        n_reused = 0
+        if self.prefixes is None:
+            passes.reset(0)
+        else:
+            n_reused = self.prefixes.resume(0, self.ids)
+        self.n_reused = self.n_read = n_reused
         device.bind_cancel(self.cancel.flag)
         finished = False
         try:
@@ -118,30 +126,36 @@ class Generation:
             return
         while True:
             token = self._pick(output)
-            text = sequence.append(token)
+            sequence.append(token)
             self._clock()
-            event = self._event(token, text, logits, sequence.finish_reason)
             if sequence.finish_reason:
-                yield event
+                yield self._event(token, sequence.tell(), logits, sequence.finish_reason)
                 return
             try:
                 self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
             except Cancelled:
-                yield event  # its token was sampled before the cancellation
+                # its token was sampled before the cancellation
+                yield self._event(token, sequence.tell(), logits, None)
                 raise
-            yield event
+            # the device computes: now there is time for the rest
+            self.sampler.prepare()
+            yield self._event(token, sequence.tell(), logits, None)
             output = self.passes.collect()
             logits = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        step, n = self.model.runner.n_ubatch, len(self.ids)
+        n = len(self.ids)
         rows: list[npt.NDArray[np.float32]] = []
         output = None
-        for start in range(n_reused, n, step):
-            chunk = self.ids[start : start + step]
+        for end in self._chunk_ends(n_reused):
+            chunk = self.ids[self.n_read : end]
             self._submit(chunk[None, :], Kind.PREFILL)
+            if end == n and not self.sequence.finish_reason:
+                self.passes.build_next(0, self.greedy, self._draws())
             output = self.passes.collect()
-            self.n_read = min(start + step, n)
+            self.n_read = end
+            if self.prefixes and end in self.marks:
+                self.prefixes.save(0)
             if self.keep_logits:
                 rows.append(output.require_logits())
             if self.progress:
@@ -150,13 +164,31 @@ class Generation:
             raise InternalError("a prompt without tokens reached the prefill")
         return output, np.concatenate(rows) if rows else None
 
+    def _chunk_ends(self, n_reused: int) -> Iterator[int]:
+        """Yield where the chunks of the prompt end; a chunk that passes a mark ends there."""
+        step, n, end = self.model.runner.n_ubatch, len(self.ids), n_reused
+        while end < n:
+            next_mark = next((mark for mark in self.marks if mark > end), n)
+            end = min(end + step, next_mark, n)
+            yield end
+
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
-        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)
+        self.passes.submit(
+            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind, self._draws()
+        )
+
+    def _draws(self) -> npt.NDArray[np.int32] | None:
+        """Return what a pass needs to list candidates; None if it returns something else."""
+        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
+        return None if draws is None else draws[None]
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:
             return int(output.argmax[-1])
-        token = self.sampler.sample(output.require_logits()[-1])
+        if output.candidates is not None:
+            token = self.sampler.sample(output.candidates[-1], lambda: self.passes.logits(0))
+        else:
+            token = self.sampler.sample(None, lambda: output.require_logits()[-1])
         self.sampler.accept(token)
         return token
 

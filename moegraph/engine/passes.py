@@ -17,6 +17,7 @@ from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestErro
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
+from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place, node_values
@@ -32,6 +33,10 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
     Raises:
         RequestError: tokens are not integers, or an id is outside the vocabulary.
     """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.size == 1:
+        one: npt.NDArray[np.int32] = tokens  # one row of decode: the device waits for it
+        if 0 <= one.item() < n_vocab:
+            return one
     try:
         ids = np.asarray(tokens)
     except ValueError as error:  # rows of different lengths
@@ -61,8 +66,8 @@ class Passes:
         self._threads = threads
         self._files = files
         self._n_ctx = n_ctx
-        self._state = runner.model.state
-        self._n_vocab = runner.model.hp.n_vocab
+        self._state = runner.stage.state
+        self._n_vocab = runner.stage.hp.n_vocab
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a failed verify pass
@@ -119,12 +124,14 @@ class Passes:
         greedy: bool,
         cancel: CancelToken | None,
         kind: Kind | None = None,
+        draws: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Start a pass without waiting. If it fails or is cancelled, its sequences are emptied.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
-        one row, else PREFILL.
+        one row, else PREFILL. draws: the results are candidates instead of logits; what
+        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS].
 
         Raises:
             RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
@@ -135,7 +142,8 @@ class Passes:
         self._runner.require_idle()
         rows = self._rows(tokens)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
-        batch = self._checked(Batch(rows, self._slots(seq, rows), kind, all_rows, greedy))
+        slots = self._slots(seq, rows)
+        batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
         self.abandon(*batch.slots)  # until everything is recorded
         try:
             self._run(batch, cancel)
@@ -146,6 +154,15 @@ class Passes:
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
         self._unfinished.difference_update(batch.slots)
+
+    def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
+        """Build the graphs for the next row of a sequence while the device computes its prompt.
+
+        Without streams there is no such time, so this does nothing. Arguments as in `submit`.
+        """
+        if self._runner.device.can.streams:
+            row = np.zeros((1, 1), dtype=np.int32)
+            self._runner.build_ahead(Batch(row, (seq,), greedy=greedy, draws=draws))
 
     def verify(
         self,
@@ -229,6 +246,28 @@ class Passes:
         del self._held[slot][snapshot.n_past :]
         self._unfinished.discard(slot)
 
+    def put_back(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        n_kept: int,
+        rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy,
+    ) -> None:
+        """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
+
+        Raises:
+            RequestError: there is no such sequence, or a pass is in flight.
+        """
+        self._require_seq(seq)
+        self._clean_up()
+        self._runner.require_idle()
+        self.abandon(seq)
+        self._runner.drop(seq)
+        self._state.put_back(seq, n_kept, rows, states)
+        self._held[seq] = list(ids)
+        self._unfinished.discard(seq)
+
     def _run(self, batch: Batch, cancel: CancelToken | None) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
@@ -271,6 +310,10 @@ class Passes:
                 error.sequences,
                 error.output,
             ) from error
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the last pass; see `Runner.logits`."""
+        return self._runner.logits(row)
 
     def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
         """Run tokens as one pass; return named nodes by (name, il), as `node_values`.

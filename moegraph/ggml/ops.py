@@ -274,6 +274,17 @@ class Builder:
         _require(C.ggml_nelements(a) == C.ggml_nelements(dst), "cpy", a, dst)
         return C.ggml_cpy(self.ctx, a, dst)
 
+    def publish(self, a: Tensor, host: Tensor) -> Tensor:
+        """Do as `cpy` into host memory that the graph does not read; CUDA does it beside the graph.
+
+        a: F32 or I32.
+
+        Source: moegraph.h.
+        """
+        ok = C.ggml_nelements(a) == C.ggml_nelements(host) and a.type in (F32, I32)
+        _require(ok and a.type == host.type, "publish", a, host)
+        return C.moegraph_publish(self.ctx, a, host)
+
     def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
         """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b]; I32 for an I32 a, else F32."""
         _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)
@@ -297,7 +308,7 @@ class Builder:
             and shape(table) == (1, source.ne[1], 1, 1)
             and shape(victims) == (2, n_victims, 1, 1)
             and shape(ids) == (n_ids, 1, 1, 1)
-            and n_ids <= MAX_FETCH_IDS
+            and max(n_ids, n_victims) <= MAX_FETCH_IDS
             and all(C.ggml_is_contiguous(t) for t in (table, ids, victims))
             and shape(source) == (m, source.ne[1], 1, 1)
             and shape(target) == (m, n_rows, 1, 1)
@@ -401,6 +412,26 @@ class Builder:
         )
         _require(ok, f"paged_attn(page_size={page_size})", q, k, v, pages, rows)
         return C.moegraph_attn(self.ctx, q, k, v, pages, rows, page_size, scale)
+
+    def candidates(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """What a sampler needs of rows of logits.
+
+        logits F32 [n_vocab, n_rows], at most 32 rows; draws I32 [512, n_rows]. Returns I32 [n,
+        n_rows]: for each row the likeliest tokens, the first ones of a race, and more.
+
+        Source: native/ggml/include/moegraph.h, moegraph_candidates.
+        """
+        n_rows = logits.ne[1]
+        ok = (
+            (logits.type, draws.type) == (F32, I32)
+            and shape(logits)[2:] == (1, 1)
+            and shape(draws) == (C.MOEGRAPH_DRAW_WORDS, n_rows, 1, 1)
+            and all(C.ggml_is_contiguous(t) for t in (logits, draws))
+            and 0 < logits.ne[0] < 1 << 30
+            and n_rows <= C.MOEGRAPH_DRAW_ROWS
+        )
+        _require(ok, "candidates", logits, draws)
+        return C.moegraph_candidates(self.ctx, logits, draws)
 
     def conv(
         self, rows: Tensor, kernel: Tensor, pool: Tensor, slots: Tensor,

@@ -33,7 +33,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     hp = model.hparams
     padded = round_up(n_ctx, PAGE)
     sizes = slot_bytes(model)
-    dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
+    dense = [info for info in model.tensors.values() if is_dense(info.name, range(hp.n_layer))]
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}

@@ -66,10 +66,13 @@ class Packing:
         return cls(offsets, sizes, end, round_up(end, unit))
 
 
-def is_dense(name: str, n_layer: int) -> bool:
-    """Return whether a tensor is always on the device: no routed expert, embedding or MTP block."""
+def is_dense(name: str, layers: range) -> bool:
+    """Return whether a tensor is always on the device: of these layers or the head, no experts.
+
+    The embedding is not, nor are MTP blocks, which follow the layers of a model and are not run.
+    """
     if name == "token_embd.weight" or "_exps." in name:
         return False
     if name.startswith("blk."):
-        return int(name.split(".")[1]) < n_layer  # later blocks are MTP, which is not run
+        return int(name.split(".")[1]) in layers
     return name in ("output_norm.weight", "output.weight")

@@ -10,42 +10,46 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError, RequestError
-from ..ggml.device import Device
+from ..ggml.choose import DRAW_ROWS, TOTAL_WORD
+from ..ggml.device import HostBuffer
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
-from ..graphs.head import HeadOutputs
+from ..graphs.head import HeadOutputs, Results
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
 from ..kinds import Kind
+from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
 from .commit import Commits
 
-_PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
+# members of an Enum are slow to look up
+_PREFILL, _LOGITS, _ARGMAX = Kind.PREFILL, Results.LOGITS, Results.ARGMAX
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class Output:
-    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
-    n_vocab].
+    """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
+    candidates I32 [n_out, n]; none of them if the stage has no head.
 
-    Both are copies.
+    All are copies.
     """
 
-    argmax: npt.NDArray[np.int32] | None
-    logits: npt.NDArray[np.float32] | None
+    argmax: npt.NDArray[np.int32] | None = None
+    logits: npt.NDArray[np.float32] | None = None
+    candidates: npt.NDArray[np.int32] | None = None
 
     def require_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits, F32, numpy shape [n_out, n_vocab].
 
         Raises:
-            InternalError: the pass was greedy.
+            InternalError: the pass returned something else.
         """
         if self.logits is None:
-            raise InternalError("a greedy pass has no logits")
+            raise InternalError("the pass did not return logits")
         return self.logits
 
 
@@ -62,29 +66,42 @@ class NotFinite(NativeError):
 
 
 class Runner(ABC):
-    """Runs passes on one device, one at a time: `submit`, then `collect`.
+    """Runs passes over one stage, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
+
+    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
+    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`.
     """
 
     mode: str
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
-        self.device = device
-        self.model = model
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+        self.stage = stage
+        self.device = device = stage.device
         self.n_ubatch = n_ubatch
+        self.hidden = hidden
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
-        self._results = device.host_buffer(4096)
-        self._commits = Commits(device, model, self.graphs)
-        self._can_page = can_page(device, model.hp, model.state)
+        self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
+        self._results = device.host_buffer(16384)
+        self._commits = Commits(stage, self.graphs)
+        self._can_page = can_page(stage)
+        self._has_head = stage.has_head
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
+        self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
+        self._reads: object = None  # the copies of `_reads_of` to `_results`
+        self._reads_of: HeadOutputs | None = None
+        # where they arrive: F32 [n_out], and 32-bit words
+        self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
+        self._logits: HostBuffer | None = None  # a row that `logits` has read
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs and intermediates."""
-        return self._inputs.n_bytes + self.graphs.n_bytes
+        """Device bytes of inputs, intermediates and rows between graphs."""
+        hidden = self.hidden.n_bytes if self.hidden else 0
+        return self._inputs.n_bytes + self.graphs.n_bytes + hidden
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -109,22 +126,23 @@ class Runner(ABC):
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
-        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
         is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        if not self._has_head:
+            n_out = 0
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
-        state = self.model.state
+        state = self.stage.state
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
-        embedding = self.model.weights.embedding
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, batch.draws)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -133,7 +151,7 @@ class Runner(ABC):
         """
         if batch.tree is None:
             for slot in batch.slots:
-                self.model.state.n_past[slot] += batch.tokens.shape[1]
+                self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
@@ -147,7 +165,7 @@ class Runner(ABC):
         """
         self.require_idle()
         shape = self.shape_of(batch)
-        self._grow_results(shape, batch.greedy)
+        self._head = None
         self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
@@ -163,7 +181,7 @@ class Runner(ABC):
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
-        state = self.model.state
+        state = self.stage.state
         state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
             self.device.synchronize()
@@ -178,6 +196,7 @@ class Runner(ABC):
             RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
         """
         self.require_idle()
+        self._head = None
         return self._commits.commit(slot, path)
 
     def collect(self) -> Output:
@@ -192,18 +211,10 @@ class Runner(ABC):
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
+        if not self._has_head:
+            return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        host = self._results.array
-        check = host[: 4 * n_out].view(np.float32)
-        body = host[round_up(4 * n_out, _ALIGN) :]
-        finite = np.isfinite(check)
-        if batch.greedy:
-            output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
-        else:
-            n_vocab = self.model.hp.n_vocab
-            logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
-            finite = finite & np.isfinite(logits.sum(axis=1))
-            output = Output(None, logits)
+        output, finite = self._output(batch, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
@@ -215,30 +226,82 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _grow_results(self, shape: PassShape, greedy: bool) -> None:
-        per_row = 4 if greedy else 4 * self.model.hp.n_vocab
-        needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
-        if needed > self._results.array.nbytes:
+    def _output(self, batch: Batch, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
+        """Return the results that have arrived, and which rows of them are finite."""
+        kind, finite = batch.results, np.isfinite(self._check)
+        if kind is _ARGMAX:
+            return Output(argmax=self._main.copy()), finite
+        rows = self._main.reshape(n_out, -1).copy()
+        if kind is _LOGITS:
+            logits = rows.view(np.float32)
+            return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
+        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
+        return Output(candidates=rows), finite
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
+
+        The memory is used again by the next call. Call this before anything else is computed.
+
+        Raises:
+            InternalError: something was computed since, or there is no such row.
+        """
+        head, n_vocab = self._head, self.stage.hp.n_vocab
+        if head is None or self._pending is not None or not 0 <= row < head.logits.ne[1]:
+            raise InternalError(f"the logits of row {row} are not on the device any more")
+        if self._logits is None:
+            self._logits = self.device.host_buffer(4 * n_vocab)
+        compute = self.device.compute.ptr
+        C.ggml_backend_tensor_get_async(
+            compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
+        )
+        C.ggml_backend_synchronize(compute)
+        return self._logits.array.view(np.float32)
+
+    def _result_reads(self, head: HeadOutputs | None) -> tuple[object, int]:
+        """Return the copies of the results to the host and how many they are.
+
+        They are check, then main; none without a head.
+        """
+        if head is None:
+            return ffi.NULL, 0
+        if head is not self._reads_of:  # not as for the token before
+            n_check = C.ggml_nbytes(head.check)
+            n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
+            self._grow_results(body + n_main)
+            self._check = self._results.array[:n_check].view(np.float32)
+            self._main = self._results.array[body : body + n_main].view(np.int32)
+            self._reads = ffi.new(
+                "struct mg_readback[2]",
+                [
+                    {"src": head.check, "dst": self._results.address(), "size": n_check},
+                    {"src": head.main, "dst": self._results.address(body), "size": n_main},
+                ],
+            )
+            self._reads_of = head
+        self._head = head
+        return self._reads, 2
+
+    def _grow_results(self, n_bytes: int) -> None:
+        if n_bytes > self._results.array.nbytes:
             larger = self.device.host_buffer(
-                needed
+                n_bytes
             )  # first: if it fails, the old memory stays usable
             self.device.synchronize()
             smaller, self._results = self._results, larger
             smaller.close()
 
-    def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
-        """Return the copies of the head's results to the host: check, then argmax or logits."""
-        n_out = shape.n_out
-        body = round_up(4 * n_out, _ALIGN)
-        main = head.argmax if greedy else head.logits
-        size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
-        return ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
-                {"src": main, "dst": self._results.address(body), "size": size},
-            ],
-        )
+    @property
+    def _largest(self) -> PassShape:
+        """The pass with the most rows."""
+        state = self.stage.state
+        n_out = state.n_seq if self._has_head else 0
+        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
+
+    @property
+    def _largest_results(self) -> Results:
+        """The results that take most memory in a pass of `_largest`."""
+        return Results.CANDIDATES if self._largest.n_out <= DRAW_ROWS else Results.ARGMAX
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -247,6 +310,10 @@ class Runner(ABC):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
+
+    @abstractmethod
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
 
     @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
@@ -262,4 +329,8 @@ class Runner(ABC):
         self.graphs.close()
         self._commits.close()
         self._inputs.close()
+        if self.hidden:
+            self.hidden.close()
         self._results.close()
+        if self._logits:
+            self._logits.close()

@@ -5,7 +5,8 @@ computes its experts, and the device adds the result y in the graph `add_cpu`:
 
     compute:  mixer_router(l) | moe(l) ........ | y from the host | add_cpu(l): l_out += y
     readback:                   x, weights, ids
-    host:                                   CPU threads: y = weighted sum of the experts over x
+    CPU threads:                            y = weighted sum of the experts over x
+    host:                                   enqueues uploads, then computes as one of the threads
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.cpu_ffn import CpuFfn
-from ..ggml.device import Device, HostBuffer
+from ..ggml.device import HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, shape
-from ..modelfile.hparams import HParams
 from ..resident.bank import Bank, strided_stack
+from ..resident.stage import Stage
 from ..resident.store import ExpertStore
 from ..units import round_up
 
 
 class CpuExperts(ABC):
-    """The experts in host memory, and pinned memory for x, weights, ids and y of one layer.
+    """A stage's experts in host memory, and pinned memory for x, weights, ids and y of one layer.
 
     x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
     rows of n_embd for each row of x; n_tokens <= max_rows.
@@ -40,10 +41,8 @@ class CpuExperts(ABC):
         NativeError: the memory cannot be pinned.
     """
 
-    def __init__(
-        self, device: Device, hp: HParams, store: ExpertStore, max_rows: int, y_rows: int
-    ) -> None:
-        self._hp = hp
+    def __init__(self, stage: Stage, max_rows: int, y_rows: int) -> None:
+        self._hp = hp = stage.hp
         k = hp.n_expert_used
         sizes = {
             "x": 4 * hp.n_embd * max_rows,
@@ -56,11 +55,11 @@ class CpuExperts(ABC):
             self._offsets[name] = size
             size = round_up(size + n_bytes, 64)
         # pinned: the device's graphs write into it
-        self._host: HostBuffer = device.host_buffer(size, must_pin=True)
+        self._host: HostBuffer = stage.device.host_buffer(size, must_pin=True)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
         self._handles: list[Handle[Any]] = []
-        self._banks = {il: self._wrap(store, il) for il in store.layers}
+        self._banks = {il: self._wrap(stage.store, il) for il in stage.store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:
         """Return a bank over a layer's experts in host memory, without a copy."""
@@ -84,7 +83,7 @@ class CpuExperts(ABC):
         for name, tensor in (("x", x), ("weights", weights)):
             target = b.leaf(F32, shape(tensor), f"{name}_host")
             place(self._host, target, self._offsets[name])
-            b.expand(b.cpy(tensor, target))
+            b.expand(b.publish(tensor, target))
 
     def address(self, name: str) -> Any:
         """Return the address of x, weights, ids or y; the device writes the first two, reads y."""
@@ -93,21 +92,31 @@ class CpuExperts(ABC):
     def compute(
         self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
     ) -> None:
-        """Compute the given experts of layer il into y, for the rows that chose them.
+        """Do as `begin`, then `end`."""
+        self.begin(il, ids, experts, n_tokens)
+        self.end()
+
+    def begin(
+        self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
+    ) -> None:
+        """Begin to compute experts of layer il into y, for the rows that chose them.
 
         ids: the choice of all rows, [n_tokens * n_expert_used]. x and weights are set.
         """
         at, on_cpu = self._offsets["ids"], set(experts)
         cpu_ids = self._host.array[at : at + ids.nbytes].view(np.int32)
         cpu_ids[:] = [expert if expert in on_cpu else -1 for expert in ids.tolist()]
-        self._run(il, n_tokens)
+        self._begin(il, n_tokens)
 
     def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
         """Do now what the first `compute` with n_tokens rows in layer il would have to prepare."""
 
     @abstractmethod
-    def _run(self, il: int, n_tokens: int) -> None:
-        """Compute y from x, weights and ids; an id of -1 is skipped."""
+    def _begin(self, il: int, n_tokens: int) -> None:
+        """Begin to compute y from x, weights and ids; an id of -1 is skipped."""
+
+    def end(self) -> None:  # noqa: B027 - where `begin` computes all, nothing is left
+        """Wait until y is there."""
 
     def measure(self, n_experts: int, n_tokens: int = 1, repeat: int = 6) -> float:
         """Return the median seconds of computing n_experts experts that all rows chose.
@@ -138,18 +147,21 @@ class KernelCpuExperts(CpuExperts):
     y: weighted sum of the experts, [n_embd, n_tokens].
     """
 
-    def __init__(
-        self, device: Device, hp: HParams, store: ExpertStore, n_threads: int, max_rows: int
-    ) -> None:
+    def __init__(self, stage: Stage, n_threads: int, max_rows: int) -> None:
+        hp = stage.hp
         self._ffn = CpuFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
-        super().__init__(device, hp, store, max_rows, y_rows=1)
+        super().__init__(stage, max_rows, y_rows=1)
         self._layers = {il: self._ffn.layer(bank.parts) for il, bank in self._banks.items()}
         kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
         self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}
 
-    def _run(self, il: int, n_tokens: int) -> None:
+    def _begin(self, il: int, n_tokens: int) -> None:
         at = self._at
-        self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
+        self._ffn.begin(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
+
+    def end(self) -> None:
+        """Compute with the threads what is left."""
+        self._ffn.end()
 
     def close(self) -> None:
         """Stop the threads and free the host memory."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from functools import partial
 
 from ..experts.passplan import MissMode
-from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
@@ -25,10 +24,10 @@ from ..graphs.experts import (
     build_fetched_slots,
     build_slots,
 )
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
-    Model,
     Routed,
     build_input_norm,
     build_layer_end,
@@ -37,6 +36,7 @@ from ..graphs.layer import (
 )
 from ..graphs.router import build_prediction
 from ..resident.bank import Bank
+from ..resident.stage import Stage
 from ..units import round_up
 from .misses import MissHandler
 from .readback import RoutingReadback
@@ -46,19 +46,18 @@ from .replay import Replay
 class CarryBuffers:
     """Fixed device memory for tensors that one graph writes and a later one reads.
 
-    F32 [n_embd, n_tokens]: l_out, input_norm (of the next layer or the head), residual, post_norm.
+    l_out has memory of its own (`HiddenRows`).
+
+    F32 [n_embd, n_tokens]: input_norm (of the next layer or the head), residual, post_norm.
     weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
     with_rows (CPU device): there is expert_rows, F32 [n_embd, n_expert_used, n_tokens], and
         cpu_out has that shape.
     """
 
-    def __init__(
-        self, device: Device, model: Model, max_rows: int, with_rows: bool, cpu_out: bool
-    ) -> None:
-        hp = model.hp
+    def __init__(self, stage: Stage, max_rows: int, with_rows: bool, cpu_out: bool) -> None:
+        device, hp = stage.device, stage.hp
         rows = {
-            "l_out": hp.n_embd,
             "input_norm": hp.n_embd,
             "residual": hp.n_embd,
             "post_norm": hp.n_embd,
@@ -87,8 +86,9 @@ class CarryBuffers:
 
 
 class LayerGraphs:
-    """Build functions for the graphs of one model's layered pass.
+    """Build functions for the graphs of one stage's layered pass.
 
+    hidden: carries l_out from graph to graph, and from and to other stages.
     sums_last: graphs leave the rows of single experts, and `sum_rows` sums them. readback: brings
     the ids to the host. misses: source of fetched experts, and of the CPU's memory if it may
     compute experts. mode, in all methods: how the pass deals with missing experts.
@@ -96,60 +96,63 @@ class LayerGraphs:
 
     def __init__(
         self,
-        device: Device,
-        model: Model,
+        stage: Stage,
         inputs: InputBlock,
+        hidden: HiddenRows,
         replay: Replay | None,
         max_rows: int,
         sums_last: bool,
         readback: RoutingReadback,
         misses: MissHandler | None,
     ) -> None:
-        self._model = model
+        self._stage = stage
         self._inputs = inputs
+        self._hidden = hidden
         self._replay = replay
         self._sums_last = sums_last
         self._readback = readback
         self._misses = misses
         self._cpu_experts = misses.cpu_experts if misses else None
-        self.carry = CarryBuffers(device, model, max_rows, sums_last, self._cpu_experts is not None)
+        self.carry = CarryBuffers(stage, max_rows, sums_last, self._cpu_experts is not None)
 
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
-        is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
-        return is_partial and il not in mode.fetch_layers
+        is_partial = self._stage.banks.n_slots[il] < self._stage.hp.n_expert
+        return is_partial and (il not in mode.fetch_layers or il in mode.short_layers)
+
+    def exports(self, il: int, mode: MissMode) -> bool:
+        """Return whether the CPU may have to compute experts of a layer."""
+        return mode.cpu and il not in mode.fetch_layers and self.may_lack(il, mode)
 
     def is_predicted(self, il: int, mode: MissMode) -> bool:
         """Return whether the choice of layer il is predicted one layer earlier."""
-        return mode.predicts and 0 < il < self._model.hp.n_layer and self.may_lack(il, mode)
+        return mode.predicts and il in self._stage.layers[1:] and self.may_lack(il, mode)
 
     def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
-        return self.carry.leaf(b, name, F32, self._model.hp.n_embd, n_tokens)
+        return self.carry.leaf(b, name, F32, self._stage.hp.n_embd, n_tokens)
 
     def layers(self, b: Builder, shape: PassShape, layers: range, mode: MissMode) -> None:
         """Append consecutive layers, of which only the last may lack experts."""
-        m, n_tokens, inp = self._model, shape.n_tokens, self._inputs.leaves(b, shape)
-        if layers[0]:
-            x, norm = self._embd(b, "l_out", n_tokens), self._embd(b, "input_norm", n_tokens)
+        stage, n_tokens, inp = self._stage, shape.n_tokens, self._inputs.leaves(b, shape)
+        if layers[0] == stage.layers[0]:
+            x, norm = inp.embd, build_input_norm(b, stage, inp.embd, layers[0])
         else:
-            x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
+            x, norm = self._hidden.leaf(b, n_tokens), self._embd(b, "input_norm", n_tokens)
         for il in layers:
+            if il != layers[0]:
+                norm = build_input_norm(b, stage, x, il)
             predict = None
             if self.is_predicted(il + 1, mode):
                 predict = partial(self._predict, b, il + 1)
-            r = build_mixer_router(b, m, inp, shape, x, norm, il, predict)
+            r = build_mixer_router(b, stage, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
-            may_lack = self.may_lack(il, mode)
-            self._export(b, r, ids, il, may_lack and mode.cpu)
-            if may_lack:
-                self._moe_that_may_lack(b, r, ids, il)
+            self._export(b, r, ids, il, self.exports(il, mode))
+            slots = self._slots(b, ids, il, mode)
+            if self.may_lack(il, mode):
+                self._moe_that_may_lack(b, r, slots, il)
                 return
-            slots = ids  # in a full layer, the slot of an expert is its id
-            if self._misses and il in mode.fetch_layers:
-                slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
-            x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
-            norm = build_input_norm(b, m, x, il + 1)
-        self._put_outputs(x, norm)
+            x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
+        self._put_outputs(b, x, layers[-1])
 
     def _export(self, b: Builder, r: Routed, ids: Tensor, il: int, for_cpu: bool) -> None:
         """Append the copies of the ids, and of what the CPU needs, to the host.
@@ -162,19 +165,27 @@ class LayerGraphs:
 
     def _predict(self, b: Builder, il: int, cur: Tensor) -> None:
         """Append a prediction of layer il's choice from cur, the router input of layer il - 1."""
-        m = self._model
-        self._readback.export_prediction(b, build_prediction(b, m.hp, m.weights.layer(il), cur), il)
+        hp, w = self._stage.hp, self._stage.weights.layer(il)
+        self._readback.export_prediction(b, build_prediction(b, hp, w, cur), il)
 
-    def _moe_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
+    def _slots(self, b: Builder, ids: Tensor, il: int, mode: MissMode) -> Tensor:
+        """Append the look-up of slots; missing experts are fetched, or get slot -1."""
+        banks = self._stage.banks
+        if self._misses and il in mode.fetch_layers:
+            return build_fetched_slots(b, banks, il, ids, self._misses.source(il))
+        if self.may_lack(il, mode):
+            return build_slots(b, banks.tables[il], ids)
+        return ids  # in a full layer, the slot of an expert is its id
+
+    def _moe_that_may_lack(self, b: Builder, r: Routed, slots: Tensor, il: int) -> None:
         """Append `moe` over the resident experts; put what the completing graphs need."""
-        c, m = self.carry, self._model
-        bank = m.banks.layer(il)
+        c, stage = self.carry, self._stage
+        bank = stage.banks.layer(il)
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.weights_data, "weights")
-        slots = build_slots(b, m.banks.tables[il], ids)
         if not self._sums_last:
-            x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
-            self._put_outputs(x, build_input_norm(b, m, x, il + 1))
+            x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
+            self._put_outputs(b, x, il)
             return
         c.put(r.residual, "residual")
         if bank.n_slots == 0:
@@ -185,25 +196,30 @@ class LayerGraphs:
 
     def _router_leaves(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Return leaves that read post_norm and weights of the `layers` graph."""
-        weights = self.carry.leaf(b, "weights", F32, 1, self._model.hp.n_expert_used, n_tokens)
+        weights = self.carry.leaf(b, "weights", F32, 1, self._stage.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
-    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs:
-        """Append the head; it reads the norm that completes the last layer."""
+    def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs | None:
+        """Append the head, if there is one; it reads the norm that completes the last layer."""
+        head = self._stage.weights.head
+        if head is None:
+            return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
-        out_ids = self._inputs.leaves(b, shape).out_ids
-        return build_head(b, self._model.weights, norm, out_ids, greedy)
+        inp = self._inputs.leaves(b, shape)
+        return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 
-    def _put_outputs(self, l_out: Tensor, norm: Tensor) -> None:
-        """Put a layer's output and the norm that follows it.
+    def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:
+        """Put layer il's output, and append and put the norm that follows it in this stage.
 
         Both are in one graph because CUDA adds and normalises in one kernel.
         """
-        self.carry.put(l_out, "l_out")
-        self.carry.put(norm, "input_norm")
+        stage = self._stage
+        self._hidden.put(l_out)
+        if il < stage.layers[-1] or stage.has_head:
+            self.carry.put(build_input_norm(b, stage, l_out, il + 1), "input_norm")
 
     def _rows_leaf(self, b: Builder, n_tokens: int) -> Tensor:
-        hp = self._model.hp
+        hp = self._stage.hp
         return self.carry.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_tokens)
 
     def add_uploaded(self, b: Builder, n_tokens: int, il: int, bank: Bank) -> Tensor:
@@ -213,7 +229,7 @@ class LayerGraphs:
         """
         c = self.carry
         post_norm, weights = self._router_leaves(b, n_tokens)
-        slots = c.leaf(b, "slots", I32, self._model.hp.n_expert_used, n_tokens)
+        slots = c.leaf(b, "slots", I32, self._stage.hp.n_expert_used, n_tokens)
         rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
         if self._sums_last:
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), rows)), "expert_rows")
@@ -223,7 +239,7 @@ class LayerGraphs:
 
     def add_cpu(self, b: Builder, n_tokens: int, il: int) -> Tensor:
         """Append `add_cpu`; return its input, the CPU's result (shape: see `CarryBuffers`)."""
-        c, hp = self.carry, self._model.hp
+        c, hp = self.carry, self._stage.hp
         if self._sums_last:
             cpu_out = c.leaf(b, "cpu_out", F32, hp.n_embd, hp.n_expert_used, n_tokens)
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), cpu_out)), "expert_rows")
@@ -234,9 +250,8 @@ class LayerGraphs:
 
     def _add_to_output(self, b: Builder, delta: Tensor, il: int) -> None:
         """Add delta [n_embd, n_tokens] to the layer's output, and redo the norm that follows."""
-        l_out = self._embd(b, "l_out", delta.ne[1])
-        x = b.expand(b.add(l_out, delta))
-        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
+        l_out = self._hidden.leaf(b, delta.ne[1])
+        self._put_outputs(b, b.expand(b.add(l_out, delta)), il)
 
     def sum_rows(self, b: Builder, n_tokens: int, il: int) -> None:
         """Append the sum of the expert rows, then the shared expert and the residual."""
@@ -245,8 +260,8 @@ class LayerGraphs:
             self._embd(b, "residual", n_tokens),
             self._embd(b, "post_norm", n_tokens),
         )
-        x = build_layer_end(b, self._model, residual, post_norm, moe, il)
-        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
+        x = build_layer_end(b, self._stage, residual, post_norm, moe, il)
+        self._put_outputs(b, x, il)
 
     def close(self) -> None:
         """Free the carry buffers."""

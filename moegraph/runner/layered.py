@@ -10,11 +10,12 @@ A layer that may lack experts:
 device, so it does not wait for the host. A small kernel that runs beside `moe` writes the ids into
 host memory. The host watches that memory and has the whole of `moe` to act on the ids.
 
-In a pass of one row, a graph may fetch its missing experts (misses.py). Such a layer counts as
-having all its experts. Elsewhere a missing expert has slot -1, and `moe` leaves it out. The graphs
-`add_uploaded` and `add_cpu` add it before the next layer is enqueued. On CUDA they add to the
-layer's output. On the CPU device, results must be bit-equal whatever is resident: there, these
-graphs only make the rows of single experts, and `sum_rows` sums them in routing order.
+In a pass of up to 32 rows, a graph may fetch its missing experts (misses.py). Such a layer counts
+as having all its experts, unless its slots may not suffice. A missing expert that is not fetched
+has slot -1, and `moe` leaves it out. The graphs `add_uploaded` and `add_cpu` add it before the next
+layer is enqueued. On CUDA they add to the layer's output. On the CPU device, results must be
+bit-equal whatever is resident: there, these graphs only make the rows of single experts, and
+`sum_rows` sums them in routing order.
 
 After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
 into one graph, in which only the last layer may lack experts. The host reads the ids of the others
@@ -35,11 +36,11 @@ from ..experts.cost import MissCosts, choose_ways
 from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
 from ..experts.residency import Residency
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
-from ..graphs.layer import Model
 from ..kinds import Kind
+from ..resident.stage import Stage
 from .base import Output, Runner
 from .batch import Batch
 from .clock import PassClock
@@ -68,34 +69,34 @@ class LayeredRunner(Runner):
 
     def __init__(
         self,
-        device: Device,
-        model: Model,
+        stage: Stage,
         n_ubatch: int,
         misses: MissHandler | None = None,
         replay: Replay | None = None,
     ) -> None:
-        super().__init__(device, model, n_ubatch)
-        hp, max_rows = model.hp, n_ubatch * model.state.n_seq
+        max_rows = n_ubatch * stage.state.n_seq
+        hidden = HiddenRows(stage, max_rows)
+        super().__init__(stage, n_ubatch, hidden)
         self.misses = misses
         self.replay = replay
-        self.residency = misses.residency if misses else _all_resident(model)
+        self.residency = misses.residency if misses else _all_resident(stage)
         self.cache = self.residency.cache
         self.clock = PassClock()
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        sums_last = device.can.exact_sums and misses is not None
-        self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
+        sums_last = stage.device.can.exact_sums and misses is not None
+        self._readback = RoutingReadback(stage, max_rows)
         self._layer_graphs = LayerGraphs(
-            device,
-            model,
+            stage,
             self._inputs,
+            hidden,
             replay,
             max_rows,
             sums_last,
             self._readback,
             misses,
         )
-        self.plans = LaunchPlans(model, self.graphs, self._layer_graphs, self._readback, sums_last)
+        self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
         self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
@@ -112,9 +113,15 @@ class LayeredRunner(Runner):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
-        state = self.model.state
-        shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
-        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+        shape = self._largest
+        mode = self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
+        self.plans.get(shape, self._largest_results, mode)
+
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        shape = self.shape_of(batch)
+        mode = self.residency.miss_mode(batch.kind, shape.n_tokens)
+        self.plans.get(shape, batch.results, mode)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
@@ -124,11 +131,11 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
             self._is_real = None
             if batch.tree and batch.tree.is_ragged:
                 rows = batch.tree.real.reshape(-1)
-                self._is_real = np.repeat(rows, self.model.hp.n_expert_used)
+                self._is_real = np.repeat(rows, self.stage.hp.n_expert_used)
         except BaseException:
             self._roll_back()
             raise
@@ -146,7 +153,7 @@ class LayeredRunner(Runner):
         self.device.synchronize()
         self._current = None
         self.residency.rollback()
-        self._readback.reset(self.n_ubatch * self.model.state.n_seq)
+        self._readback.reset(self.n_ubatch * self.stage.state.n_seq)
         self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
@@ -175,9 +182,10 @@ class LayeredRunner(Runner):
                 start = self._read_routing(step, shape.n_tokens, start)
                 unread = None
         head = launches.head
-        reads = self._result_reads(shape, head.outputs, batch.greedy)
-        status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
-        self.device.check(status, "the output head")
+        if head:
+            reads, n_reads = self._result_reads(head.outputs)
+            status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
+            self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
         if unread:
             self._read_routing(unread, shape.n_tokens, start)
@@ -220,13 +228,14 @@ class LayeredRunner(Runner):
             if is_real is not None:
                 real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                fetched, row = residency.fetched(il, real)
-                if fetched or row:
-                    misses.fetched(il, fetched, row)
+                done = residency.fetched(il, host_ids.ids, None if is_real is None else real)
+                if done.experts or done.row:
+                    misses.fetched(il, done.experts, done.row)
+                plan = done.rest
             else:
                 plan = residency.routed(il, real)
-                if plan and misses and step.add:
-                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if plan and misses and step.add:
+                misses.carry_out(il, plan, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:
@@ -252,8 +261,8 @@ class LayeredRunner(Runner):
         self._readback.close()
 
 
-def _all_resident(model: Model) -> Residency:
-    """Return the residency of a model whose layers are all full: it only counts choices."""
-    hp, n_slots = model.hp, model.banks.n_slots
+def _all_resident(stage: Stage) -> Residency:
+    """Return the residency of a stage whose layers are all full: it only counts choices."""
+    hp, n_slots = stage.hp, stage.n_slots
     ways = choose_ways("stream", MissCosts(), n_slots, hp.n_expert_used, hp.n_expert)
     return Residency(ExpertCache(hp.n_expert, n_slots, Lru(), hp.n_expert_used), ways)

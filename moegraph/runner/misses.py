@@ -1,8 +1,9 @@
 """Carries out what `Residency` decides about missing experts: uploads, tables, CPU, graphs.
 
-In a pass of one row, the graph of a layer can fetch its missing experts, if they are in pinned
-memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host reads the
-ids later and records what the graph did.
+In a pass of up to 32 rows, the graph of a layer can fetch its missing experts, if they are in
+pinned memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host
+reads the ids later and records what the graph did. If there were too few victims, the rest goes
+through staging.
 
 Otherwise the expert FFN of layer l runs without the missing experts. Meanwhile the host uploads
 them (upload.py), or the CPU computes them (cpu_experts.py), and the graphs `add_uploaded` and
@@ -28,13 +29,11 @@ from ..experts.cost import choose_ways
 from ..experts.passplan import LayerPlan, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
-from ..ggml.ops import MAX_FETCH_IDS, Tensor
+from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
-from ..resident.bank import ExpertBanks
-from ..resident.store import ExpertStore
+from ..resident.stage import Stage
 from .calibrate import LinkTimer, measure_costs
 from .cpu_experts import CpuExperts
 from .tables import SlotTables
@@ -64,9 +63,7 @@ class MissHandler:
 
     def __init__(
         self,
-        device: Device,
-        banks: ExpertBanks,
-        store: ExpertStore,
+        stage: Stage,
         cache: ExpertCache,
         cpu_experts: CpuExperts | None,
         mode: str,
@@ -77,11 +74,11 @@ class MissHandler:
 
         mode: the value of --miss. If the CPU should compute nothing, this frees cpu_experts.
         """
-        self._device, self._banks, self.store = device, banks, store
+        self._device, self.store = stage.device, stage.store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
-        self._tables = SlotTables(device, banks, n_expert, n_used)
-        self._upload = Uploader(device, banks, store, n_expert, max_rows * n_used)
-        self.link = LinkTimer(device, banks, store, self._upload, n_expert)
+        self._tables = SlotTables(stage)
+        self._upload = Uploader(stage, max_rows * n_used)
+        self.link = LinkTimer(stage, self._upload)
         costs = measure_costs(self.link, cpu_experts, mode, n_used, guarded and bool(cache.partial))
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
@@ -90,8 +87,8 @@ class MissHandler:
         self.residency = Residency(
             cache,
             ways,
-            fetchable=store.rows if n_used <= MAX_FETCH_IDS else (),
-            n_prefetch_slots=banks.n_prefetch_slots,
+            fetchable=self.store.rows,
+            n_prefetch_slots=stage.banks.n_prefetch_slots,
             move_s=costs.move_s,
         )
         self.n_cpu_experts = 0
@@ -169,30 +166,25 @@ class MissHandler:
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il.
         """
+        cpu = self.cpu_experts if plan.on_cpu else None
+        if cpu:  # its threads compute while the uploads are enqueued
+            cpu.begin(il, ids, plan.on_cpu, n_tokens)
         if plan.admitted:
             own = _planned(graphs.own, il)
             self._upload.add(il, plan.admitted, ids, own, plan.prefetched)
         if plan.staged:
             self._upload.add_staged(il, plan.staged, ids, graphs.staging, plan.prefetched)
         if plan.on_cpu:
-            self._compute_on_cpu(il, plan.on_cpu, ids, n_tokens, _planned(graphs.cpu, il))
+            self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
+            self.n_cpu_experts += len(plan.on_cpu)
         if plan.promoted:
             self._upload.promote(il, plan.promoted)
 
-    def _compute_on_cpu(
-        self,
-        il: int,
-        experts: list[int],
-        ids: npt.NDArray[np.int32],
-        n_tokens: int,
-        graph: BuiltGraph,
-    ) -> None:
-        """Compute experts on the CPU and have the device add the result."""
-        cpu = self.cpu_experts
+    def _add_from_cpu(self, il: int, cpu: CpuExperts | None, graph: BuiltGraph) -> None:
+        """Have the device add what the CPU has begun to compute."""
         if cpu is None:
             raise InternalError(f"layer {il}: there is a graph add_cpu but no CpuExperts")
-        cpu.compute(il, ids, experts, n_tokens)
-        self.n_cpu_experts += len(experts)
+        cpu.end()
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
             self._device.compute.ptr, y, cpu.address("y"), 0, C.ggml_nbytes(y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from ..experts.passplan import TableRow
 from ..ggml.device import Device
-from ..resident.bank import ExpertBanks
+from ..resident.stage import Stage
 
 
 class HostRows:
@@ -33,22 +34,25 @@ class SlotTables:
     writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
-    def __init__(
-        self, device: Device, banks: ExpertBanks, n_expert: int, n_expert_used: int
-    ) -> None:
-        self._device = device
-        self._banks = banks
-        self._rows = HostRows(device, len(banks.n_slots), banks.table_stride)
-        self._n_expert, self._n_victims = n_expert, 2 * n_expert_used
+    def __init__(self, stage: Stage) -> None:
+        self._first = stage.layers.start
+        self._device, self._banks = stage.device, stage.banks
+        self._rows = HostRows(stage.device, len(stage.layers), stage.banks.table_stride)
+        self._n_expert, self._n_victims = stage.hp.n_expert, stage.banks.n_victims
+        # as on the device: the rows of full layers never change
+        self._rows.array[:, : self._n_expert] = np.arange(self._n_expert)
         self._is_due = False
 
     def write(self, changed: TableRow) -> None:
         """Copy a layer's new row."""
         il, table, victims = changed
-        row, n = self._rows.array[il], self._n_expert
+        row, n = self._rows.array[il - self._first], self._n_expert
         row[:n] = table
         if victims is not None:
-            row[n : n + self._n_victims].reshape(-1, 2)[:] = victims
+            n_listed = n + 2 * len(victims)
+            # several times faster than to assign the list
+            row[n:n_listed] = np.fromiter(chain.from_iterable(victims), np.int32, 2 * len(victims))
+            row[n_listed : n + 2 * self._n_victims] = -1  # a graph may read more than there are
         self._is_due = True
 
     def send(self) -> None:

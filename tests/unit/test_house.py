@@ -36,7 +36,7 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "engine.ownership", "engine.sequence",
+    "engine.ownership", "engine.prefixtree", "engine.sequence",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
@@ -138,6 +138,43 @@ def _may_be_lazy(found: Import, name: str) -> bool:
 def test_only_the_ggml_room_imports_the_native_module(imports: list[Import]) -> None:
     native = [found for found in imports if "_native" in found.name.split(".")]
     assert native and [where(f) for f in native if f.source_room != "ggml"] == []
+
+
+# Ways to read or write memory by its address from Python.
+BY_ADDRESS = ("ffi.buffer", "ffi.memmove", "ffi.unpack", "ctypes.memmove", "ctypes.memset",
+              "ctypes.string_at", "as_array", "from_address", "__array_interface__")  # fmt: skip
+
+
+def by_address(module: ast.Module) -> list[str]:
+    """Return the class, or "", and the name of each use of native memory by its address."""
+    owners = {
+        id(inner): node.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        for inner in ast.walk(node)
+    }
+    found = [
+        (owners.get(id(node), ""), ast.unparse(node))
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+    ]
+    return sorted(f"{owner} {name}" for owner, name in found if name.endswith(BY_ADDRESS))
+
+
+def test_no_device_memory_is_mapped_as_numpy() -> None:
+    """A device may have memory without an address; only transfers through ggml reach it.
+
+    `HostBuffer` is in memory of the host by its buffer type.
+    """
+    found = {short(path): by_address(tree(path)) for path in MODULES}
+    assert {name: uses for name, uses in found.items() if uses} == {
+        "moegraph/ggml/device.py": ["HostBuffer ffi.buffer"]
+    }
+
+
+def test_the_rule_on_addresses_notices_what_it_forbids() -> None:
+    code = "class A:\n    def f(self): return ffi.buffer(t.data, 4)\nnp.ctypeslib.as_array(p)\n"
+    assert by_address(ast.parse(code)) == [" np.ctypeslib.as_array", "A ffi.buffer"]
 
 
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
@@ -277,12 +314,13 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
     assert [s.name for s in listed.values() if not s.flags] == ["n_seq"]
 
 
-def test_every_engine_setting_with_a_spelling_is_an_option_of_run_and_chat() -> None:
+@pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])
+def test_every_engine_setting_with_a_spelling_is_an_option(name: str, useless: set[str]) -> None:
     commands = importlib.import_module("moegraph.cli").main.commands
-    for name in ("run", "chat"):
-        options = {flag: p.name for p in commands[name].params for flag in p.opts}
-        for setting in settings():
-            assert {options.get(flag) for flag in setting.flags} <= {setting.name}, setting
+    options = {flag: p.name for p in commands[name].params for flag in p.opts}
+    for setting in settings():
+        found = {options.get(flag) for flag in setting.flags}
+        assert found <= ({None} if setting.name in useless else {setting.name}), setting
 
 
 def package_of(folder: Path, files: dict[str, str]) -> Path:
