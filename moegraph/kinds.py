@@ -11,7 +11,7 @@ MAX_CPU_ROWS = 8
 # Rows of a pass whose graphs can fetch missing experts, or predict the choice of the next layer.
 MAX_FETCH_ROWS = 1
 # A longer piece of a prompt would evict all that a layer holds.
-_SHORT_PROMPT = 8
+SHORT_PROMPT = 8
 
 
 class Kind(Enum):
@@ -54,7 +54,7 @@ def rules_of(kind: Kind, n_tokens: int) -> MissRules:
 
     A short piece of a prompt, such as the last one, may do what decode does.
     """
-    is_short = kind is Kind.PREFILL and n_tokens <= _SHORT_PROMPT
+    is_short = kind is Kind.PREFILL and n_tokens <= SHORT_PROMPT
     rules, fits = _ALL if is_short else _RULES[kind], n_tokens <= MAX_FETCH_ROWS
     return MissRules(
         admits=rules.admits,

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InternalError
+from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
@@ -77,6 +77,7 @@ class Generation:
         self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
         self.sampler.accept_all(ids.tolist())
         self.prefill_s = self.decode_s = 0.0
+        self.is_reading = False  # a prompt that fails leaves the sequence as it was
         self.n_reused = self.n_read = 0
 
     def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
@@ -96,17 +97,20 @@ class Generation:
             yield from self._steps(n_reused)
             finished = True
         except Cancelled:
-            passes.reset(0)
+            if not self.is_reading:
+                passes.reset(0)
             finished = True
             self._clock()
             text = self.sequence.cancel()
             yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
-            if not finished:
-                passes.abandon(0)  # an error, or the caller closed it
+            # an error, or the caller closed it; what fails in the prompt undoes itself
+            is_lost = not finished and not self.is_reading
+            if is_lost:
+                passes.abandon(0)
             if not device.compute.is_closed:
                 device.bind_cancel(None)
-                if not finished and self.ownership.is_here:
+                if is_lost and self.ownership.is_here:
                     passes.reset(0)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
@@ -134,21 +138,19 @@ class Generation:
             logits = output.logits if self.keep_logits else None
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
-        step, n = self.model.runner.n_ubatch, len(self.ids)
-        rows: list[npt.NDArray[np.float32]] = []
-        output = None
-        for start in range(n_reused, n, step):
-            chunk = self.ids[start : start + step]
-            self._submit(chunk[None, :], Kind.PREFILL)
-            output = self.passes.collect()
-            self.n_read = min(start + step, n)
-            if self.keep_logits:
-                rows.append(output.require_logits())
+        n = len(self.ids)
+
+        def progress(n_rows: int) -> None:
+            self.n_read = n_reused + n_rows
             if self.progress:
                 self.progress("prefill", self.n_read, n)
-        if output is None:
-            raise InternalError("a prompt without tokens reached the prefill")
-        return output, np.concatenate(rows) if rows else None
+
+        self.is_reading = True
+        output = self.passes.read(
+            self.ids[n_reused:], 0, self.keep_logits, self.greedy, self.cancel, progress
+        )
+        self.is_reading = False
+        return output, output.logits if self.keep_logits else None
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
         self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)

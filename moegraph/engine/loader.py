@@ -20,12 +20,13 @@ from ..ggml.mapped import WatchedFiles
 from ..graphs.layer import Model
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.footprint import needed_bytes
+from ..placement.footprint import needed_bytes, ring_groups, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
 from ..resident.bank import ExpertBanks
+from ..resident.ring import Ring
 from ..resident.state import State
 from ..resident.store import ExpertStore
 from ..resident.weights import Loader, Weights
@@ -124,13 +125,17 @@ class _Loading:
         )
         parts = Model(hp, weights, self.banks, state)
         n_ubatch = min(config.n_ubatch, state.n_ctx)
+        n_sweep = sweep_rows(n_ubatch, state.n_ctx)
         runner: Runner
         if n_slots is None and routing is None and config.mode != "layered":
-            runner = self._own(WholeRunner(self.device, parts, n_ubatch))
+            runner = self._own(WholeRunner(self.device, parts, n_ubatch, n_sweep))
         else:
             misses = None if n_slots is None else self._open_misses(n_slots)
+            ring = None if misses is None else self._open_ring(misses)
             replay = None if routing is None else Replay(self.device, hp, routing)
-            runner = self._own(LayeredRunner(self.device, parts, n_ubatch, misses, replay))
+            runner = self._own(
+                LayeredRunner(self.device, parts, n_ubatch, n_sweep, misses, replay, ring)
+            )
         runner.reserve_graphs()
         self.device.note_peak()
         files.check()
@@ -179,6 +184,14 @@ class _Loading:
         for il in partial:
             misses.fill(il, placed[il])
         return misses
+
+    def _open_ring(self, misses: MissHandler) -> Ring | None:
+        """Open the memory through which prompts send experts; None if every layer is full."""
+        layers = misses.store.layers
+        if not layers:
+            return None
+        n_groups = ring_groups(self.hparams.n_expert)
+        return self._own(Ring(self.device, self.file, layers, n_groups))
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the profile that --profile names, or the one beside the model; None without."""

@@ -7,20 +7,22 @@ the clean-up is interrupted too, the call after it does that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestError
+from ..errors import ContextOverflow, ModelFileError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
-from ..kinds import Kind
+from ..kinds import SHORT_PROMPT, Kind
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
-from ..runner.inspect import first_bad_place, node_values
+from ..runner.inspect import node_values
+from ..runner.sweep import Sweep, Tap
 from .cputhreads import CpuThreads
+from .prompts import Prompts, finished, where_not_finite
 
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
@@ -67,6 +69,7 @@ class Passes:
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a failed verify pass
         self._batch: Batch | None = None  # the last pass
+        self._prompts = Prompts(runner, files, threads, self._held)
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds.
@@ -99,6 +102,7 @@ class Passes:
 
     def _clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
+        self._prompts.clean_up(self._unfinished)
         if not self._unfinished and not self._to_truncate:
             return
         for seq in sorted(self._to_truncate - self._unfinished):
@@ -146,6 +150,71 @@ class Passes:
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
         self._unfinished.difference_update(batch.slots)
+
+    def begin_prompt(
+        self,
+        tokens: object,
+        seq: int,
+        all_rows: bool,
+        greedy: bool,
+        cuts: Sequence[int] = (),
+        taps: Mapping[int, Tap] | None = None,
+    ) -> Sweep:
+        """Begin a prompt of a sequence, of any length; `step_prompt` computes it.
+
+        Passes over other sequences may run between steps. If a step fails or is cancelled, the
+        sequence is what it was before the prompt. tokens: [n]. cuts, taps: see `SweepBatch`.
+
+        Raises:
+            RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
+            ContextOverflow: the rows do not fit into the context.
+            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        self._files.check()
+        self._require_seq(seq)
+        ids = checked_ids(tokens, self._n_vocab).reshape(-1)
+        if ids.size == 0:
+            raise RequestError("the prompt is empty; give it at least one token")
+        self._require_room(self._state.n_past[seq] + ids.size)
+        return self._prompts.begin(ids, seq, all_rows, greedy, cuts, taps)
+
+    def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
+        """Enqueue the next step of a prompt; return whether there are more.
+
+        Raises:
+            RequestError: a pass is in flight, or the prompt is not under way.
+            Cancelled: cancel was set.
+            NotFinite, ModelFileError: as in `collect`.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        return self._prompts.step(sweep, cancel)
+
+    def read(
+        self,
+        tokens: npt.NDArray[np.int32],
+        seq: int,
+        all_rows: bool,
+        greedy: bool,
+        cancel: CancelToken | None,
+        progress: Callable[[int], None],
+    ) -> Output:
+        """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
+
+        progress: called with how many rows the work that is enqueued amounts to.
+        """
+        if len(tokens) <= SHORT_PROMPT:
+            self.submit(tokens[None, :], seq, all_rows, greedy, cancel, Kind.PREFILL)
+            output = self.collect()
+            progress(len(tokens))
+            return output
+        sweep = self.begin_prompt(tokens, seq, all_rows, greedy)
+        while self.step_prompt(sweep, cancel):
+            progress(len(tokens) * sweep.n_done // sweep.n_steps)
+        progress(len(tokens))
+        return finished(sweep)
 
     def verify(
         self,
@@ -262,7 +331,11 @@ class Passes:
             else:
                 self.abandon(*error.sequences)
             try:
-                where = "in a drafted row" if self._to_truncate else self._trace_fault(bad)
+                where = (
+                    "in a drafted row"
+                    if self._to_truncate
+                    else where_not_finite(self._runner, self._held[bad], bad)
+                )
             finally:
                 self._clean_up()
             raise NotFinite(
@@ -345,12 +418,14 @@ class Passes:
             ContextOverflow: they do not.
         """
         for seq, slot in enumerate(batch.slots):
-            last = self._state.n_past[slot] + batch.n_rows(seq)
-            if last > self._n_ctx:
-                raise ContextOverflow(
-                    f"{last} positions, the context holds {self._n_ctx}; raise -c"
-                )
+            if slot == self._prompts.slot:
+                raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
+            self._require_room(self._state.n_past[slot] + batch.n_rows(seq))
         return batch
+
+    def _require_room(self, last: int) -> None:
+        if last > self._n_ctx:
+            raise ContextOverflow(f"{last} positions, the context holds {self._n_ctx}; raise -c")
 
     def _require_files(self) -> None:
         """Empty the sequences of a pass that read zeros, because the model file was cut short."""
@@ -359,16 +434,6 @@ class Passes:
         except ModelFileError:
             self._reset_batch()
             raise
-
-    def _trace_fault(self, seq: int) -> str:
-        """Compute a sequence again; return a phrase that says where values stop being finite."""
-        try:
-            place = first_bad_place(self._runner, self._held[seq], seq)
-        except MoegraphError as error:
-            return f"in an unknown layer ({error})"
-        if place is None:
-            return "but not when computed again; the device may be unstable"
-        return f"first in {place}; the model file may be damaged"
 
     def _reset_batch(self) -> None:
         if self._batch is not None:

@@ -115,6 +115,10 @@ class Residency:
         self._pass = plan
         return plan
 
+    def is_current(self, plan: PassPlan) -> bool:
+        """Return whether no other pass has begun since this one, and it has not ended."""
+        return self._pass is plan
+
     def exchange(self) -> None:
         """Exchange slots now, if the last pass was of a prompt, and not when the next pass begins.
 

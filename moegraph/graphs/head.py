@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..resident.weights import Weights
@@ -30,14 +29,12 @@ def build_head(
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
-    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
+    out_ids: None for all rows.
 
-    Raises:
-        InternalError: out_ids is None.
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
     """
-    if out_ids is None:
-        raise InternalError("the head was built for a pass with 0 output rows")
-    cur = b.name(b.get_rows(cur, out_ids), "result_norm")
+    cur = cur if out_ids is None else b.get_rows(cur, out_ids)
+    b.name(cur, "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     outputs = [logits]
     argmax = None

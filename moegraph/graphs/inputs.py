@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
@@ -60,10 +61,11 @@ class PassInputs:
     sequences; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
     I32 [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
-    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
+    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass, or a layer of a sweep, does not need is
+    None.
     """
 
-    embd: Tensor
+    embd: Tensor | None
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
@@ -73,6 +75,17 @@ class PassInputs:
     parents: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
+
+    @property
+    def embeddings(self) -> Tensor:
+        """The embeddings of a pass.
+
+        Raises:
+            InternalError: these are the inputs of a layer of a sweep, which has none.
+        """
+        if self.embd is None:
+            raise InternalError("the inputs of a chunk have no embeddings")
+        return self.embd
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES
@@ -20,6 +20,8 @@ _MIN_ZEROS = 1 << 20
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
+# Slots of a group of the ring, which is filled and read as a whole.
+GROUP = 16
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
 
@@ -64,6 +66,13 @@ class Packing:
             end = offsets[part] + sizes[part]
             unit = math.lcm(unit, GGML_QUANT_SIZES[info.type][1])
         return cls(offsets, sizes, end, round_up(end, unit))
+
+
+def group_bytes(strides: Collection[int]) -> int:
+    """Return the bytes of a group; strides: the bytes of a slot, of each kind of layer."""
+    largest = max(strides)
+    # the first slot of a kind may begin up to a slot after the group does
+    return largest * (GROUP + (len(set(strides)) > 1))
 
 
 def is_dense(name: str, n_layer: int) -> bool:

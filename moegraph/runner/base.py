@@ -4,70 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import InternalError, NativeError, RequestError
+from ..errors import RequestError
 from ..ggml.device import Device
-from ..ggml.lib import C, ffi
+from ..ggml.lib import C
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
 from ..kinds import Kind
-from ..units import round_up
 from .batch import Batch
 from .commit import Commits
+from .results import NotFinite, Output, Results
+from .sweeps import Sweeps
 
 _PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
-# Bytes; every result in the host block starts at a multiple.
-_ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Output:
-    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
-    n_vocab].
-
-    Both are copies.
-    """
-
-    argmax: npt.NDArray[np.int32] | None
-    logits: npt.NDArray[np.float32] | None
-
-    def require_logits(self) -> npt.NDArray[np.float32]:
-        """Return the logits, F32, numpy shape [n_out, n_vocab].
-
-        Raises:
-            InternalError: the pass was greedy.
-        """
-        if self.logits is None:
-            raise InternalError("a greedy pass has no logits")
-        return self.logits
-
-
-class NotFinite(NativeError):
-    """Results of some sequences of a pass are NaN or infinite; those of the others are good.
-
-    sequences: those with such results. output: the results of the whole pass.
-    """
-
-    def __init__(self, message: str, sequences: tuple[int, ...], output: Output) -> None:
-        super().__init__(message)
-        self.sequences = sequences
-        self.output = output
 
 
 class Runner(ABC):
     """Runs passes on one device, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
+
+    sweeps: what computes prompts layer by layer.
     """
 
     mode: str
+    sweeps: Sweeps
 
     def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
         self.device = device
@@ -75,7 +41,7 @@ class Runner(ABC):
         self.n_ubatch = n_ubatch
         self.graphs = GraphCache(device)
         self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
-        self._results = device.host_buffer(4096)
+        self._results = Results(device, model.hp.n_vocab)
         self._commits = Commits(device, model, self.graphs)
         self._can_page = can_page(device, model.hp, model.state)
         self._pending: Batch | None = None
@@ -83,8 +49,8 @@ class Runner(ABC):
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs and intermediates."""
-        return self._inputs.n_bytes + self.graphs.n_bytes
+        """Device bytes of inputs, intermediates and the rows of a sweep."""
+        return self._inputs.n_bytes + self.graphs.n_bytes + self.sweeps.n_bytes
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -106,6 +72,9 @@ class Runner(ABC):
             if self._dropped.issuperset(self._pending.slots):
                 self.device.synchronize()  # the next pass reuses host memory of this one
                 self._pending = None
+
+    def recover(self) -> None:  # noqa: B027
+        """Undo what is left of a pass that failed; before a sweep goes on."""
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
@@ -147,7 +116,7 @@ class Runner(ABC):
         """
         self.require_idle()
         shape = self.shape_of(batch)
-        self._grow_results(shape, batch.greedy)
+        self._results.grow(shape.n_out, batch.greedy)
         self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
@@ -193,17 +162,7 @@ class Runner(ABC):
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        host = self._results.array
-        check = host[: 4 * n_out].view(np.float32)
-        body = host[round_up(4 * n_out, _ALIGN) :]
-        finite = np.isfinite(check)
-        if batch.greedy:
-            output = Output(body[: 4 * n_out].view(np.int32).copy(), None)
-        else:
-            n_vocab = self.model.hp.n_vocab
-            logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
-            finite = finite & np.isfinite(logits.sum(axis=1))
-            output = Output(None, logits)
+        output, finite = self._results.read(n_out, batch.greedy)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
@@ -215,30 +174,9 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _grow_results(self, shape: PassShape, greedy: bool) -> None:
-        per_row = 4 if greedy else 4 * self.model.hp.n_vocab
-        needed = round_up(4 * shape.n_out, _ALIGN) + per_row * shape.n_out
-        if needed > self._results.array.nbytes:
-            larger = self.device.host_buffer(
-                needed
-            )  # first: if it fails, the old memory stays usable
-            self.device.synchronize()
-            smaller, self._results = self._results, larger
-            smaller.close()
-
     def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
         """Return the copies of the head's results to the host: check, then argmax or logits."""
-        n_out = shape.n_out
-        body = round_up(4 * n_out, _ALIGN)
-        main = head.argmax if greedy else head.logits
-        size = 4 * n_out if greedy else 4 * n_out * self.model.hp.n_vocab
-        return ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": head.check, "dst": self._results.address(), "size": 4 * n_out},
-                {"src": main, "dst": self._results.address(body), "size": size},
-            ],
-        )
+        return self._results.reads(shape.n_out, head, greedy)
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -259,6 +197,7 @@ class Runner(ABC):
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
+        self.sweeps.close()
         self.graphs.close()
         self._commits.close()
         self._inputs.close()

@@ -12,6 +12,7 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from ..experts.passplan import MissMode
@@ -36,6 +37,7 @@ from ..graphs.layer import (
     build_moe,
 )
 from ..graphs.router import build_prediction
+from ..modelfile.hparams import HParams
 from ..resident.bank import Bank
 from ..units import round_up
 from .misses import MissHandler
@@ -49,26 +51,11 @@ class CarryBuffers:
     F32 [n_embd, n_tokens]: l_out, input_norm (of the next layer or the head), residual, post_norm.
     weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
-    with_rows (CPU device): there is expert_rows, F32 [n_embd, n_expert_used, n_tokens], and
-        cpu_out has that shape.
+    expert_rows (CPU device): F32 [n_embd, n_expert_used, n_tokens]; then cpu_out has that shape.
     """
 
-    def __init__(
-        self, device: Device, model: Model, max_rows: int, with_rows: bool, cpu_out: bool
-    ) -> None:
-        hp = model.hp
-        rows = {
-            "l_out": hp.n_embd,
-            "input_norm": hp.n_embd,
-            "residual": hp.n_embd,
-            "post_norm": hp.n_embd,
-            "weights": hp.n_expert_used,
-            "slots": hp.n_expert_used,
-        }
-        if with_rows:
-            rows["expert_rows"] = hp.n_embd * hp.n_expert_used
-        if cpu_out:
-            rows["cpu_out"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
+    def __init__(self, device: Device, rows: Mapping[str, int], max_rows: int) -> None:
+        """rows: name -> elements of a row."""
         self.offsets, size = {}, 0
         for name, ne0 in rows.items():
             self.offsets[name] = size
@@ -84,6 +71,20 @@ class CarryBuffers:
     def leaf(self, b: Builder, name: str, dtype: int, *ne: int) -> Tensor:
         """Return a leaf that reads the memory of that name; ne: its shape."""
         return self.put(b.leaf(dtype, ne, name), name)
+
+
+def carry_rows(hp: HParams, with_rows: bool, cpu_out: bool) -> dict[str, int]:
+    """Return the carry buffers of layered passes, for `CarryBuffers`.
+
+    with_rows: there is expert_rows. cpu_out: the CPU may compute experts.
+    """
+    rows = dict.fromkeys(("l_out", "input_norm", "residual", "post_norm"), hp.n_embd)
+    rows |= dict.fromkeys(("weights", "slots"), hp.n_expert_used)
+    if with_rows:
+        rows["expert_rows"] = hp.n_embd * hp.n_expert_used
+    if cpu_out:
+        rows["cpu_out"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
+    return rows
 
 
 class LayerGraphs:
@@ -112,7 +113,8 @@ class LayerGraphs:
         self._readback = readback
         self._misses = misses
         self._cpu_experts = misses.cpu_experts if misses else None
-        self.carry = CarryBuffers(device, model, max_rows, sums_last, self._cpu_experts is not None)
+        rows = carry_rows(model.hp, sums_last, self._cpu_experts is not None)
+        self.carry = CarryBuffers(device, rows, max_rows)
 
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
@@ -132,7 +134,8 @@ class LayerGraphs:
         if layers[0]:
             x, norm = self._embd(b, "l_out", n_tokens), self._embd(b, "input_norm", n_tokens)
         else:
-            x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
+            x = inp.embeddings
+            norm = build_input_norm(b, m, x, 0)
         for il in layers:
             predict = None
             if self.is_predicted(il + 1, mode):

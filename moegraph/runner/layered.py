@@ -40,7 +40,8 @@ from ..ggml.lib import C, ffi
 from ..graphs.inputs import PassShape
 from ..graphs.layer import Model
 from ..kinds import Kind
-from .base import Output, Runner
+from ..resident.ring import Ring
+from .base import Runner
 from .batch import Batch
 from .clock import PassClock
 from .layer_graphs import LayerGraphs
@@ -48,6 +49,8 @@ from .misses import MissHandler
 from .plan import LaunchPlan, LaunchPlans, LaunchStep
 from .readback import RoutingReadback
 from .replay import Replay
+from .results import Output
+from .sweeps import Sweeps
 
 
 class LayeredRunner(Runner):
@@ -71,9 +74,12 @@ class LayeredRunner(Runner):
         device: Device,
         model: Model,
         n_ubatch: int,
+        n_sweep: int,
         misses: MissHandler | None = None,
         replay: Replay | None = None,
+        ring: Ring | None = None,
     ) -> None:
+        """n_sweep: most rows of a prompt in one sweep. ring: for the experts that prompts miss."""
         super().__init__(device, model, n_ubatch)
         hp, max_rows = model.hp, n_ubatch * model.state.n_seq
         self.misses = misses
@@ -95,6 +101,10 @@ class LayeredRunner(Runner):
             self._readback,
             misses,
         )
+        self.sweeps = Sweeps(
+            device, model, self.graphs, self._layer_graphs.carry, self._results, n_ubatch, n_sweep,
+            self.residency, misses, ring, self._layer_graphs if sums_last else None, self.observers,
+        )  # fmt: skip
         self.plans = LaunchPlans(model, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
@@ -115,10 +125,10 @@ class LayeredRunner(Runner):
         state = self.model.state
         shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
         self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+        self.sweeps.reserve()
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        if self._is_unfinished:
-            self._roll_back()  # the last pass failed, and its roll-back was interrupted
+        self.recover()
         self._is_unfinished = True
         try:
             start = time.perf_counter()
@@ -140,6 +150,11 @@ class LayeredRunner(Runner):
             self._roll_back()
             raise
         self._is_unfinished = False
+
+    def recover(self) -> None:
+        """Undo the last pass, if it failed and its roll-back was interrupted."""
+        if self._is_unfinished:
+            self._roll_back()
 
     def _roll_back(self) -> None:
         """Undo a failed pass; safe to call again."""

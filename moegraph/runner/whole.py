@@ -14,6 +14,8 @@ from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
 from .base import Runner
 from .batch import Batch
+from .layer_graphs import CarryBuffers
+from .sweeps import Sweeps
 
 
 def build_whole(
@@ -21,7 +23,8 @@ def build_whole(
 ) -> HeadOutputs:
     """Append every layer and the head; the slot of an expert is its id."""
     inp = inputs.leaves(b, shape)
-    x, norm = inp.embd, build_input_norm(b, m, inp.embd, 0)
+    x = inp.embeddings
+    norm = build_input_norm(b, m, x, 0)
     for il in range(m.hp.n_layer):
         r = build_mixer_router(b, m, inp, shape, x, norm, il)
         x = build_moe(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
@@ -39,8 +42,13 @@ class WholeRunner(Runner):
 
     mode = "whole"
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
+    def __init__(self, device: Device, model: Model, n_ubatch: int, n_sweep: int) -> None:
+        """n_sweep: most rows of a prompt in one sweep."""
         super().__init__(device, model, n_ubatch)
+        self._carry = CarryBuffers(device, {"l_out": model.hp.n_embd}, n_ubatch)
+        self.sweeps = Sweeps(
+            device, model, self.graphs, self._carry, self._results, n_ubatch, n_sweep
+        )
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
@@ -58,6 +66,7 @@ class WholeRunner(Runner):
         """
         state = self.model.state
         self._get(PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq), True)
+        self.sweeps.reserve()
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.greedy)
@@ -76,3 +85,4 @@ class WholeRunner(Runner):
         """Wait for the device, then free graphs and transfer memory."""
         self._built = None
         super().close()
+        self._carry.buffer.close()

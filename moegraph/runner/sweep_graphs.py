@@ -1,0 +1,175 @@
+"""The graphs of a sweep.
+
+    mixer     mixer and router of a chunk of one layer
+    experts   the expert FFN of a chunk over the resident experts
+    layer     both, in a full layer
+    unit      experts in the ring, for rows of any chunk that chose them
+    sum_rows  CPU device only: sums the rows of all experts in routing order
+    head      output matrix and argmax
+
+A graph does not depend on where in the prompt its rows are: they are copied to fixed memory before
+it and from there after it (`CarryBuffers`), and units name their rows.
+"""
+
+from __future__ import annotations
+
+from ..ggml.lib import C
+from ..ggml.ops import F32, I32, Builder, Tensor
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.experts import build_expert_rows, build_slots
+from ..graphs.head import build_head
+from ..graphs.inputs import PAGED, PassShape
+from ..graphs.layer import Model, Routed, build_input_norm, build_mixer_router, build_moe
+from ..resident.layout import PAGE
+from ..resident.ring import Ring
+from .layer_graphs import CarryBuffers, LayerGraphs
+from .sweep_memory import SweepMemory
+
+
+class SweepGraphs:
+    """Builds the graphs of sweeps at first use.
+
+    reads_ids: the host wants the choice in full layers too. layer_graphs: has `sum_rows`; None if
+    the device adds experts to a finished sum.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        graphs: GraphCache,
+        carry: CarryBuffers,
+        memory: SweepMemory,
+        ring: Ring | None,
+        layer_graphs: LayerGraphs | None,
+        reads_ids: bool,
+    ) -> None:
+        self._model, self._graphs, self._carry = model, graphs, carry
+        self._memory, self._ring, self._layer_graphs = memory, ring, layer_graphs
+        self._reads_ids = reads_ids
+        self._n_nodes_mixer, self._n_nodes_moe = 160, 48 + 3 * model.hp.n_expert_used
+
+    def _length(self, il: int, n_kv: int) -> int:
+        """Return what of the KV length matters to a layer: one graph of a DeltaNet serves all."""
+        return PAGED if self._model.hp.is_recurrent(il) else n_kv
+
+    def mixer(self, il: int, n: int, n_kv: int) -> BuiltGraph:
+        """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host."""
+        length = self._length(il, n_kv)
+        return self._graphs.get(
+            ("sweep mixer", il, n, length),
+            self._n_nodes_mixer,
+            lambda b: self._build_mixer(b, il, n, length),
+        )
+
+    def layer(self, il: int, n: int, n_kv: int) -> BuiltGraph:
+        """Return `layer` for n rows; its outputs: the ids, or None if nobody reads them."""
+        length = self._length(il, n_kv)
+        return self._graphs.get(
+            ("sweep layer", il, n, length),
+            self._n_nodes_mixer + self._n_nodes_moe,
+            lambda b: self._build_layer(b, il, n, length),
+        )
+
+    def experts(self, il: int, n: int) -> BuiltGraph:
+        """Return `experts` for n rows."""
+        return self._graphs.get(
+            ("sweep experts", il, n), self._n_nodes_moe, lambda b: self._build_experts(b, il, n)
+        )
+
+    def unit(self, il: int, n_padded: int, n_rounds: int) -> BuiltGraph:
+        """Return `unit` over the ring, for layers of layer il's kind."""
+        ring = self._ring
+        return self._graphs.get(
+            ("sweep unit", ring and ring.kind(il), n_padded, n_rounds),
+            64,
+            lambda b: self._build_unit(b, il, n_padded, n_rounds),
+        )
+
+    def sum_rows(self, il: int, n: int) -> BuiltGraph | None:
+        """Return `sum_rows` for n rows; None if the device adds to a finished sum."""
+        layer_graphs = self._layer_graphs
+        if layer_graphs is None:
+            return None
+        return self._graphs.get(
+            ("sum_rows", il, n), self._n_nodes_moe, lambda b: layer_graphs.sum_rows(b, n, il)
+        )
+
+    def head(self, n: int, greedy: bool) -> BuiltGraph:
+        """Return `head` for the n rows that were copied to l_out."""
+        return self._graphs.get(("sweep head", n, greedy), 64, lambda b: self._head(b, n, greedy))
+
+    def _head(self, b: Builder, n: int, greedy: bool) -> object:
+        m = self._model
+        norm = build_input_norm(b, m, self.embd(b, "l_out", n), m.hp.n_layer)
+        return build_head(b, m.weights, norm, None, greedy)
+
+    def embd(self, b: Builder, name: str, n: int) -> Tensor:
+        """Return a leaf F32 [n_embd, n] that reads the carry buffer of that name."""
+        return self._carry.leaf(b, name, F32, self._model.hp.n_embd, n)
+
+    def _mixer_router(self, b: Builder, il: int, n: int, n_kv: int) -> Routed:
+        m, x = self._model, self.embd(b, "l_out", n)
+        inputs = self._memory.inputs.leaves(b, n, n_kv or PAGE)
+        norm = build_input_norm(b, m, x, il)
+        return build_mixer_router(b, m, inputs, PassShape(n, 1, n_kv, 0), x, norm, il)
+
+    def _ids(self, b: Builder, topk: Tensor) -> Tensor:
+        """Append a copy of the choice; return its leaf, I32 [n_used, n]."""
+        ids = self._carry.leaf(b, "slots", I32, topk.ne[0], topk.ne[1])
+        b.expand(b.cpy(topk, ids))
+        return ids
+
+    def _build_mixer(self, b: Builder, il: int, n: int, n_kv: int) -> Tensor:
+        r = self._mixer_router(b, il, n, n_kv)
+        self._carry.put(r.residual, "residual")
+        self._carry.put(r.post_norm, "post_norm")
+        self._carry.put(r.routing.weights_data, "weights")
+        return self._ids(b, r.routing.topk)
+
+    def _build_layer(self, b: Builder, il: int, n: int, n_kv: int) -> Tensor | None:
+        r = self._mixer_router(b, il, n, n_kv)
+        ids = self._ids(b, r.routing.topk) if self._reads_ids else None
+        topk, weights = r.routing.topk, r.routing.weights
+        x = build_moe(b, self._model, r.residual, r.post_norm, topk, weights, il)
+        self._carry.put(x, "l_out")
+        return ids
+
+    def _build_experts(self, b: Builder, il: int, n: int) -> None:
+        m, k = self._model, self._model.hp.n_expert_used
+        ids = self._carry.leaf(b, "slots", I32, k, n)
+        weights = self._carry.leaf(b, "weights", F32, 1, k, n)
+        residual, post_norm = self.embd(b, "residual", n), self.embd(b, "post_norm", n)
+        bank = m.banks.layer(il)
+        slots = build_slots(b, m.banks.tables[il], ids)
+        if self._layer_graphs is None:
+            x = build_moe(b, m, residual, post_norm, slots, weights, il)
+            self._carry.put(x, "l_out")
+            return
+        if bank.n_slots == 0:
+            rows = b.fill(self._carry.leaf(b, "expert_rows", F32, m.hp.n_embd, k, n), 0.0)
+        else:
+            rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
+        self._carry.put(b.expand(rows), "expert_rows")
+
+    def _build_unit(self, b: Builder, il: int, n_padded: int, n_rounds: int) -> None:
+        memory, n_embd = self._memory, self._model.hp.n_embd
+        token, slot, at, target, *terms = memory.unit_leaves(b, n_padded, n_rounds)
+        if self._ring is None:
+            return
+        cur = b.get_rows(memory.tensor("post_norm"), token)
+        weights = b.reshape(b.get_rows(memory.tensor("weights"), at), 1, 1, n_padded)
+        slots = b.reshape(slot, 1, n_padded)
+        rows = build_expert_rows(b, self._ring.bank(il), cur, slots, weights, -1)
+        rows = b.reshape(rows, n_embd, n_padded)
+        if self._layer_graphs is not None:
+            b.expand(b.set_rows(memory.tensor("expert_rows"), rows, at))
+            return
+        total = b.get_rows(memory.hidden, target)
+        for term in terms:
+            total = b.add_rows(total, rows, term)
+        b.expand(b.set_rows(memory.hidden, total, target))
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor."""
+    return C.ggml_nbytes(tensor)
