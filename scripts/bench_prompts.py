@@ -60,7 +60,8 @@ def engine_for(args: Any, setting: str) -> Engine:
 
 def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
     """Time one prompt."""
-    ids = np.random.default_rng(seed).integers(0, engine.hparams.n_vocab, depth + n)
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, engine.hparams.n_vocab, depth + n).astype(np.int32)
     engine.reset()
     if depth:
         engine.prefill(ids[:depth], greedy=True)
