@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,23 @@ import numpy.typing as npt
 
 # Called with (stage, units done, units in total).
 Progress = Callable[[str, int, int], None]
+
+
+class Stopwatch:
+    """Measures phases that follow one another, such as those of a start.
+
+    seconds: the length of each phase that has ended, by name, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """End a phase; it began when the last one ended, or with the stopwatch."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
 
 class CancelToken:

@@ -58,6 +58,11 @@ def engine_for(args: Any, setting: str) -> Engine:
     return Engine.load(args.model, EngineConfig(**config))
 
 
+def phases_of(engine: Engine) -> dict[str, float]:
+    """Return the seconds of each phase, summed since the engine was loaded."""
+    return engine.runner.sweeps.phases if engine.runner.sweeps else {}
+
+
 def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
     """Time one prompt."""
     rng = np.random.default_rng(seed)
@@ -66,12 +71,12 @@ def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
     if depth:
         engine.prefill(ids[:depth], greedy=True)
     engine.device.synchronize()
-    phases, stats = dict(engine.runner.sweeps.phases), engine.expert_stats()
+    phases, stats = dict(phases_of(engine)), engine.expert_stats()
     begin = time.perf_counter()
     engine.prefill(ids[depth:], greedy=True)
     seconds = time.perf_counter() - begin
     after = engine.expert_stats()
-    spent = {name: t - phases[name] for name, t in engine.runner.sweeps.phases.items()}
+    spent = {name: t - phases[name] for name, t in phases_of(engine).items()}
     sent = after.n_bytes_to_device - stats.n_bytes_to_device if after and stats else 0
     return {
         "seconds": round(seconds, 5), "tok_s": round(n / seconds, 1), "sent_bytes": sent,

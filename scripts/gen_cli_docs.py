@@ -68,7 +68,10 @@ RUN_JSON = {
     "n_generated": "number of generated tokens",
     "prefill_tps": "prompt tokens per second",
     "decode_tps": "generated tokens per second, without the first one",
-    "timings": "`load_s`, `prefill_s` (to the first token), `decode_s` (from there to the last)",
+    "timings": "`process_s` (from the start of the process to that of the command), `load_s`, "
+    "`tokenizer_s`, `prefill_s` (to the first token), `decode_s` (from there to the last); "
+    "`first_token_s` is from the start of the process to the first token; `load` has the seconds "
+    "of each phase of loading (`Engine.load_times`)",
     "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
     "of experts), and the device memory of each part",
     "experts": "what the expert cache did, see below; null in mode whole",

@@ -21,6 +21,7 @@ from ..experts.cost import Curve, Machine, machine_fields
 from ..placement.footprint import slot_bytes
 from ..placement.identity import RouterShape
 from ..placement.trace import Trace, ids_dtype
+from ..resident.stage import Stage
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
 from ..runner.misses import MissHandler
@@ -78,7 +79,7 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         unpinned = stream = [host_misses.link.seconds(n) for n in range(1, k + 1)]
         n_threads = config.n_threads or default_threads()
         threads = _thread_counts(n_threads)
-        on_cpu = {n: _cpu_seconds(engine, host_misses, n, k) for n in threads}
+        on_cpu = {n: _cpu_seconds(engine.stage, n, k) for n in threads}
     # 'auto' as in a run; the CPU device pins only with 'all'
     pin = "auto" if words["own_memory"] else "all"
     with load(_changed(config, {**partial, "host_pin": pin}), routing) as engine:
@@ -147,17 +148,17 @@ def _thread_counts(most: int) -> list[int]:
     return sorted({min(2**power, most) for power in range(10)} | {most})
 
 
-def _cpu_seconds(engine: Engine, misses: MissHandler, n_threads: int, k: int) -> list[float]:
+def _cpu_seconds(stage: Stage, n_threads: int, k: int) -> list[float]:
     """Return the seconds of 1 to k experts on n_threads CPU threads; [] if the CPU cannot."""
-    store, device = misses.store, engine.device
-    if not store.is_aligned:
+    device = stage.device
+    if not stage.store.is_aligned:
         return []
     cpu_experts: CpuExperts
     if device.can.cpu_threads:
         device.use_threads(Threads(n_threads, waiting(n_threads)))
-        cpu_experts = GraphCpuExperts(device, engine.hparams, store, 1)
+        cpu_experts = GraphCpuExperts(stage, 1)
     else:
-        cpu_experts = KernelCpuExperts(device, engine.hparams, store, n_threads, 1)
+        cpu_experts = KernelCpuExperts(stage, n_threads, 1)
     try:
         return [cpu_experts.measure(n) for n in range(1, k + 1)]
     finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
 from ..units import format_bytes, format_duration
+from .starttimes import StartTimes
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -85,7 +86,7 @@ def run_report(
     tokens: Sequence[int],
     text: str,
     event: GenerationEvent,
-    load_s: float,
+    times: StartTimes,
     from_file: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return the object that --json prints; durations in seconds, sizes in bytes."""
@@ -103,9 +104,10 @@ def run_report(
         "prefill_tps": round(event.prefill_tps, 3),
         "decode_tps": round(event.decode_tps, 3),
         "timings": {
-            "load_s": round(load_s, 6),
+            **times.report(),
             "prefill_s": round(event.prefill_s, 6),
             "decode_s": round(event.decode_s, 6),
+            "load": {name: round(s, 6) for name, s in engine.load_times.items()},
         },
         "memory": engine.memory(),
         "experts": expert_report(engine),
@@ -117,4 +119,4 @@ def expert_report(engine: Engine) -> dict[str, Any] | None:
     stats = engine.expert_stats()
     if stats is None:
         return None
-    return {"n_slots_by_layer": engine.banks.n_slots, **stats.report()}
+    return {"n_slots_by_layer": engine.stage.n_slots, **stats.report()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
 from .outputs import NpyWriter, OutputFile
 from .report import run_report, stats_line
+from .starttimes import StartTimes
 from .tokens import read_ids, require_ids_in_range
 
 if TYPE_CHECKING:
@@ -107,11 +107,12 @@ def run(args: tuple[str, ...], **given: Any) -> None:
     """
     with ExitStack() as stack:
         job = _check(click.get_current_context(), args, given, stack)
-        started = time.perf_counter()
+        times = StartTimes()
         model = stack.enter_context(options.open_header(job.target))
         job = _check_request(job, model)
         engine = stack.enter_context(options.load_engine(model, job.config))
-        _generate(engine, job, time.perf_counter() - started)
+        times.lap("load")
+        _generate(engine, job, times)
 
 
 def _check(
@@ -200,12 +201,13 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
     return replace(job, sampling=sampling, from_file=from_file)
 
 
-def _generate(engine: Engine, job: _Job, load_s: float) -> None:
+def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
     """Run the job and write its results, after Ctrl-C those up to then."""
     if job.ids is None:
         prompt = engine.tokenizer.encode(job.prompt or "")
     else:
         prompt = job.ids.tolist()
+    times.lap("tokenizer")
     sampling = job.sampling
     if job.ignore_eos:
         bans = {**sampling.logit_bias, **options.end_token_bans(engine)}
@@ -215,8 +217,8 @@ def _generate(engine: Engine, job: _Job, load_s: float) -> None:
     tokens: list[int] = []
     pieces: list[str] = []
     with cancel_on_interrupt() as cancel:
-        event = _stream(engine, job, prompt, sampling, cancel, tokens, pieces)
-    _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, load_s)
+        event = _stream(engine, job, prompt, sampling, cancel, tokens, pieces, times)
+    _finish(engine, job, sampling, prompt, tokens, "".join(pieces), event, times)
     if cancel.is_set():
         raise Cancelled
 
@@ -239,6 +241,7 @@ def _stream(
     cancel: CancelToken,
     tokens: list[int],
     pieces: list[str],
+    times: StartTimes,
 ) -> GenerationEvent:
     """Print text as it comes; return the last event."""
     shows_text = not job.as_json and job.out_ids is None
@@ -254,6 +257,7 @@ def _stream(
         ):  # fmt: skip
             bars.clear()
             if event.token is not None:
+                times.token()
                 tokens.append(event.token)
             if event.text:
                 pieces.append(event.text)
@@ -276,7 +280,7 @@ def _finish(
     tokens: list[int],
     text: str,
     event: GenerationEvent,
-    load_s: float,
+    times: StartTimes,
 ) -> None:
     n_trained, n_held = engine.hparams.n_ctx_train, event.n_prompt + event.n_generated
     if event.n_prompt <= n_trained < n_held:
@@ -287,7 +291,7 @@ def _finish(
         options.show_messages(engine)
     kept = options.save_profile(engine)
     if job.as_json:
-        report = run_report(engine, sampling, prompt, tokens, text, event, load_s, job.from_file)
+        report = run_report(engine, sampling, prompt, tokens, text, event, times, job.from_file)
         report["profile"] = kept
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
     elif not job.quiet:

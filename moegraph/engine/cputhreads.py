@@ -81,10 +81,10 @@ class CpuThreads:
         except NotFinite:
             pass  # the weights are damaged: the first request will say where
         finally:
-            runner.model.state.reset(0)
+            runner.stage.state.reset(0)
 
     def _run(self, runner: Runner, batch: Batch) -> None:
-        runner.model.state.reset(0)
+        runner.stage.state.reset(0)
         runner.submit(batch)
         self.end()
         runner.collect()

@@ -94,9 +94,9 @@ class Engine:
         self._profile = loaded.profile
         self.n_ctx = loaded.n_ctx
         self.plan = loaded.plan
-        self.device = loaded.device
+        self.stage = loaded.stage
+        self.device, self.state = loaded.stage.device, loaded.stage.state
         self.threads = loaded.threads
-        self.weights, self.banks, self.state = loaded.weights, loaded.banks, loaded.state
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
 
@@ -109,6 +109,18 @@ class Engine:
         if self._profile is None or not misses:
             return None
         return self._profile.add_new(np.array(misses.residency.routing.counts, dtype=np.int64))
+
+    @property
+    def load_times(self) -> dict[str, float]:
+        """Seconds of each phase of loading, in order; together the time that `Engine.load` took.
+
+        device: open the device and watch the file. plan: divide the memory. weights: all weights
+        except routed experts. banks: expert slots, and the experts of full layers. state: the KV
+        cache. host: experts in host memory. measure: times of the CPU and of uploads. fill: experts
+        that are resident from the start. graphs: build the runner's first graphs. threads: find the
+        fastest CPU threads. host, measure and fill only if experts can be missing.
+        """
+        return dict(self._loaded.times)
 
     @property
     def device_name(self) -> str:
@@ -150,7 +162,7 @@ class Engine:
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
-            "weights_bytes": self.weights.n_bytes + self.banks.n_bytes,
+            "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes,
             "compute_bytes": self.runner.compute_bytes,

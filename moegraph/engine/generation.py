@@ -82,7 +82,7 @@ class Generation:
 
     def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
         """Yield the events; reuse: as in `Engine.generate`."""
-        passes, device = self.passes, self.model.device
+        passes, device = self.passes, self.model.stage.device
         self.model.file.check_unchanged()
         held = passes.held(0)
         n_reused = len(held)

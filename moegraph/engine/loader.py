@@ -1,4 +1,4 @@
-"""Loads a model: plans the memory, then opens weights, banks, state and runner on the device."""
+"""Loads a model: plans the memory, then opens the stage and its runner on the device."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..events import Progress
+from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
 from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
+from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
-from ..graphs.layer import Model
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.footprint import needed_bytes, ring_groups, sweep_rows
+from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
-from ..resident.bank import ExpertBanks
-from ..resident.ring import Ring
-from ..resident.state import State
-from ..resident.store import ExpertStore
-from ..resident.weights import Loader, Weights
+from ..resident.stage import Stage, open_stage
 from ..runner import LayeredRunner, Runner, WholeRunner
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
 from ..runner.cpu_experts_graph import GraphCpuExperts
@@ -54,20 +50,19 @@ class LoadedModel:
     """One model on one device, with everything that computes its passes.
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
-    plan: the expert slots of each layer, and the memory that they and all else take.
+    plan: the expert slots of each layer, and the memory that they and all else take. times: the
+    seconds of each phase of loading.
     """
 
     file: ModelFile
     files: WatchedFiles
-    device: Device
+    stage: Stage
     threads: CpuThreads
     n_ctx: int
     profile: ProfileFile | None
     plan: Plan
-    weights: Weights
-    banks: ExpertBanks
-    state: State
     runner: Runner
+    times: dict[str, float]
 
 
 def load_model(
@@ -92,106 +87,45 @@ class _Loading:
         self.config = config
         self.hparams = model.hparams
         self._stack = stack
+        self._times = Stopwatch()
 
     def load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> LoadedModel:
         """Open everything in order; see `Engine.load`."""
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
+        # the stage closes it too, and a second close does nothing; but planning may fail
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
         threads = CpuThreads(self.device, config)
+        self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
         plan = self._make_plan()
-        n_slots = None if plan.all_resident else list(plan.n_slots)
-        if n_slots is not None and config.mode == "whole":
+        if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
                 "use --mode auto, or raise --vram, --pin-layers or --cache-slots"
             )
-        loader = Loader(self.device, self.file, progress)
-        try:
-            weights = self._own(Weights(loader, self.file))
-            may_prefetch = (
-                config.prefetch == "auto" and not config.deterministic and routing is None
+        self._times.lap("plan")
+        may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
+        n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
+        stage = self._own(
+            open_stage(
+                self.device, self.file, range(hp.n_layer), plan.n_slots, config, self.n_ctx,
+                n_prefetch_slots, progress, self._times,
             )
-            n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-            self.banks = self._own(
-                ExpertBanks(self.device, loader, self.file, n_slots, n_prefetch_slots)
-            )
-        finally:
-            loader.close()
-        state = self._own(
-            State(self.device, hp, self.n_ctx, config.n_seq, config.type_k, config.type_v)
-        )
-        parts = Model(hp, weights, self.banks, state)
-        n_ubatch = min(config.n_ubatch, state.n_ctx)
-        n_sweep = sweep_rows(n_ubatch, state.n_ctx)
-        runner: Runner
-        if n_slots is None and routing is None and config.mode != "layered":
-            runner = self._own(WholeRunner(self.device, parts, n_ubatch, n_sweep))
-        else:
-            misses = None if n_slots is None else self._open_misses(n_slots)
-            ring = None if misses is None else self._open_ring(misses)
-            replay = None if routing is None else Replay(self.device, hp, routing)
-            runner = self._own(
-                LayeredRunner(self.device, parts, n_ubatch, n_sweep, misses, replay, ring)
-            )
+        )  # fmt: skip
+        runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
         runner.reserve_graphs()
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()
+        self._times.lap("graphs")
         threads.measure(runner)
+        self._times.lap("threads")
         return LoadedModel(
-            self.file, files, self.device, threads, self.n_ctx, self._profile, plan,
-            weights, self.banks, state, runner,
+            self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
+            self._times.seconds,
         )  # fmt: skip
-
-    def _open_misses(self, n_slots: list[int]) -> MissHandler:
-        """Open the expert store and the cache, and fill the slots."""
-        config, hp = self.config, self.hparams
-        partial = [il for il, n in enumerate(n_slots) if n < hp.n_expert]
-        store = self._own(ExpertStore(self.device, self.file, partial, config.host_pin))
-        policy = POLICIES[config.policy]()
-        cache = ExpertCache(hp.n_expert, n_slots, policy, hp.n_expert_used)
-        # 'auto' depends on measured times
-        miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
-        if miss == "cpu" and not store.is_aligned:
-            raise ConfigError(
-                "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
-                "use --miss stream"
-            )
-        cpu_experts: CpuExperts | None = None
-        if miss != "stream" and store.is_aligned and self.device.can.cpu_threads:
-            cpu_experts = GraphCpuExperts(self.device, hp, store, MAX_CPU_ROWS)
-        elif miss != "stream" and store.is_aligned:
-            cpu_experts = KernelCpuExperts(
-                self.device, hp, store, self.device.n_threads, MAX_CPU_ROWS
-            )
-        profile = self._profile
-        starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
-        placed = {il: cache.layers[il].preload(*starts[il]) for il in partial}
-        max_rows = config.n_ubatch * config.n_seq
-        misses = MissHandler(
-            self.device,
-            self.banks,
-            store,
-            cache,
-            cpu_experts,
-            miss,
-            max_rows,
-            not config.deterministic,
-        )
-        for il in partial:
-            misses.fill(il, placed[il])
-        return misses
-
-    def _open_ring(self, misses: MissHandler) -> Ring | None:
-        """Open the memory through which prompts send experts; None if every layer is full."""
-        layers = misses.store.layers
-        if not layers:
-            return None
-        n_groups = ring_groups(self.hparams.n_expert)
-        return self._own(Ring(self.device, self.file, layers, n_groups))
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the profile that --profile names, or the one beside the model; None without."""
@@ -221,3 +155,60 @@ class _Loading:
             source,
             self._profile.demand if self._profile else None,
         )
+
+
+def open_runner(
+    stage: Stage,
+    config: EngineConfig,
+    profile: ProfileFile | None = None,
+    routing: npt.NDArray[np.int32] | None = None,
+    times: Stopwatch | None = None,
+) -> Runner:
+    """Return what runs passes over a stage, its slots filled; close it before the stage.
+
+    profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
+    times: measures the phases.
+
+    Raises:
+        ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
+    """
+    n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
+    n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
+    with closed_on_failure():
+        if stage.is_full and routing is None and config.mode != "layered":
+            return WholeRunner(stage, n_ubatch, n_sweep)
+        misses = None
+        if not stage.is_full:
+            misses = _open_misses(stage, config, profile, times or Stopwatch())
+        replay = None if routing is None else Replay(stage, routing)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep)
+
+
+def _open_misses(
+    stage: Stage, config: EngineConfig, profile: ProfileFile | None, times: Stopwatch
+) -> MissHandler:
+    """Open the cache and what computes missing experts, and fill the slots."""
+    device, hp, store = stage.device, stage.hp, stage.store
+    policy = POLICIES[config.policy]()
+    cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
+    # 'auto' depends on measured times
+    miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
+    if miss == "cpu" and not store.is_aligned:
+        raise ConfigError(
+            "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
+            "use --miss stream"
+        )
+    cpu_experts: CpuExperts | None = None
+    if miss != "stream" and store.is_aligned and device.can.cpu_threads:
+        cpu_experts = GraphCpuExperts(stage, MAX_CPU_ROWS)
+    elif miss != "stream" and store.is_aligned:
+        cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
+    starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
+    placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
+    max_rows = config.n_ubatch * config.n_seq
+    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    times.lap("measure")
+    for il in store.layers:
+        misses.fill(il, placed[il])
+    times.lap("fill")
+    return misses

@@ -63,8 +63,8 @@ class Passes:
         self._threads = threads
         self._files = files
         self._n_ctx = n_ctx
-        self._state = runner.model.state
-        self._n_vocab = runner.model.hp.n_vocab
+        self._state = runner.stage.state
+        self._n_vocab = runner.stage.hp.n_vocab
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a failed verify pass

@@ -68,7 +68,10 @@ class Prompts:
             )
         self._runner.drop(slot)  # verified rows cannot be committed after these
         batch = SweepBatch(tokens, slot, all_rows, greedy, tuple(cuts), dict(taps or {}))
-        sweep = Sweep(self._runner.sweeps, batch)
+        sweeps = self._runner.sweeps
+        if sweeps is None:
+            raise InternalError("this runner has no memory for prompts")
+        sweep = Sweep(sweeps, batch)
         self._sweep, self._is_stepping = sweep, True
         try:
             sweep.begin()
@@ -119,7 +122,7 @@ class Prompts:
         where = f"in one of the last {n}"
         if not n_held:
             where = where_not_finite(self._runner, sweep.batch.tokens.tolist(), sweep.slot)
-            self._runner.model.state.reset(sweep.slot)
+            self._runner.stage.state.reset(sweep.slot)
         message = (
             f"{name} computed logits that are not finite after {n_held + n} positions, {where}"
         )

@@ -35,7 +35,8 @@ class ExpertCache:
         self.n_slots = list(n_slots)
         self.tables = np.full((len(n_slots), n_expert), -1, dtype=np.int32)
         self.step = 0
-        self._journal = Journal(dirty=set(range(len(n_slots))))
+        # the table of a full layer never changes
+        self._journal = Journal(dirty={il for il, n in enumerate(n_slots) if n < n_expert})
         self.dirty = self._journal.dirty
         self.layers = [
             LayerSlots(il, n, n_expert_used, policy.layer(n_expert, n, n_expert_used),
@@ -96,7 +97,7 @@ class ExpertCache:
         for layer in self.layers:
             if not layer.full:
                 layer.rebuild()
-        self.dirty.update(range(len(self.layers)))
+                self.dirty.add(layer.il)
         journal.given.clear()
         journal.in_flight.clear()
 

@@ -41,7 +41,8 @@ def closed_on_failure() -> Iterator[None]:
     """If the block fails, close every handle made in it, the last one first.
 
     For constructors that make many handles: otherwise the exception's traceback would keep the
-    unfinished owner and its native memory alive.
+    unfinished owner and its native memory alive. A block inside another one hands its handles over
+    when it succeeds.
     """
     made: list[weakref.ref[Handle[Any]]] = []
     outer, _scope.made = getattr(_scope, "made", None), made
@@ -53,6 +54,9 @@ def closed_on_failure() -> Iterator[None]:
             if handle:
                 handle.close()
         raise
+    else:
+        if outer is not None:
+            outer.extend(made)
     finally:
         _scope.made = outer
 

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
-from ..modelfile.hparams import HParams
 from ..resident.layout import PAGE
+from ..resident.stage import Stage
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
@@ -66,9 +65,8 @@ class ChunkInputs:
     A sweep has at most n_rows rows in chunks of at most max_rows.
     """
 
-    def __init__(
-        self, device: Device, hp: HParams, state: State, max_rows: int, n_rows: int
-    ) -> None:
+    def __init__(self, stage: Stage, max_rows: int, n_rows: int) -> None:
+        device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
         sizes = self._sizes = _Sizes(hp.n_embd, state.n_ctx, state.n_seq, max_rows, n_rows)
         self._slot_at = sizes.current
@@ -168,8 +166,9 @@ class ChunkInputs:
         C.ggml_set_input(slots)  # kernels read it early
         return slots
 
-    def leaves(self, b: Builder, n: int, n_kv: int) -> PassInputs:
-        """Return the inputs of an attention layer for n rows over n_kv positions."""
+    def leaves(self, b: Builder, x: Tensor, n_kv: int) -> PassInputs:
+        """Return the inputs of an attention layer for rows x [n_embd, n] over n_kv positions."""
+        n = x.ne[1]
         pos, idx, mask = self._parts(n)
         n_pages = n_kv // PAGE
         seen = self._leaf(b, I32, (n_pages * n,), "inp_seen", mask)
@@ -179,7 +178,7 @@ class ChunkInputs:
         if self._sizes.kv_rows:
             kv_rows = leaf(b, I32, (n_kv,), "inp_kv_rows", self._kv_rows_at)
         return PassInputs(
-            embd=None,
+            embd=x,
             pos=leaf(b, I32, (n,), "inp_pos", pos),
             kv_idx=leaf(b, I64, (n,), "inp_kv_idx", idx),
             out_ids=None,

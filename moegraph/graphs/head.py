@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
-from ..resident.weights import Weights
+from ..resident.weights import HeadWeights
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HeadOutputs:
 
 
 def build_head(
-    b: Builder, weights: Weights, cur: Tensor, out_ids: Tensor | None, greedy: bool
+    b: Builder, weights: HeadWeights, cur: Tensor, out_ids: Tensor | None, greedy: bool
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 

@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
-from ..modelfile.hparams import HParams
+from ..resident.stage import Stage
 from ..resident.state import State
-from ..resident.weights import TokenEmbedding
 from ..units import round_up
+from .hidden import HiddenRows
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
 
@@ -56,16 +55,16 @@ class PassShape(NamedTuple):
 class PassInputs:
     """The input tensors of one pass.
 
-    embd F32 [n_embd, n_tokens]; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches;
-    out_ids I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the
-    sequences; kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
+    embd F32 [n_embd, n_tokens], what the stage's first layer takes: embeddings of tokens, or what
+    the stage before left; pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the KV caches; out_ids
+    I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the sequences;
+    kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
     I32 [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
-    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass, or a layer of a sweep, does not need is
-    None.
+    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
     """
 
-    embd: Tensor | None
+    embd: Tensor
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
@@ -75,17 +74,6 @@ class PassInputs:
     parents: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
-
-    @property
-    def embeddings(self) -> Tensor:
-        """The embeddings of a pass.
-
-        Raises:
-            InternalError: these are the inputs of a layer of a sweep, which has none.
-        """
-        if self.embd is None:
-            raise InternalError("the inputs of a chunk have no embeddings")
-        return self.embd
 
 
 @dataclass(frozen=True)
@@ -106,7 +94,7 @@ class _Layout:
 
     @classmethod
     def of(cls, n_embd: int, n_tokens: int) -> _Layout:
-        """Return the layout of passes of n_tokens rows."""
+        """Return the layout of passes of n_tokens rows; n_embd is 0 if embd is elsewhere."""
         words, offsets = (n_embd, 1, 2, 1, 1, 1), [0]
         for n in words:
             offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
@@ -122,12 +110,17 @@ class _Layout:
 
 
 class InputBlock:
-    """Fixed memory for the inputs of any pass of at most max_rows rows over a State."""
+    """Fixed memory for the inputs of any pass of at most max_rows rows over a stage.
 
-    def __init__(self, device: Device, hp: HParams, max_rows: int, state: State) -> None:
-        self._device = device
-        self._n_embd = hp.n_embd
-        self._state = state
+    hidden: where the stage finds its rows if it has no embedding.
+    """
+
+    def __init__(self, stage: Stage, max_rows: int, hidden: HiddenRows | None) -> None:
+        self._device = device = stage.device
+        self._embedding = stage.weights.embedding
+        self._hidden = hidden
+        self._n_embd = stage.hp.n_embd if self._embedding else 0
+        self._state = state = stage.state
         self._gathers = state.n_seq > 1
         self._layouts: dict[int, _Layout] = {}
         largest = PassShape(max_rows, 1, state.n_ctx, 0)
@@ -161,6 +154,12 @@ class InputBlock:
 
         slots = leaf(I32, (shape.n_seqs,), "inp_slots", at.slots)
         C.ggml_set_input(slots)  # kernels read it early
+        if self._embedding:
+            embd = leaf(F32, (self._n_embd, n_tokens), "inp_embd", at.embd)
+        elif self._hidden:
+            embd = self._hidden.leaf(b, n_tokens)
+        else:
+            raise InternalError("a stage has neither an embedding nor rows to start from")
         parents = kq_mask = kv_rows = pages = rows = None
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
@@ -176,7 +175,7 @@ class InputBlock:
                 kv_ne = (shape.n_kv * shape.n_seqs,)
                 kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.kv_rows(shape))
         return PassInputs(
-            embd=leaf(F32, (self._n_embd, n_tokens), "inp_embd", at.embd),
+            embd=embd,
             pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
             kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
@@ -194,7 +193,6 @@ class InputBlock:
         tokens: npt.NDArray[np.int32],
         slots: tuple[int, ...],
         tree: Tree | None,
-        embedding: TokenEmbedding,
     ) -> None:
         """Write the inputs of a pass and enqueue their upload.
 
@@ -208,8 +206,9 @@ class InputBlock:
             self._one = None
             at = self._layout(n_tokens)
             self._fill_rows(at, shape, tokens, slots, tree)
-            rows = self._region(at.embd, n_tokens * self._n_embd, np.float32)
-            embedding.rows(tokens.reshape(-1), rows.reshape(n_tokens, self._n_embd))
+            if self._embedding:
+                rows = self._region(at.embd, n_tokens * self._n_embd, np.float32)
+                self._embedding.rows(tokens.reshape(-1), rows.reshape(n_tokens, self._n_embd))
             end = self._end(at, shape)
         else:
             one = self._one
@@ -217,7 +216,8 @@ class InputBlock:
                 at = self._layout(1)
                 one = _OneRow(self._region, at, shape, self._n_embd, self._state)
                 self._one, one.end = one, self._end(at, shape)
-            embedding.rows(tokens.reshape(-1), one.embd)
+            if self._embedding:
+                self._embedding.rows(tokens.reshape(-1), one.embd)
             one.move_to(slots[0])
             end = one.end
         self._device.send(self._all, self._host, 0, end)
@@ -287,8 +287,8 @@ class InputBlock:
 class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
-    embd: F32, numpy shape [1, n_embd]; the caller writes it. end: bytes of all inputs. The device
-    is idle meanwhile, so this must be fast.
+    embd: F32, numpy shape [1, n_embd], or empty; the caller writes it. end: bytes of all inputs.
+    The device is idle meanwhile, so this must be fast.
     """
 
     end = 0

@@ -9,27 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
-from ..modelfile.hparams import HParams
-from ..resident.bank import ExpertBanks
-from ..resident.state import State
-from ..resident.weights import Weights
+from ..resident.stage import Stage
 from .attention import build_attention
 from .deltanet import build_deltanet
 from .experts import build_expert_rows, build_expert_sum, build_shared_expert
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
 from .tree import build_tree_deltanet
-
-
-@dataclass(frozen=True)
-class Model:
-    """What all graphs of a model refer to: its weights, expert banks and state."""
-
-    hp: HParams
-    weights: Weights
-    banks: ExpertBanks
-    state: State
 
 
 @dataclass(frozen=True)
@@ -41,19 +29,24 @@ class Routed:
     routing: Routing
 
 
-def build_input_norm(b: Builder, m: Model, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_tokens]; n_layer means the head."""
-    if il == m.hp.n_layer:
-        norm = b.name(b.norm(x, m.weights.output_norm, m.hp.f_norm_rms_eps), "h_nextn")
-    else:
-        norm = b.norm(x, m.weights.layer(il)["attn_norm.weight"], m.hp.f_norm_rms_eps)
-        b.name(norm, "attn_norm", il)
-    return b.expand(norm)
+def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; n_layer means the head.
+
+    Raises:
+        InternalError: the stage has no head.
+    """
+    weights, eps = stage.weights, stage.hp.f_norm_rms_eps
+    if il < stage.hp.n_layer:
+        norm = b.norm(x, weights.layer(il)["attn_norm.weight"], eps)
+        return b.expand(b.name(norm, "attn_norm", il))
+    if weights.head is None:
+        raise InternalError(f"the stage of {stage.layers} has no head")
+    return b.expand(b.name(b.norm(x, weights.head.norm, eps), "h_nextn"))
 
 
 def build_mixer_router(
     b: Builder,
-    m: Model,
+    stage: Stage,
     inp: PassInputs,
     shape: PassShape,
     x: Tensor,
@@ -66,27 +59,27 @@ def build_mixer_router(
     x, cur: F32 [n_embd, n_tokens]. predict: called with post_norm before the router is appended;
     its nodes run beside the router.
     """
-    w, eps = m.weights.layer(il), m.hp.f_norm_rms_eps
-    if m.hp.is_recurrent(il):
+    w, eps = stage.weights.layer(il), stage.hp.f_norm_rms_eps
+    if stage.hp.is_recurrent(il):
         if inp.parents is None:
-            cur = build_deltanet(b, m.hp, w, m.state, shape, inp.slots, cur, il)
+            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il)
         else:
-            args = (b, m.hp, w, m.state, shape, inp.slots, inp.parents)
+            args = (b, stage.hp, w, stage.state, shape, inp.slots, inp.parents)
             cur, rows = build_tree_deltanet(*args, cur, il)
-            m.state.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
+            stage.state.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
     else:
-        cur = build_attention(b, m.hp, w, m.state, inp, shape, cur, il)
+        cur = build_attention(b, stage.hp, w, stage.state, inp, shape, cur, il)
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)
     if predict:
         predict(post_norm)
-    return Routed(residual, post_norm, build_router(b, m.hp, w, post_norm, il))
+    return Routed(residual, post_norm, build_router(b, stage.hp, w, post_norm, il))
 
 
 def build_moe(
     b: Builder,
-    m: Model,
+    stage: Stage,
     residual: Tensor,
     post_norm: Tensor,
     slots: Tensor,
@@ -97,21 +90,21 @@ def build_moe(
 
     slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
     """
-    bank, moe = m.banks.layer(il), None
+    bank, moe = stage.banks.layer(il), None
     if bank.n_slots:
         rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
         moe = build_expert_sum(b, rows, il)
-    return build_layer_end(b, m, residual, post_norm, moe, il)
+    return build_layer_end(b, stage, residual, post_norm, moe, il)
 
 
 def build_layer_end(
-    b: Builder, m: Model, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
+    b: Builder, stage: Stage, residual: Tensor, post_norm: Tensor, moe: Tensor | None, il: int
 ) -> Tensor:
     """Append shared expert and residual; add moe, the sum of the routed experts, if given.
 
     All are F32 [n_embd, n_tokens].
     """
-    out = build_shared_expert(b, m.weights.layer(il), post_norm, il)
+    out = build_shared_expert(b, stage.weights.layer(il), post_norm, il)
     if moe is not None:
         out = b.name(b.add(moe, out), "ffn_out", il)
     return b.expand(b.name(b.add(out, residual), "l_out", il))

@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.ops import F32, I32, Builder
-from ..modelfile.hparams import HParams
 from ..resident.layout import PAGE
-from ..resident.state import State
+from ..resident.stage import Stage
 from .rows import Tree
 
 # Most rows of a pass that the op takes, and I32 words that describe one of them.
@@ -26,11 +24,12 @@ _SEQ, _N_PAST, _N_KEYS, _PATH = 0, 1, 2, 4
 _CHAIN = np.arange(ROW_WORDS - _PATH, dtype=np.int32)
 
 
-def can_page(device: Device, hp: HParams, state: State) -> bool:
+def can_page(stage: Stage) -> bool:
     """Return whether decode and verify passes read K and V through pages.
 
     They do if the device has the op for this model. On the CPU, llama.cpp's own op keeps the bits.
     """
+    device, hp, state = stage.device, stage.hp, stage.state
     d = hp.n_embd_head_k
     if device.can.exact_sums or d % 32 or not state.k:
         return False

@@ -8,22 +8,19 @@ from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_token, state_bytes
 from ..resident.layout import (
-    GROUP,
     N_STAGING,
     PAGE,
     Packing,
     expert_tensors,
     group_bytes,
     is_dense,
+    ring_groups,
     stack_kind,
     zeros_bytes,
 )
 from ..units import round_up
 from .planner import Footprint
 
-# Groups of slots through which prompts send experts: one is computed, one has arrived, one is under
-# way, and one is given back.
-_MAX_GROUPS = 4
 # Most rows of a prompt in one sweep, if the context is as long. Computing so many takes longer than
 # sending all experts, so more rows would not hide more of it.
 SWEEP_ROWS = 8192
@@ -43,7 +40,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     hp = model.hparams
     padded = round_up(n_ctx, PAGE)
     sizes = slot_bytes(model)
-    dense = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
+    dense = [info for info in model.tensors.values() if is_dense(info.name, range(hp.n_layer))]
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
@@ -73,11 +70,6 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         + ring_groups(hp.n_expert) * group_bytes(kinds.values())
         + _lacking_bytes(hp, n_sweep, n_ubatch),
     )
-
-
-def ring_groups(n_expert: int) -> int:
-    """Return the groups of the ring; two layers of n_expert experts need no more."""
-    return min(_MAX_GROUPS, 2 * -(-n_expert // GROUP))
 
 
 def sweep_rows(n_ubatch: int, n_ctx: int) -> int:

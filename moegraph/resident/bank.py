@@ -58,9 +58,9 @@ class Bank:
 
 
 class ExpertBanks:
-    """The banks of all layers and their tables.
+    """The banks of some layers and their tables.
 
-    n_slots: slots of each layer; None makes every layer full, loaded from the model file.
+    n_slots: slots of each of these layers; a full layer's are loaded from the model file.
     n_prefetch_slots: slots for prefetched experts.
     tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_expert_used] of each layer,
     after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
@@ -73,36 +73,40 @@ class ExpertBanks:
         device: Device,
         loader: Loader,
         model: ModelFile,
-        n_slots: Sequence[int] | None = None,
+        layers: range,
+        n_slots: Sequence[int],
         n_prefetch_slots: int = 0,
     ) -> None:
+        """Load these layers; n_slots [n_layer] counts all layers of the model."""
         hp = model.hparams
         self.n_prefetch_slots = n_prefetch_slots
-        self.n_slots = [hp.n_expert] * hp.n_layer if n_slots is None else list(n_slots)
+        self.n_slots = {il: n_slots[il] for il in layers}
         self._sets: list[TensorSet] = []
         self._owned: list[_Slots] = []
         self._staging: dict[Hashable, list[Bank]] = {}
-        self._banks = [self._bank(device, loader, model, il) for il in range(hp.n_layer)]
-        self._staging_of = [
-            self._staging_banks(device, model, il) if n < hp.n_expert else []
-            for il, n in enumerate(self.n_slots)
-        ]
-        self._context = Context(2 * hp.n_layer + 1)
+        self._banks = {il: self._bank(device, loader, model, il) for il in layers}
+        self._staging_of = {
+            il: self._staging_banks(device, model, il)
+            for il, n in self.n_slots.items()
+            if n < hp.n_expert
+        }
+        self._context = Context(2 * len(layers) + 1)
         self.tables, self.victim_lists = (
-            [C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for _ in self._banks]
+            {il: C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for il in layers}
             for ne in ((1, hp.n_expert), (2, hp.n_expert_used))
         )
         stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
         self.table_stride = stride // 4
-        self._tables = device.buffer(stride * hp.n_layer, "the expert tables", _REMEDY)
+        self._tables = device.buffer(stride * len(layers), "the expert tables", _REMEDY)
         # usage WEIGHTS marks a buffer that no kernel writes
         C.ggml_backend_buffer_set_usage(self._tables.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * hp.n_layer // 4)
+        self.all_tables = C.ggml_new_tensor_1d(self._context.ptr, I32, stride * len(layers) // 4)
         place(self._tables, self.all_tables, 0)
         identity = np.arange(hp.n_expert, dtype=np.int32)
-        for at, (row, victims) in enumerate(zip(self.tables, self.victim_lists)):
+        for at, il in enumerate(layers):
+            row = self.tables[il]
             place(self._tables, row, at * stride)
-            place(self._tables, victims, at * stride + identity.nbytes)
+            place(self._tables, self.victim_lists[il], at * stride + identity.nbytes)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
         parts = [s.n_bytes for s in self._sets] + [slots.buffer.size for slots in self._owned]
         self.n_bytes = sum(parts) + self._tables.size

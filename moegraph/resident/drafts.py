@@ -18,16 +18,16 @@ _MIN_ROWS = 32
 
 
 class DraftRows:
-    """Device memory for the inputs of all DeltaNet recurrences of one verify pass.
+    """Device memory for the inputs of these layers' DeltaNet recurrences in one verify pass.
 
     Of each layer and row: the input of the convolution [conv_dim], log decay and beta [n_v_heads].
     There is no memory before the first verify pass.
     """
 
-    def __init__(self, device: Device, hp: HParams) -> None:
+    def __init__(self, device: Device, hp: HParams, layers: range) -> None:
         self._device = device
         self._widths = (hp.conv_dim, hp.n_v_heads, hp.n_v_heads)
-        recurrent = [il for il in range(hp.n_layer) if hp.is_recurrent(il)]
+        recurrent = [il for il in layers if hp.is_recurrent(il)]
         self._layers = {il: i for i, il in enumerate(recurrent)}
         self._buffer: Buffer | None = None
         self.n_rows = 0

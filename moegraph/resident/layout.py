@@ -22,6 +22,8 @@ PARTS = ("gate", "up", "gate_up", "down")
 N_STAGING = 16
 # Slots of a group of the ring, which is filled and read as a whole.
 GROUP = 16
+# Most groups: one is computed, one has arrived, one is under way, and one is given back.
+_MAX_GROUPS = 4
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
 
@@ -75,10 +77,18 @@ def group_bytes(strides: Collection[int]) -> int:
     return largest * (GROUP + (len(set(strides)) > 1))
 
 
-def is_dense(name: str, n_layer: int) -> bool:
-    """Return whether a tensor is always on the device: no routed expert, embedding or MTP block."""
+def ring_groups(n_expert: int) -> int:
+    """Return the groups of the ring; two layers of n_expert experts need no more."""
+    return min(_MAX_GROUPS, 2 * -(-n_expert // GROUP))
+
+
+def is_dense(name: str, layers: range) -> bool:
+    """Return whether a tensor is always on the device: of these layers or the head, no experts.
+
+    The embedding is not, nor are MTP blocks, which follow the layers of a model and are not run.
+    """
     if name == "token_embd.weight" or "_exps." in name:
         return False
     if name.startswith("blk."):
-        return int(name.split(".")[1]) < n_layer  # later blocks are MTP, which is not run
+        return int(name.split(".")[1]) in layers
     return name in ("output_norm.weight", "output.weight")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32
-from ..modelfile import ModelFile, TensorInfo
+from ..modelfile import TensorInfo
 from .bank import TAIL, Bank, strided_stack
-from .layout import Packing, expert_tensors, group_bytes, stack_kind
+from .layout import Packing, group_bytes, stack_kind
+from .store import ExpertStore
 
 
 class Ring:
@@ -21,14 +22,13 @@ class Ring:
     that groups of two layers can be filled at once.
     """
 
-    def __init__(
-        self, device: Device, model: ModelFile, layers: Sequence[int], n_groups: int
-    ) -> None:
+    def __init__(self, device: Device, store: ExpertStore, n_groups: int) -> None:
+        """store: holds the experts that may be missing."""
         self.n_groups = n_groups
         kinds: dict[Hashable, dict[str, TensorInfo]] = {}
         self._kind_of: dict[int, Hashable] = {}
-        for il in layers:
-            infos = expert_tensors(model, il)
+        for il in store.layers:
+            infos = store.infos(il)
             self._kind_of[il] = stack_kind(infos)
             kinds[self._kind_of[il]] = infos
         packings = {kind: Packing.of(infos) for kind, infos in kinds.items()}

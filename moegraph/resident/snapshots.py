@@ -79,7 +79,8 @@ class Snapshots:
     def __init__(self, device: Device, states: Iterable[Tensor]) -> None:
         self._device = device
         self._states = list(states)
-        self._n_bytes = sum(t.nb[1] for t in self._states)
+        # at least one number, for a stage without recurrent states
+        self._n_bytes = max(4, sum(t.nb[1] for t in self._states))
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
         for tensor in self._states:
             self._at[tensor] = sum(t.nb[1] for t in self._at)

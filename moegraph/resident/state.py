@@ -26,7 +26,7 @@ _ROT_MIN = 64
 
 
 class State:
-    """KV cache and recurrent states of `n_seq` sequences on one device.
+    """KV cache and recurrent states of `n_seq` sequences in some layers, on one device.
 
     k, v: of each full-attention layer, [n_embd_gqa, n_ctx * n_seq + 1]; `pool` knows which row has
         which position. Padding rows of a pass are written to the last row, which nothing reads.
@@ -48,22 +48,23 @@ class State:
     """
 
     def __init__(
-        self, device: Device, hp: HParams, n_ctx: int, n_seq: int, type_k: str, type_v: str
-    ) -> None:
+        self, device: Device, hp: HParams, layers: range, n_ctx: int, n_seq: int, type_k: str,
+        type_v: str,
+    ) -> None:  # fmt: skip
         self.n_ctx = round_up(n_ctx, PAGE)
         self.n_seq = n_seq
         self._device = device
         self.pool = KVPool(n_seq, self.n_ctx // PAGE)
         self.n_attention_parts = device.n_attention_parts
         self.n_past = [0] * n_seq
-        self._context = Context(4 * hp.n_layer + 3)
+        self._context = Context(4 * len(layers) + 3)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
         self.ssm: dict[int, Tensor] = {}
         self.spare_row = self.n_ctx * n_seq
         rows = self.spare_row + 1
-        for il in range(hp.n_layer):
+        for il in layers:
             if hp.is_recurrent(il):
                 self.conv[il] = self._new(F32, (hp.ssm_d_conv - 1) * hp.conv_dim, n_seq)
                 self.ssm[il] = self._new(F32, hp.head_v_dim**2 * hp.n_v_heads, n_seq)
@@ -77,7 +78,7 @@ class State:
         self.rot_v = self._rotation(type_v, hp.n_embd_head_v, largest=False)
         self._n_zeros = zeros_bytes(hp)
         self._place(device)
-        self.drafts = DraftRows(device, hp)
+        self.drafts = DraftRows(device, hp, layers)
         self.snapshots = Snapshots(device, (*self.conv.values(), *self.ssm.values()))
 
     def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:

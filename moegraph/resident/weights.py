@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -236,23 +237,37 @@ class TokenEmbedding:
             )
 
 
-class Weights:
-    """All weights except routed experts: attention, DeltaNet, routers, shared experts, head."""
+@dataclass(frozen=True)
+class HeadWeights:
+    """norm: F32 [n_embd]. output: the matrix [n_embd, n_vocab]."""
 
-    def __init__(self, loader: Loader, model: ModelFile) -> None:
-        hp = model.hparams
-        infos = [info for info in model.tensors.values() if is_dense(info.name, hp.n_layer)]
+    norm: Tensor
+    output: Tensor
+
+
+class Weights:
+    """All weights of some layers except routed experts: attention, DeltaNet, routers, shared ones.
+
+    head: with the last layer, else None. embedding: with the first layer, else None.
+    """
+
+    def __init__(self, loader: Loader, model: ModelFile, layers: range) -> None:
+        has_head = layers.stop == model.hparams.n_layer
+        dense = [info for info in model.tensors.values() if is_dense(info.name, layers)]
+        infos = [info for info in dense if has_head or info.name.startswith("blk.")]
         tied = "output.weight" not in model.tensors
-        if tied:
+        if tied and has_head:
             infos.append(model.tensors["token_embd.weight"])
-        join = [group for il in range(hp.n_layer) for group in _groups(model, il)]
+        join = [group for il in layers for group in _groups(model, il)]
         self._set = loader.load(infos, "the dense weights", join)
         self.n_bytes = self._set.n_bytes
-        tensors = self._set.tensors
-        self.output_norm = tensors["output_norm.weight"]
-        self.output = tensors["token_embd.weight" if tied else "output.weight"]
-        self._layers = [LayerWeights(self._set, il) for il in range(hp.n_layer)]
-        self.embedding = TokenEmbedding(model)
+        self._layers = {il: LayerWeights(self._set, il) for il in layers}
+        self.embedding = None if layers.start else TokenEmbedding(model)
+        self.head: HeadWeights | None = None
+        if has_head:
+            tensors = self._set.tensors
+            output = tensors["token_embd.weight" if tied else "output.weight"]
+            self.head = HeadWeights(tensors["output_norm.weight"], output)
 
     def layer(self, il: int) -> LayerWeights:
         """Return the tensors of a layer."""

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import RequestError
-from ..ggml.device import Device
-from ..ggml.lib import C
+from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.layer import Model
 from ..graphs.paged import MAX_ROWS, can_page
 from ..kinds import Kind
+from ..resident.stage import Stage
 from .batch import Batch
 from .commit import Commits
 from .results import NotFinite, Output, Results
@@ -25,32 +25,38 @@ _PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
 
 
 class Runner(ABC):
-    """Runs passes on one device, one at a time: `submit`, then `collect`.
+    """Runs passes over one stage, one at a time: `submit`, then `collect`.
 
     Only one pass may be in flight, because there is memory for the results of one.
 
-    sweeps: what computes prompts layer by layer.
+    hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
+    rows of a pass there before `submit`; a stage without the head leaves them there. The device is
+    `stage.device`. sweeps: what computes prompts layer by layer; None unless the stage has all
+    layers.
     """
 
     mode: str
-    sweeps: Sweeps
+    sweeps: Sweeps | None = None
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int) -> None:
-        self.device = device
-        self.model = model
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
+        self.stage = stage
+        self.device = device = stage.device
         self.n_ubatch = n_ubatch
+        self.hidden = hidden
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(device, model.hp, n_ubatch * model.state.n_seq, model.state)
-        self._results = Results(device, model.hp.n_vocab)
-        self._commits = Commits(device, model, self.graphs)
-        self._can_page = can_page(device, model.hp, model.state)
+        self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
+        self._results = Results(device, stage.hp.n_vocab)
+        self._commits = Commits(stage, self.graphs)
+        self._can_page = can_page(stage)
+        self._has_head = stage.has_head
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs, intermediates and the rows of a sweep."""
-        return self._inputs.n_bytes + self.graphs.n_bytes + self.sweeps.n_bytes
+        """Device bytes of inputs, intermediates, rows between graphs and rows of a sweep."""
+        parts = [part.n_bytes for part in (self.hidden, self.sweeps) if part]
+        return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -78,22 +84,23 @@ class Runner(ABC):
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
-        state, (n_seqs, n_seq_tokens) = self.model.state, batch.tokens.shape
+        state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
         is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        if not self._has_head:
+            n_out = 0
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
-        state = self.model.state
+        state = self.stage.state
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
-        embedding = self.model.weights.embedding
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, embedding)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -102,7 +109,7 @@ class Runner(ABC):
         """
         if batch.tree is None:
             for slot in batch.slots:
-                self.model.state.n_past[slot] += batch.tokens.shape[1]
+                self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
     def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Start a pass. The caller has checked token ids and context length.
@@ -132,7 +139,7 @@ class Runner(ABC):
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
-        state = self.model.state
+        state = self.stage.state
         state.require_words("a verify pass")
         if state.drafts.n_rows < n_rows:
             self.device.synchronize()
@@ -161,6 +168,8 @@ class Runner(ABC):
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
+        if not self._has_head:
+            return Output(None, None)
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
         output, finite = self._results.read(n_out, batch.greedy)
         if batch.tree:
@@ -174,9 +183,23 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _result_reads(self, shape: PassShape, head: HeadOutputs, greedy: bool) -> object:
-        """Return the copies of the head's results to the host: check, then argmax or logits."""
-        return self._results.reads(shape.n_out, head, greedy)
+    def _result_reads(
+        self, shape: PassShape, head: HeadOutputs | None, greedy: bool
+    ) -> tuple[object, int]:
+        """Return the copies of the results to the host and how many they are.
+
+        They are check, then argmax or logits; none without a head.
+        """
+        if head is None:
+            return ffi.NULL, 0
+        return self._results.reads(shape.n_out, head, greedy), 2
+
+    @property
+    def _largest(self) -> PassShape:
+        """The pass with the most rows."""
+        state = self.stage.state
+        n_out = state.n_seq if self._has_head else 0
+        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
 
     @abstractmethod
     def reserve_graphs(self) -> None:
@@ -197,8 +220,11 @@ class Runner(ABC):
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
-        self.sweeps.close()
+        if self.sweeps:
+            self.sweeps.close()
         self.graphs.close()
         self._commits.close()
         self._inputs.close()
+        if self.hidden:
+            self.hidden.close()
         self._results.close()

@@ -7,12 +7,10 @@ import time
 import numpy as np
 
 from ..experts.cost import MissCosts
-from ..ggml.device import Device
 from ..ggml.lib import C
 from ..kinds import MAX_CPU_ROWS
-from ..resident.bank import ExpertBanks
 from ..resident.layout import N_STAGING
-from ..resident.store import ExpertStore
+from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
 from .upload import Uploader
 
@@ -20,16 +18,8 @@ from .upload import Uploader
 class LinkTimer:
     """Measures uploads to a staging bank; each number of experts once."""
 
-    def __init__(
-        self,
-        device: Device,
-        banks: ExpertBanks,
-        store: ExpertStore,
-        upload: Uploader,
-        n_expert: int,
-    ) -> None:
-        self._device, self._upload, self._n_expert = device, upload, n_expert
-        self._banks, self._store = banks, store
+    def __init__(self, stage: Stage, upload: Uploader) -> None:
+        self._stage, self._upload = stage, upload
         self._measured: dict[int, float] = {}
 
     def seconds(self, n_experts: int) -> float:
@@ -41,13 +31,14 @@ class LinkTimer:
         """Return the median of five uploads of n_experts experts."""
         if n_experts in self._measured:
             return self._measured[n_experts]
-        il, samples, n_bytes = self._store.layers[0], [], self._upload.n_bytes
-        bank = self._banks.staging(il, 0)
+        stage, samples, n_bytes = self._stage, [], self._upload.n_bytes
+        il = stage.store.layers[0]
+        bank = stage.banks.staging(il, 0)
         for at in range(6):
-            first = at * n_experts % (self._n_expert - n_experts + 1)
+            first = at * n_experts % (stage.hp.n_expert - n_experts + 1)
             start = time.perf_counter()
             self._upload.send(il, bank, [(first + i, i) for i in range(n_experts)])
-            C.ggml_backend_synchronize(self._device.upload.ptr)
+            C.ggml_backend_synchronize(stage.device.upload.ptr)
             samples.append(time.perf_counter() - start)
         self._upload.n_bytes = n_bytes  # what is measured is not counted
         self._measured[n_experts] = float(np.median(samples[1:]))

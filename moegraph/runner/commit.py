@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import I32, MAX_TREE_ROWS, Builder, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.deltanet import DeltaRows
-from ..graphs.layer import Model
 from ..graphs.tree import build_commit
+from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
 
@@ -29,16 +28,16 @@ _INPUTS = ("slots", "path", "sources", "targets")
 class Commits:
     """Which verified rows can be committed, and the graphs that do it."""
 
-    def __init__(self, device: Device, model: Model, graphs: GraphCache) -> None:
-        self._device = device
-        self._model = model
+    def __init__(self, stage: Stage, graphs: GraphCache) -> None:
+        self._device = device = stage.device
+        self._stage = stage
         self._graphs = graphs
         self._n_input = round_up(4 * MAX_TREE_ROWS, _ALIGN)
         size = self._n_input * len(_INPUTS)
         self._buffer = device.buffer(size, "the inputs of commits", "lower -c")
         # each sequence has host memory of its own: it is read by the time that the sequence has
         # been verified again
-        self._host = device.host_buffer(size * model.state.n_seq)
+        self._host = device.host_buffer(size * stage.state.n_seq)
         self._verified: dict[int, tuple[Batch, int]] = {}  # sequence -> its place in the pass
 
     def begin(self, batch: Batch) -> None:
@@ -83,11 +82,11 @@ class Commits:
 
     def _launch(self, slot: int, path: list[int], first_row: int) -> None:
         """Enqueue the commit; first_row: the first row of the sequence among those of the pass."""
-        state, rows = self._model.state, np.array(path, dtype=np.int64)
+        state, rows = self._stage.state, np.array(path, dtype=np.int64)
         n_past, n = state.n_past[slot], len(path)
         moves = path != list(range(n))
         built = self._graphs.get(
-            ("commit", n, moves), 64 * self._model.hp.n_layer, lambda b: self._build(b, n, moves)
+            ("commit", n, moves), 64 * len(self._stage.layers), lambda b: self._build(b, n, moves)
         )
         one = np.array(slot)
         self._write(slot, "slots", one[None])
@@ -114,19 +113,19 @@ class Commits:
 
         moves: K and V of the rows are not where they belong.
         """
-        m, inputs = self._model, {}
+        stage, inputs = self._stage, {}
         for i, (name, ne) in enumerate(zip(_INPUTS, ((1,), (n, 1), (n,), (n,)))):
             leaf = b.leaf(I32, ne, f"commit_{name}")
             place(self._buffer, leaf, self._n_input * i)
             inputs[name] = leaf
         C.ggml_set_input(inputs["slots"])  # kernels read it early
-        for il in range(m.hp.n_layer):
-            if m.hp.is_recurrent(il):
-                rows = DeltaRows(*m.state.drafts.leaves(b, il))
-                w = m.weights.layer(il)
-                build_commit(b, m.hp, w, m.state, rows, inputs["slots"], inputs["path"], il)
+        for il in stage.layers:
+            if stage.hp.is_recurrent(il):
+                rows = DeltaRows(*stage.state.drafts.leaves(b, il))
+                w = stage.weights.layer(il)
+                build_commit(b, stage.hp, w, stage.state, rows, inputs["slots"], inputs["path"], il)
             elif moves:
-                for cache in (m.state.k_words[il], m.state.v_words[il]):
+                for cache in (stage.state.k_words[il], stage.state.v_words[il]):
                     copy = b.get_rows(cache, inputs["sources"])
                     b.expand(b.set_rows(cache, copy, inputs["targets"]))
         return inputs

@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.cpu_ffn import CpuFfn
-from ..ggml.device import Device, HostBuffer
+from ..ggml.device import HostBuffer
 from ..ggml.handles import Buffer, Context, Handle
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor, shape
-from ..modelfile.hparams import HParams
 from ..resident.bank import Bank, strided_stack
+from ..resident.stage import Stage
 from ..resident.store import ExpertStore
 from ..units import round_up
 
 
 class CpuExperts(ABC):
-    """The experts in host memory, and pinned memory for x, weights, ids and y of one layer.
+    """A stage's experts in host memory, and pinned memory for x, weights, ids and y of one layer.
 
     x: F32 [n_embd, n_tokens]; weights F32 and ids I32: [n_expert_used, n_tokens]; y: F32, y_rows
     rows of n_embd for each row of x; n_tokens <= max_rows.
@@ -40,10 +40,8 @@ class CpuExperts(ABC):
         NativeError: the memory cannot be pinned.
     """
 
-    def __init__(
-        self, device: Device, hp: HParams, store: ExpertStore, max_rows: int, y_rows: int
-    ) -> None:
-        self._hp = hp
+    def __init__(self, stage: Stage, max_rows: int, y_rows: int) -> None:
+        self._hp = hp = stage.hp
         k = hp.n_expert_used
         sizes = {
             "x": 4 * hp.n_embd * max_rows,
@@ -56,11 +54,11 @@ class CpuExperts(ABC):
             self._offsets[name] = size
             size = round_up(size + n_bytes, 64)
         # pinned: the device's graphs write into it
-        self._host: HostBuffer = device.host_buffer(size, must_pin=True)
+        self._host: HostBuffer = stage.device.host_buffer(size, must_pin=True)
         raw = C.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", self._host.base), size)
         self._block = Buffer(raw, self._host)
         self._handles: list[Handle[Any]] = []
-        self._banks = {il: self._wrap(store, il) for il in store.layers}
+        self._banks = {il: self._wrap(stage.store, il) for il in stage.store.layers}
 
     def _wrap(self, store: ExpertStore, il: int) -> Bank:
         """Return a bank over a layer's experts in host memory, without a copy."""
@@ -138,11 +136,10 @@ class KernelCpuExperts(CpuExperts):
     y: weighted sum of the experts, [n_embd, n_tokens].
     """
 
-    def __init__(
-        self, device: Device, hp: HParams, store: ExpertStore, n_threads: int, max_rows: int
-    ) -> None:
+    def __init__(self, stage: Stage, n_threads: int, max_rows: int) -> None:
+        hp = stage.hp
         self._ffn = CpuFfn(n_threads, hp.n_embd, hp.n_ff_exp, hp.n_expert_used, max_rows)
-        super().__init__(device, hp, store, max_rows, y_rows=1)
+        super().__init__(stage, max_rows, y_rows=1)
         self._layers = {il: self._ffn.layer(bank.parts) for il, bank in self._banks.items()}
         kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
         self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}

@@ -6,14 +6,12 @@ kernels that `moe` uses, reference kernels included, and `sum_rows` sums all row
 
 from __future__ import annotations
 
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_expert_rows
-from ..modelfile.hparams import HParams
-from ..resident.store import ExpertStore
+from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
 
 
@@ -23,16 +21,10 @@ class GraphCpuExperts(CpuExperts):
     y: the experts' weighted rows, [n_embd, n_expert_used, n_tokens]; zeros for other experts.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        hp: HParams,
-        store: ExpertStore,
-        max_rows: int,
-    ) -> None:
-        super().__init__(device, hp, store, max_rows, y_rows=hp.n_expert_used)
-        self._device = device
-        self._graphs = GraphCache(device)
+    def __init__(self, stage: Stage, max_rows: int) -> None:
+        super().__init__(stage, max_rows, y_rows=stage.hp.n_expert_used)
+        self._device = stage.device
+        self._graphs = GraphCache(stage.device)
 
     def _graph(self, il: int, n_tokens: int) -> BuiltGraph:
         return self._graphs.get((il, n_tokens), 64, lambda b: self._build(b, il, n_tokens))

@@ -11,8 +11,8 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
-from ..graphs.layer import Model
 from ..kinds import Kind
+from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
 from .whole import build_whole, n_nodes_whole
@@ -33,16 +33,16 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
         ConfigError: not every expert is resident; a single graph cannot handle missing experts.
         OutOfDeviceMemory: the nodes do not fit.
     """
-    device, model = runner.device, runner.model
-    if min(model.banks.n_slots) < model.hp.n_expert:
+    device, stage = runner.device, runner.stage
+    if not stage.is_full:
         raise ConfigError(
             "forward_nodes needs every expert on the device; drop --cache-slots and --vram"
         )
     at = runner.shape_of(batch)
-    n_nodes = n_nodes_whole(model)
+    n_nodes = n_nodes_whole(stage)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
-        build_whole(builder, model, runner._inputs, at, True)
+        build_whole(builder, stage, runner._inputs, runner.hidden, at, True)
         raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
         if raw == ffi.NULL:
             raise OutOfDeviceMemory(
@@ -54,15 +54,15 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
             device.synchronize()
             runner.advance(batch)
             nodes = {key: read_tensor(tensor) for key, tensor in builder.named.items()}
-            return nodes | _states(model, batch.slots)
+            return nodes | _states(stage, batch.slots)
 
 
-def _states(model: Model, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
+def _states(stage: Stage, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Return the recurrent states in some slots."""
-    hp, found, rows = model.hp, {}, list(slots)
-    for il in model.state.ssm:
-        conv = read_tensor(model.state.conv[il])[rows]
-        ssm = read_tensor(model.state.ssm[il])[rows]
+    hp, found, rows = stage.hp, {}, list(slots)
+    for il in stage.state.ssm:
+        conv = read_tensor(stage.state.conv[il])[rows]
+        ssm = read_tensor(stage.state.ssm[il])[rows]
         d = hp.head_v_dim
         found["conv_state_last", il] = _squeezed(conv.reshape(-1, hp.conv_dim, hp.ssm_d_conv - 1))
         found["new_state", il] = _squeezed(ssm.reshape(-1, hp.n_v_heads, d, d))
@@ -75,11 +75,11 @@ def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
     None if all values are finite this time.
     """
     runner.device.synchronize()
-    runner.model.state.reset(seq)
+    runner.stage.state.reset(seq)
     for start in range(0, len(tokens), _REPLAY_ROWS):
         rows = np.array([tokens[start : start + _REPLAY_ROWS]], dtype=np.int32)
         nodes = node_values(runner, Batch(rows, (seq,), Kind.PREFILL, all_rows=True))
-        for il in range(runner.model.hp.n_layer):
+        for il in runner.stage.layers:
             if not np.isfinite(nodes["l_out", il]).all():
                 return f"the output of layer {il}"
         if not np.isfinite(nodes["result_output", -1]).all():

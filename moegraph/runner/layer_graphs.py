@@ -12,11 +12,9 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from ..experts.passplan import MissMode
-from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
@@ -27,9 +25,9 @@ from ..graphs.experts import (
     build_slots,
 )
 from ..graphs.head import HeadOutputs, build_head
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
-    Model,
     Routed,
     build_input_norm,
     build_layer_end,
@@ -37,8 +35,8 @@ from ..graphs.layer import (
     build_moe,
 )
 from ..graphs.router import build_prediction
-from ..modelfile.hparams import HParams
 from ..resident.bank import Bank
+from ..resident.stage import Stage
 from ..units import round_up
 from .misses import MissHandler
 from .readback import RoutingReadback
@@ -48,14 +46,28 @@ from .replay import Replay
 class CarryBuffers:
     """Fixed device memory for tensors that one graph writes and a later one reads.
 
-    F32 [n_embd, n_tokens]: l_out, input_norm (of the next layer or the head), residual, post_norm.
+    l_out has memory of its own (`HiddenRows`).
+
+    F32 [n_embd, n_tokens]: input_norm (of the next layer or the head), residual, post_norm.
     weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
-    expert_rows (CPU device): F32 [n_embd, n_expert_used, n_tokens]; then cpu_out has that shape.
+    with_rows (CPU device): there is expert_rows, F32 [n_embd, n_expert_used, n_tokens], and
+        cpu_out has that shape.
     """
 
-    def __init__(self, device: Device, rows: Mapping[str, int], max_rows: int) -> None:
-        """rows: name -> elements of a row."""
+    def __init__(self, stage: Stage, max_rows: int, with_rows: bool, cpu_out: bool) -> None:
+        device, hp = stage.device, stage.hp
+        rows = {
+            "input_norm": hp.n_embd,
+            "residual": hp.n_embd,
+            "post_norm": hp.n_embd,
+            "weights": hp.n_expert_used,
+            "slots": hp.n_expert_used,
+        }
+        if with_rows:
+            rows["expert_rows"] = hp.n_embd * hp.n_expert_used
+        if cpu_out:
+            rows["cpu_out"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
         self.offsets, size = {}, 0
         for name, ne0 in rows.items():
             self.offsets[name] = size
@@ -73,23 +85,10 @@ class CarryBuffers:
         return self.put(b.leaf(dtype, ne, name), name)
 
 
-def carry_rows(hp: HParams, with_rows: bool, cpu_out: bool) -> dict[str, int]:
-    """Return the carry buffers of layered passes, for `CarryBuffers`.
-
-    with_rows: there is expert_rows. cpu_out: the CPU may compute experts.
-    """
-    rows = dict.fromkeys(("l_out", "input_norm", "residual", "post_norm"), hp.n_embd)
-    rows |= dict.fromkeys(("weights", "slots"), hp.n_expert_used)
-    if with_rows:
-        rows["expert_rows"] = hp.n_embd * hp.n_expert_used
-    if cpu_out:
-        rows["cpu_out"] = hp.n_embd * (hp.n_expert_used if with_rows else 1)
-    return rows
-
-
 class LayerGraphs:
-    """Build functions for the graphs of one model's layered pass.
+    """Build functions for the graphs of one stage's layered pass.
 
+    hidden: carries l_out from graph to graph, and from and to other stages.
     sums_last: graphs leave the rows of single experts, and `sum_rows` sums them. readback: brings
     the ids to the host. misses: source of fetched experts, and of the CPU's memory if it may
     compute experts. mode, in all methods: how the pass deals with missing experts.
@@ -97,50 +96,51 @@ class LayerGraphs:
 
     def __init__(
         self,
-        device: Device,
-        model: Model,
+        stage: Stage,
         inputs: InputBlock,
+        hidden: HiddenRows,
         replay: Replay | None,
         max_rows: int,
         sums_last: bool,
         readback: RoutingReadback,
         misses: MissHandler | None,
     ) -> None:
-        self._model = model
+        self._stage = stage
         self._inputs = inputs
+        self._hidden = hidden
         self._replay = replay
         self._sums_last = sums_last
         self._readback = readback
         self._misses = misses
         self._cpu_experts = misses.cpu_experts if misses else None
-        rows = carry_rows(model.hp, sums_last, self._cpu_experts is not None)
-        self.carry = CarryBuffers(device, rows, max_rows)
+        self.carry = CarryBuffers(stage, max_rows, sums_last, self._cpu_experts is not None)
 
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
-        is_partial = self._model.banks.n_slots[il] < self._model.hp.n_expert
+        is_partial = self._stage.banks.n_slots[il] < self._stage.hp.n_expert
         return is_partial and il not in mode.fetch_layers
 
     def is_predicted(self, il: int, mode: MissMode) -> bool:
         """Return whether the choice of layer il is predicted one layer earlier."""
-        return mode.predicts and 0 < il < self._model.hp.n_layer and self.may_lack(il, mode)
+        return mode.predicts and il in self._stage.layers[1:] and self.may_lack(il, mode)
 
     def _embd(self, b: Builder, name: str, n_tokens: int) -> Tensor:
-        return self.carry.leaf(b, name, F32, self._model.hp.n_embd, n_tokens)
+        return self.carry.leaf(b, name, F32, self._stage.hp.n_embd, n_tokens)
 
     def layers(self, b: Builder, shape: PassShape, layers: range, mode: MissMode) -> None:
         """Append consecutive layers, of which only the last may lack experts."""
-        m, n_tokens, inp = self._model, shape.n_tokens, self._inputs.leaves(b, shape)
-        if layers[0]:
-            x, norm = self._embd(b, "l_out", n_tokens), self._embd(b, "input_norm", n_tokens)
+        stage, n_tokens, inp = self._stage, shape.n_tokens, self._inputs.leaves(b, shape)
+        if layers[0] == stage.layers[0]:
+            x, norm = inp.embd, build_input_norm(b, stage, inp.embd, layers[0])
         else:
-            x = inp.embeddings
-            norm = build_input_norm(b, m, x, 0)
+            x, norm = self._hidden.leaf(b, n_tokens), self._embd(b, "input_norm", n_tokens)
         for il in layers:
+            if il != layers[0]:
+                norm = build_input_norm(b, stage, x, il)
             predict = None
             if self.is_predicted(il + 1, mode):
                 predict = partial(self._predict, b, il + 1)
-            r = build_mixer_router(b, m, inp, shape, x, norm, il, predict)
+            r = build_mixer_router(b, stage, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
             may_lack = self.may_lack(il, mode)
             self._export(b, r, ids, il, may_lack and mode.cpu)
@@ -149,10 +149,9 @@ class LayerGraphs:
                 return
             slots = ids  # in a full layer, the slot of an expert is its id
             if self._misses and il in mode.fetch_layers:
-                slots = build_fetched_slots(b, m.banks, il, ids, self._misses.source(il))
-            x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
-            norm = build_input_norm(b, m, x, il + 1)
-        self._put_outputs(x, norm)
+                slots = build_fetched_slots(b, stage.banks, il, ids, self._misses.source(il))
+            x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
+        self._put_outputs(b, x, layers[-1])
 
     def _export(self, b: Builder, r: Routed, ids: Tensor, il: int, for_cpu: bool) -> None:
         """Append the copies of the ids, and of what the CPU needs, to the host.
@@ -165,19 +164,19 @@ class LayerGraphs:
 
     def _predict(self, b: Builder, il: int, cur: Tensor) -> None:
         """Append a prediction of layer il's choice from cur, the router input of layer il - 1."""
-        m = self._model
-        self._readback.export_prediction(b, build_prediction(b, m.hp, m.weights.layer(il), cur), il)
+        hp, w = self._stage.hp, self._stage.weights.layer(il)
+        self._readback.export_prediction(b, build_prediction(b, hp, w, cur), il)
 
     def _moe_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
         """Append `moe` over the resident experts; put what the completing graphs need."""
-        c, m = self.carry, self._model
-        bank = m.banks.layer(il)
+        c, stage = self.carry, self._stage
+        bank = stage.banks.layer(il)
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.weights_data, "weights")
-        slots = build_slots(b, m.banks.tables[il], ids)
+        slots = build_slots(b, stage.banks.tables[il], ids)
         if not self._sums_last:
-            x = build_moe(b, m, r.residual, r.post_norm, slots, r.routing.weights, il)
-            self._put_outputs(x, build_input_norm(b, m, x, il + 1))
+            x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
+            self._put_outputs(b, x, il)
             return
         c.put(r.residual, "residual")
         if bank.n_slots == 0:
@@ -188,25 +187,30 @@ class LayerGraphs:
 
     def _router_leaves(self, b: Builder, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Return leaves that read post_norm and weights of the `layers` graph."""
-        weights = self.carry.leaf(b, "weights", F32, 1, self._model.hp.n_expert_used, n_tokens)
+        weights = self.carry.leaf(b, "weights", F32, 1, self._stage.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
-    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs:
-        """Append the head; it reads the norm that completes the last layer."""
+    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs | None:
+        """Append the head, if there is one; it reads the norm that completes the last layer."""
+        head = self._stage.weights.head
+        if head is None:
+            return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
         out_ids = self._inputs.leaves(b, shape).out_ids
-        return build_head(b, self._model.weights, norm, out_ids, greedy)
+        return build_head(b, head, norm, out_ids, greedy)
 
-    def _put_outputs(self, l_out: Tensor, norm: Tensor) -> None:
-        """Put a layer's output and the norm that follows it.
+    def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:
+        """Put layer il's output, and append and put the norm that follows it in this stage.
 
         Both are in one graph because CUDA adds and normalises in one kernel.
         """
-        self.carry.put(l_out, "l_out")
-        self.carry.put(norm, "input_norm")
+        stage = self._stage
+        self._hidden.put(l_out)
+        if il < stage.layers[-1] or stage.has_head:
+            self.carry.put(build_input_norm(b, stage, l_out, il + 1), "input_norm")
 
     def _rows_leaf(self, b: Builder, n_tokens: int) -> Tensor:
-        hp = self._model.hp
+        hp = self._stage.hp
         return self.carry.leaf(b, "expert_rows", F32, hp.n_embd, hp.n_expert_used, n_tokens)
 
     def add_uploaded(self, b: Builder, n_tokens: int, il: int, bank: Bank) -> Tensor:
@@ -216,7 +220,7 @@ class LayerGraphs:
         """
         c = self.carry
         post_norm, weights = self._router_leaves(b, n_tokens)
-        slots = c.leaf(b, "slots", I32, self._model.hp.n_expert_used, n_tokens)
+        slots = c.leaf(b, "slots", I32, self._stage.hp.n_expert_used, n_tokens)
         rows = build_expert_rows(b, bank, post_norm, slots, weights, -1)
         if self._sums_last:
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), rows)), "expert_rows")
@@ -226,7 +230,7 @@ class LayerGraphs:
 
     def add_cpu(self, b: Builder, n_tokens: int, il: int) -> Tensor:
         """Append `add_cpu`; return its input, the CPU's result (shape: see `CarryBuffers`)."""
-        c, hp = self.carry, self._model.hp
+        c, hp = self.carry, self._stage.hp
         if self._sums_last:
             cpu_out = c.leaf(b, "cpu_out", F32, hp.n_embd, hp.n_expert_used, n_tokens)
             c.put(b.expand(b.add(self._rows_leaf(b, n_tokens), cpu_out)), "expert_rows")
@@ -237,9 +241,8 @@ class LayerGraphs:
 
     def _add_to_output(self, b: Builder, delta: Tensor, il: int) -> None:
         """Add delta [n_embd, n_tokens] to the layer's output, and redo the norm that follows."""
-        l_out = self._embd(b, "l_out", delta.ne[1])
-        x = b.expand(b.add(l_out, delta))
-        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
+        l_out = self._hidden.leaf(b, delta.ne[1])
+        self._put_outputs(b, b.expand(b.add(l_out, delta)), il)
 
     def sum_rows(self, b: Builder, n_tokens: int, il: int) -> None:
         """Append the sum of the expert rows, then the shared expert and the residual."""
@@ -248,8 +251,8 @@ class LayerGraphs:
             self._embd(b, "residual", n_tokens),
             self._embd(b, "post_norm", n_tokens),
         )
-        x = build_layer_end(b, self._model, residual, post_norm, moe, il)
-        self._put_outputs(x, build_input_norm(b, self._model, x, il + 1))
+        x = build_layer_end(b, self._stage, residual, post_norm, moe, il)
+        self._put_outputs(b, x, il)
 
     def close(self) -> None:
         """Free the carry buffers."""

@@ -35,12 +35,11 @@ from ..experts.cost import MissCosts, choose_ways
 from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
 from ..experts.residency import Residency
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
-from ..graphs.layer import Model
 from ..kinds import Kind
-from ..resident.ring import Ring
+from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
 from .clock import PassClock
@@ -71,41 +70,41 @@ class LayeredRunner(Runner):
 
     def __init__(
         self,
-        device: Device,
-        model: Model,
+        stage: Stage,
         n_ubatch: int,
-        n_sweep: int,
         misses: MissHandler | None = None,
         replay: Replay | None = None,
-        ring: Ring | None = None,
+        n_sweep: int = 0,
     ) -> None:
-        """n_sweep: most rows of a prompt in one sweep. ring: for the experts that prompts miss."""
-        super().__init__(device, model, n_ubatch)
-        hp, max_rows = model.hp, n_ubatch * model.state.n_seq
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
+        max_rows = n_ubatch * stage.state.n_seq
+        hidden = HiddenRows(stage, max_rows)
+        super().__init__(stage, n_ubatch, hidden)
         self.misses = misses
         self.replay = replay
-        self.residency = misses.residency if misses else _all_resident(model)
+        self.residency = misses.residency if misses else _all_resident(stage)
         self.cache = self.residency.cache
         self.clock = PassClock()
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        sums_last = device.can.exact_sums and misses is not None
-        self._readback = RoutingReadback(device, hp.n_layer, hp.n_expert_used, max_rows)
+        sums_last = stage.device.can.exact_sums and misses is not None
+        self._readback = RoutingReadback(stage, max_rows)
         self._layer_graphs = LayerGraphs(
-            device,
-            model,
+            stage,
             self._inputs,
+            hidden,
             replay,
             max_rows,
             sums_last,
             self._readback,
             misses,
         )
-        self.sweeps = Sweeps(
-            device, model, self.graphs, self._layer_graphs.carry, self._results, n_ubatch, n_sweep,
-            self.residency, misses, ring, self._layer_graphs if sums_last else None, self.observers,
-        )  # fmt: skip
-        self.plans = LaunchPlans(model, self.graphs, self._layer_graphs, self._readback, sums_last)
+        if n_sweep and stage.has_embedding and stage.has_head:
+            self.sweeps = Sweeps(
+                stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
+                misses, self._layer_graphs, sums_last, self.observers,
+            )  # fmt: skip
+        self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
         self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
@@ -122,10 +121,10 @@ class LayeredRunner(Runner):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
-        state = self.model.state
-        shape = PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq)
+        shape = self._largest
         self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
-        self.sweeps.reserve()
+        if self.sweeps:
+            self.sweeps.reserve()
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self.recover()
@@ -138,7 +137,7 @@ class LayeredRunner(Runner):
             self._is_real = None
             if batch.tree and batch.tree.is_ragged:
                 rows = batch.tree.real.reshape(-1)
-                self._is_real = np.repeat(rows, self.model.hp.n_expert_used)
+                self._is_real = np.repeat(rows, self.stage.hp.n_expert_used)
         except BaseException:
             self._roll_back()
             raise
@@ -161,7 +160,7 @@ class LayeredRunner(Runner):
         self.device.synchronize()
         self._current = None
         self.residency.rollback()
-        self._readback.reset(self.n_ubatch * self.model.state.n_seq)
+        self._readback.reset(self.n_ubatch * self.stage.state.n_seq)
         self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
@@ -190,9 +189,10 @@ class LayeredRunner(Runner):
                 start = self._read_routing(step, shape.n_tokens, start)
                 unread = None
         head = launches.head
-        reads = self._result_reads(shape, head.outputs, batch.greedy)
-        status = C.mg_launch(self.device.compute.ptr, head.graph, reads, 2)
-        self.device.check(status, "the output head")
+        if head:
+            reads, n_reads = self._result_reads(shape, head.outputs, batch.greedy)
+            status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
+            self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
         if unread:
             self._read_routing(unread, shape.n_tokens, start)
@@ -267,8 +267,8 @@ class LayeredRunner(Runner):
         self._readback.close()
 
 
-def _all_resident(model: Model) -> Residency:
-    """Return the residency of a model whose layers are all full: it only counts choices."""
-    hp, n_slots = model.hp, model.banks.n_slots
+def _all_resident(stage: Stage) -> Residency:
+    """Return the residency of a stage whose layers are all full: it only counts choices."""
+    hp, n_slots = stage.hp, stage.n_slots
     ways = choose_ways("stream", MissCosts(), n_slots, hp.n_expert_used, hp.n_expert)
     return Residency(ExpertCache(hp.n_expert, n_slots, Lru(), hp.n_expert_used), ways)

@@ -28,13 +28,12 @@ from ..experts.cost import choose_ways
 from ..experts.passplan import LayerPlan, Pairs, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.ops import MAX_FETCH_IDS, Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
-from ..resident.bank import Bank, ExpertBanks
-from ..resident.store import ExpertStore
+from ..resident.bank import Bank
+from ..resident.stage import Stage
 from .calibrate import LinkTimer, measure_costs
 from .cpu_experts import CpuExperts
 from .tables import SlotTables
@@ -64,9 +63,7 @@ class MissHandler:
 
     def __init__(
         self,
-        device: Device,
-        banks: ExpertBanks,
-        store: ExpertStore,
+        stage: Stage,
         cache: ExpertCache,
         cpu_experts: CpuExperts | None,
         mode: str,
@@ -77,11 +74,11 @@ class MissHandler:
 
         mode: the value of --miss. If the CPU should compute nothing, this frees cpu_experts.
         """
-        self._device, self._banks, self.store = device, banks, store
+        self._device, self.store = stage.device, stage.store
         n_expert, n_used = cache.n_expert, cache.n_expert_used
-        self._tables = SlotTables(device, banks, n_expert, n_used)
-        self._upload = Uploader(device, banks, store, n_expert, max_rows * n_used)
-        self.link = LinkTimer(device, banks, store, self._upload, n_expert)
+        self._tables = SlotTables(stage)
+        self._upload = Uploader(stage, max_rows * n_used)
+        self.link = LinkTimer(stage, self._upload)
         costs = measure_costs(self.link, cpu_experts, mode, n_used, guarded and bool(cache.partial))
         ways = choose_ways(mode, costs, cache.n_slots, n_used, n_expert)
         if cpu_experts and not ways.cpu:
@@ -90,8 +87,8 @@ class MissHandler:
         self.residency = Residency(
             cache,
             ways,
-            fetchable=store.rows if n_used <= MAX_FETCH_IDS else (),
-            n_prefetch_slots=banks.n_prefetch_slots,
+            fetchable=self.store.rows if n_used <= MAX_FETCH_IDS else (),
+            n_prefetch_slots=stage.banks.n_prefetch_slots,
             move_s=costs.move_s,
         )
         self.n_cpu_experts = 0

@@ -13,7 +13,7 @@ from functools import partial
 from ..experts.passplan import MissMode
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.inputs import PAGED, PassShape
-from ..graphs.layer import Model
+from ..resident.stage import Stage
 from .layer_graphs import LayerGraphs
 from .misses import AddGraphs
 from .readback import HostIds, RoutingReadback
@@ -48,10 +48,13 @@ class LaunchStep:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All graphs of one pass in order; valid while `GraphCache.generation` is the same."""
+    """All graphs of one pass in order; valid while `GraphCache.generation` is the same.
+
+    head: None if the stage has none.
+    """
 
     steps: list[LaunchStep]
-    head: BuiltGraph
+    head: BuiltGraph | None
     generation: int
 
 
@@ -63,19 +66,19 @@ class LaunchPlans:
 
     def __init__(
         self,
-        model: Model,
+        stage: Stage,
         graphs: GraphCache,
         layer_graphs: LayerGraphs,
         readback: RoutingReadback,
         sums_last: bool,
     ) -> None:
-        self._model = model
+        self._stage = stage
         self._graphs = graphs
         self._layer_graphs = layer_graphs
         self._readback = readback
         self._sums_last = sums_last
         # upper bounds; the second one also holds for add_uploaded and sum_rows
-        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * model.hp.n_expert_used
+        self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * stage.hp.n_expert_used
         self._plans: OrderedDict[tuple[PassShape, bool, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
         self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
@@ -109,11 +112,13 @@ class LaunchPlans:
     def _steps(self, shape: PassShape, mode: MissMode) -> list[LaunchStep]:
         """Return the launch steps of all layers in order."""
         steps: list[LaunchStep] = []
-        il, n_layer = 0, self._model.hp.n_layer
-        while il < n_layer:
+        layers = self._stage.layers
+        il = layers.start
+        while il < layers.stop:
             end = il + 1
-            n_merged = MERGED if il == 0 or shape.n_tokens > _QUICK_ROWS else MERGED_LATER
-            while end < min(il + n_merged, n_layer):
+            is_short = il == layers.start or shape.n_tokens > _QUICK_ROWS
+            n_merged = MERGED if is_short else MERGED_LATER
+            while end < min(il + n_merged, layers.stop):
                 if self._layer_graphs.may_lack(end - 1, mode):
                     break
                 end += 1
@@ -125,7 +130,7 @@ class LaunchPlans:
         """Return the step of these layers, with the graphs that complete the last one."""
         graphs, n_tokens = self._layer_graphs, shape.n_tokens
         # the KV length does not matter to DeltaNet layers: one graph serves all lengths
-        is_recurrent = all(self._model.hp.is_recurrent(il) for il in layers)
+        is_recurrent = all(self._stage.hp.is_recurrent(il) for il in layers)
         layer_shape = shape._replace(n_out=0, n_kv=PAGED if is_recurrent else shape.n_kv)
         # what of the mode matters to this graph
         fetch_layers = mode.fetch_layers & frozenset(layers)
@@ -152,7 +157,7 @@ class LaunchPlans:
 
     def _add_graphs(self, il: int, n_tokens: int, mode: MissMode) -> AddGraphs:
         """Return the graphs that add the missing experts of layer il."""
-        graphs, banks = self._layer_graphs, self._model.banks
+        graphs, banks = self._layer_graphs, self._stage.banks
         named = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
         if mode.admits and banks.n_slots[il]:
             named["own"] = banks.layer(il)
@@ -171,7 +176,9 @@ class LaunchPlans:
             )
         return AddGraphs((add["staging0"], add["staging1"]), add.get("own"), cpu)
 
-    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph:
+    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph | None:
+        if not self._stage.has_head:
+            return None
         return self._graphs.get(
             ("head", shape.n_tokens, shape.n_out, greedy),
             64,

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import NativeError
-from ..ggml.device import Device
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import I32, Builder, Tensor
+from ..resident.stage import Stage
 
 
 class HostIds(NamedTuple):
@@ -27,23 +27,24 @@ class HostIds(NamedTuple):
 
 
 class RoutingReadback:
-    """Pinned host memory for the chosen and the predicted ids of every layer.
+    """Pinned host memory for the chosen and the predicted ids of every layer of a stage.
 
     On the CPU device a launch returns after its graph is computed, so waits end at once.
     """
 
-    def __init__(self, device: Device, n_layer: int, n_expert_used: int, max_rows: int) -> None:
+    def __init__(self, stage: Stage, max_rows: int) -> None:
         """Allocate memory for passes of at most max_rows rows.
 
         Raises:
             NativeError: the memory cannot be pinned; the device writes only to pinned memory.
         """
-        self._device = device
+        self._device, self._first = stage.device, stage.layers.start
+        n_layer, n_expert_used = len(stage.layers), stage.hp.n_expert_used
         self._n_used = n_expert_used
         self._stride, self._prediction_stride = 4 * n_expert_used * max_rows, 4 * n_expert_used
         self._predictions_at = self._stride * n_layer
         size = self._predictions_at + self._prediction_stride * n_layer
-        self._host = device.host_buffer(size, must_pin=True)
+        self._host = stage.device.host_buffer(size, must_pin=True)
         words = self._host.array[:size].view(np.int32)
         self._ids = words[: self._predictions_at // 4].reshape(n_layer, -1)
         self._predictions = words[self._predictions_at // 4 :].reshape(n_layer, -1)
@@ -59,11 +60,11 @@ class RoutingReadback:
 
     def export(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of layer il's chosen ids, I32 [n_expert_used, n_tokens]."""
-        self._copy(b, ids, il * self._stride)
+        self._copy(b, ids, (il - self._first) * self._stride)
 
     def export_prediction(self, b: Builder, ids: Tensor, il: int) -> None:
         """Append the copy of layer il's predicted ids, I32 [n_expert_used, 1]."""
-        self._copy(b, ids, self._predictions_at + il * self._prediction_stride)
+        self._copy(b, ids, self._prediction_at(il))
 
     def _copy(self, b: Builder, ids: Tensor, at: int) -> None:
         target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
@@ -72,13 +73,16 @@ class RoutingReadback:
 
     def of(self, il: int, n_tokens: int) -> HostIds:
         """Return where layer il's chosen ids arrive: I32 [n_tokens * n_expert_used]."""
-        n = n_tokens * self._n_used
-        return HostIds(self._ids[il, :n], self._address(il * self._stride))
+        at, n = il - self._first, n_tokens * self._n_used
+        return HostIds(self._ids[at, :n], self._address(at * self._stride))
 
     def prediction_of(self, il: int) -> HostIds:
         """Return where layer il's predicted ids arrive: I32 [n_expert_used]."""
-        at = self._predictions_at + il * self._prediction_stride
-        return HostIds(self._predictions[il], self._address(at))
+        ids = self._predictions[il - self._first]
+        return HostIds(ids, self._address(self._prediction_at(il)))
+
+    def _prediction_at(self, il: int) -> int:
+        return self._predictions_at + (il - self._first) * self._prediction_stride
 
     def _address(self, at: int) -> Any:
         return ffi.cast("int32_t *", self._host.address(at))

@@ -10,24 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import I32, Builder, Tensor
-from ..modelfile.hparams import HParams
+from ..resident.stage import Stage
 
 
 class Replay:
-    """Feeds recorded expert ids to the device; numpy shape [n_steps, n_layer, n_expert_used]."""
+    """Feeds recorded expert ids to the layers of a stage.
 
-    def __init__(self, device: Device, hp: HParams, ids: npt.NDArray[np.int32]) -> None:
+    ids: of the whole model, numpy shape [n_steps, n_layer, n_expert_used].
+    """
+
+    def __init__(self, stage: Stage, ids: npt.NDArray[np.int32]) -> None:
         """Check the recording and upload its first step.
 
         Raises:
             ConfigError: it has another shape than the model, or ids out of range.
             OutOfDeviceMemory: its device memory cannot be allocated.
         """
+        device, hp, layers = stage.device, stage.hp, stage.layers
         wanted = (hp.n_layer, hp.n_expert_used)
         if ids.ndim != 3 or ids.shape[1:] != wanted or ids.shape[0] == 0:
             raise ConfigError(
@@ -40,10 +43,11 @@ class Replay:
                 f"this model has experts 0 to {hp.n_expert - 1}"
             )
         self._device = device
-        self._recorded = np.ascontiguousarray(ids, dtype=np.int32)
+        self._recorded = np.ascontiguousarray(ids[:, layers.start : layers.stop], dtype=np.int32)
+        self._first = layers.start
         self._n_used = hp.n_expert_used
         self._context = Context(1)
-        self._all = C.ggml_new_tensor_1d(self._context.ptr, I32, hp.n_layer * hp.n_expert_used)
+        self._all = C.ggml_new_tensor_1d(self._context.ptr, I32, len(layers) * hp.n_expert_used)
         n_bytes = C.ggml_nbytes(self._all)
         self._buffer = device.buffer(n_bytes, "the routing trace", "drop --routing")
         place(self._buffer, self._all, 0)
@@ -54,7 +58,7 @@ class Replay:
     def leaf(self, b: Builder, il: int) -> Tensor:
         """Return a leaf that reads the current step's ids of layer il: I32 [n_expert_used, 1]."""
         tensor = b.leaf(I32, (self._n_used, 1), "ids_replayed")
-        place(self._buffer, tensor, 4 * self._n_used * il)
+        place(self._buffer, tensor, 4 * self._n_used * (il - self._first))
         return tensor
 
     def advance(self) -> None:

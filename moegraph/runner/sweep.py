@@ -109,7 +109,7 @@ class Sweep:
             OutOfDeviceMemory: there is no memory for a snapshot.
         """
         self._s, self.batch = sweeps, batch
-        self.slot, state = batch.slot, sweeps.model.state
+        self.slot, state = batch.slot, sweeps.stage.state
         self._state = state
         self.n_past = state.n_past[self.slot]
         n = len(batch.tokens)
@@ -124,7 +124,7 @@ class Sweep:
         self.snapshots: list[Snapshot] = []
         self.is_open = False
         self.output: Output | None = None
-        self.n_steps = sweeps.model.hp.n_layer * len(chunks)
+        self.n_steps = sweeps.stage.hp.n_layer * len(chunks)
         self.n_done = 0
         self._n_enqueued = 0
         self._finite = True
@@ -174,13 +174,13 @@ class Sweep:
         self._is_entering = False
 
     def _run(self) -> Iterator[bool]:
-        hp = self._s.model.hp
+        hp = self._s.stage.hp
         outputs: list[Output] = []
         for part in self._parts:
             self._send_inputs(part)
             for il in range(hp.n_layer):
                 self._record_books(il % 2)
-                lacks = self._s.model.banks.n_slots[il] < hp.n_expert
+                lacks = self._s.stage.banks.n_slots[il] < hp.n_expert
                 yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
                 self._end_layer(il, part)
             for turn in range(2):
@@ -196,7 +196,9 @@ class Sweep:
     def _send_inputs(self, part: list[_Chunk]) -> None:
         memory, last = self._s.memory, part[-1]
         memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
-        embedding = self._s.model.weights.embedding
+        embedding = self._s.stage.weights.embedding
+        if embedding is None:
+            raise InternalError("a sweep needs a stage with all layers")
         for chunk in part:
             tokens = self.batch.tokens[chunk.first - self.n_past :][: chunk.n]
             memory.inputs.add(self.slot, chunk.first, tokens, embedding, memory.hidden, chunk.row)
@@ -210,7 +212,7 @@ class Sweep:
         """Copy a chunk to where graphs read it; return its KV length."""
         s = self._s
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if not s.model.hp.is_recurrent(il):
+        if not s.stage.hp.is_recurrent(il):
             s.memory.inputs.select(at)
         return kv_length(self._state, chunk.first + chunk.n)
 
@@ -218,7 +220,7 @@ class Sweep:
         """Return the copies of a chunk's choice to the host."""
         if ids is None:
             return ffi.NULL, 0
-        k = self._s.model.hp.n_expert_used
+        k = self._s.stage.hp.n_expert_used
         address = self._s.memory.ids_address(turn, chunk.row * k)
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
@@ -240,7 +242,7 @@ class Sweep:
 
     def _lacking_layer(self, il: int, part: list[_Chunk]) -> Iterator[bool]:
         s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
-        k = s.model.hp.n_expert_used
+        k = s.stage.hp.n_expert_used
         ids = s.memory.ids[turn, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
         waiting: tuple[int, _Chunk, npt.NDArray[np.int32]] | None = None
@@ -254,7 +256,7 @@ class Sweep:
             yield True
         if waiting:
             self._ask(il, ids, absent, *waiting)
-        choices = Choices(ids, absent, s.model.hp.n_expert)
+        choices = Choices(ids, absent, s.stage.hp.n_expert)
         while group := self._crossing.oldest(il):
             self._use(il, group, choices, ids, part)
             yield True
@@ -266,7 +268,7 @@ class Sweep:
 
     def _launch_chunk(self, il: int, at: int, chunk: _Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
-        s, memory, k, n = self._s, self._s.memory, self._s.model.hp.n_expert_used, chunk.n
+        s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         start = time.perf_counter()
         n_kv = self._load(il, at, chunk)
         mixer, experts = s.graphs.mixer(il, n, n_kv), s.graphs.experts(il, n)
@@ -299,7 +301,7 @@ class Sweep:
 
         table: where experts were when `experts` was launched.
         """
-        s, k, start = self._s, self._s.model.hp.n_expert_used, time.perf_counter()
+        s, k, start = self._s, self._s.stage.hp.n_expert_used, time.perf_counter()
         event = s.routed[at % 2]
         if event:
             event.wait()
@@ -333,7 +335,7 @@ class Sweep:
         part: list[_Chunk],
     ) -> None:
         """Enqueue what the experts of a group compute, then uploads into the group."""
-        s, hp, start = self._s, self._s.model.hp, time.perf_counter()
+        s, hp, start = self._s, self._s.stage.hp, time.perf_counter()
         places = choices.of(group.experts)
         free, uploaded = s.ring_events(group.index)
         if uploaded:
@@ -356,12 +358,12 @@ class Sweep:
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
         chunk must give the same bits as in a pass of its own.
         """
-        k = self._s.model.hp.n_expert_used
+        k = self._s.stage.hp.n_expert_used
         return np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
 
     def _sum(self, il: int, chunk: _Chunk) -> None:
         """Enqueue the sum of all experts of a chunk, in routing order (CPU device)."""
-        s, memory, k, n = self._s, self._s.memory, self._s.model.hp.n_expert_used, chunk.n
+        s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         built = s.graphs.sum_rows(il, n)
         if built is None:
             raise InternalError("expert rows on a device that adds experts to a finished sum")
@@ -401,7 +403,7 @@ class Sweep:
             if done:
                 done.wait()
             start = s.spent("wait", start)
-            s.record(il, s.memory.ids[turn, : n_rows * s.model.hp.n_expert_used])
+            s.record(il, s.memory.ids[turn, : n_rows * s.stage.hp.n_expert_used])
             self._books.remove(entry)
             s.spent("resolve", start)
 

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..experts.crossing import Unit
-from ..ggml.device import Device
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.chunk import ChunkInputs
-from ..graphs.layer import Model
+from ..resident.stage import Stage
 from ..units import round_up
 
 # Host copies of the inputs of units that may be under way at once.
@@ -36,15 +35,9 @@ class SweepMemory:
     """
 
     def __init__(
-        self,
-        device: Device,
-        model: Model,
-        max_rows: int,
-        n_rows: int,
-        may_lack: bool,
-        with_rows: bool,
+        self, stage: Stage, max_rows: int, n_rows: int, may_lack: bool, with_rows: bool
     ) -> None:
-        hp = model.hp
+        device, hp = stage.device, stage.hp
         self._device, self.n_rows, self.max_rows = device, n_rows, max_rows
         n_places = hp.n_expert_used * n_rows
         # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
@@ -69,7 +62,7 @@ class SweepMemory:
             place(self._buffer, tensor, offsets[name])
         self.hidden = tensors["hidden"]
         self._tensors, self._unit_at = tensors, offsets.get("unit", 0)
-        self.inputs = ChunkInputs(device, hp, model.state, max_rows, n_rows)
+        self.inputs = ChunkInputs(stage, max_rows, n_rows)
         self._ids_host = device.host_buffer(8 * n_places)
         self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
         self.ids = self.ids.reshape(2, n_places)

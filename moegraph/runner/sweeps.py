@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 from ..experts.crossing import Group, padded
 from ..experts.residency import Residency
-from ..ggml.device import Device
 from ..ggml.handles import Context, Event
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import kv_length
-from ..graphs.layer import Model
+from ..graphs.hidden import HiddenRows
+from ..resident.layout import ring_groups
 from ..resident.ring import Ring
+from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .misses import MissHandler
 from .results import Results
@@ -27,6 +28,7 @@ from .sweep_graphs import SweepGraphs
 from .sweep_memory import SweepMemory
 
 _N_AHEAD = 3
+Observer = Callable[[int, npt.NDArray[np.int32]], None]
 PHASES = ("build", "launch", "wait", "resolve")
 
 
@@ -41,40 +43,46 @@ class Sweeps:
 
     def __init__(
         self,
-        device: Device,
-        model: Model,
+        stage: Stage,
         graphs: GraphCache,
-        carry: CarryBuffers,
         results: Results,
         max_rows: int,
         n_rows: int,
+        hidden: HiddenRows | None = None,
         residency: Residency | None = None,
         misses: MissHandler | None = None,
-        ring: Ring | None = None,
         layer_graphs: LayerGraphs | None = None,
-        observers: list[Callable[[int, npt.NDArray[np.int32]], None]] | None = None,
+        sums_last: bool = False,
+        observers: list[Observer] | None = None,
     ) -> None:
-        """layer_graphs: has `sum_rows`, on a device that sums experts in routing order."""
-        self.device, self.model, self.results = device, model, results
-        self.residency, self.misses, self.ring = residency, misses, ring
-        self.sums_last = layer_graphs is not None
-        self.n_groups = ring.n_groups if ring else 0
+        """hidden: rows between graphs that the runner has anyway; None: allocate them."""
+        self.stage, self.device, self.results = stage, stage.device, results
+        self.residency, self.misses, self.sums_last = residency, misses, sums_last
         self.observers = observers if observers is not None else []
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.memory = SweepMemory(device, model, max_rows, n_rows, ring is not None, self.sums_last)
+        device, n_groups = stage.device, 0 if stage.is_full else ring_groups(stage.hp.n_expert)
+        self.ring = Ring(device, stage.store, n_groups) if n_groups else None
+        rows = hidden or HiddenRows(stage, max_rows)
+        self._own_hidden = None if hidden else rows
+        self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, sums_last)
         self.graphs = SweepGraphs(
-            model, graphs, carry, self.memory, ring, layer_graphs, residency is not None
-        )
+            stage, graphs, rows, self.memory, self.ring, layer_graphs, sums_last,
+            residency is not None,
+        )  # fmt: skip
+        self.n_groups = n_groups
         self.routed = [device.event(), device.event()]
         self.layer_done = [device.event(), device.event()]
         self.paces = [device.event() for _ in range(_N_AHEAD)]
         self._ring_events = [(device.event(), device.event()) for _ in range(self.n_groups)]
-        self._carried = self._carry_tensors(carry, max_rows)
+        self._carried = {"l_out": rows.all}
+        self._context = Context(8)
+        if layer_graphs:
+            self._carried |= self._carry_tensors(layer_graphs.carry, max_rows)
 
     def _carry_tensors(self, carry: CarryBuffers, max_rows: int) -> dict[str, Tensor]:
         """Return tensors for the carry buffers, to copy rows from and to."""
-        hp, self._context = self.model.hp, Context(8)
-        widths = {"l_out": hp.n_embd, "residual": hp.n_embd, "post_norm": hp.n_embd}
+        hp = self.stage.hp
+        widths = {"residual": hp.n_embd, "post_norm": hp.n_embd}
         rows = dict.fromkeys(widths, max_rows)
         widths |= {"weights": 1, "expert_rows": hp.n_embd}
         rows |= dict.fromkeys(("weights", "expert_rows"), max_rows * hp.n_expert_used)
@@ -92,8 +100,9 @@ class Sweeps:
 
     @property
     def n_bytes(self) -> int:
-        """Device bytes of this memory."""
-        return self.memory.n_bytes
+        """Device bytes of this memory, without the ring, which counts as weights."""
+        own = self._own_hidden.n_bytes if self._own_hidden else 0
+        return self.memory.n_bytes + own
 
     def ring_events(self, group: int) -> tuple[Event | None, Event | None]:
         """Return the events of a group: all that read it is done; all uploads to it are done."""
@@ -102,7 +111,7 @@ class Sweeps:
     def cache_table(self, il: int) -> npt.NDArray[np.int32]:
         """Return the slots of layer il's experts as the device knows them, I32 numpy [n_expert]."""
         if self.residency is None:
-            return np.arange(self.model.hp.n_expert, dtype=np.int32)
+            return np.arange(self.stage.hp.n_expert, dtype=np.int32)
         table: npt.NDArray[np.int32] = self.residency.cache.tables[il]
         return table
 
@@ -140,8 +149,8 @@ class Sweeps:
         Raises:
             OutOfDeviceMemory: the intermediates do not fit, or a snapshot.
         """
-        hp, n, banks = self.model.hp, self.memory.max_rows, self.model.banks
-        n_kv = kv_length(self.model.state, self.model.state.n_ctx)
+        hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
+        n_kv = kv_length(self.stage.state, self.stage.state.n_ctx)
         seen = set()
         for il in range(hp.n_layer):
             full = banks.n_slots[il] == hp.n_expert
@@ -156,12 +165,12 @@ class Sweeps:
             self.graphs.experts(il, n)
             self.graphs.sum_rows(il, n)
             self.graphs.unit(il, padded(self.memory.most - 1), 4)
-        self.model.state.snapshots.reserve()
+        self.stage.state.snapshots.reserve()
 
     def close(self) -> None:
         """Free all memory and events."""
         events = [*self.routed, *self.layer_done, *self.paces]
         parts: list[Any] = [*events, *(e for pair in self._ring_events for e in pair)]
-        for part in (*parts, self.memory, self._context):
+        for part in (*parts, self.memory, self._own_hidden, self.ring, self._context):
             if part:
                 part.close()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..experts.passplan import TableRow
 from ..ggml.device import Device
-from ..resident.bank import ExpertBanks
+from ..resident.stage import Stage
 
 
 class HostRows:
@@ -33,19 +33,19 @@ class SlotTables:
     writes a row as soon as it knows of a change, mostly while the device computes.
     """
 
-    def __init__(
-        self, device: Device, banks: ExpertBanks, n_expert: int, n_expert_used: int
-    ) -> None:
-        self._device = device
-        self._banks = banks
-        self._rows = HostRows(device, len(banks.n_slots), banks.table_stride)
-        self._n_expert, self._n_victims = n_expert, 2 * n_expert_used
+    def __init__(self, stage: Stage) -> None:
+        hp, self._first = stage.hp, stage.layers.start
+        self._device, self._banks = stage.device, stage.banks
+        self._rows = HostRows(stage.device, len(stage.layers), stage.banks.table_stride)
+        self._n_expert, self._n_victims = hp.n_expert, 2 * hp.n_expert_used
+        # as on the device: the rows of full layers never change
+        self._rows.array[:, : hp.n_expert] = np.arange(hp.n_expert)
         self._is_due = False
 
     def write(self, changed: TableRow) -> None:
         """Copy a layer's new row."""
         il, table, victims = changed
-        row, n = self._rows.array[il], self._n_expert
+        row, n = self._rows.array[il - self._first], self._n_expert
         row[:n] = table
         if victims is not None:
             row[n : n + self._n_victims].reshape(-1, 2)[:] = victims

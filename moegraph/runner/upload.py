@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..ggml.device import Device
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
-from ..resident.bank import Bank, ExpertBanks
+from ..resident.bank import Bank
 from ..resident.layout import N_STAGING
-from ..resident.store import ExpertStore
+from ..resident.stage import Stage
 from .tables import HostRows
 
 Pairs = Sequence[tuple[int, int]]  # (expert, slot)
@@ -38,14 +37,13 @@ class Uploader:
     n_bytes: bytes that crossed to the device, summed.
     """
 
-    def __init__(
-        self, device: Device, banks: ExpertBanks, store: ExpertStore, n_expert: int, max_ids: int
-    ) -> None:
+    def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
-        self._device, self._banks, self._store = device, banks, store
+        self._device, self._banks, self._store = stage.device, stage.banks, stage.store
+        device = stage.device
         self.n_bytes = 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
-        self._slots = HostRows(device, 1 + -(-n_expert // N_STAGING), max_ids)
+        self._slots = HostRows(device, 1 + -(-stage.hp.n_expert // N_STAGING), max_ids)
         self._uploaded = device.event()
         self._staging_free = [device.event(), device.event()]
         self._staging_turn = 0

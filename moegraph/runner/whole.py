@@ -5,36 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import Cancelled, InternalError
-from ..ggml.device import Device
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, build_head
+from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import Model, build_input_norm, build_mixer_router, build_moe
+from ..graphs.layer import build_input_norm, build_mixer_router, build_moe
+from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
-from .layer_graphs import CarryBuffers
 from .sweeps import Sweeps
 
 
 def build_whole(
-    b: Builder, m: Model, inputs: InputBlock, shape: PassShape, greedy: bool
-) -> HeadOutputs:
-    """Append every layer and the head; the slot of an expert is its id."""
-    inp = inputs.leaves(b, shape)
-    x = inp.embeddings
-    norm = build_input_norm(b, m, x, 0)
-    for il in range(m.hp.n_layer):
-        r = build_mixer_router(b, m, inp, shape, x, norm, il)
-        x = build_moe(b, m, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
-        norm = build_input_norm(b, m, x, il + 1)
-    return build_head(b, m.weights, norm, inp.out_ids, greedy)
+    b: Builder, stage: Stage, inputs: InputBlock, hidden: HiddenRows | None, shape: PassShape,
+    greedy: bool,
+) -> HeadOutputs | None:  # fmt: skip
+    """Append every layer of a stage and its head; the slot of an expert is its id.
+
+    Without a head, the rows are left in `hidden`.
+    """
+    inp, head = inputs.leaves(b, shape), stage.weights.head
+    x = inp.embd
+    for il in stage.layers:
+        norm = build_input_norm(b, stage, x, il)
+        r = build_mixer_router(b, stage, inp, shape, x, norm, il)
+        x = build_moe(b, stage, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+    if head:
+        norm = build_input_norm(b, stage, x, stage.hp.n_layer)
+        return build_head(b, head, norm, inp.out_ids, greedy)
+    if hidden:
+        hidden.put(x)
+    return None
 
 
-def n_nodes_whole(m: Model) -> int:
+def n_nodes_whole(stage: Stage) -> int:
     """Return an upper bound on the nodes of a pass in one graph."""
-    return m.hp.n_layer * (96 + 3 * m.hp.n_expert_used) + 64
+    return len(stage.layers) * (96 + 3 * stage.hp.n_expert_used) + 64
 
 
 class WholeRunner(Runner):
@@ -42,20 +50,20 @@ class WholeRunner(Runner):
 
     mode = "whole"
 
-    def __init__(self, device: Device, model: Model, n_ubatch: int, n_sweep: int) -> None:
-        """n_sweep: most rows of a prompt in one sweep."""
-        super().__init__(device, model, n_ubatch)
-        self._carry = CarryBuffers(device, {"l_out": model.hp.n_embd}, n_ubatch)
-        self.sweeps = Sweeps(
-            device, model, self.graphs, self._carry, self._results, n_ubatch, n_sweep
-        )
+    def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int = 0) -> None:
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
+        is_alone = stage.has_embedding and stage.has_head
+        hidden = None if is_alone else HiddenRows(stage, n_ubatch * stage.state.n_seq)
+        super().__init__(stage, n_ubatch, hidden)
+        if is_alone and n_sweep:
+            self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
         return self.graphs.get(
             (shape, greedy),
-            n_nodes_whole(self.model),
-            lambda b: build_whole(b, self.model, self._inputs, shape, greedy),
+            n_nodes_whole(self.stage),
+            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, greedy),
         )
 
     def reserve_graphs(self) -> None:
@@ -64,9 +72,9 @@ class WholeRunner(Runner):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
-        state = self.model.state
-        self._get(PassShape(self.n_ubatch, state.n_seq, state.n_ctx, state.n_seq), True)
-        self.sweeps.reserve()
+        self._get(self._largest, True)
+        if self.sweeps:
+            self.sweeps.reserve()
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.greedy)
@@ -77,12 +85,11 @@ class WholeRunner(Runner):
         built = self._built
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
-        reads = self._result_reads(shape, built.outputs, batch.greedy)
-        status = C.mg_launch(self.device.compute.ptr, built.graph, reads, 2)
+        reads, n_reads = self._result_reads(shape, built.outputs, batch.greedy)
+        status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self._built = None
         super().close()
-        self._carry.buffer.close()

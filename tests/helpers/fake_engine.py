@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -81,6 +81,8 @@ class FakeEngine:
         self.n_resets += 1
 
     notes: tuple[str, ...] = ()
+
+    load_times: ClassVar[dict[str, float]] = {"device": 0.25}
 
     def expert_stats(self) -> None:
         """Everything is resident."""

@@ -49,7 +49,8 @@ def check_sound(engine: Engine) -> None:
     cache.check()
     sent = tables._rows.array.copy()
     if not tables._is_due:
-        C.ggml_backend_tensor_get(handler._banks.all_tables, ffi.from_buffer(sent), 0, sent.nbytes)
+        on_device = engine.stage.banks.all_tables
+        C.ggml_backend_tensor_get(on_device, ffi.from_buffer(sent), 0, sent.nbytes)
     for il in set(range(N_LAYER)) - cache.dirty:
         np.testing.assert_array_equal(sent[il, : cache.n_expert], cache.tables[il])
         if il in fetching:
@@ -63,7 +64,7 @@ def check_sound(engine: Engine) -> None:
             movable = others & set(layer.owner[layer.policy.n_static :])
             assert all(max(scores) <= layer.policy.score[e] for e in movable if scores)
     for il in store.layers:
-        memory, packing = handler._banks.layer(il).memory, store.packing(il)
+        memory, packing = engine.stage.banks.layer(il).memory, store.packing(il)
         held = np.empty(packing.n_bytes, np.uint8)
         for expert in np.flatnonzero(cache.tables[il] >= 0).tolist():
             at = int(cache.tables[il, expert]) * packing.stride

@@ -75,6 +75,17 @@ class TestRun:
         used = report["memory"]["weights_bytes"] / report["model"]["n_bytes"]
         assert 0.9 < used < 1.01, "every tensor is counted once"
 
+    def test_the_phases_of_a_start_add_up(self, report: dict) -> None:
+        times = report["timings"]
+        phases = [times[f"{name}_s"] for name in ("process", "load", "tokenizer", "prefill")]
+        assert min(phases) > 0
+        # the clock of processes has steps of 10 ms
+        assert sum(phases) - 0.02 < times["first_token_s"] < sum(phases) + 1
+        assert list(times["load"]) == [
+            "device", "plan", "weights", "banks", "state", "graphs", "threads"
+        ]  # fmt: skip
+        assert 0 < sum(times["load"].values()) < times["load_s"]
+
     def test_text_is_the_same_text(self, report: dict) -> None:
         done = moegraph("run", "tiny", "-f", "-", "-n", 24, "--temp", 0, *CPU,
                         stdin=PROMPT.encode() + b"\n")  # fmt: skip

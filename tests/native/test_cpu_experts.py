@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moegraph.config import EngineConfig
 from moegraph.ggml.device import Device
 from moegraph.modelfile import open_model
-from moegraph.resident.store import ExpertStore
+from moegraph.resident.stage import open_stage
 from moegraph.runner.cpu_experts import CpuExperts, KernelCpuExperts
 from moegraph.runner.cpu_experts_graph import GraphCpuExperts
 
@@ -24,12 +25,12 @@ def floats(cpu_experts: CpuExperts, name: str) -> np.ndarray:
 def test_kernel_and_graph_agree_on_every_layer(model_path, no_leak, preset):
     rng = np.random.default_rng(2)
     with open_model(model_path(preset)) as model:
-        hp, device = model.hparams, Device("cpu", 1)
-        k = hp.n_expert_used
-        store = ExpertStore(device, model, range(hp.n_layer), "auto")
-        own = KernelCpuExperts(device, hp, store, 2, MAX_ROWS)
-        graph = GraphCpuExperts(device, hp, store, MAX_ROWS)
-        for il in store.layers:
+        hp, config = model.hparams, EngineConfig(device="cpu")
+        k, layers, n_slots = hp.n_expert_used, range(hp.n_layer), [0] * hp.n_layer
+        stage = open_stage(Device("cpu", 1), model, layers, n_slots, config, n_ctx=256)
+        own = KernelCpuExperts(stage, 2, MAX_ROWS)
+        graph = GraphCpuExperts(stage, MAX_ROWS)
+        for il in layers:
             for n_rows in (1, MAX_ROWS):
                 ids = np.concatenate([rng.permutation(hp.n_expert)[:k] for _ in range(n_rows)])
                 ids = ids.astype(np.int32)
@@ -48,5 +49,5 @@ def test_kernel_and_graph_agree_on_every_layer(model_path, no_leak, preset):
                 np.testing.assert_array_equal(got, expected, err_msg=f"layer {il}, {n_rows} rows")
                 assert got.any()
         assert 0 < own.measure(2) < 1
-        for part in (own, graph, store, device):
+        for part in (own, graph, stage):
             part.close()

@@ -60,7 +60,7 @@ def test_ten_engines_with_changed_budgets_keep_them_and_leave_nothing(model_path
             parts = engine.memory()
             taken = sum(parts[f"{part}_bytes"] for part in ("weights", "kv", "state", "compute"))
             assert budget is None or taken <= engine.plan.total <= budget, settings
-            slots.append(sum(engine.banks.n_slots))
+            slots.append(sum(engine.stage.n_slots))
         gc.collect()
         assert live_handles() == handles, settings
         sizes.append(resident_bytes())

@@ -98,8 +98,8 @@ def test_joined_projections_equal_single_ones(open_engine, preset, monkeypatch):
     # forces the copying loader
     monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
     joined = open_engine(preset)
-    assert all(joined.weights.layer(il).joined for il in range(joined.hparams.n_layer))
-    assert not single.weights.layer(0).joined
+    assert all(joined.stage.weights.layer(il).joined for il in range(joined.hparams.n_layer))
+    assert not single.stage.weights.layer(0).joined
     for at in range(12):
         rows = [e.forward_logits(ids[at : at + 1], at) for e in (single, joined)]
         np.testing.assert_array_equal(*rows)

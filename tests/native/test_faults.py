@@ -87,7 +87,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
     monkeypatch.setattr(
         loader,
         "GraphCpuExperts",
-        lambda *common: KernelCpuExperts(*common[:3], 3, common[3]),
+        lambda *common: KernelCpuExperts(common[0], 3, common[1]),
     )
     settings = EngineConfig(
         device="cpu", n_threads=3, n_ctx=256, n_ubatch=16, cache_slots=30, miss="cpu"

@@ -115,11 +115,11 @@ def test_a_device_with_the_op_plans_once_for_all_lengths(open_engine: Open) -> N
     batch = Batch(np.zeros((2, MAX_ROWS // 2), np.int32), (0, 1))
     short = runner.shape_of(batch)
     engine.state.n_past[1] = 300
-    assert not can_page(device, engine.hparams, engine.state)
+    assert not can_page(engine.stage)
     assert runner.shape_of(batch) != short
     device.can = replace(device.can, exact_sums=False)
-    assert can_page(device, engine.hparams, engine.state)
-    assert not can_page(device, replace(engine.hparams, n_embd_head_k=20), engine.state)
+    assert can_page(engine.stage)
+    assert not can_page(replace(engine.stage, hp=replace(engine.hparams, n_embd_head_k=20)))
     runner._can_page = True
     paged = runner.shape_of(batch)
     engine.state.n_past[1] = 0

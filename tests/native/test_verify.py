@@ -299,7 +299,7 @@ def test_single_drafted_rows_with_joined_projections_are_kept_too(
     # forces the copying loader
     monkeypatch.setattr("moegraph.resident.weights._HOST_ALIGNMENT", 1 << 40)
     engine, other = (open_engine(cpu_reference=True) for _ in range(2))
-    assert engine.weights.layer(0).joined
+    assert engine.stage.weights.layer(0).joined
     for token in range(6):
         got = verify(engine, [[token]], 0)
         engine.passes.commit(0, [0])

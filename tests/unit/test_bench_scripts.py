@@ -19,6 +19,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import _bench
+import bench_gaps
 import bench_predict
 import bench_tables
 import fit_routing
@@ -266,3 +267,11 @@ def test_an_lru_curve_counts_what_a_cache_would() -> None:
     trace = replace(generate_trace(RouterShape(1, 8, 1), 1), ids=ids)
     assert fit_routing.lru_curve(trace, 0).tolist() == [0.0] * 7
     assert fit_routing.popularity_curve(trace, 0).tolist() == [k / 8 for k in range(1, 8)]
+
+
+def test_the_slowest_token_around_a_length_is_found() -> None:
+    # times[0] is that of the token that makes the context 3 positions long
+    times = [1.0] * 600
+    times[256 - 3] = 7.0
+    times[300] = 9.0
+    assert bench_gaps.crossings(times, 256) == {256: 7.0, 512: 1.0}

@@ -140,6 +140,43 @@ def test_only_the_ggml_room_imports_the_native_module(imports: list[Import]) -> 
     assert native and [where(f) for f in native if f.source_room != "ggml"] == []
 
 
+# Ways to read or write memory by its address from Python.
+BY_ADDRESS = ("ffi.buffer", "ffi.memmove", "ffi.unpack", "ctypes.memmove", "ctypes.memset",
+              "ctypes.string_at", "as_array", "from_address", "__array_interface__")  # fmt: skip
+
+
+def by_address(module: ast.Module) -> list[str]:
+    """Return the class, or "", and the name of each use of native memory by its address."""
+    owners = {
+        id(inner): node.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        for inner in ast.walk(node)
+    }
+    found = [
+        (owners.get(id(node), ""), ast.unparse(node))
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+    ]
+    return sorted(f"{owner} {name}" for owner, name in found if name.endswith(BY_ADDRESS))
+
+
+def test_no_device_memory_is_mapped_as_numpy() -> None:
+    """A device may have memory without an address; only transfers through ggml reach it.
+
+    `HostBuffer` is in memory of the host by its buffer type.
+    """
+    found = {short(path): by_address(tree(path)) for path in MODULES}
+    assert {name: uses for name, uses in found.items() if uses} == {
+        "moegraph/ggml/device.py": ["HostBuffer ffi.buffer"]
+    }
+
+
+def test_the_rule_on_addresses_notices_what_it_forbids() -> None:
+    code = "class A:\n    def f(self): return ffi.buffer(t.data, 4)\nnp.ctypeslib.as_array(p)\n"
+    assert by_address(ast.parse(code)) == [" np.ctypeslib.as_array", "A ffi.buffer"]
+
+
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     script = [sys.executable, str(ROOT / "scripts" / "draw_rooms"), "--check"]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)

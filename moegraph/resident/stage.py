@@ -1,0 +1,111 @@
+"""A stage: everything that lives on one device for a range of layers, opened and closed as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+from ..config import EngineConfig
+from ..errors import InternalError
+from ..events import Progress, Stopwatch
+from ..ggml.device import Device
+from ..ggml.handles import closed_on_failure
+from ..modelfile import ModelFile
+from ..modelfile.hparams import HParams
+from .bank import ExpertBanks
+from .state import State
+from .store import ExpertStore
+from .weights import Loader, Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Consecutive layers of a model on one device; a model on one device is one stage.
+
+    The stage with the first layer has the token embedding, the one with the last layer the head.
+    Every part has the layers of the stage alone, by their numbers in the model.
+
+    hp: of the whole model. store: the experts of the layers that are not full, in host memory.
+    """
+
+    device: Device
+    hp: HParams
+    layers: range
+    weights: Weights
+    banks: ExpertBanks
+    state: State
+    store: ExpertStore
+    _opened: ExitStack = field(repr=False)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether passes begin here, with token ids."""
+        return self.weights.embedding is not None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether passes end here, with logits."""
+        return self.weights.head is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all layers are full, so that no expert can be missing."""
+        return not self.store.layers
+
+    @property
+    def n_slots(self) -> list[int]:
+        """Expert slots of each layer of the model; another stage's layers count as full."""
+        mine, n_expert = self.banks.n_slots, self.hp.n_expert
+        return [mine.get(il, n_expert) for il in range(self.hp.n_layer)]
+
+    def close(self) -> None:
+        """Free everything and close the device; a second call does nothing."""
+        self._opened.close()
+
+
+def open_stage(
+    device: Device,
+    file: ModelFile,
+    layers: range,
+    n_slots: Sequence[int],
+    config: EngineConfig,
+    n_ctx: int,
+    n_prefetch_slots: int = 0,
+    progress: Progress | None = None,
+    times: Stopwatch | None = None,
+) -> Stage:
+    """Load consecutive layers of a model onto a device, which the stage closes.
+
+    If this fails, all that was opened is closed, and the device too. Slots of layers that are not
+    full are empty.
+
+    n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
+    config: its n_seq, type_k, type_v and host_pin count. n_ctx: positions of a sequence.
+    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases.
+
+    Raises:
+        InternalError: these are not consecutive layers of the model.
+        OutOfDeviceMemory: something does not fit; the message names it.
+        ConfigError, NativeError, ModelFileError: as in `State`, `ExpertStore` and `Loader`.
+    """
+    hp, times = file.hparams, times or Stopwatch()
+    with closed_on_failure(), ExitStack() as stack:
+        own = stack.enter_context
+        own(closing(device))
+        if not layers or layers.step != 1 or not 0 <= layers.start < layers.stop <= hp.n_layer:
+            raise InternalError(f"a stage of {layers} in a model of {hp.n_layer} layers")
+        with closing(Loader(device, file, progress)) as loader:
+            weights = own(closing(Weights(loader, file, layers)))
+            times.lap("weights")
+            banks = ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots)
+            own(closing(banks))
+        times.lap("banks")
+        kv = config.n_seq, config.type_k, config.type_v
+        state = own(closing(State(device, hp, layers, n_ctx, *kv)))
+        times.lap("state")
+        partial = [il for il in layers if n_slots[il] < hp.n_expert]
+        store = own(closing(ExpertStore(device, file, partial, config.host_pin)))
+        if partial:
+            times.lap("host")
+        return Stage(device, hp, layers, weights, banks, state, store, stack.pop_all())

@@ -1,0 +1,61 @@
+"""From the start of a process to its first token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moegraph.cli import starttimes
+from moegraph.cli.starttimes import StartTimes, process_age
+from moegraph.events import Stopwatch
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    code = (
+        "import time; time.sleep(0.2)\n"
+        "from moegraph.cli.starttimes import process_age\n"
+        "print(process_age())"
+    )
+    before = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.18 < float(done.stdout) < time.perf_counter() - before + 0.02
+
+
+@pytest.mark.parametrize("text", [None, "", "1 (a b) c) S 1 2"])
+def test_a_system_that_does_not_tell_when_a_process_began(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "stat").write_text(text)
+    assert process_age(tmp_path / "stat") is None
+
+
+def test_a_name_with_spaces_does_not_shift_the_fields(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("1 (a b) c) S " + " ".join(["7"] * 18) + " 0 0 0\n")
+    age = process_age(tmp_path / "stat")
+    assert age is not None
+    assert abs(age - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1
+
+
+def test_laps_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 13.0, 13.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    watch = Stopwatch()
+    for phase in ("a", "b", "a"):
+        watch.lap(phase)
+    assert watch.seconds == {"a": 1.5, "b": 2.0}
+    assert list(watch.seconds) == ["a", "b"]
+
+
+def test_only_the_first_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = iter([0.5, 2.0, 9.0])
+    monkeypatch.setattr(starttimes, "process_age", lambda: next(ages))
+    times = StartTimes()
+    times.lap("load")
+    times.token()
+    times.token()
+    report = times.report()
+    assert (report["process_s"], report["first_token_s"]) == (0.5, 2.0)
+    assert list(report) == ["process_s", "load_s", "first_token_s"]
