@@ -205,7 +205,7 @@ class Passes:
 
         progress: called with how many rows the work that is enqueued amounts to.
         """
-        if len(tokens) <= SHORT_PROMPT:
+        if len(tokens) <= min(SHORT_PROMPT, self._runner.n_ubatch):
             self.submit(tokens[None, :], seq, all_rows, greedy, cancel, Kind.PREFILL)
             output = self.collect()
             progress(len(tokens))

@@ -31,7 +31,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
-from ..kinds import Kind
+from ..kinds import SHORT_PROMPT, Kind
 from ..resident.layout import GROUP
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
@@ -168,7 +168,9 @@ class Sweep:
         if residency is None or (self._plan and residency.is_current(self._plan)):
             return
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
-        self._plan = residency.begin_pass(Kind.PREFILL, len(self.batch.tokens))
+        # a few rows would get slots, which is for passes
+        n_tokens = max(len(self.batch.tokens), SHORT_PROMPT + 1)
+        self._plan = residency.begin_pass(Kind.PREFILL, n_tokens)
         if misses:
             misses.begin_pass(self._plan)
         self._is_entering = False

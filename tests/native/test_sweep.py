@@ -65,6 +65,13 @@ def test_a_prompt_has_the_bits_of_passes_of_its_chunks(open_engine: Open, placem
         np.testing.assert_array_equal(*found)
 
 
+def test_a_few_rows_in_chunks_of_fewer(open_engine: Open) -> None:
+    plain, engine = open_engine(n_ubatch=3), open_engine(n_ubatch=3, **MISSING[1])
+    ids, tables = prompt(plain, 8, seed=14), engine.runner.cache.tables.copy()
+    np.testing.assert_array_equal(swept(engine, ids), in_passes(plain, ids))
+    assert (engine.runner.cache.tables == tables).all()
+
+
 @pytest.mark.parametrize("n_ubatch", [16, 100, 512])
 def test_every_chunk_size_and_a_long_prompt(open_engine: Open, n_ubatch: int) -> None:
     settings = {"n_ctx": 2048, "n_ubatch": n_ubatch}
