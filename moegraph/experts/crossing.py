@@ -8,12 +8,14 @@ one of them, and then filled again. Bookkeeping only: no device, no bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+# Share of what is sent that may be sent in vain, and the rows from which it is the lower one.
+_WASTE, _WASTE_LONG, _LONG = 0.04, 0.01, 2048
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
@@ -58,9 +60,9 @@ class Crossing:
         return frozenset(self._asked.get(il, ()))
 
     @property
-    def has_room(self) -> bool:
-        """Whether a group is free and nothing is queued."""
-        return bool(self._free) and not self._queue
+    def n_room(self) -> int:
+        """Slots of the groups that are free, if nothing is queued for them."""
+        return 0 if self._queue else len(self._free) * self.n_each
 
     def sends(self) -> Iterator[tuple[Group, list[tuple[int, int]], bool]]:
         """Yield (group, experts and their slots in it, whether it was empty) to upload now."""
@@ -108,6 +110,11 @@ class Choices:
         self._places = places[np.argsort(ids[places], kind="stable")]
         self._bounds = np.searchsorted(ids[self._places], np.arange(n_expert + 1))
 
+    @property
+    def n_experts(self) -> int:
+        """How many experts were chosen that had no slot."""
+        return int((np.diff(self._bounds) > 0).sum())
+
     def of(self, experts: Iterable[int]) -> Longs:
         """Return the places in ids where one of these experts was chosen, ascending."""
         bounds = self._bounds
@@ -120,6 +127,42 @@ def by_popularity(ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> li
     counts = np.bincount(ids[absent], minlength=n_expert)
     order = np.argsort(-counts, kind="stable")
     return [int(e) for e in order[: int((counts > 0).sum())]]
+
+
+class Forecast:
+    """Which experts a sweep may send before a router has chosen them, without sending too much.
+
+    The share of experts that were sent and then not chosen stays near a limit, which is lower for
+    long prompts: they hide more copies behind computing.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self._share = _WASTE if n_rows < _LONG else _WASTE_LONG
+        self._n_rows = n_rows
+        self._n_sent = 0
+        self._n_wasted = 0.0
+
+    def note(self, n_chosen: int, n_unused: int) -> None:
+        """Note how many experts of a layer were sent and chosen, and sent and not chosen."""
+        self._n_sent += n_chosen
+        self._n_wasted += n_unused
+
+    def likely(self, counts: Sequence[int], absent: Longs, n_used: int, most: int) -> list[int]:
+        """Return up to `most` absent experts that the prompt will hardly miss, the surest first.
+
+        counts [n_expert]: how often each was chosen so far. An expert that was chosen c times in m
+        rows is not chosen in n further rows with a chance of about (1 + n / m) ** -c.
+        """
+        total = sum(counts)
+        if not total or not absent.size:
+            return []
+        chosen = np.asarray(counts)[absent]
+        order = np.argsort(-chosen, kind="stable")[:most]
+        unused = (1.0 + self._n_rows * n_used / total) ** -chosen[order].astype(np.float64)
+        allowed = self._share * (self._n_sent + np.arange(1, len(order) + 1)) - self._n_wasted
+        fits = np.cumsum(unused) <= allowed
+        n = len(order) if fits.all() else int(np.argmin(fits))
+        return [int(expert) for expert in absent[order[:n]]]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError, RequestError
-from ..experts.crossing import Choices, Crossing, Group, by_popularity, units
+from ..experts.crossing import Choices, Crossing, Forecast, Group, by_popularity, units
 from ..experts.passplan import PassPlan
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
@@ -116,6 +116,7 @@ class Sweep:
         chunks = cut_chunks(n, self.n_past, sweeps.memory.max_rows, batch.cuts)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows)
         self._crossing = Crossing(sweeps.n_groups, GROUP)
+        self._forecast = Forecast(n)
         self._plan: PassPlan | None = None
         self._is_entering = False
         self._cancelled: Callable[[], bool] = bool
@@ -259,9 +260,13 @@ class Sweep:
         if waiting:
             self._ask(il, ids, absent, *waiting)
         choices = Choices(ids, absent, s.stage.hp.n_expert)
+        self._send_ahead(il + 1)
         while group := self._crossing.oldest(il):
             self._use(il, group, choices, ids, part)
+            self._send_ahead(il + 1)
             yield True
+        n_asked, n_chosen = len(self._crossing.asked(il)), choices.n_experts
+        self._forecast.note(n_chosen, n_asked - n_chosen)
         self._crossing.leave(il)
         if s.sums_last:
             for chunk in part:
@@ -327,6 +332,21 @@ class Sweep:
             s.send(group.il, group.index, pairs)
             if uploaded:
                 C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
+
+    def _send_ahead(self, il: int) -> None:
+        """Send experts of the next layer, if there is room, before its router has chosen."""
+        s, room = self._s, self._crossing.n_room
+        residency = s.residency
+        if not room or residency is None or il >= s.stage.hp.n_layer:
+            return
+        asked = self._crossing.asked(il)
+        absent = np.flatnonzero(s.cache_table(il) < 0)
+        absent = absent[~np.isin(absent, list(asked))] if asked else absent
+        counts = residency.routing.counts[il]
+        self._crossing.ask(
+            il, self._forecast.likely(counts, absent, s.stage.hp.n_expert_used, room)
+        )
+        self._send()
 
     def _use(
         self,
