@@ -12,9 +12,8 @@ from ..resident.layout import (
     PAGE,
     Packing,
     expert_tensors,
-    group_bytes,
     is_dense,
-    ring_groups,
+    ring_bytes,
     stack_kind,
     zeros_bytes,
 )
@@ -67,7 +66,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         compute=compute,
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
-        + ring_groups(hp.n_expert) * group_bytes(kinds.values())
+        + ring_bytes(kinds.values(), hp.n_expert)
         + _lacking_bytes(hp, n_sweep, n_ubatch),
     )
 

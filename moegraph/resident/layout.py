@@ -20,10 +20,9 @@ _MIN_ZEROS = 1 << 20
 PARTS = ("gate", "up", "gate_up", "down")
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
-# Slots of a group of the ring, which is filled and read as a whole.
-GROUP = 16
-# Most groups: one is computed, one has arrived, one is under way, and one is given back.
-_MAX_GROUPS = 4
+# Groups of the ring through which prompts send experts: one is computed, one has arrived, one is
+# under way, and one is given back.
+N_GROUPS = 4
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
 
@@ -70,16 +69,23 @@ class Packing:
         return cls(offsets, sizes, end, round_up(end, unit))
 
 
-def group_bytes(strides: Collection[int]) -> int:
-    """Return the bytes of a group; strides: the bytes of a slot, of each kind of layer."""
-    largest = max(strides)
+def group_size(n_expert: int) -> int:
+    """Return the slots of a group of the ring, for layers of n_expert experts.
+
+    More of them make fewer graphs, and fewer make the first experts usable earlier.
+    """
+    return max(4, min(16, n_expert // 8))
+
+
+def ring_bytes(strides: Collection[int], n_expert: int) -> int:
+    """Return the bytes of the ring; strides: the bytes of a slot, of each kind of layer."""
+    return N_GROUPS * group_bytes(strides, n_expert)
+
+
+def group_bytes(strides: Collection[int], n_expert: int) -> int:
+    """Return the bytes of a group of the ring."""
     # the first slot of a kind may begin up to a slot after the group does
-    return largest * (GROUP + (len(set(strides)) > 1))
-
-
-def ring_groups(n_expert: int) -> int:
-    """Return the groups of the ring; two layers of n_expert experts need no more."""
-    return min(_MAX_GROUPS, 2 * -(-n_expert // GROUP))
+    return max(strides) * (group_size(n_expert) + (len(set(strides)) > 1))
 
 
 def is_dense(name: str, layers: range) -> bool:

@@ -11,20 +11,20 @@ from ..ggml.memory import place
 from ..ggml.ops import F32
 from ..modelfile import TensorInfo
 from .bank import TAIL, Bank, strided_stack
-from .layout import Packing, group_bytes, stack_kind
+from .layout import N_GROUPS, Packing, group_bytes, group_size, stack_kind
 from .store import ExpertStore
 
 
 class Ring:
-    """n_groups groups of GROUP slots, in memory that layers of all kinds share.
+    """n_groups groups of n_each slots, in memory that layers of all kinds share.
 
     A group holds experts of one layer at a time. Its bytes are the same for every kind of layer, so
     that groups of two layers can be filled at once.
     """
 
-    def __init__(self, device: Device, store: ExpertStore, n_groups: int) -> None:
+    def __init__(self, device: Device, store: ExpertStore, n_expert: int) -> None:
         """store: holds the experts that may be missing."""
-        self.n_groups = n_groups
+        self.n_groups, self.n_each = N_GROUPS, group_size(n_expert)
         kinds: dict[Hashable, dict[str, TensorInfo]] = {}
         self._kind_of: dict[int, Hashable] = {}
         for il in store.layers:
@@ -32,8 +32,8 @@ class Ring:
             self._kind_of[il] = stack_kind(infos)
             kinds[self._kind_of[il]] = infos
         packings = {kind: Packing.of(infos) for kind, infos in kinds.items()}
-        self._step = group_bytes([packing.stride for packing in packings.values()])
-        self.n_bytes = self._step * n_groups + TAIL
+        self._step = group_bytes([packing.stride for packing in packings.values()], n_expert)
+        self.n_bytes = self._step * N_GROUPS + TAIL
         self._buffer = device.buffer(self.n_bytes, "the ring of prompts", "lower --vram or -ub")
         C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         # kernels may read past the last row that they need

@@ -32,7 +32,6 @@ from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
 from ..kinds import SHORT_PROMPT, Kind
-from ..resident.layout import GROUP
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
 from .sweeps import Sweeps
@@ -115,7 +114,8 @@ class Sweep:
         n = len(batch.tokens)
         chunks = cut_chunks(n, self.n_past, sweeps.memory.max_rows, batch.cuts)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows)
-        self._crossing = Crossing(sweeps.n_groups, GROUP)
+        ring = sweeps.ring
+        self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         self._forecast = Forecast(n)
         self._plan: PassPlan | None = None
         self._is_entering = False

@@ -18,7 +18,6 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import kv_length
 from ..graphs.hidden import HiddenRows
-from ..resident.layout import ring_groups
 from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
@@ -60,8 +59,9 @@ class Sweeps:
         self.residency, self.misses, self.sums_last = residency, misses, sums_last
         self.observers = observers if observers is not None else []
         self.phases = dict.fromkeys(PHASES, 0.0)
-        device, n_groups = stage.device, 0 if stage.is_full else ring_groups(stage.hp.n_expert)
-        self.ring = Ring(device, stage.store, n_groups) if n_groups else None
+        device = stage.device
+        self.ring = None if stage.is_full else Ring(device, stage.store, stage.hp.n_expert)
+        n_groups = self.ring.n_groups if self.ring else 0
         rows = hidden or HiddenRows(stage, max_rows)
         self._own_hidden = None if hidden else rows
         self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, sums_last)
@@ -69,11 +69,10 @@ class Sweeps:
             stage, graphs, rows, self.memory, self.ring, layer_graphs, sums_last,
             residency is not None,
         )  # fmt: skip
-        self.n_groups = n_groups
         self.routed = [device.event(), device.event()]
         self.layer_done = [device.event(), device.event()]
         self.paces = [device.event() for _ in range(_N_AHEAD)]
-        self._ring_events = [(device.event(), device.event()) for _ in range(self.n_groups)]
+        self._ring_events = [(device.event(), device.event()) for _ in range(n_groups)]
         self._carried = {"l_out": rows.all}
         self._context = Context(8)
         if layer_graphs:
