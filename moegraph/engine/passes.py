@@ -70,6 +70,7 @@ class Passes:
         self._to_truncate: set[int] = set()  # after a failed verify pass
         self._batch: Batch | None = None  # the last pass
         self._prompts = Prompts(runner, files, threads, self._held)
+        self._before: dict[int, Snapshot] = {}  # sequences that a failed pass does not empty
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds.
@@ -87,8 +88,13 @@ class Passes:
             RequestError: there is no such sequence.
         """
         self._require_seq(seq)
+        self._forget_before(seq)
         self.abandon(seq)
         self._clean_up()
+
+    def _forget_before(self, seq: int) -> None:
+        if seq in self._before:
+            self._before.pop(seq).close()
 
     def _require_seq(self, seq: int) -> None:
         if not 0 <= seq < len(self._held):
@@ -111,9 +117,15 @@ class Passes:
         self._to_truncate.clear()
         for seq in sorted(self._unfinished):
             self._runner.drop(seq)
-            self._state.reset(seq)
-            self._held[seq] = []
+            before = self._before.get(seq)
+            if before and before.is_valid:
+                self._state.restore(before)
+                del self._held[seq][before.n_past :]
+            else:
+                self._state.reset(seq)
+                self._held[seq] = []
             self._unfinished.discard(seq)
+            self._forget_before(seq)
 
     def submit(
         self,
@@ -206,8 +218,7 @@ class Passes:
         progress: called with how many rows the work that is enqueued amounts to.
         """
         if len(tokens) <= min(SHORT_PROMPT, self._runner.n_ubatch):
-            self.submit(tokens[None, :], seq, all_rows, greedy, cancel, Kind.PREFILL)
-            output = self.collect()
+            output = self._read_as_pass(tokens, seq, all_rows, greedy, cancel)
             progress(len(tokens))
             return output
         sweep = self.begin_prompt(tokens, seq, all_rows, greedy)
@@ -215,6 +226,26 @@ class Passes:
             progress(len(tokens) * sweep.n_done // sweep.n_steps)
         progress(len(tokens))
         return finished(sweep)
+
+    def _read_as_pass(
+        self,
+        tokens: npt.NDArray[np.int32],
+        seq: int,
+        all_rows: bool,
+        greedy: bool,
+        cancel: CancelToken | None,
+    ) -> Output:
+        """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
+        self._clean_up()
+        self._runner.require_idle()
+        self._require_seq(seq)
+        self._forget_before(seq)
+        if self._held[seq]:
+            self._before[seq] = self._state.snapshot(seq)
+        self.submit(tokens[None, :], seq, all_rows, greedy, cancel, Kind.PREFILL)
+        output = self.collect()
+        self._forget_before(seq)
+        return output
 
     def verify(
         self,
@@ -333,7 +364,7 @@ class Passes:
             try:
                 where = (
                     "in a drafted row"
-                    if self._to_truncate
+                    if self._to_truncate or bad in self._before
                     else where_not_finite(self._runner, self._held[bad], bad)
                 )
             finally:

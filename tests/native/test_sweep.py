@@ -343,3 +343,24 @@ def steps(engine: Engine, sweep: Sweep) -> int:
     while engine.passes.step_prompt(sweep):
         n += 1
     return n
+
+
+def test_a_short_prompt_that_fails_leaves_the_sequence_as_it_was(open_engine: Open) -> None:
+    for placement in (PLACEMENTS[0], MISSING[1]):
+        engine, plain = open_engine(**placement), open_engine()
+        ids = prompt(engine, 66, seed=15)
+        for e in (engine, plain):
+            e.prefill(ids[:60])
+        before = states(engine, 0), keys(engine, 0)
+        cancel = CancelToken()
+        cancel.set()
+        with pytest.raises(Cancelled):
+            engine.prefill(ids[60:], cancel=cancel)
+        assert engine.held(0) == ids[:60].tolist()
+        for a, b in zip(before, (states(engine, 0), keys(engine, 0))):
+            for x, y in zip(a, b):
+                np.testing.assert_array_equal(x, y)
+        expected = in_passes(plain, ids[60:])
+        np.testing.assert_array_equal(swept(engine, ids[60:]), expected)
+        engine.reset()
+        assert engine.held(0) == []
