@@ -53,7 +53,7 @@ class _Sizes:
         self.current = round_up(max_rows * self.row + 3 * _ALIGN, _ALIGN)
         self.slot = _ALIGN
         self.kv_rows = n_ctx if n_seq > 1 else 0
-        # every chunk is rounded up; more chunks than these are refused
+        # every chunk is rounded up
         self.n_chunks = -(-n_rows // max_rows) + 64
         self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
         self.total = self.current + self.slot + self.kv_rows + self.all
@@ -62,13 +62,14 @@ class _Sizes:
 class ChunkInputs:
     """Device memory for the inputs of all chunks of a sweep, and for those of one chunk at a time.
 
-    A sweep has at most n_rows rows in chunks of at most max_rows.
+    A part of a sweep has at most n_rows rows in n_chunks chunks of at most max_rows rows.
     """
 
     def __init__(self, stage: Stage, max_rows: int, n_rows: int) -> None:
         device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
         sizes = self._sizes = _Sizes(hp.n_embd, state.n_ctx, state.n_seq, max_rows, n_rows)
+        self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._kv_rows_at = self._slot_at + sizes.slot
         self._chunks_at = self._kv_rows_at + sizes.kv_rows

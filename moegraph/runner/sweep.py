@@ -80,12 +80,12 @@ def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int]) -> list[t
     return found
 
 
-def cut_parts(chunks: Sequence[tuple[int, int]], n_rows: int) -> list[list[_Chunk]]:
-    """Return the chunks of as few parts as possible, each of at most n_rows rows."""
+def cut_parts(chunks: Sequence[tuple[int, int]], n_rows: int, n_chunks: int) -> list[list[_Chunk]]:
+    """Return the chunks of as few parts as possible, of at most n_rows rows in n_chunks chunks."""
     parts: list[list[_Chunk]] = []
     n_used = n_rows
     for first, n in chunks:
-        if n_used + n > n_rows:
+        if n_used + n > n_rows or len(parts[-1]) == n_chunks:
             parts.append([])
             n_used = 0
         parts[-1].append(_Chunk(n_used, n, first))
@@ -113,7 +113,7 @@ class Sweep:
         self.n_past = state.n_past[self.slot]
         n = len(batch.tokens)
         chunks = cut_chunks(n, self.n_past, sweeps.memory.max_rows, batch.cuts)
-        self._parts = cut_parts(chunks, sweeps.memory.n_rows)
+        self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         self._forecast = Forecast(n)
@@ -180,7 +180,8 @@ class Sweep:
         hp = self._s.stage.hp
         outputs: list[Output] = []
         for part in self._parts:
-            self._send_inputs(part)
+            last = part[-1]
+            self._s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
             for il in range(hp.n_layer):
                 self._record_books(il % 2)
                 lacks = self._s.stage.banks.n_slots[il] < hp.n_expert
@@ -196,15 +197,13 @@ class Sweep:
             outputs.append(self._head(part[-1].row + part[-1].n - 1, 1))
         self._end(outputs)
 
-    def _send_inputs(self, part: list[_Chunk]) -> None:
-        memory, last = self._s.memory, part[-1]
-        memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
-        embedding = self._s.stage.weights.embedding
+    def _send_inputs(self, chunk: _Chunk) -> None:
+        """Upload the inputs of a chunk, when its turn in the first layer comes."""
+        memory, embedding = self._s.memory, self._s.stage.weights.embedding
         if embedding is None:
             raise InternalError("a sweep needs a stage with all layers")
-        for chunk in part:
-            tokens = self.batch.tokens[chunk.first - self.n_past :][: chunk.n]
-            memory.inputs.add(self.slot, chunk.first, tokens, embedding, memory.hidden, chunk.row)
+        tokens = self.batch.tokens[chunk.first - self.n_past :][: chunk.n]
+        memory.inputs.add(self.slot, chunk.first, tokens, embedding, memory.hidden, chunk.row)
 
     def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._s.device.compute.ptr, built.graph, reads, n)
@@ -214,6 +213,8 @@ class Sweep:
     def _load(self, il: int, at: int, chunk: _Chunk) -> int:
         """Copy a chunk to where graphs read it; return its KV length."""
         s = self._s
+        if il == 0:
+            self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
         if not s.stage.hp.is_recurrent(il):
             s.memory.inputs.select(at)

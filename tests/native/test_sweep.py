@@ -17,7 +17,7 @@ from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
-from moegraph.runner.sweep import Sweep, cut_chunks, cut_parts
+from moegraph.runner.sweep import cut_chunks, cut_parts
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
@@ -331,18 +331,24 @@ def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeyp
 def test_chunks_and_parts() -> None:
     assert cut_chunks(10, 5, 4, (7, 40)) == [(5, 2), (7, 4), (11, 4)]
     chunks = cut_chunks(100, 0, 16, ())
-    parts = cut_parts(chunks, 48)
+    assert len(cut_parts(chunks, 48, 2)) == 4
+    parts = cut_parts(chunks, 48, 9)
     assert [sum(c.n for c in part) for part in parts] == [48, 48, 4]
     assert [c.first for part in parts for c in part] == [first for first, _ in chunks]
     assert all(part[0].row == 0 for part in parts)
 
 
-def steps(engine: Engine, sweep: Sweep) -> int:
-    """Run a sweep to its end; return its number of steps."""
-    n = 1
+def test_a_prompt_of_9000_tokens(open_engine: Open) -> None:
+    settings = {"n_ctx": 9216, "n_ubatch": 1024}
+    plain, engine = open_engine(**settings), open_engine(**settings, **MISSING[1])
+    ids = prompt(plain, 9000, seed=16)
+    for at in range(0, 9000, 1024):
+        expected = plain.forward(ids[at : at + 1024])
+    sweep = engine.passes.begin_prompt(ids, 0, False, False)
+    assert len(sweep._parts) == 2
     while engine.passes.step_prompt(sweep):
-        n += 1
-    return n
+        pass
+    np.testing.assert_array_equal(sweep.output.require_logits(), expected.require_logits())
 
 
 def test_a_short_prompt_that_fails_leaves_the_sequence_as_it_was(open_engine: Open) -> None:
