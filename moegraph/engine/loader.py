@@ -207,6 +207,9 @@ def _open_misses(
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
     max_rows = config.n_ubatch * config.n_seq
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    for il, (_, shares) in enumerate(starts):
+        if shares is not None:
+            misses.residency.routing.expect(il, shares)
     times.lap("measure")
     for il in store.layers:
         misses.fill(il, placed[il])

@@ -8,7 +8,7 @@ one of them, and then filled again. Bookkeeping only: no device, no bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,18 +147,20 @@ class Forecast:
         self._n_sent += n_chosen
         self._n_wasted += n_unused
 
-    def likely(self, counts: Sequence[int], absent: Longs, n_used: int, most: int) -> list[int]:
+    def likely(
+        self, counts: npt.NDArray[np.float64], absent: Longs, n_used: int, most: int
+    ) -> list[int]:
         """Return up to `most` absent experts that the prompt will hardly miss, the surest first.
 
         counts [n_expert]: how often each was chosen so far. An expert that was chosen c times in m
         rows is not chosen in n further rows with a chance of about (1 + n / m) ** -c.
         """
-        total = sum(counts)
+        total = float(counts.sum())
         if not total or not absent.size:
             return []
-        chosen = np.asarray(counts)[absent]
+        chosen = counts[absent]
         order = np.argsort(-chosen, kind="stable")[:most]
-        unused = (1.0 + self._n_rows * n_used / total) ** -chosen[order].astype(np.float64)
+        unused = (1.0 + self._n_rows * n_used / total) ** -chosen[order]
         allowed = self._share * (self._n_sent + np.arange(1, len(order) + 1)) - self._n_wasted
         fits = np.cumsum(unused) <= allowed
         n = len(order) if fits.all() else int(np.argmin(fits))

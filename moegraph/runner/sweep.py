@@ -343,7 +343,7 @@ class Sweep:
         asked = self._crossing.asked(il)
         absent = np.flatnonzero(s.cache_table(il) < 0)
         absent = absent[~np.isin(absent, list(asked))] if asked else absent
-        counts = residency.routing.counts[il]
+        counts = residency.routing.popularity(il)
         self._crossing.ask(
             il, self._forecast.likely(counts, absent, s.stage.hp.n_expert_used, room)
         )

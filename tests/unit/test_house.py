@@ -30,7 +30,7 @@ PURE = (
     "modelfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.stream",
     "resident.kvpool", "resident.layout",
-    "experts.cache", "experts.cachestats", "experts.cost", "experts.guard", "experts.policy",
+    "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard", "experts.policy",
     "experts.passplan", "experts.prefetch", "experts.ranking", "experts.residency",
     "experts.routing", "experts.slots",
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
