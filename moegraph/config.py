@@ -138,6 +138,16 @@ class EngineConfig:
         choices=KV_TYPES,
         group="Context",
     )
+    cache_ram: int = _setting(
+        "int",
+        2048,
+        ("-cram", "--cache-ram"),
+        "Host memory, in MiB, for beginnings of prompts that later prompts need not compute again. "
+        "-1: no limit but the memory that is free. 0: keep none.",
+        minimum=-1,
+        maximum=1 << 24,
+        group="Context",
+    )
     pin_layers: int = _setting(
         "int",
         -1,

@@ -7,11 +7,14 @@ from functools import cache
 from typing import NamedTuple
 
 # Rows for which the CPU has memory to compute missing experts.
-MAX_CPU_ROWS = 8
-# Rows of a pass whose graphs can fetch missing experts, or predict the choice of the next layer.
-MAX_FETCH_ROWS = 1
-# A longer piece of a prompt would evict all that a layer holds.
-SHORT_PROMPT = 8
+MAX_CPU_ROWS = 32
+# Rows of a pass whose graphs can fetch missing experts, and the ids that they then look up:
+# MOEGRAPH_FETCH_IDS (moegraph.h).
+MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
+# Rows of a pass whose graphs can predict the choice of the next layer.
+_MAX_PREDICT_ROWS = 1
+# A longer piece of a prompt would evict much of what a layer holds.
+SHORT_PROMPT = 32
 
 
 class Kind(Enum):
@@ -44,7 +47,7 @@ _ALL = MissRules(admits=True, fetches=True, on_cpu=True, predicts=True)
 _RULES = {
     Kind.PREFILL: MissRules(admits=False, fetches=False, on_cpu=False, predicts=False),
     Kind.DECODE: _ALL,
-    Kind.VERIFY: MissRules(admits=True, fetches=False, on_cpu=True, predicts=False),
+    Kind.VERIFY: MissRules(admits=True, fetches=True, on_cpu=True, predicts=False),
 }
 
 
@@ -55,10 +58,10 @@ def rules_of(kind: Kind, n_tokens: int) -> MissRules:
     A short piece of a prompt, such as the last one, may do what decode does.
     """
     is_short = kind is Kind.PREFILL and n_tokens <= SHORT_PROMPT
-    rules, fits = _ALL if is_short else _RULES[kind], n_tokens <= MAX_FETCH_ROWS
+    rules = _ALL if is_short else _RULES[kind]
     return MissRules(
         admits=rules.admits,
-        fetches=rules.fetches and fits,
+        fetches=rules.fetches and n_tokens <= MAX_FETCH_ROWS,
         on_cpu=rules.on_cpu and n_tokens <= MAX_CPU_ROWS,
-        predicts=rules.predicts and fits,
+        predicts=rules.predicts and n_tokens <= _MAX_PREDICT_ROWS,
     )

@@ -1,8 +1,12 @@
 """Choose the next token from a row of logits, as llama.cpp's samplers do.
 
 The chain has llama.cpp's default order: logit bias, penalties, top-k, typical, top-p, min-p,
-temperature, then one draw. A vocabulary has up to 248,320 entries; only the steps up to top-k work
-on all of them.
+temperature, then one draw. A vocabulary has up to 248,320 entries, so no step sorts all of them.
+
+The draw is a race: each token has a random number, a function of the seed, the position and the
+token alone, and the largest sum of that and its logit wins. So a token does not depend on what was
+computed beside it, nor on how many candidates were known. `native/py/choose.c` draws the same
+tokens from the few candidates that the device lists.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,14 +26,20 @@ from .errors import RequestError
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 # llama.cpp takes this seed as a request for a random one; -1 is the same number in 32 bits.
 RANDOM_SEED = 0xFFFFFFFF
 
 # Columns that `_top_k` folds a row into; their maxima give a lower bound of the top k.
 _N_COLUMNS = 1024
-# Candidates that top-p tries before it sorts all of them (as llama.cpp does).
-_TOP_P_FIRST = 256
+# Candidates that top-p tries first; each further try has so many times more.
+_TOP_P_FIRST, _TOP_P_MORE = 256, 16
+# Up to so many candidates, sums are over double precision.
+_FEW = 4096
+
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
 
 
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
@@ -206,47 +216,59 @@ class Sampler:
     """Draw tokens one after another; equal seeds and logits give equal tokens.
 
     The caller passes every token of the prompt and every token drawn to `accept` or `accept_all`;
-    the penalties use them.
+    the penalties use them, and their number is the position of the next draw.
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
         self.params = params = params.validate(n_vocab).seeded()
         self.n_vocab = n_vocab
-        self._rng = np.random.Generator(np.random.PCG64(params.seed))
-        self._recent: deque[int] = deque(maxlen=params.repeat_last_n)
+        self.position = 0
+        self.recent: deque[int] = deque(maxlen=params.repeat_last_n)
+        self._seed = _mixed(params.seed or 0)
         bias = params.logit_bias
-        self._bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
-        self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        self.bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
+        self.bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
 
     def accept(self, token: int) -> None:
-        """Record one token of the text for the penalties."""
-        self._recent.append(token)
+        """Record one token of the text."""
+        self.position += 1
+        self.recent.append(token)
 
-    def accept_all(self, tokens: Iterable[int]) -> None:
+    def accept_all(self, tokens: Sequence[int]) -> None:
         """Record the tokens of a prompt, oldest first."""
-        self._recent.extend(int(token) for token in tokens)
+        self.position += len(tokens)
+        self.recent.extend(tokens[-self.params.repeat_last_n :] if self.recent.maxlen else ())
 
-    def sample(self, logits: FloatArray) -> int:
+    @property
+    def key(self) -> int:
+        """Key of the random numbers of the next draw."""
+        return self.key_at(self.position)
+
+    def key_at(self, position: int) -> int:
+        """Return the key of the random numbers at a position, 64 bits: of it and of the seed."""
+        return _mixed(self._seed + position * _GOLDEN)
+
+    def sample(self, logits: FloatArray, allowed: BoolArray | None = None) -> int:
         """Return the id of the next token.
 
-        Shapes: logits ``[n_vocab]`` F32, finite or -inf; left unchanged.
+        Shapes: logits ``[n_vocab]`` F32, finite or -inf; left unchanged. allowed ``[n_vocab]``:
+        tokens that may be chosen; None: all.
 
         Raises:
-            RequestError: the logit bias excludes every token.
+            RequestError: the logit bias, or allowed, excludes every token.
         """
+        logits = self._adjust(logits)
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
         if self.params.is_greedy and self.params.typical_p >= 1.0:
-            adjusted = self._adjust(logits)
-            token = int(adjusted.argmax())
-            _require_candidate(adjusted[token])
+            token = int(logits.argmax())
+            _require_candidate(logits[token])
             return token
-        ids, probs = self.distribution(logits)
+        ids, kept = self._candidates(logits)
         if self.params.is_greedy:
-            return int(ids[probs.argmax()])
-        cumulative = probs.cumsum()
-        total = cumulative[-1]
-        drawn = np.searchsorted(cumulative, self._rng.random() * total, side="right")
-        # Rounding can move a draw just below 1 past the end: take the last token with probability.
-        return int(ids[min(drawn, np.searchsorted(cumulative, total))])
+            return int(ids[kept.argmax()])
+        scores = self._tempered(kept) + gumbel(self.key, ids)
+        return int(ids[scores.argmax()])
 
     def distribution(self, logits: FloatArray) -> tuple[IntArray, npt.NDArray[np.float64]]:
         """Return the remaining token ids and their probabilities after the whole chain.
@@ -255,9 +277,16 @@ class Sampler:
 
         Shapes: logits ``[n_vocab]`` F32; ids and probabilities ``[n_candidates]``.
         """
+        ids, kept = self._candidates(self._adjust(logits))
+        weights = np.exp(self._tempered(kept))
+        return ids, weights / weights.sum()
+
+    def _candidates(self, logits: FloatArray) -> tuple[IntArray, FloatArray]:
+        """Return the ids and logits of the tokens that the chain leaves, in any order."""
         params = self.params
-        ids, kept = _top_k(self._adjust(logits), params.top_k)
-        _require_candidate(kept.max())
+        ids, kept = _top_k(logits, params.top_k)
+        largest = kept.max()
+        _require_candidate(largest)
         if params.typical_p < 1.0:
             ids, kept = _typical(ids, kept, params.typical_p)
         if params.top_p < 1.0:
@@ -265,40 +294,72 @@ class Sampler:
         if params.min_p > 0.0:
             near = kept >= kept.max() + np.float32(math.log(params.min_p))
             ids, kept = ids[near], kept[near]
-        if not params.is_greedy:
-            # Subtract the maximum first, so that a tiny temperature cannot overflow.
-            kept = (kept - kept.max()) / np.float64(params.temperature)
-        return ids, _softmax(kept)
+        return ids, kept
+
+    def _tempered(self, logits: FloatArray) -> npt.NDArray[np.float64]:
+        """Return the logits less the largest, so that a tiny temperature cannot overflow."""
+        less = logits.astype(np.float64) - float(logits.max())
+        return less if self.params.is_greedy else less / self.params.temperature
 
     def _adjust(self, logits: FloatArray) -> FloatArray:
         """Return the logits with bias and penalties; a copy only if one of them applies."""
-        recent = self._recent if self.params.has_penalties else ()
-        if not recent and not self._bias_ids.size:
+        recent = self.recent if self.params.has_penalties else ()
+        if not recent and not self.bias_ids.size:
             return logits
         adjusted = logits.astype(np.float32, copy=True)
-        adjusted[self._bias_ids] += self._bias
+        adjusted[self.bias_ids] += self.bias
         if recent:
             self._penalize(adjusted)
         return adjusted
 
     def _penalize(self, logits: FloatArray) -> None:
         params = self.params
-        ids, counts = np.unique(np.fromiter(self._recent, dtype=np.int64), return_counts=True)
-        seen = logits[ids]
+        ids, counts = np.unique(np.fromiter(self.recent, dtype=np.int64), return_counts=True)
+        seen, repeat = logits[ids], np.float32(params.repeat_penalty)
         # A negative logit is multiplied: dividing it would make the token likelier.
-        seen = np.where(seen <= 0, seen * params.repeat_penalty, seen / params.repeat_penalty)
+        seen = np.where(seen <= 0, seen * repeat, seen / repeat)
         logits[ids] = seen - (counts * params.frequency_penalty + params.presence_penalty)
+
+
+def no_token_left() -> RequestError:
+    """Return the error for a row whose tokens are all excluded."""
+    return RequestError("logit_bias excludes every token; leave at least one")
 
 
 def _require_candidate(largest: np.floating[Any]) -> None:
     if largest == -np.inf:
-        raise RequestError("logit_bias excludes every token; leave at least one")
+        raise no_token_left()
 
 
-def _softmax(logits: FloatArray) -> npt.NDArray[np.float64]:
-    weights = np.exp(logits - logits.max()).astype(np.float64)
-    probs: npt.NDArray[np.float64] = weights / weights.sum()
-    return probs
+def _mixed(word: int) -> int:
+    """Return the 64 bits of a number, mixed by the finalizer of splitmix64."""
+    x = word & _WORD
+    x = ((x ^ (x >> 30)) * _MIX_1) & _WORD
+    x = ((x ^ (x >> 27)) * _MIX_2) & _WORD
+    return x ^ (x >> 31)
+
+
+def gumbel(key: int, ids: IntArray) -> npt.NDArray[np.float64]:
+    """Return a number of the standard Gumbel distribution for each token: of its id and the key.
+
+    The largest of ``log(p) + gumbel`` belongs to a token that is a draw from p.
+    """
+    with np.errstate(over="ignore"):
+        x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        x ^= x >> np.uint64(31)
+    uniform = ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    scores: npt.NDArray[np.float64] = -np.log(-np.log1p(-uniform))
+    return scores
+
+
+def _weights(logits: FloatArray) -> FloatArray:
+    """Return exp(logit - largest); in double precision if they are few."""
+    if logits.size <= _FEW:
+        logits = logits.astype(np.float64)
+    weights: FloatArray = np.exp(logits - logits.max())
+    return weights
 
 
 def _descending(ids: IntArray, logits: FloatArray) -> tuple[IntArray, FloatArray]:
@@ -329,10 +390,11 @@ def _top_k(logits: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
 
 def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
     """Keep the tokens whose surprise is closest to the entropy, up to total probability p."""
-    probs = _softmax(logits)
+    weights = _weights(logits).astype(np.float64)
+    probs = weights / weights.cumsum()[-1]  # in the order of native/py/choose.c
     with np.errstate(divide="ignore"):
         surprise = -np.log(probs)
-    entropy = float(np.sum(probs * np.where(probs > 0, surprise, 0.0)))
+    entropy = float((probs * np.where(probs > 0, surprise, 0.0)).cumsum()[-1])
     order = np.argsort(np.abs(surprise - entropy), kind="stable")
     cumulative = probs[order].cumsum()
     n_keep = int(np.searchsorted(cumulative, p, side="right")) + 1
@@ -341,14 +403,22 @@ def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, Flo
 
 
 def _top_p(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
-    """Keep the likeliest tokens up to and including the one whose cumulative sum reaches p."""
-    weights = np.exp(logits - logits.max())
-    total = weights.sum(dtype=np.float64)
-    if ids.size > 4 * _TOP_P_FIRST:
-        likely, largest = _top_k(logits, _TOP_P_FIRST)
-        if np.exp(largest - largest[0]).sum(dtype=np.float64) / total >= p:
-            ids, logits = ids[likely], largest
+    """Keep the likeliest tokens up to and including the one whose cumulative sum reaches p.
+
+    Tries the likeliest few first, then more of them; it never sorts more than it keeps by much.
+    """
+    weights = _weights(logits)
+    # in the order of the sums below, if those are all
+    total = weights.sum(dtype=np.float64) if ids.size > _FEW else None
+    n = _TOP_P_FIRST
+    while total is not None and 4 * n < ids.size:
+        at, largest = _top_k(logits, n)
+        reached = _weights(largest).cumsum(dtype=np.float64)
+        if reached[-1] >= p * total:
+            n_keep = 1 + int(np.searchsorted(reached[:-1], p * total, side="left"))
+            return ids[at[:n_keep]], largest[:n_keep]
+        n *= _TOP_P_MORE
     ids, logits = _descending(ids, logits)
-    cumulative = np.exp(logits - logits[0]).cumsum(dtype=np.float64) / total
-    n_keep = int(np.searchsorted(cumulative, p, side="left")) + 1
+    cumulative = _weights(logits).cumsum(dtype=np.float64)
+    n_keep = 1 + int(np.searchsorted(cumulative[:-1], p * cumulative[-1], side="left"))
     return ids[:n_keep], logits[:n_keep]

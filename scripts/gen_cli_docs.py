@@ -72,8 +72,9 @@ RUN_JSON = {
     "`tokenizer_s`, `prefill_s` (to the first token), `decode_s` (from there to the last); "
     "`first_token_s` is from the start of the process to the first token; `load` has the seconds "
     "of each phase of loading (`Engine.load_times`)",
-    "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies "
-    "of experts), and the device memory of each part",
+    "memory": "`device_peak_bytes`, `host_peak_bytes`, `host_pinned_bytes` (copies of experts), "
+    "`host_mapped_bytes` (parts of the file that are read in place), and the device memory of each "
+    "part",
     "experts": "what the expert cache did, see below; null in mode whole",
     "profile": "path, class, tokens, whether it was written, and why not; null without a profile, "
     "or if no expert can be missing",
@@ -120,8 +121,9 @@ PLAN_JSON = {
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
     "`upstream_n_cpu_moe`, `plan`, `predicted`",
-    "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, and "
-    "`bytes` by purpose, which add up to the budget",
+    "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
+    "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
+    "device by purpose, which add up to the budget",
     "budgets[].predicted": "as a row of `moegraph simulate --json`",
 }
 SIMULATE_JSON = {
@@ -166,7 +168,8 @@ DOCTOR_JSON = {
     "moegraph, python, platform, packages, native, driver": "versions",
     "checks[]": "`name`, `ok`, `detail`, `required`",
     "devices[]": "`device`, `kind`, `description`, `free_bytes`, `total_bytes`",
-    "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host",
+    "memory": "`total_bytes`, `available_bytes`, `limit_bytes` of the host; "
+    "`for_experts_bytes`: what `--host-pin auto` may take",
     "cpu": "`model`, `logical` CPUs, physical `cores` that moegraph may use, `features`",
     "threads": "CPU threads that the shipped model chose, and the speed of each way `tried`; null "
     "if it does not run",

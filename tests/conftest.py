@@ -6,6 +6,7 @@ turns that into a failure, and what is there but broken always is one: see helpe
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from helpers import needs
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+os.environ["MOEGRAPH_HISTORY"] = ""  # tests type messages that are not the user's
 
 # Folder under tests/ -> why its tests are skipped.
 MISSING = pytest.StashKey[dict[str, str]]()

@@ -237,7 +237,7 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     "phases_path",
     help="Write a plot of the host time of a pass by phase; needs --mode layered.",
 )
-@options.engine_options_but(*_SWEPT)
+@options.engine_options_but(*_SWEPT, "cache_ram")
 def bench(
     target: str | None, models: tuple[str, ...], n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from .commands import COMMANDS, QUIT, WITH_FILES, find_command, run_command
 from .completion import MODEL_TARGET
 from .conversation import Answer, Conversation
 from .filesampling import recommended
+from .linehistory import LineHistory, history_path
 from .report import stats_line
 
 if TYPE_CHECKING:
@@ -94,7 +97,9 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     else, reasoning included, to stderr. Ctrl-C stops an answer, Ctrl-D ends the conversation, and
     /help lists the commands. When the context is full, chat forgets the oldest turns. Sampling
     settings that you do not give are those that the model file recommends (general.sampling.*),
-    or else the defaults below.
+    or else the defaults below. The Up key recalls what you typed in earlier conversations; it is
+    in the file that MOEGRAPH_HISTORY names (empty: none), by default
+    ~/.local/state/moegraph/chat_history.
 
     If stdin is not a terminal, each line of it is one message, also if it begins with /. Chat
     prints a line of three dashes between two answers. The answer to an empty line is empty. If a
@@ -187,7 +192,18 @@ def _fit_to_model(job: _Talk, header: ModelFile) -> tuple[_Talk, dict[str, float
                 f"note: {header.path.stem} writes Python code and was not trained to talk; its "
                 f"answers are cut at {limit} tokens (-n N for another limit)"
             )
+    elif _is_base(header.kv) and not job.quiet:
+        ui.note(
+            f"note: {header.path.name} is a base model, by its name: it continues text and was not "
+            "trained to end its answers (-n N limits them); see moegraph run"
+        )
     return replace(job, sampling=sampling, max_tokens=limit), from_file
+
+
+def _is_base(kv: Mapping[str, object]) -> bool:
+    """Return whether a model file is named a base model."""
+    names = (kv.get(f"general.{key}") for key in ("finetune", "name", "basename"))
+    return any(re.search(r"\bbase\b", name, re.I) for name in names if isinstance(name, str))
 
 
 def _conversation(
@@ -268,13 +284,16 @@ def _say_nothing(talk: Conversation, question: str, error: str | None = None) ->
 
 def _converse(talk: Conversation) -> None:
     """Answer typed messages until the user ends the conversation."""
-    typed.start_editing((*COMMANDS, *QUIT), WITH_FILES)
+    history = LineHistory(history_path())
+    typed.start_editing((*COMMANDS, *QUIT), WITH_FILES, history)
     engine = talk.engine
     talk.note(
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
-    while (message := typed.next_message()) is not None and message.strip() not in QUIT:
+    while (message := typed.next_message(history)) is not None:
+        if message.strip() in QUIT:
+            break
         try:
             _take_turn(talk, message)
         except RequestError as error:

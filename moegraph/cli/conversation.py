@@ -13,7 +13,7 @@ import click
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..text.chat import ChatTemplate, History, ReasoningSplitter
+from ..text.chat import ChatTemplate, History, ReasoningSplitter, parting_places, token_marks
 from . import options, ui
 from .interrupt import cancel_on_interrupt
 from .report import sampling_report
@@ -83,7 +83,7 @@ class Conversation:
             splitter = ReasoningSplitter.after(prompt)
             opened = "<think>\n" if splitter.is_thinking else ""
             stats = self.engine.expert_stats()
-            raw, (reasoning, text), event = self._generate(ids, splitter)
+            raw, (reasoning, text), event = self._generate(ids, self._marks(prompt, ids), splitter)
         except BaseException:
             self.history.restore(before)
             raise
@@ -137,8 +137,15 @@ class Conversation:
         has_bos = bos is not None and prompt.startswith(tokenizer.piece(bos, special=True).decode())
         return prompt, tokenizer.encode(prompt, add_special=not has_bos)
 
+    def _marks(self, prompt: str, ids: list[int]) -> list[int]:
+        """Return after how many of the ids the next prompts may go on differently."""
+        if not self.engine.config.cache_ram:
+            return []
+        places = parting_places(self.template, self.history.messages, prompt, self.variables)
+        return token_marks(self.engine.tokenizer, prompt, ids, places)
+
     def _generate(
-        self, ids: list[int], splitter: ReasoningSplitter
+        self, ids: list[int], marks: list[int], splitter: ReasoningSplitter
     ) -> tuple[str, tuple[str, str], GenerationEvent]:
         """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
         if not self._warned:
@@ -151,7 +158,7 @@ class Conversation:
             bars.expect("prefill", len(ids))
             for event in self.engine.generate(
                 ids, self.sampling, max_tokens=self.max_tokens, stop=self.stop, cancel=cancel,
-                progress=bars, reuse=True,
+                progress=bars, reuse=True, marks=marks,
             ):  # fmt: skip
                 bars.clear()
                 pieces.append(event.text)

@@ -184,8 +184,12 @@ def _driver() -> str | None:
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the machine's memory and the control group's limit, in bytes."""
-    return {f"{name}_bytes": n for name, n in asdict(host_memory()).items()}
+    """Return the machine's memory, the control group's limit, and what experts may take: bytes."""
+    memory = host_memory()
+    return {
+        **{f"{name}_bytes": n for name, n in asdict(memory).items()},
+        "for_experts_bytes": memory.spare,
+    }
 
 
 def _cpu() -> dict[str, Any]:
@@ -267,11 +271,12 @@ def _way(threads: dict[str, Any]) -> str:
 
 
 def _memory_line(memory: dict[str, int | None]) -> str:
-    total, available, limit = memory.values()
-    if total is None or available is None:
+    total, available, limit, spare = memory.values()
+    if total is None or available is None or spare is None:
         return "unknown"
     line = f"{format_bytes(available)} of {format_bytes(total)} available"
-    return line + (f", limited to {format_bytes(limit)}" if limit else "")
+    line += f", limited to {format_bytes(limit)}" if limit else ""
+    return f"{line}; copies of experts may take {format_bytes(spare)}"
 
 
 def _free_line(device: dict[str, Any]) -> str:

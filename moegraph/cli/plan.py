@@ -12,12 +12,14 @@ import click
 from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..errors import OutOfDeviceMemory
+from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
 from . import options, ui
 from .budget import (
     Budget,
     budget_fields,
     default_budgets,
+    host_text,
     memory_rows,
     plan_budget,
     refusals,
@@ -196,6 +198,10 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
         click.echo()
         ui.heading("Device memory")
         ui.table(memory_rows(rows[0][0]))
+        if plan := rows[0][0].plan:
+            click.echo()
+            ui.heading("Host memory")
+            ui.table([("experts", host_text(plan, host_memory().spare))])
     for line in refusals([budget for budget, _ in rows]):
         ui.note(line)
     if not job.sizes.machine:

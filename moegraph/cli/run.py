@@ -73,7 +73,7 @@ class _Job:
     help="Read the prompt from FILE (-: stdin).",
 )  # fmt: skip
 @options.length_options
-@options.engine_options
+@options.engine_options_but("cache_ram")
 @options.sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(
@@ -195,8 +195,10 @@ def _check_request(job: _Job, model: ModelFile) -> _Job:
     if job.ids is not None and job.ids_path is not None:
         require_ids_in_range(job.ids_path, job.ids, hp.n_vocab)
         room_after(len(job.ids), job.config.n_ctx or hp.n_ctx_train)
-        return job
-    options.check_text(model, job.prompt or "", job.config.n_ctx)
+        if "temperature" not in job.chosen:
+            return job  # greedy by default, whatever the file says
+    else:
+        options.check_text(model, job.prompt or "", job.config.n_ctx)
     sampling, from_file = recommended(job.sampling, model.kv, job.chosen, hp.n_vocab)
     return replace(job, sampling=sampling, from_file=from_file)
 

@@ -14,6 +14,7 @@ from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from . import options, ui
 from .command import Command
 from .completion import MODEL_TARGET
+from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
 from .simulate import heat_map, heat_options, trace_fields
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 )
 @heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@options.engine_options_but("profile", "profile_class")
+@options.engine_options_but("profile", "profile_class", "cache_ram")
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,
@@ -74,7 +75,8 @@ def trace_command(
     """Continue a prompt with the model TARGET and record the routing of every token.
 
     The recording goes on after an end token. `moegraph simulate` replays a trace with other cache
-    sizes and policies.
+    sizes and policies. Sampling settings that you do not give are those that the model file
+    recommends (general.sampling.*), or else the defaults below.
 
     \b
     Examples:
@@ -105,6 +107,8 @@ def trace_command(
             _require_writable(output)
         model = stack.enter_context(options.open_header(target))
         sampling.validate(model.hparams.n_vocab)
+        chosen = options.chosen_sampling(click.get_current_context())
+        sampling, _ = recommended(sampling, model.kv, chosen, model.hparams.n_vocab)
         options.check_text(model, text, config.n_ctx)
         shape = router_shape(model)
         profile = None

@@ -1,4 +1,4 @@
-"""Typed messages: line editing, pasted lines, blocks of lines, completion with Tab."""
+"""Typed messages: line editing, pasted lines, blocks of lines, completion with Tab, history."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from contextlib import suppress
 from types import ModuleType
 
 from . import ui
+from .linehistory import LineHistory
 
 BLOCK = '"""'
 
 
-def start_editing(commands: Sequence[str], with_files: Sequence[str]) -> None:
-    """Let Tab complete commands and file names, and keep pasted lines together.
+def start_editing(commands: Sequence[str], with_files: Sequence[str], history: LineHistory) -> None:
+    """Let Tab complete commands and file names, keep pasted lines together, and recall messages.
 
-    commands: what Tab completes. with_files: those that take a file name. Does nothing if Python
-    has no readline.
+    commands: what Tab completes. with_files: those that take a file name. history: messages of
+    earlier conversations. Does nothing if Python has no readline.
     """
     ui.enable_line_editing()
     readline = _readline()
@@ -34,6 +35,8 @@ def start_editing(commands: Sequence[str], with_files: Sequence[str]) -> None:
         return found[state] if state < len(found) else None
 
     readline.set_completer(complete)
+    for message in history.load():
+        readline.add_history(message)
 
 
 def candidates(
@@ -48,15 +51,20 @@ def candidates(
     return [path + os.sep if os.path.isdir(path) else path for path in found]
 
 
-def next_message() -> str | None:
-    """Return the next message; empty after Ctrl-C, None at the end of the input."""
+def next_message(history: LineHistory) -> str | None:
+    """Return the next message; empty after Ctrl-C, None at the end of the input.
+
+    history: gets the message as it was typed.
+    """
     readline = _readline()
     n_before = readline.get_current_history_length() if readline else 0
     try:
         message = ui.ask(">>> ")
         if not message.startswith(BLOCK):
+            history.add(message)
             return message
         message = _read_block(message.removeprefix(BLOCK), ui.ask)
+        history.add(f"{BLOCK}{message}{BLOCK}" if message else "")
         if readline:
             _join_history(readline, n_before, message)
         return message

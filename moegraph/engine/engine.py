@@ -22,12 +22,15 @@ from ..modelfile import ModelFile, open_model, resolve_target
 from ..placement.profilefile import ProfileUpdate
 from ..runner import LayeredRunner, Output
 from ..runner.misses import MissHandler
+from ..runner.sweep import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
+from ..units import MiB
 from .generation import Events, Generation
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes, Seqs, checked_ids
+from .prefixes import Prefixes
 from .sequence import Sequence
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
@@ -99,6 +102,9 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
+        self.prefixes = Prefixes(self.passes, self.state.copies, limit)
+        self._stack.callback(self.prefixes.clear)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -151,7 +157,10 @@ class Engine:
         return self._stack.enter_context(closing(Tokenizer(self.file)))
 
     def memory(self) -> dict[str, int]:
-        """Return bytes: peaks of device and host, pinned memory, and the parts on the device.
+        """Return bytes: peaks of device and host, parts on the host, and parts on the device.
+
+        host_pinned_bytes: copies of experts. host_mapped_bytes: tensors that passes read where the
+        file is mapped; the system may drop them from memory and read them again.
 
         Raises:
             RequestError: the engine is closed.
@@ -161,6 +170,7 @@ class Engine:
         return {
             "device_peak_bytes": self.device.note_peak(),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+            "host_mapped_bytes": self.stage.mapped_bytes,
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
             "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
@@ -273,7 +283,7 @@ class Engine:
         """
         self.ownership.enter_alone()
         ids = checked_ids(tokens, self.hparams.n_vocab).reshape(-1)
-        return self.passes.read(ids, seq, all_rows, greedy, cancel, progress)
+        return self.passes.read(SweepBatch(ids, seq, all_rows, greedy), cancel, progress)[0]
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
@@ -351,6 +361,7 @@ class Engine:
         ignore_eos: bool = False,
         text: bool = True,
         reuse: bool = False,
+        marks: SequenceOf[int] = (),
     ) -> Events:
         """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
@@ -364,7 +375,10 @@ class Engine:
         progress: called with ("prefill", rows done, rows in total) after each chunk of the prompt.
         ignore_eos: continue after an end-of-generation token.
         text: decode tokens to text; False gives ids only and needs no vocabulary.
-        reuse: if the prompt starts with the tokens that the sequence holds, compute only the rest.
+        reuse: do not compute the beginning of the prompt anew that an earlier prompt has computed,
+            if the sequence can go on there: after all that it holds, or at a mark.
+        marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
+            after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; raised by this call.
@@ -389,8 +403,9 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
+            self.prefixes if reuse else None, marks,
         )  # fmt: skip
-        return Events(generation.run(reuse), self.ownership)
+        return Events(generation.run(), self.ownership)
 
     def close(self) -> None:
         """Free everything in reverse order of loading; a second call does nothing."""

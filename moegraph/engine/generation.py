@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,13 @@ from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
-from ..sampling import Sampler, SamplingParams
+from ..runner.sweep import SweepBatch
+from ..sampling import SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
+from .prefixes import Prefixes
+from .rows import RowSampler
 from .sequence import Sequence
 
 
@@ -64,7 +68,10 @@ class Generation:
         cancel: CancelToken | None,
         keep_logits: bool,
         progress: Progress | None,
+        prefixes: Prefixes | None,
+        marks: SequenceOf[int],
     ) -> None:
+        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`."""
         self.model = model
         self.passes = passes
         self.ownership = ownership
@@ -73,24 +80,26 @@ class Generation:
         self.cancel = cancel or CancelToken()
         self.keep_logits = keep_logits
         self.progress = progress
+        self.prefixes = prefixes
+        self.marks = sorted(marks) if prefixes and prefixes.is_on else []
         self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = Sampler(sampling, model.file.hparams.n_vocab)
-        self.sampler.accept_all(ids.tolist())
+        self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
+        self.sampler.accept_all(sequence.prompt)
         self.prefill_s = self.decode_s = 0.0
         self.is_reading = False  # a prompt that fails leaves the sequence as it was
         self.n_reused = self.n_read = 0
 
-    def run(self, reuse: bool) -> Generator[GenerationEvent, None, None]:
-        """Yield the events; reuse: as in `Engine.generate`."""
+    def run(self) -> Generator[GenerationEvent, None, None]:
+        """Yield the events."""
         passes, device = self.passes, self.model.stage.device
         self.model.file.check_unchanged()
-        held = passes.held(0)
-        n_reused = len(held)
-        if not (reuse and 0 < n_reused < len(self.ids) and self.ids[:n_reused].tolist() == held):
-            passes.reset(0)
-            n_reused = 0
-        self.n_reused = self.n_read = n_reused
         self.started = time.perf_counter()
+        n_reused = 0
+        if self.prefixes is None:
+            passes.reset(0)
+        else:
+            n_reused = self.prefixes.resume(0, self.ids)
+        self.n_reused = self.n_read = n_reused
         device.bind_cancel(self.cancel.flag)
         finished = False
         try:
@@ -122,18 +131,20 @@ class Generation:
             return
         while True:
             token = self._pick(output)
-            text = sequence.append(token)
+            sequence.append(token)
             self._clock()
-            event = self._event(token, text, logits, sequence.finish_reason)
             if sequence.finish_reason:
-                yield event
+                yield self._event(token, sequence.tell(), logits, sequence.finish_reason)
                 return
             try:
                 self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
             except Cancelled:
-                yield event  # its token was sampled before the cancellation
+                # its token was sampled before the cancellation
+                yield self._event(token, sequence.tell(), logits, None)
                 raise
-            yield event
+            # the device computes: now there is time for the rest
+            self.sampler.prepare()
+            yield self._event(token, sequence.tell(), logits, None)
             output = self.passes.collect()
             logits = output.logits if self.keep_logits else None
 
@@ -145,20 +156,41 @@ class Generation:
             if self.progress:
                 self.progress("prefill", self.n_read, n)
 
+        def meanwhile() -> None:
+            if not self.sequence.finish_reason:
+                self.passes.build_next(0, self.greedy, self._draws())
+
+        cuts = tuple(mark for mark in self.marks if n_reused < mark < n)
+        tokens, draws = self.ids[n_reused:], self._draws()
+        batch = SweepBatch(tokens, 0, self.keep_logits, self.greedy, draws, cuts)
         self.is_reading = True
-        output = self.passes.read(
-            self.ids[n_reused:], 0, self.keep_logits, self.greedy, self.cancel, progress
-        )
+        output, snapshots = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
+        if self.prefixes:
+            for snapshot in snapshots:
+                self.prefixes.save(0, snapshot)
+                snapshot.close()
+            if n in self.marks:
+                self.prefixes.save(0)
         return output, output.logits if self.keep_logits else None
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
-        self.passes.submit(tokens, 0, self.keep_logits, self.greedy, self.cancel, kind)
+        self.passes.submit(
+            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind, self._draws()
+        )
+
+    def _draws(self) -> npt.NDArray[np.int32] | None:
+        """Return what a pass needs to list candidates; None if it returns something else."""
+        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
+        return None if draws is None else draws[None]
 
     def _pick(self, output: Output) -> int:
         if output.argmax is not None:
             return int(output.argmax[-1])
-        token = self.sampler.sample(output.require_logits()[-1])
+        if output.candidates is not None:
+            token = self.sampler.sample(output.candidates[-1], lambda: self.passes.logits(0))
+        else:
+            token = self.sampler.sample(None, lambda: output.require_logits()[-1])
         self.sampler.accept(token)
         return token
 

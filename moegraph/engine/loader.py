@@ -33,6 +33,7 @@ from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
+from .warmup import warm_up
 
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
 _MARGIN_BYTES = 256 << 20
@@ -116,6 +117,8 @@ class _Loading:
         )  # fmt: skip
         runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
         runner.reserve_graphs()
+        if self.device.can.streams and runner.mode == "whole":
+            warm_up(runner)
         self.device.note_peak()
         files.check()
         self.file.check_unchanged()

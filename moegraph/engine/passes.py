@@ -7,7 +7,7 @@ the clean-up is interrupted too, the call after it does that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from ..errors import ContextOverflow, ModelFileError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import SHORT_PROMPT, Kind
+from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import node_values
-from ..runner.sweep import Sweep, Tap
+from ..runner.sweep import Sweep, SweepBatch
 from .cputhreads import CpuThreads
 from .prompts import Prompts, finished, where_not_finite
 
@@ -135,12 +136,14 @@ class Passes:
         greedy: bool,
         cancel: CancelToken | None,
         kind: Kind | None = None,
+        draws: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Start a pass without waiting. If it fails or is cancelled, its sequences are emptied.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
-        one row, else PREFILL.
+        one row, else PREFILL. draws: the results are candidates instead of logits; what
+        `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS].
 
         Raises:
             RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
@@ -151,7 +154,8 @@ class Passes:
         self._runner.require_idle()
         rows = self._rows(tokens)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
-        batch = self._checked(Batch(rows, self._slots(seq, rows), kind, all_rows, greedy))
+        slots = self._slots(seq, rows)
+        batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
         self.abandon(*batch.slots)  # until everything is recorded
         try:
             self._run(batch, cancel)
@@ -163,19 +167,11 @@ class Passes:
             raise
         self._unfinished.difference_update(batch.slots)
 
-    def begin_prompt(
-        self,
-        tokens: object,
-        seq: int,
-        all_rows: bool,
-        greedy: bool,
-        cuts: Sequence[int] = (),
-        taps: Mapping[int, Tap] | None = None,
-    ) -> Sweep:
+    def begin_prompt(self, batch: SweepBatch) -> Sweep:
         """Begin a prompt of a sequence, of any length; `step_prompt` computes it.
 
         Passes over other sequences may run between steps. If a step fails or is cancelled, the
-        sequence is what it was before the prompt. tokens: [n]. cuts, taps: see `SweepBatch`.
+        sequence is what it was before the prompt.
 
         Raises:
             RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
@@ -185,12 +181,12 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        self._require_seq(seq)
-        ids = checked_ids(tokens, self._n_vocab).reshape(-1)
-        if ids.size == 0:
+        self._require_seq(batch.slot)
+        checked_ids(batch.tokens, self._n_vocab)
+        if batch.tokens.size == 0:
             raise RequestError("the prompt is empty; give it at least one token")
-        self._require_room(self._state.n_past[seq] + ids.size)
-        return self._prompts.begin(ids, seq, all_rows, greedy, cuts, taps)
+        self._require_room(self._state.n_past[batch.slot] + batch.tokens.size)
+        return self._prompts.begin(batch)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more.
@@ -206,46 +202,57 @@ class Passes:
 
     def read(
         self,
-        tokens: npt.NDArray[np.int32],
-        seq: int,
-        all_rows: bool,
-        greedy: bool,
+        batch: SweepBatch,
         cancel: CancelToken | None,
-        progress: Callable[[int], None],
-    ) -> Output:
+        progress: Callable[[int], None] = lambda n_rows: None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[Output, list[Snapshot]]:
         """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
 
-        progress: called with how many rows the work that is enqueued amounts to.
+        Returns its results, and the snapshots at the cuts, which the caller closes. progress:
+        called with how many rows the work that is enqueued amounts to. meanwhile: called once,
+        while the device computes.
         """
-        if len(tokens) <= min(SHORT_PROMPT, self._runner.n_ubatch):
-            output = self._read_as_pass(tokens, seq, all_rows, greedy, cancel)
-            progress(len(tokens))
-            return output
-        sweep = self.begin_prompt(tokens, seq, all_rows, greedy)
+        n = len(batch.tokens)
+        if n <= min(SHORT_PROMPT, self._runner.n_ubatch) and not batch.cuts:
+            output = self._read_as_pass(batch, cancel, meanwhile)
+            progress(n)
+            return output, []
+        sweep, is_first = self.begin_prompt(batch), True
         while self.step_prompt(sweep, cancel):
-            progress(len(tokens) * sweep.n_done // sweep.n_steps)
-        progress(len(tokens))
-        return finished(sweep)
+            if is_first:
+                meanwhile()
+                is_first = False
+            progress(n * sweep.n_done // sweep.n_steps)
+        progress(n)
+        return finished(sweep), sweep.snapshots
 
     def _read_as_pass(
-        self,
-        tokens: npt.NDArray[np.int32],
-        seq: int,
-        all_rows: bool,
-        greedy: bool,
-        cancel: CancelToken | None,
+        self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]
     ) -> Output:
         """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
         self._clean_up()
         self._runner.require_idle()
+        seq = batch.slot
         self._require_seq(seq)
         self._forget_before(seq)
         if self._held[seq]:
             self._before[seq] = self._state.snapshot(seq)
-        self.submit(tokens[None, :], seq, all_rows, greedy, cancel, Kind.PREFILL)
+        tokens, kind = batch.tokens[None, :], Kind.PREFILL
+        self.submit(tokens, seq, batch.all_rows, batch.greedy, cancel, kind, batch.draws)
+        meanwhile()
         output = self.collect()
         self._forget_before(seq)
         return output
+
+    def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
+        """Build the graphs for the next row of a sequence while the device computes its prompt.
+
+        Without streams there is no such time, so this does nothing. Arguments as in `submit`.
+        """
+        if self._runner.device.can.streams:
+            row = np.zeros((1, 1), dtype=np.int32)
+            self._runner.build_ahead(Batch(row, (seq,), greedy=greedy, draws=draws))
 
     def verify(
         self,
@@ -329,6 +336,28 @@ class Passes:
         del self._held[slot][snapshot.n_past :]
         self._unfinished.discard(slot)
 
+    def put_back(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        n_kept: int,
+        rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy,
+    ) -> None:
+        """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
+
+        Raises:
+            RequestError: there is no such sequence, or a pass is in flight.
+        """
+        self._require_seq(seq)
+        self._clean_up()
+        self._runner.require_idle()
+        self.abandon(seq)
+        self._runner.drop(seq)
+        self._state.put_back(seq, n_kept, rows, states)
+        self._held[seq] = list(ids)
+        self._unfinished.discard(seq)
+
     def _run(self, batch: Batch, cancel: CancelToken | None) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
@@ -375,6 +404,10 @@ class Passes:
                 error.sequences,
                 error.output,
             ) from error
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the last pass; see `Runner.logits`."""
+        return self._runner.logits(row)
 
     def nodes(self, tokens: object, seq: int) -> dict[tuple[str, int], npt.NDArray[Any]]:
         """Run tokens as one pass; return named nodes by (name, il), as `node_values`.

@@ -6,17 +6,12 @@ step its sequence is what it was before; a failed or cancelled prompt leaves it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
-
 from ..errors import InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..runner import NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place
-from ..runner.sweep import Sweep, SweepBatch, Tap
+from ..runner.sweep import Sweep, SweepBatch
 from .cputhreads import CpuThreads
 
 
@@ -47,15 +42,7 @@ class Prompts:
             sweep.cancel()
             self._sweep, self._is_stepping = None, False
 
-    def begin(
-        self,
-        tokens: npt.NDArray[np.int32],
-        slot: int,
-        all_rows: bool,
-        greedy: bool,
-        cuts: Sequence[int] = (),
-        taps: Mapping[int, Tap] | None = None,
-    ) -> Sweep:
+    def begin(self, batch: SweepBatch) -> Sweep:
         """Begin a prompt; the caller has checked its arguments.
 
         Raises:
@@ -66,8 +53,7 @@ class Prompts:
             raise RequestError(
                 f"the prompt of sequence {self._sweep.slot} is under way; finish or cancel it first"
             )
-        self._runner.drop(slot)  # verified rows cannot be committed after these
-        batch = SweepBatch(tokens, slot, all_rows, greedy, tuple(cuts), dict(taps or {}))
+        self._runner.drop(batch.slot)  # verified rows cannot be committed after these
         sweeps = self._runner.sweeps
         if sweeps is None:
             raise InternalError("this runner has no memory for prompts")

@@ -71,6 +71,7 @@ class Sequence:
         self._eog_ids = eog_ids
         self._decoder = IncrementalDecoder()
         self._matcher = StopMatcher(stop)
+        self._told: str | None = None  # what `tell` returns, if it is known already
 
     @property
     def n_prompt(self) -> int:
@@ -82,18 +83,33 @@ class Sequence:
         """Return the number of tokens drawn so far."""
         return len(self.tokens)
 
-    def append(self, token: int) -> str:
-        """Take the next token and return the text it completes; may set finish_reason."""
+    def append(self, token: int) -> None:
+        """Take the next token; may set finish_reason. Then call `tell` once.
+
+        The device waits for this, so the text is only looked at if a stop string may end it.
+        """
         self.tokens.append(token)
         if token in self._eog_ids:
-            return self._finish("stop")
-        text = "" if self._piece is None else self._decoder.push(self._piece(token))
-        text = self._matcher.push(text)
-        self.text += text
-        if self._matcher.matched is not None:
             self.finish_reason = "stop"
         elif self.n_generated >= self._limit:
-            text += self._finish("length")
+            self.finish_reason = "length"
+        self._told = self._tell() if self._matcher.stops else None
+
+    def tell(self) -> str:
+        """Return the text that the last token completes."""
+        return self._tell() if self._told is None else self._told
+
+    def _tell(self) -> str:
+        token = self.tokens[-1]
+        if self._piece is None or token in self._eog_ids:
+            text = ""
+        else:
+            text = self._matcher.push(self._decoder.push(self._piece(token)))
+            self.text += text
+        if self._matcher.matched is not None:
+            self.finish_reason = "stop"
+        elif self.finish_reason is not None:
+            text += self._finish(self.finish_reason)
         return text
 
     def cancel(self) -> str:

@@ -76,9 +76,9 @@ class ExpertCache:
             self.layers[il].fresh.clear()
         self._journal.given.clear()
 
-    def begin_fetch(self, layers: Iterable[int]) -> None:
-        """Note that a graph that fetches in these layers is launched next."""
-        self._journal.in_flight.update(layers)
+    def begin_fetch(self, layers: Iterable[int], n_ids: int) -> None:
+        """Note that a graph is launched next that fetches in these layers what n_ids ids miss."""
+        self._journal.in_flight.update(dict.fromkeys(layers, n_ids))
 
     def rollback(self) -> None:
         """Empty every slot whose bytes a failed pass may have changed; the device must be idle.
@@ -91,8 +91,8 @@ class ExpertCache:
         journal = self._journal
         for il, slot in journal.given:
             self.layers[il].owner[slot] = -1
-        for il in journal.in_flight:
-            for slot, _ in self.layers[il].victims:
+        for il, n_listed in journal.in_flight.items():
+            for slot, _ in self.layers[il].victims[:n_listed]:
                 self.layers[il].owner[slot] = -1
         for layer in self.layers:
             if not layer.full:

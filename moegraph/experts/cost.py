@@ -17,12 +17,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import RequestError
+from ..kinds import MAX_FETCH_ROWS
 
 _MAX_FILE = 64 * 1024
 _MAX_POINTS = 64
@@ -176,20 +178,24 @@ class MissSplit:
         rows: how many rows chose each missing expert, in falling order. bypassed: uploaded experts
         will not stay, so the CPU takes all of them if it is no slower than uploading all of them.
         """
-        n, load = len(rows), 0.0
-        if bypassed:
-            total = sum(1.0 + self._per_row * (r - 1) for r in rows)
-            if _seconds(self.on_cpu, total) <= _seconds(self.streamed, n):
-                return n
-        best, found = _seconds(self.streamed, n), 0
-        for c, r in enumerate(reversed(rows), 1):
-            load += 1.0 + self._per_row * (r - 1)
-            cpu, rest = _seconds(self.on_cpu, load), _seconds(self.streamed, n - c)
-            if max(cpu, rest) < best:
-                best, found = max(cpu, rest), c
-            if cpu >= rest:
-                break
-        return found
+        n, more = len(rows), self._per_row
+        # what the CPU computes if it takes 0, 1, ... experts
+        loads = [0.0, *accumulate(1.0 + more * (r - 1) for r in reversed(rows))]
+        if bypassed and _seconds(self.on_cpu, loads[n]) <= _seconds(self.streamed, n):
+            return n
+        # the fewest with which the CPU takes as long as the uploads; with all of them it does
+        fewest, most = 0, n
+        while fewest < most:
+            c = (fewest + most) // 2
+            if _seconds(self.on_cpu, loads[c]) < _seconds(self.streamed, n - c):
+                fewest = c + 1
+            else:
+                most = c
+        if fewest and _seconds(self.streamed, n - fewest + 1) <= _seconds(
+            self.on_cpu, loads[fewest]
+        ):
+            return fewest - 1
+        return fewest
 
 
 # Least ratio of the times to upload one expert and to compute it on the CPU, for the CPU to get it.
@@ -212,7 +218,8 @@ def streams_rare_misses(cpu_one: float, stream_one: float, n_slots: int, n_exper
 # constants: another policy, a flatter router or another text misses more or less.
 _SHARES, _MISSING = (0.0, 0.09, 0.24, 0.39, 0.59, 1.0), (1.0, 0.34, 0.112, 0.047, 0.02, 0.0)
 # If the host handles missing experts: seconds for every layer, and more for one that misses some.
-# Measured on the server of the benchmarks (h200: host_layer and fixed), used for every machine.
+# Measured on the server of the benchmarks (h200: host_layer and fixed), used for every machine. The
+# reaction grows with the rows: 110 to 130 us were measured with 8 rows, 330 us with 32.
 _BOUNDARY, _REACTION = 10e-6, 50e-6
 
 
@@ -226,21 +233,29 @@ def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> fl
 
 
 def fetches_in_graph(
-    on_cpu: Sequence[float], streamed: Sequence[float], n_slots: float, n_expert: int
+    on_cpu: Sequence[float],
+    streamed: Sequence[float],
+    n_slots: float,
+    n_expert: int,
+    n_rows: int = 1,
 ) -> bool:
-    """Return whether graphs should fetch missing experts, instead of the host handling them.
+    """Return whether graphs of n_rows rows should fetch, instead of the host handling misses.
 
     on_cpu, streamed: seconds to compute, and to upload, 0, 1, ... n_expert_used experts. n_slots:
     slots of a layer, from `usual_slots`. A fetching graph can only copy, at the bandwidth-limited
     time per expert, but never waits for the host.
 
     Only the curves are measured. The number of missing experts is assumed from the share of slots
-    (_MISSING), because this is decided once, before the first pass.
+    (_MISSING), because this is decided once, before the first pass; rows choose independently of
+    each other among the experts without a slot.
     """
     n_used = min(len(on_cpu), len(streamed)) - 1
-    n_missing = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
+    n_of_row = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
+    n_absent = max(n_expert - n_slots, n_of_row, 1.0)
+    n_missing = n_absent * (1.0 - (1.0 - n_of_row / n_absent) ** n_rows)
     stalls = [max(on_cpu[c], streamed[n - c]) for n, c in enumerate(best_split(on_cpu, streamed))]
-    by_host = _BOUNDARY + min(n_missing, 1.0) * _REACTION + _seconds(stalls, n_missing)
+    reaction = _REACTION * (1.0 + math.log2(n_rows))
+    by_host = _BOUNDARY + min(n_missing, 1.0) * reaction + _seconds(stalls, n_missing)
     return n_missing * streamed[n_used] / n_used < by_host
 
 
@@ -271,13 +286,15 @@ class MissCosts:
 class MissWays:
     """Who computes missing experts, decided once, before the first pass.
 
-    split: how many of a layer's missing experts the CPU takes. cpu: it takes any. fetches: graphs
-    fetch them in layers that can; no CPU is involved there.
+    split: how many of a layer's missing experts the CPU takes. cpu: it takes any, in passes of
+    cpu_from rows and more. fetch_rows: in passes of up to so many rows, graphs fetch missing
+    experts in layers that can; no CPU is involved there.
     """
 
     split: MissSplit
     cpu: bool
-    fetches: bool
+    fetch_rows: int
+    cpu_from: int = 1
 
 
 def choose_ways(
@@ -286,13 +303,21 @@ def choose_ways(
     """Return who computes missing experts; mode: a value of --miss, n_slots [n_layer]."""
     if mode != "auto" or not costs.on_cpu:
         is_cpu = mode == "cpu"
-        return MissWays(MissSplit.fixed(n_expert_used, is_cpu), is_cpu, not is_cpu)
+        split = MissSplit.fixed(n_expert_used, is_cpu)
+        return MissWays(split, is_cpu, 0 if is_cpu else MAX_FETCH_ROWS)
     on_cpu, streamed = costs.on_cpu, costs.streamed
     usual = usual_slots(n_slots, n_expert_used, n_expert)
-    fetches = fetches_in_graph(on_cpu, streamed, usual, n_expert)
-    if streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert):
-        return MissWays(MissSplit.fixed(n_expert_used, False), False, fetches)
-    return MissWays(MissSplit(on_cpu, streamed, costs.per_row), True, fetches)
+    fetch_rows = 0
+    while fetch_rows < MAX_FETCH_ROWS and fetches_in_graph(
+        on_cpu, streamed, usual, n_expert, fetch_rows + 1
+    ):
+        fetch_rows += 1
+    is_rare = streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert)
+    # beyond fetch_rows, misses are no longer rare
+    cpu_from = fetch_rows + 1 if is_rare else 1
+    if is_rare and fetch_rows in (0, MAX_FETCH_ROWS):
+        return MissWays(MissSplit.fixed(n_expert_used, False), False, fetch_rows)
+    return MissWays(MissSplit(on_cpu, streamed, costs.per_row), True, fetch_rows, cpu_from)
 
 
 def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,13 @@ Pairs = list[tuple[int, int]]  # (expert, slot)
 class MissMode:
     """How a pass deals with missing experts; decided once, by `Residency`. Graphs depend on it.
 
-    fetch_layers: layers whose graph fetches them. admits: missing experts may get slots. cpu: the
-    CPU may compute them. predicts: graphs predict the choice of the next layer.
+    fetch_layers: layers whose graph fetches them. short_layers: those of them whose slots may not
+    suffice, so that the host sees to the rest. admits: other missing experts may get slots. cpu:
+    the CPU may compute them. predicts: graphs predict the choice of the next layer.
     """
 
     fetch_layers: frozenset[int] = frozenset()
+    short_layers: frozenset[int] = frozenset()
     admits: bool = False
     cpu: bool = False
     predicts: bool = False
@@ -42,6 +45,18 @@ class PassPlan:
     exchanged: list[tuple[int, Pairs]]
     waits: bool
     rows: list[TableRow]
+
+
+class FetchedLayer(NamedTuple):
+    """What the graph of a layer fetched: experts, in this order.
+
+    row: the layer's table row if it changed. rest: what happens to the missing experts that got no
+    slot, if there are any.
+    """
+
+    experts: list[int]
+    row: TableRow | None
+    rest: LayerPlan | None
 
 
 @dataclass(slots=True)

@@ -39,14 +39,20 @@ class Ranking:
     def lowest(self, n: int) -> list[int]:
         """Return up to n evictable residents of lowest score, the lowest first."""
         score, worst = self._score(), self._worst
+        if n <= 0:
+            return []
+        if n > _N_LISTED:  # most of so many would have been chosen since, or have left
+            resident = self._resident
+            ranked = sorted(self._owner[self._policy.n_static :], key=score.__getitem__)
+            return [expert for expert in ranked if expert in resident][:n]
         if worst:
             # an expert whose score rose above the list may be above residents that are not listed
             bound = worst[0][0]
             known = {e for _, e in worst if e in self._resident and score[e] <= bound}
             worst[:] = sorted(((score[e], e) for e in known), reverse=True)
         if len(worst) < n:
-            self._find(max(n, _N_LISTED))
-        return [expert for _, expert in reversed(worst[-n:])]
+            self._find(_N_LISTED)
+        return [expert for _, expert in reversed(worst[max(0, len(worst) - n) :])]
 
     def victim(
         self, expert: int, working_set: Collection[int], fresh: Collection[int]

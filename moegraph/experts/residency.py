@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..kinds import Kind, MissRules, rules_of
+from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cost import MissWays
 from .guard import CacheGuard, Counters
-from .passplan import LayerPlan, MissMode, Pairs, PassPlan, TableRow
+from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
 from .prefetch import MAX_PREFETCH, PrefetchController
 from .routing import RoutingCounts
 from .slots import LayerSlots
@@ -32,8 +32,9 @@ from .slots import LayerSlots
 # Most experts promoted in one pass: 30 MB of a 35B-A3B, which PCIe 5.0 copies in less than a
 # millisecond. The next pass waits for them.
 MAX_PROMOTED = 16
-# The ids of so few rows are handled one by one, which is faster than as arrays.
-_LISTED_ROWS = 8
+# The ids of so few rows are handled one by one, which is faster than as arrays. A pass whose graphs
+# fetch has no more, because fetched experts are recorded in routing order.
+_LISTED_ROWS = MAX_FETCH_ROWS
 _NO_LAYERS: frozenset[int] = frozenset()
 
 
@@ -64,10 +65,13 @@ class Residency:
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
         self.split = ways.split
-        self._has_cpu = ways.cpu
+        self._ways = ways
+        self._n_used = cache.n_expert_used
+        self._fetch_rows = min(ways.fetch_rows, MAX_FETCH_IDS // self._n_used)
         self._fetch_layers = frozenset(
-            il for il in fetchable if ways.fetches and cache.layers[il].can_fetch
+            il for il in fetchable if self._fetch_rows and cache.layers[il].can_fetch
         )
+        self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
         self.guard: CacheGuard | None = None
         if move_s is not None and cache.partial:
             self.guard = CacheGuard(self._counters, move_s)
@@ -80,12 +84,13 @@ class Residency:
         self._is_trial = False  # the time of the pass counts for the prefetch trial
         self._is_stale = False  # a prompt changed the scores, but not the slots
         self._victim_layers = _NO_LAYERS  # victims are listed on the device
+        self._n_victims = self._n_used  # so many for each layer, or all
         self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
         self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of the bank
 
     def miss_mode(self, kind: Kind, n_tokens: int) -> MissMode:
         """Return how a pass of this kind would deal with missing experts now."""
-        return self._mode(rules_of(kind, n_tokens), self._is_active)
+        return self._mode(rules_of(kind, n_tokens), n_tokens, self._is_active)
 
     def begin_pass(self, kind: Kind, n_tokens: int) -> PassPlan:
         """Decide how a pass of n_tokens rows deals with missing experts; the last pass has ended.
@@ -102,7 +107,7 @@ class Residency:
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
         is_active = self._is_active
-        mode = self._mode(rules, is_active)
+        mode = self._mode(rules, n_tokens, is_active)
         exchanged = self._exchange() if mode.admits and self._is_stale else []
         self._is_stale = not rules.admits
         waits = bool(self._promoted)
@@ -110,7 +115,7 @@ class Residency:
             self._layers[il].mark_resident(expert)
         self._promoted.clear()
         self._is_trial = self._may_prefetch and is_active and rules.predicts
-        rows = self._changed_rows(self._fetch_layers if is_active else _NO_LAYERS)
+        rows = self._changed_rows(mode.fetch_layers, n_tokens * self._n_used)
         plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
         self._pass = plan
         return plan
@@ -148,22 +153,39 @@ class Residency:
         return found
 
     def begin_fetch(self, layers: Iterable[int]) -> None:
-        """Note that a graph that fetches in these layers is launched next."""
-        self.cache.begin_fetch(layers)
-
-    def fetched(self, il: int, ids: npt.NDArray[np.int32]) -> tuple[list[int], TableRow | None]:
-        """Record what the graph of layer il fetched for a row that chose ids.
-
-        Returns the fetched experts, and the layer's table row if it changed.
+        """Note that a graph that fetches in these layers is launched next.
 
         Raises:
-            InternalError: the layer was not in `begin_fetch`.
+            InternalError: no pass is under way.
         """
-        layer, chosen = self._layers[il], ids.tolist()
-        missing = layer.access(chosen)
-        self.routing.add(il, chosen)
-        layer.commit_fetched(missing, chosen)
-        return missing, self._row(layer) if il in self._dirty else None
+        if self._pass is None:
+            raise InternalError("a fetch without a pass")
+        self.cache.begin_fetch(layers, self._pass.n_tokens * self._n_used)
+
+    def fetched(
+        self, il: int, ids: npt.NDArray[np.int32], real: npt.NDArray[np.int32] | None = None
+    ) -> FetchedLayer:
+        """Record what the graph of layer il fetched for rows that chose ids.
+
+        ids: I32 [n_tokens * n_expert_used]. real: those of rows that count, if not all do.
+
+        Raises:
+            InternalError: no pass is under way, or the layer was not in `begin_fetch`.
+        """
+        plan, layer = self._pass, self._layers[il]
+        if plan is None:
+            raise InternalError(f"layer {il}: ids without a pass")
+        chosen = ids.tolist()
+        if real is None:
+            missing = self._access(layer, chosen)
+        else:  # the graph has fetched for all rows
+            missing = list(dict.fromkeys(layer.absent_of(chosen)))
+            self._access(layer, real.tolist())
+        n_fetched, rest = layer.commit_fetched(missing, chosen), None
+        if n_fetched < len(missing):
+            rest = LayerPlan([], missing[n_fetched:], [], [], {})
+            del missing[n_fetched:]
+        return FetchedLayer(missing, self._row(layer) if il in self._dirty else None, rest)
 
     def routed(self, il: int, ids: npt.NDArray[np.int32]) -> LayerPlan | None:
         """Decide what happens to the missing experts of layer il; None if there are none.
@@ -178,13 +200,17 @@ class Residency:
             raise InternalError(f"layer {il}: ids without a pass")
         layer = self._layers[il]
         if plan.n_tokens <= _LISTED_ROWS:
-            chosen = ids.tolist()
-            missing = layer.access(chosen)
-            self.routing.add(il, chosen)
+            missing = self._access(layer, ids.tolist())
         else:
             missing = layer.access_batch(ids)
             self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
+
+    def _access(self, layer: LayerSlots, chosen: list[int]) -> list[int]:
+        """Count what a few rows chose; return the missing experts in routing order."""
+        missing = layer.access(chosen)
+        self.routing.add(layer.il, chosen)
+        return missing
 
     def predicted(self, il: int, ids: npt.NDArray[np.int32]) -> Pairs:
         """Return the experts of layer il to prefetch, and their slots; ids: its predicted choice.
@@ -238,14 +264,26 @@ class Residency:
     def _is_active(self) -> bool:
         return self.guard is None or not self.guard.bypassed
 
-    def _mode(self, rules: MissRules, is_active: bool) -> MissMode:
+    def _mode(self, rules: MissRules, n_tokens: int, is_active: bool) -> MissMode:
         predicts = rules.predicts and self._may_prefetch and self.prefetcher.enabled
+        fetches = rules.fetches and is_active and n_tokens <= self._fetch_rows
         return MissMode(
-            self._fetch_layers if rules.fetches and is_active else _NO_LAYERS,
+            self._fetch_layers if fetches else _NO_LAYERS,
+            self._short(n_tokens * self._n_used) if fetches else _NO_LAYERS,
             rules.admits and is_active,
-            rules.on_cpu and self._has_cpu,
+            rules.on_cpu and self._ways.cpu and n_tokens >= self._ways.cpu_from,
             predicts and is_active,
         )
+
+    def _short(self, n_ids: int) -> frozenset[int]:
+        """Return the layers that fetch, but may not have a slot for each expert of n_ids ids."""
+        found = self._short_layers.get(n_ids)
+        if found is None:
+            n_distinct = min(n_ids, self.cache.n_expert)
+            found = self._short_layers[n_ids] = frozenset(
+                il for il in self._fetch_layers if self._layers[il].n_evictable < n_distinct
+            )
+        return found
 
     def _counters(self) -> Counters:
         layers = self.cache.partial
@@ -253,15 +291,23 @@ class Residency:
         misses = sum(layer.n_misses for layer in layers)
         return Counters(hits + misses, hits, sum(layer.n_admitted for layer in layers))
 
-    def _changed_rows(self, victim_layers: frozenset[int]) -> list[TableRow]:
-        """Return the rows that are out of date on the device, with victims of these layers."""
+    def _changed_rows(self, victim_layers: frozenset[int], n_ids: int) -> list[TableRow]:
+        """Return the rows that are out of date on the device, with victims of these layers.
+
+        n_ids: that the pass looks up in each of them.
+        """
         if not self._victim_layers:  # listed experts may have been chosen since
             self._dirty.update(victim_layers)
+        elif n_ids > self._n_victims:
+            layers = self._layers
+            self._dirty.update(il for il in victim_layers if not layers[il].lists_enough(n_ids))
+        self._n_victims = n_ids
         self._victim_layers = victim_layers
         return [self._row(self._layers[il]) for il in sorted(self._dirty)]
 
     def _row(self, layer: LayerSlots) -> TableRow:
-        victims = layer.plan_victims() if layer.il in self._victim_layers else None
+        is_listed = layer.il in self._victim_layers
+        victims = layer.plan_victims(self._n_victims) if is_listed else None
         self._dirty.discard(layer.il)
         return layer.il, layer.table, victims
 
@@ -270,13 +316,16 @@ class Residency:
     ) -> LayerPlan:
         il, mode = layer.il, plan.mode
         if il in mode.fetch_layers:
-            raise InternalError(f"layer {il}: its graph fetches, so the host must not act")
+            raise InternalError(f"layer {il}: its graph fetches, so the host must not admit")
         self.prefetcher.score(il, missing)
         prefetched_il, prefetched = self._prefetched
         if prefetched_il != il:
             prefetched = {}
         on_cpu = self._for_cpu(plan, missing, prefetched, ids) if mode.cpu else []
-        staged = [expert for expert in missing if expert not in on_cpu]
+        staged = missing
+        if on_cpu:
+            elsewhere = set(on_cpu)
+            staged = [expert for expert in missing if expert not in elsewhere]
         if not mode.admits or not layer.n_slots:
             return LayerPlan([], staged, on_cpu, [], prefetched)
         working_set = set(ids.tolist())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +27,21 @@ from ..errors import InternalError
 from .policy import LayerPolicy
 from .ranking import Ranking
 
+# If a pass fetches more experts of a layer, ranking all of them anew is faster than one by one.
+_MANY = 2
+
 
 @dataclass
 class Journal:
     """What the layers note for the cache, before any other state changes.
 
     given: (layer, slot) reserved since the pass began. in_flight: layers whose graph may have
-    fetched experts that `commit_fetched` has not recorded yet. dirty: layers whose table or victim
-    list on the device is out of date.
+    fetched experts that `commit_fetched` has not recorded yet, and how many of the layer's victims
+    it can reach. dirty: layers whose table or victim list on the device is out of date.
     """
 
     given: list[tuple[int, int]] = field(default_factory=list)
-    in_flight: set[int] = field(default_factory=set)
+    in_flight: dict[int, int] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
 
 
@@ -74,14 +78,19 @@ class LayerSlots:
         self.fresh: set[int] = set()
         self._ranking = Ranking(policy, self.owner, self.resident)
         self.victims: list[tuple[int, int]] = []
-        self._victim_experts: set[int] = set()
+        self._first_victims: set[int] = set()
         self.n_hits = self.n_misses = self.n_missing = 0
         self.n_admitted = self.n_evicted = self.n_declined = 0
 
     @property
+    def n_evictable(self) -> int:
+        """The slots whose expert can change."""
+        return 0 if self.full else max(0, self.n_slots - self.policy.n_static)
+
+    @property
     def can_fetch(self) -> bool:
         """Whether there is an evictable slot for each expert that a row may miss."""
-        return not self.full and self.n_slots - self.policy.n_static >= self.n_expert_used
+        return self.n_evictable >= self.n_expert_used
 
     def has_slot(self, expert: int) -> bool:
         """Return whether an expert is resident or loading."""
@@ -98,21 +107,29 @@ class LayerSlots:
             missing = []
             self.n_hits += len(ids)
         else:
-            missing = self._missing_of(ids)
+            missing = self._count_misses(ids)
         if not self.full:
             self.policy.touch(ids)
-            if not self._victim_experts.isdisjoint(ids):
-                # a listed victim was chosen, so another one is due
+            if not self._first_victims.isdisjoint(ids):
+                # a victim was chosen, so another one is due
                 self._journal.dirty.add(self.il)
         return missing
 
-    def _missing_of(self, ids: list[int]) -> list[int]:
+    def absent_of(self, ids: list[int]) -> list[int]:
+        """Return those of ids that are not resident.
+
+        Raises:
+            InternalError: an id is out of range, which only a broken router can produce.
+        """
         if min(ids) < 0 or max(ids) >= self.n_expert:
             raise InternalError(
                 f"layer {self.il}: router chose ids {ids} of {self.n_expert} experts"
             )
         resident = self.resident
-        absent = [expert for expert in ids if expert not in resident]
+        return [expert for expert in ids if expert not in resident]
+
+    def _count_misses(self, ids: list[int]) -> list[int]:
+        absent = self.absent_of(ids)
         self.n_misses += len(absent)
         self.n_hits += len(ids) - len(absent)
         missing = list(dict.fromkeys(absent)) if len(absent) > 1 else absent
@@ -199,24 +216,32 @@ class LayerSlots:
         self._hold(expert, slot)
         self._journal.dirty.add(self.il)
 
-    def plan_victims(self) -> list[tuple[int, int]]:
-        """Choose n_expert_used victims for the next pass of a layer that can fetch.
+    def plan_victims(self, n: int) -> list[tuple[int, int]]:
+        """Choose up to n victims for the next passes of a layer that can fetch.
 
-        Returns (slot, its expert or -1): free slots first, then the experts of lowest score. The
-        list always suffices: a row that misses m experts chose at most n_expert_used - m listed
-        ones.
+        Returns (slot, its expert or -1): free slots first, then the experts of lowest score. A list
+        of as many victims as rows choose ids suffices: rows that miss m experts chose at most n - m
+        listed ones. A layer with fewer evictable slots lists them all. A list also serves passes of
+        fewer rows, which read the start of it.
+
+        Another list is due once one of the first victims was chosen, because others then have lower
+        scores. What stands behind is hardly ever taken before that.
         """
-        n, table = self.n_expert_used, self.table
         free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
-        found = [(int(table[expert]), expert) for expert in self._ranking.lowest(n)]
-        self.victims = (free + found)[:n]
-        self._victim_experts = {expert for _, expert in self.victims}
+        found = self._ranking.lowest(n - len(free))
+        self.victims = free[:n] + list(zip(self.table[found].tolist(), found))
+        self._first_victims = set(found[: max(0, 2 * self.n_expert_used - len(free))])
         return self.victims
 
-    def commit_fetched(self, missing: Sequence[int], ids: Sequence[int]) -> None:
-        """Record what a graph fetched into the slots that `plan_victims` listed.
+    def lists_enough(self, n: int) -> bool:
+        """Return whether the list of victims serves passes whose rows choose n ids."""
+        return len(self.victims) >= min(n, self.n_evictable)
 
-        ids: the experts that the row chose; missing: what `access` returned for them.
+    def commit_fetched(self, missing: Sequence[int], ids: Sequence[int]) -> int:
+        """Record what a graph fetched into slots that `plan_victims` listed; return how many.
+
+        ids: the experts that the rows chose; missing: what `access` returned for them. The last of
+        the missing experts were not fetched if all evictable slots were listed and taken.
 
         The rule is that of the device: keep it in step with `moegraph_fetch_assign` (C and CUDA)
         and with the model in tests/fetch_case.py.
@@ -225,27 +250,37 @@ class LayerSlots:
             InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
                 the slots changed after it was made.
         """
-        if self.il not in self._journal.in_flight:
+        n_listed = self._journal.in_flight.get(self.il)
+        if n_listed is None:
             raise InternalError(f"layer {self.il}: a fetch was recorded that no graph announced")
+        n_fetched = 0
         if missing:
             self._journal.dirty.add(self.il)
-            usable = [entry for entry in self.victims if entry[1] not in ids]
-            if len(usable) < len(missing):
+            needed, listed = set(ids), self.victims[:n_listed]
+            spare = (entry for entry in listed if entry[1] not in needed)
+            usable = list(islice(spare, len(missing)))
+            n_fetched = len(usable)
+            if n_fetched < len(missing) and n_listed < self.n_evictable:
                 raise InternalError(
-                    f"layer {self.il}: {len(missing)} experts for {len(usable)} slots"
+                    f"layer {self.il}: {len(missing)} experts for {n_fetched} slots"
                 )
+            if n_fetched > _MANY:
+                self._ranking.clear()
             for expert, (slot, victim) in zip(missing, usable):
-                if self.owner[slot] != victim:
-                    raise InternalError(
-                        f"layer {self.il}: slot {slot} no longer holds expert {victim}"
-                    )
-                if victim < 0:
-                    self.free.remove(slot)
-                else:
-                    self._evict(victim, slot)
-                self.owner[slot] = expert
-                self._hold(expert, slot)
-        self._journal.in_flight.discard(self.il)
+                self._replace(expert, slot, victim)
+        self._journal.in_flight.pop(self.il)
+        return n_fetched
+
+    def _replace(self, expert: int, slot: int, victim: int) -> None:
+        """Note that a graph fetched an expert into the slot of a listed victim, or of -1."""
+        if self.owner[slot] != victim:
+            raise InternalError(f"layer {self.il}: slot {slot} no longer holds expert {victim}")
+        if victim < 0:
+            self.free.remove(slot)
+        else:
+            self._evict(victim, slot)
+        self.owner[slot] = expert
+        self._hold(expert, slot)
 
     def preload(
         self, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None
@@ -294,7 +329,7 @@ class LayerSlots:
         self.free = [slot for slot, owner in enumerate(self.owner) if owner < 0][::-1]
         self.fresh.clear()
         self._ranking.clear()
-        self.victims, self._victim_experts = [], set()
+        self.victims, self._first_victims = [], set()
 
     def _hold(self, expert: int, slot: int) -> None:
         self.resident.add(expert)

@@ -26,9 +26,12 @@ DECLARATIONS = (
     NATIVE / "py" / "shim.h",
     NATIVE / "py" / "sigbus.h",
     NATIVE / "py" / "cpu_ffn.h",
+    NATIVE / "py" / "pages.h",
+    NATIVE / "py" / "choose.h",
 )
 
-SOURCE = '#include "shim.h"\n#include "sigbus.h"\n#include "cpu_ffn.h"\n'
+_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose")
+SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
 
 
 def declarations(files: Sequence[Path] = DECLARATIONS) -> str:

@@ -19,6 +19,7 @@ class ggml_gallocr_ptr: ...
 class ggml_threadpool_ptr: ...
 class mg_watch_ptr: ...
 class mg_cpu_ffn_ptr: ...
+class mg_pages_ptr: ...
 
 class ggml_init_params_ptr:
     mem_size: int
@@ -66,6 +67,20 @@ class mg_cpu_ffn_layer_ptr:
     down_type: int
     n_expert: int
 
+class mg_sampler_ptr:
+    temperature: float
+    top_p: float
+    typical_p: float
+    min_p_log: float
+    top_k: int
+    n_changed: int
+    ids: Address
+    places: Address
+    bias: Address
+    repeat: Address
+    subtracted: Address
+    allowed: Address
+
 class Lib:
     GGML_MAX_SRC: Final[int]
     GGML_MAX_NAME: Final[int]
@@ -78,7 +93,15 @@ class Lib:
     MOEGRAPH_ATTN_WORDS: Final[int]
     MOEGRAPH_ATTN_HEAD: Final[int]
     MOEGRAPH_ATTN_CAPACITY: Final[int]
+    MOEGRAPH_DRAW_ROWS: Final[int]
+    MOEGRAPH_DRAW_IDS: Final[int]
+    MOEGRAPH_DRAW_WORDS: Final[int]
+    MOEGRAPH_LIKELY: Final[int]
+    MOEGRAPH_CANDIDATES: Final[int]
+    MOEGRAPH_EARLY: Final[int]
     MG_NO_ID: Final[int]
+    MG_CHOOSE_UNKNOWN: Final[int]
+    MG_CHOOSE_NONE: Final[int]
     GGML_STATUS_ALLOC_FAILED: Final[int]
     GGML_STATUS_FAILED: Final[int]
     GGML_STATUS_SUCCESS: Final[int]
@@ -346,6 +369,7 @@ class Lib:
         a7: float,
         /,
     ) -> Tensor: ...
+    def moegraph_candidates(self, a0: ggml_context_ptr, a1: Tensor, a2: Tensor, /) -> Tensor: ...
     def ggml_backend_buft_name(self, a0: ggml_backend_buffer_type_ptr, /) -> Address: ...
     def ggml_backend_buft_alloc_buffer(
         self,
@@ -387,6 +411,15 @@ class Lib:
     def ggml_backend_tensor_get(self, a0: Tensor, a1: Address, a2: int, a3: int, /) -> None: ...
     def ggml_backend_tensor_memset(self, a0: Tensor, a1: int, a2: int, a3: int, /) -> None: ...
     def ggml_backend_tensor_set_async(
+        self,
+        a0: ggml_backend_ptr,
+        a1: Tensor,
+        a2: Address,
+        a3: int,
+        a4: int,
+        /,
+    ) -> None: ...
+    def ggml_backend_tensor_get_async(
         self,
         a0: ggml_backend_ptr,
         a1: Tensor,
@@ -511,7 +544,7 @@ class Lib:
     def mg_watch_fault(self, a0: mg_watch_ptr, /) -> int: ...
     def mg_cpu_ffn_new(self, a0: int, a1: int, a2: int, a3: int, a4: int, /) -> mg_cpu_ffn_ptr: ...
     def mg_cpu_ffn_free(self, a0: mg_cpu_ffn_ptr, /) -> None: ...
-    def mg_cpu_ffn_compute(
+    def mg_cpu_ffn_begin(
         self,
         a0: mg_cpu_ffn_ptr,
         a1: Address,
@@ -522,6 +555,12 @@ class Lib:
         a6: Address,
         /,
     ) -> None: ...
+    def mg_cpu_ffn_end(self, a0: mg_cpu_ffn_ptr, /) -> None: ...
+    def mg_pages_new(self, a0: int, /) -> mg_pages_ptr: ...
+    def mg_pages_data(self, a0: mg_pages_ptr, /) -> Address: ...
+    def mg_pages_pin(self, a0: mg_pages_ptr, a1: ggml_backend_ptr, /) -> bool: ...
+    def mg_pages_free(self, a0: mg_pages_ptr, /) -> None: ...
+    def mg_choose(self, a0: Address, a1: Address, a2: int, /) -> int: ...
 
 class FFI:
     """The part of cffi's compiled FFI object that moegraph uses."""

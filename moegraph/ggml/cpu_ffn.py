@@ -68,7 +68,14 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         })  # fmt: skip
 
     def compute(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
-        """Write to y the sum over k of weights[k] times the FFN of expert ids[k] on x.
+        """Do as `begin`, then `end`."""
+        self.begin(layer, x, ids, weights, n_rows, y)
+        self.end()
+
+    def begin(self, layer: Any, x: Any, ids: Any, weights: Any, n_rows: int, y: Any) -> None:
+        """Have the threads write to y the sum over k of weights[k] times expert ids[k] of x.
+
+        The caller is free until `end`, and leaves all memory as it is.
 
         Shapes: x, y F32 [n_embd, n_rows]; ids I32, weights F32 [n_expert_used, n_rows]; all four
         are addresses of contiguous memory. An id outside [0, n_expert) adds nothing.
@@ -78,7 +85,11 @@ class CpuFfn(Handle["_native.mg_cpu_ffn_ptr"]):
         """
         if not 0 < n_rows <= self._max_rows:
             raise InternalError(f"expert FFN of {n_rows} rows; made for 1 to {self._max_rows}")
-        C.mg_cpu_ffn_compute(self.ptr, layer, x, ids, weights, n_rows, y)
+        C.mg_cpu_ffn_begin(self.ptr, layer, x, ids, weights, n_rows, y)
+
+    def end(self) -> None:
+        """Compute what is left of the job, if there is one, and wait until y is there."""
+        C.mg_cpu_ffn_end(self.ptr)
 
 
 def _check(tensor: Tensor, ne: tuple[int, ...]) -> None:

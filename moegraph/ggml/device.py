@@ -95,6 +95,42 @@ class HostBuffer(Buffer):
         return ffi.cast("char *", self.base + offset)
 
 
+class _Pages(Handle["_native.mg_pages_ptr"]):
+    """Address space for host memory; see pages.h."""
+
+    __slots__ = ()
+
+    def __init__(self, size: int) -> None:
+        ptr: _native.mg_pages_ptr = C.mg_pages_new(size)
+        if ptr == ffi.NULL:
+            raise NativeError(f"the system refuses {format_bytes(size)} of host memory")
+        super().__init__(ptr, C.mg_pages_free)
+
+
+class HostPages(HostBuffer):
+    """Host memory in huge pages, for large blocks that threads fill and `Device.pin` then pins.
+
+    It reads as zeros, and takes memory only as it is written.
+    """
+
+    __slots__ = ("pages",)
+
+    def __init__(self, size: int) -> None:
+        """Reserve address space.
+
+        Raises:
+            NativeError: the system refuses.
+        """
+        self.pages = _Pages(size)
+        data = C.mg_pages_data(self.pages.ptr)
+        super().__init__(C.ggml_backend_cpu_buffer_from_ptr(data, size), size, self.pages)
+
+    def close(self) -> None:
+        """Unpin and free the memory; a second call does nothing."""
+        super().close()
+        self.pages.close()
+
+
 def _host_free(reported: int) -> int:
     """Return free host memory in bytes; ggml reports all of the machine's memory as free."""
     available = host_memory().available
@@ -287,6 +323,31 @@ class Device:
             host.close()
             raise NativeError(_cannot_pin(size))
         return host
+
+    def transfer_memory(self, size: int) -> HostBuffer:
+        """Allocate a large block for transfers, fast: pinned if the driver can pin it.
+
+        Raises:
+            NativeError: there is no memory.
+        """
+        memory = HostPages(size)
+        try:
+            self.pin(memory)
+        except NativeError:
+            memory.close()
+            return self.host_buffer(size)
+        return memory
+
+    def pin(self, memory: HostPages) -> None:
+        """Pin memory, so that the device can read it; other devices than CUDA can anyway.
+
+        Any thread may call it.
+
+        Raises:
+            NativeError: the driver refuses.
+        """
+        if self.can.own_memory and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
+            raise NativeError(_cannot_pin(memory.array.nbytes))
 
     def event(self) -> Event | None:
         """Return a new event, or None without streams, where nothing is asynchronous."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..units import GiB
+
 # Control groups, versions 2 and 1: the controller in a line of /proc/self/cgroup, the folder of all
 # groups, the files of a group (limit, use, statistics), and the statistic that counts cached files.
 _VERSIONS = (
@@ -17,6 +19,12 @@ _VERSIONS = (
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "cache"),
     ),
 )  # fmt: skip
+
+
+# The system cannot reclaim pinned memory. This much is left to other processes and the page cache
+# of the model file, or an eighth of the memory of the machine or container if that is less.
+_RESERVE = 2 * GiB
+_RESERVE_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,17 @@ class HostMemory:
     total: int | None
     available: int | None
     limit: int | None
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that copies of experts leave to others."""
+        known = [n for n in (self.total, self.limit) if n is not None]
+        return min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes that copies of experts may take, None if unknown."""
+        return None if self.available is None else max(0, self.available - self.reserve)
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:

@@ -305,7 +305,7 @@ class Builder:
             and shape(table) == (1, source.ne[1], 1, 1)
             and shape(victims) == (2, n_victims, 1, 1)
             and shape(ids) == (n_ids, 1, 1, 1)
-            and n_ids <= MAX_FETCH_IDS
+            and max(n_ids, n_victims) <= MAX_FETCH_IDS
             and all(C.ggml_is_contiguous(t) for t in (table, ids, victims))
             and shape(source) == (m, source.ne[1], 1, 1)
             and shape(target) == (m, n_rows, 1, 1)
@@ -409,6 +409,26 @@ class Builder:
         )
         _require(ok, f"paged_attn(page_size={page_size})", q, k, v, pages, rows)
         return C.moegraph_attn(self.ctx, q, k, v, pages, rows, page_size, scale)
+
+    def candidates(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """What a sampler needs of rows of logits.
+
+        logits F32 [n_vocab, n_rows], at most 32 rows; draws I32 [512, n_rows]. Returns I32 [n,
+        n_rows]: for each row the likeliest tokens, the first ones of a race, and more.
+
+        Source: native/ggml/include/moegraph.h, moegraph_candidates.
+        """
+        n_rows = logits.ne[1]
+        ok = (
+            (logits.type, draws.type) == (F32, I32)
+            and shape(logits)[2:] == (1, 1)
+            and shape(draws) == (C.MOEGRAPH_DRAW_WORDS, n_rows, 1, 1)
+            and all(C.ggml_is_contiguous(t) for t in (logits, draws))
+            and 0 < logits.ne[0] < 1 << 30
+            and n_rows <= C.MOEGRAPH_DRAW_ROWS
+        )
+        _require(ok, "candidates", logits, draws)
+        return C.moegraph_candidates(self.ctx, logits, draws)
 
     def conv(
         self, rows: Tensor, kernel: Tensor, pool: Tensor, slots: Tensor,

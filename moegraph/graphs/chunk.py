@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..ggml.choose import DRAW_WORDS
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
@@ -52,11 +53,12 @@ class _Sizes:
         self.row = 3 + n_ctx // PAGE
         self.current = round_up(max_rows * self.row + 3 * _ALIGN, _ALIGN)
         self.slot = _ALIGN
+        self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0
         # every chunk is rounded up
         self.n_chunks = -(-n_rows // max_rows) + 64
         self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
-        self.total = self.current + self.slot + self.kv_rows + self.all
+        self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
 
 
 class ChunkInputs:
@@ -71,7 +73,8 @@ class ChunkInputs:
         sizes = self._sizes = _Sizes(hp.n_embd, state.n_ctx, state.n_seq, max_rows, n_rows)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
-        self._kv_rows_at = self._slot_at + sizes.slot
+        self._draws_at = self._slot_at + sizes.slot
+        self._kv_rows_at = self._draws_at + sizes.draws
         self._chunks_at = self._kv_rows_at + sizes.kv_rows
         self._context = Context(2)
         self._buffer = device.buffer(4 * sizes.total, "the inputs of a prompt", "lower -ub or -c")
@@ -85,7 +88,7 @@ class ChunkInputs:
         patterns = np.where(sees, np.float16(0), np.float16(-np.inf))
         C.ggml_backend_tensor_set(self._patterns, ffi.from_buffer(patterns), 0, n_bytes)
         self.n_bytes = 4 * sizes.total + n_bytes
-        self._host = device.host_buffer(4 * max(sizes.current, sizes.kv_rows, _ALIGN))
+        self._host = device.host_buffer(4 * max(sizes.current, sizes.kv_rows, sizes.draws))
         self._rows = device.host_buffer(4 * hp.n_embd * max_rows)
         self._uploaded = device.event()
         self._at: list[tuple[int, int]] = []  # (first word, words) of each chunk
@@ -161,6 +164,14 @@ class ChunkInputs:
         words = self._words
         C.mg_copy_bytes(self._device.compute.ptr, words, 4 * at, words, 0, 4 * n)
 
+    def send_draws(self, draws: npt.NDArray[np.int32]) -> None:
+        """Upload what the candidates of one row depend on, I32 numpy [1, DRAW_WORDS]."""
+        self._send(draws.reshape(-1), self._draws_at)
+
+    def draws(self, b: Builder) -> Tensor:
+        """Return the leaf that reads them, I32 [DRAW_WORDS, 1]."""
+        return self._leaf(b, I32, (DRAW_WORDS, 1), "inp_draws", self._draws_at)
+
     def slots(self, b: Builder) -> Tensor:
         """Return the leaf that names the sequence, I32 [1]."""
         slots = self._leaf(b, I32, (1,), "inp_slots", self._slot_at)
@@ -183,6 +194,7 @@ class ChunkInputs:
             pos=leaf(b, I32, (n,), "inp_pos", pos),
             kv_idx=leaf(b, I64, (n,), "inp_kv_idx", idx),
             out_ids=None,
+            draws=None,
             kq_mask=b.reshape(patterns, n_kv, n, 1, 1),
             slots=self.slots(b),
             kv_rows=kv_rows,

@@ -23,19 +23,24 @@ def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
 def build_fetched_slots(
     b: Builder, banks: ExpertBanks, il: int, ids: Tensor, source: Tensor
 ) -> Tensor:
-    """Append the look-up of one row's slots, I32 [n_expert_used, 1], and fetch missing experts.
+    """Append the look-up of the slots of ids I32 [n_expert_used, n_tokens], and fetch; same shape.
 
     source: packed experts of layer il, F32 [bytes / 4, n_expert], in pinned memory. Missing experts
-    go into the slots of the layer's victim list.
+    go into the slots of the layer's victim list; those beyond the list get slot -1.
 
     Raises:
         InternalError: the layer has no slots.
     """
-    n, rows = ids.ne[0], banks.layer(il).rows
+    k, n_tokens, rows = ids.ne[0], ids.ne[1], banks.layer(il).rows
     if rows is None:
         raise InternalError(f"layer {il} has no slots to fetch into")
-    slots = b.fetch_rows(banks.tables[il], b.reshape(ids, n), banks.victim_lists[il], source, rows)
-    return b.reshape(slots, n, 1)
+    if n_tokens > 1:
+        ids = b.cont(ids)  # a view of the first columns of each row
+    n, victims = k * n_tokens, banks.victim_lists[il]
+    if n < banks.n_victims:
+        victims = b.view(victims, (2, n), (victims.nb[1],))
+    slots = b.fetch_rows(banks.tables[il], b.reshape(ids, n), victims, source, rows)
+    return b.reshape(slots, k, n_tokens)
 
 
 def build_expert_rows(

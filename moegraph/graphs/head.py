@@ -1,55 +1,72 @@
-"""Head: output matrix, argmax if greedy, and a check value for NaN and infinity."""
+"""Head: output matrix, what the host wants of the logits, and a check for NaN and infinity."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
+from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..resident.weights import HeadWeights
+
+
+class Results(Enum):
+    """What the host gets of the logits of a pass: all, the argmax, or what samplers need."""
+
+    LOGITS = "logits"
+    ARGMAX = "argmax"
+    CANDIDATES = "candidates"
 
 
 @dataclass(frozen=True)
 class HeadOutputs:
     """Tensors that the host may read after a pass.
 
-    logits F32 [n_vocab, n_out]; argmax I32 [n_out], or None if not greedy; check F32 [1, n_out]:
-    the sum of each normalised row, plus the sum of its logits if greedy. It is finite only if all
-    these numbers are.
+    logits F32 [n_vocab, n_out]; main: the results, one row for each row of logits: the logits,
+    their argmax I32 [n_out], or their candidates I32 [n, n_out]. check F32 [1, n_out]: the sum of
+    each normalised row, for the argmax plus that of its logits. It is finite only if all these
+    numbers are. Candidates have a check of their own.
     """
 
     logits: Tensor
-    argmax: Tensor | None
+    main: Tensor
     check: Tensor
 
 
 def build_head(
-    b: Builder, weights: HeadWeights, cur: Tensor, out_ids: Tensor | None, greedy: bool
+    b: Builder,
+    weights: HeadWeights,
+    cur: Tensor,
+    out_ids: Tensor | None,
+    draws: Tensor | None,
+    results: Results,
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
-    out_ids: None for all rows.
+    out_ids: None for all rows. draws: I32 [DRAW_WORDS, n_out], for candidates.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
+
+    Raises:
+        InternalError: draws is None, and they are needed.
     """
     cur = cur if out_ids is None else b.get_rows(cur, out_ids)
     b.name(cur, "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
-    outputs = [logits]
-    argmax = None
-    if greedy:
-        argmax = b.expand(b.name(b.argmax(logits), "result_argmax"))
-        outputs.append(argmax)
-    # checks the input too: a product can hide NaN, because a row of NaN quantizes to zeros
-    check = b.sum_rows(cur)
-    if greedy:
+    main, check = logits, b.sum_rows(cur)  # a product can hide NaN: NaN quantizes to zeros
+    if results is Results.ARGMAX:
+        main = b.expand(b.name(b.argmax(logits), "result_argmax"))
         check = b.add(check, _sum_of_logits(b, logits))
+    elif results is Results.CANDIDATES:
+        if draws is None:
+            raise InternalError("the head was built for candidates of too many rows")
+        main = b.expand(b.name(b.candidates(logits, draws), "result_candidates"))
     check = b.expand(b.name(check, "result_check"))
-    outputs.append(check)
-    for tensor in outputs:
+    for tensor in (logits, main, check):
         C.ggml_set_output(tensor)
-    return HeadOutputs(logits, argmax, check)
+    return HeadOutputs(logits, main, check)
 
 
 def _sum_of_logits(b: Builder, logits: Tensor) -> Tensor:

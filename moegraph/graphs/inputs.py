@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
+from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
@@ -60,7 +61,8 @@ class PassInputs:
     I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the sequences;
     kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
-    I32 [n_seq_tokens, n_seqs]. With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
+    I32 [n_seq_tokens, n_seqs]. With at most DRAW_ROWS results: draws I32 [DRAW_WORDS, n_out], for
+    candidates (`RowSampler.draw`). With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
     n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
     """
 
@@ -68,6 +70,7 @@ class PassInputs:
     pos: Tensor
     kv_idx: Tensor
     out_ids: Tensor | None
+    draws: Tensor | None
     kq_mask: Tensor | None
     slots: Tensor
     kv_rows: Tensor | None
@@ -90,14 +93,17 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
+    draws: int
     attention: int
 
     @classmethod
     def of(cls, n_embd: int, n_tokens: int) -> _Layout:
         """Return the layout of passes of n_tokens rows; n_embd is 0 if embd is elsewhere."""
-        words, offsets = (n_embd, 1, 2, 1, 1, 1), [0]
-        for n in words:
+        offsets = [0]
+        for n in (n_embd, 1, 2, 1, 1, 1):
             offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
+        n_draws = min(n_tokens, DRAW_ROWS)
+        offsets.append(round_up(offsets[-1] + 4 * DRAW_WORDS * n_draws, _ALIGN))
         return cls(*offsets)
 
     def kv_rows(self, shape: PassShape) -> int:
@@ -160,7 +166,9 @@ class InputBlock:
             embd = self._hidden.leaf(b, n_tokens)
         else:
             raise InternalError("a stage has neither an embedding nor rows to start from")
-        parents = kq_mask = kv_rows = pages = rows = None
+        parents = draws = kq_mask = kv_rows = pages = rows = None
+        if 0 < shape.n_out <= DRAW_ROWS:
+            draws = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
             parents = leaf(I32, parents_ne, "inp_parents", at.parents)
@@ -179,6 +187,7 @@ class InputBlock:
             pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
             kv_idx=leaf(I64, (n_tokens,), "inp_kv_idx", at.kv_idx),
             out_ids=leaf(I32, (shape.n_out,), "inp_out_ids", at.out_ids) if shape.n_out else None,
+            draws=draws,
             kq_mask=kq_mask,
             slots=slots,
             kv_rows=kv_rows,
@@ -193,11 +202,13 @@ class InputBlock:
         tokens: npt.NDArray[np.int32],
         slots: tuple[int, ...],
         tree: Tree | None,
+        draws: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Write the inputs of a pass and enqueue their upload.
 
         tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
-        have pages for the rows. The call waits for the previous upload, not for the device.
+        have pages for the rows. draws: numpy shape [n_out, DRAW_WORDS]. The call waits for the
+        previous upload, not for the device.
         """
         if self._uploaded:
             self._uploaded.wait()
@@ -209,6 +220,8 @@ class InputBlock:
             if self._embedding:
                 rows = self._region(at.embd, n_tokens * self._n_embd, np.float32)
                 self._embedding.rows(tokens.reshape(-1), rows.reshape(n_tokens, self._n_embd))
+            if draws is not None:
+                self._region(at.draws, draws.size, np.int32)[:] = draws.reshape(-1)
             end = self._end(at, shape)
         else:
             one = self._one
@@ -219,6 +232,8 @@ class InputBlock:
             if self._embedding:
                 self._embedding.rows(tokens.reshape(-1), one.embd)
             one.move_to(slots[0])
+            if draws is not None:
+                one.draws[:] = draws
             end = one.end
         self._device.send(self._all, self._host, 0, end)
         if self._uploaded:
@@ -287,8 +302,8 @@ class InputBlock:
 class _OneRow:
     """The inputs of one-row passes in the host block; writes only what changes between passes.
 
-    embd: F32, numpy shape [1, n_embd], or empty; the caller writes it. end: bytes of all inputs.
-    The device is idle meanwhile, so this must be fast.
+    embd: F32, numpy shape [1, n_embd] or empty, and draws: I32 [1, DRAW_WORDS]; the caller writes
+    them. end: bytes of all inputs. The device is idle meanwhile, so this must be fast.
     """
 
     end = 0
@@ -304,6 +319,7 @@ class _OneRow:
         self.shape = shape
         self._state, self._pool = state, state.pool
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
+        self.draws = region(at.draws, DRAW_WORDS, np.int32).reshape(1, DRAW_WORDS)
         self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
         region(at.out_ids, 1, np.int32)[:] = 0
         self._slot = region(at.slots, 1, np.int32)

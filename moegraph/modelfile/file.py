@@ -33,8 +33,8 @@ MAX_PARTS = 1024
 _ARCHITECTURE = "general.architecture"
 _SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 _PART_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.ASCII)
-# Linux transfers at most this many bytes in one call.
-_MAX_TRANSFER = 0x7FFF_F000
+# Linux reads into at most this many pieces of memory in one call.
+_MAX_ROWS = 1024
 
 
 class GgufFile:
@@ -151,33 +151,46 @@ class GgufFile:
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
         """Copy a tensor's bytes, from byte `start` of the tensor on, into `out`.
 
-        Shapes: out [n] uint8, contiguous and writable, start + n <= info.nbytes. Thread-safe.
+        Shapes: out [n] uint8, or [n_rows, n] uint8 with any distance between rows; each row is
+        contiguous and writable, and start + n * n_rows <= info.nbytes. Thread-safe.
 
         Raises:
             ModelFileError: the file ends before the tensor does, or the disk fails.
         """
         self._check_open()
-        usable = out.flags.c_contiguous and out.flags.writeable
-        if out.dtype != np.uint8 or out.ndim != 1 or not usable:
-            raise InternalError(f"read of {info.name} into {out.dtype} {out.shape}, not flat bytes")
-        if start < 0 or start > info.nbytes - len(out):
+        rows = out[None] if out.ndim == 1 else out
+        usable = rows.ndim == 2 and (rows.strides[1] == 1 or rows.shape[1] < 2)
+        if out.dtype != np.uint8 or not usable or not out.flags.writeable:
             raise InternalError(
-                f"read of bytes {start} to {start + len(out)} of {info.name}, "
+                f"read of {info.name} into {out.dtype} {out.shape}, not rows of bytes"
+            )
+        if start < 0 or start > info.nbytes - out.size:
+            raise InternalError(
+                f"read of bytes {start} to {start + out.size} of {info.name}, "
                 f"which has {info.nbytes}"
             )
+        for at in range(0, len(rows), _MAX_ROWS):
+            views = [row.data for row in rows[at : at + _MAX_ROWS]]
+            self._read(info, views, start + at * rows.shape[1])
+
+    def _read(self, info: TensorInfo, views: list[memoryview], start: int) -> None:
+        """Fill views, one after the other, with a tensor's bytes from byte `start` on."""
         part, fd = self._parts[info.part], self._fds[info.part]
-        view, done = out.data, 0
-        while done < len(out):
-            target = view[done : done + _MAX_TRANSFER]
+        at = info.offset + start
+        while views:
             try:
-                n = os.preadv(fd, [target], info.offset + start + done)
+                n = os.preadv(fd, views, at)
             except OSError as error:
                 raise ModelFileError(
                     f"{part.path}: cannot read tensor {info.name}: {error.strerror}"
                 ) from error
-            if n == 0:
+            if n == 0 and any(len(view) for view in views):
                 raise _shrank(part, os.fstat(fd).st_size)
-            done += n
+            at += n
+            while views and n >= len(views[0]):
+                n -= len(views.pop(0))
+            if views:
+                views[0] = views[0][n:]
 
     def check_unchanged(self) -> None:
         """Refuse a model that was written to after it was opened, by size and modification time.

@@ -61,7 +61,8 @@ class Plan:
     n_slots [n_layer]: n_expert for a full layer, 0 for a layer without slots. pinned: the full
     layers. bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned (the
     experts of full layers), slots. budget: None without a limit. resident_share: share of the
-    expert bytes that are resident, 0 to 1.
+    expert bytes that are resident, 0 to 1. host_bytes: host memory for copies of the experts of all
+    layers that are not full, of which the device holds some too.
     """
 
     n_slots: tuple[int, ...]
@@ -70,6 +71,7 @@ class Plan:
     budget: int | None
     all_resident: bool
     resident_share: float
+    host_bytes: int
 
     @property
     def total(self) -> int:
@@ -245,7 +247,8 @@ def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
         "pinned": full_bytes, "slots": sum(sizes) - full_bytes,
     }  # fmt: skip
     share = sum(sizes) / need.experts if need.experts else 1.0
-    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share)
+    host = need.experts - full_bytes
+    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host)
 
 
 def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:

@@ -102,7 +102,7 @@ class _Replay:
         residency.begin_fetch(fetch_layers)
         for il, ids in enumerate(row):
             if il in fetch_layers:
-                n = len(residency.fetched(il, ids)[0])
+                n = len(residency.fetched(il, ids).experts)
                 self.n_streamed += n
                 self.uploaded[il] += n
                 missing[il] = n
@@ -124,7 +124,7 @@ class _Replay:
         for start in range(0, len(ids), PROMPT_ROWS):
             rows = ids[start : start + PROMPT_ROWS]
             fetch_layers = self.residency.begin_pass(Kind.PREFILL, len(rows)).mode.fetch_layers
-            self.residency.begin_fetch(fetch_layers)  # only of a piece of one row
+            self.residency.begin_fetch(fetch_layers)  # only of a short piece
             for il in range(ids.shape[1]):
                 take = self.residency.fetched if il in fetch_layers else self.residency.routed
                 take(il, rows[:, il].reshape(-1))

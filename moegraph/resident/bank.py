@@ -21,6 +21,7 @@ from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Tensor
+from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS
 from ..modelfile import ModelFile, TensorInfo
 from ..units import round_up
 from .layout import N_STAGING, Packing, expert_tensors, stack_kind
@@ -62,7 +63,8 @@ class ExpertBanks:
 
     n_slots: slots of each of these layers; a full layer's are loaded from the model file.
     n_prefetch_slots: slots for prefetched experts.
-    tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_expert_used] of each layer,
+    n_victims: how many victims a list has room for.
+    tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_victims] of each layer,
     after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
     the memory of all tables and victim lists as one I32 tensor, layers `table_stride` numbers
     apart.
@@ -80,6 +82,7 @@ class ExpertBanks:
         """Load these layers; n_slots [n_layer] counts all layers of the model."""
         hp = model.hparams
         self.n_prefetch_slots = n_prefetch_slots
+        self.n_victims = min(MAX_FETCH_ROWS * hp.n_expert_used, MAX_FETCH_IDS, hp.n_expert)
         self.n_slots = {il: n_slots[il] for il in layers}
         self._sets: list[TensorSet] = []
         self._owned: list[_Slots] = []
@@ -93,9 +96,9 @@ class ExpertBanks:
         self._context = Context(2 * len(layers) + 1)
         self.tables, self.victim_lists = (
             {il: C.ggml_new_tensor_2d(self._context.ptr, I32, *ne) for il in layers}
-            for ne in ((1, hp.n_expert), (2, hp.n_expert_used))
+            for ne in ((1, hp.n_expert), (2, self.n_victims))
         )
-        stride = round_up(4 * (hp.n_expert + 2 * hp.n_expert_used), device.alignment)
+        stride = round_up(4 * (hp.n_expert + 2 * self.n_victims), device.alignment)
         self.table_stride = stride // 4
         self._tables = device.buffer(stride * len(layers), "the expert tables", _REMEDY)
         # usage WEIGHTS marks a buffer that no kernel writes

@@ -27,6 +27,7 @@ class Stage:
     Every part has the layers of the stage alone, by their numbers in the model.
 
     hp: of the whole model. store: the experts of the layers that are not full, in host memory.
+    mapped_bytes: tensors that passes read where the file is mapped.
     """
 
     device: Device
@@ -36,6 +37,7 @@ class Stage:
     banks: ExpertBanks
     state: State
     store: ExpertStore
+    mapped_bytes: int
     _opened: ExitStack = field(repr=False)
 
     @property
@@ -105,7 +107,11 @@ def open_stage(
         state = own(closing(State(device, hp, layers, n_ctx, *kv)))
         times.lap("state")
         partial = [il for il in layers if n_slots[il] < hp.n_expert]
-        store = own(closing(ExpertStore(device, file, partial, config.host_pin)))
+        store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
         if partial:
             times.lap("host")
-        return Stage(device, hp, layers, weights, banks, state, store, stack.pop_all())
+        in_place = loader.in_place | store.in_place
+        if weights.embedding:
+            in_place |= {weights.embedding.name}
+        mapped = sum(file.tensors[name].nbytes for name in in_place)
+        return Stage(device, hp, layers, weights, banks, state, store, mapped, stack.pop_all())

@@ -7,6 +7,8 @@ state at row 0 and its positions in order, so its graphs read both in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import ConfigError
@@ -18,6 +20,7 @@ from ..ggml.ops import F32, Tensor, type_id
 from ..modelfile.hparams import HParams
 from ..units import round_up
 from .drafts import DraftRows
+from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .kvpool import KVPool
 from .layout import PAGE, zeros_bytes
 from .snapshots import Snapshot, Snapshots
@@ -35,6 +38,7 @@ class State:
     drafts: what a verify pass keeps of its rows.
     conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
     ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
+    copies: copies sequences to host memory and back.
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
         head_dim.
     pool: the pages of the sequences.
@@ -79,7 +83,9 @@ class State:
         self._n_zeros = zeros_bytes(hp)
         self._place(device)
         self.drafts = DraftRows(device, hp, layers)
-        self.snapshots = Snapshots(device, (*self.conv.values(), *self.ssm.values()))
+        states = (*self.conv.values(), *self.ssm.values())
+        self.snapshots = Snapshots(device, states)
+        self.copies = HostCopies(device, states, (*self.k.values(), *self.v.values()), self.pool)
 
     def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
         return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
@@ -172,6 +178,24 @@ class State:
         self.snapshots.restore(snapshot)
         self.truncate(snapshot.slot, snapshot.n_past)
 
+    def put_back(
+        self, slot: int, n_kept: int, rows: Sequence[tuple[int, RowsCopy]], states: StatesCopy
+    ) -> None:
+        """Have a sequence be as it was when its states were copied to host memory.
+
+        n_kept: its first positions, which are right already. rows: KV rows from n_kept on, with
+        the position of the first in each copy; only the first copy may begin before n_kept.
+        """
+        self.truncate(slot, n_kept)
+        n_past = n_kept
+        for first, copy in rows:
+            end = first + copy.n_rows
+            self.pool.grow(slot, end)
+            self.copies.put_rows(copy, n_past - first, slot, n_past)
+            n_past = end
+        self.copies.put_states(states, slot)
+        self.n_past[slot] = n_past
+
     def _clear(self, tensor: Tensor, start: int, size: int) -> None:
         """Enqueue zeros over `size` bytes of a tensor from byte `start`."""
         most = self._zeros.nb[1]
@@ -189,6 +213,7 @@ class State:
 
     def close(self) -> None:
         """Free the caches, snapshots and drafts."""
+        self.copies.close()
         self.snapshots.close()
         self.drafts.close()
         self._buffer.close()

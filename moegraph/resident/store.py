@@ -8,27 +8,21 @@ raise SIGBUS. The CPU computes experts where they are: in pinned memory or in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, NativeError
 from ..ggml.device import Device, HostBuffer
-from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
 from ..modelfile import ModelFile, TensorInfo
-from ..units import GiB, format_bytes, round_up
+from ..units import format_bytes, round_up
+from .expertcopies import ExpertCopies, Layer
 from .layout import N_STAGING, Packing, expert_tensors
-
-# The system cannot reclaim pinned memory. 'auto' leaves this much to other processes and the page
-# cache of the model file, or an eighth of the memory of the machine or container if that is less.
-_RESERVE = 2 * GiB
-_RESERVE_SHARE = 8
 
 
 def raw_rows(context: Context, packing: Packing, n: int) -> Tensor:
@@ -47,32 +41,60 @@ class ExpertStore:
     stops before the host runs short of memory, and if the driver refuses to pin more; the other
     layers are read from the file, and `warning` says so. With the CPU device, 'auto' pins nothing.
     rows: the experts of each pinned layer as F32 [bytes / 4, n_expert], which a device can read.
-    pinned_bytes: host memory taken, including the ring.
+    pinned_bytes: host memory taken, including the ring. in_place: the names of the stacks that are
+    read from the file.
 
     Raises:
         ConfigError: pin is 'all' and the host has too little memory.
         NativeError: pin is 'all' and the driver refuses.
+        ModelFileError: the file is shorter than its header says.
     """
 
-    def __init__(self, device: Device, model: ModelFile, layers: Sequence[int], pin: str) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: ModelFile,
+        layers: Sequence[int],
+        pin: str,
+        report: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """Copy experts; report: called with bytes of the file that have been read."""
         self._device = device
         self._model = model
         self._infos = {il: expert_tensors(model, il) for il in layers}
         self._packing = {il: Packing.of(infos) for il, infos in self._infos.items()}
-        self._pinned: dict[int, HostBuffer] = {}
         self._base: dict[int, Any] = {}
         self._ring: list[HostBuffer] = []
         self._turn = 0
         self.warning = ""
         self.rows: dict[int, Tensor] = {}
         self._context = Context(len(self._infos) + 1)
+        self._pinned: dict[int, HostBuffer] = {}
         if pin == "all" or (pin == "auto" and device.can.own_memory):
-            self._pin_all(pin)
-        if any(il not in self._pinned for il in layers):
+            self._pin(pin, report)
+        left = [il for il in layers if il not in self._pinned]
+        if left:
             size = max(packing.n_bytes for packing in self._packing.values())
             self._ring = [device.host_buffer(size) for _ in range(N_STAGING)]
         blocks = (*self._pinned.values(), *self._ring)
         self.pinned_bytes = sum(block.array.nbytes for block in blocks)
+        self.in_place = frozenset(info.name for il in left for info in self._infos[il].values())
+
+    def _pin(self, pin: str, report: Callable[[int], None]) -> None:
+        """Copy as many layers as may be."""
+        layers = {il: Layer(infos, self._packing[il]) for il, infos in self._infos.items()}
+        copies = ExpertCopies(self._device, self._model, layers, pin, report)
+        self._pinned = copies.blocks
+        for il, block in self._pinned.items():
+            self._base[il] = block.address()
+            self.rows[il] = raw_rows(self._context, self._packing[il], self._model.hparams.n_expert)
+            place(block, self.rows[il], 0)
+        if copies.why:
+            taken = sum(block.array.nbytes for block in self._pinned.values())
+            self.warning = (
+                f"pinned host memory holds the experts of {len(self._pinned)} of {len(layers)} "
+                f"layers ({format_bytes(taken)}), the others are read from the file: {copies.why}"
+            )
 
     @property
     def layers(self) -> list[int]:
@@ -114,41 +136,6 @@ class ExpertStore:
         """Return how an expert of a layer is packed."""
         return self._packing[il]
 
-    def _pin_all(self, pin: str) -> None:
-        n_expert = self._model.hparams.n_expert
-        sizes = {il: packing.stride * n_expert for il, packing in self._packing.items()}
-        if pin == "all":
-            _require_memory(sum(sizes.values()))
-        taken, free = 0, host_memory().available
-        for il, size in sizes.items():
-            # count what we took as well: a control group may not see what the driver pins
-            why = "" if pin == "all" else _shortage(size, None if free is None else free - taken)
-            if not why:
-                try:
-                    self._pin(il, self._device.host_buffer(size, must_pin=True))
-                    taken += size
-                    continue
-                except NativeError as error:
-                    if pin == "all":
-                        raise
-                    why = str(error)
-            self.warning = (
-                f"pinned host memory holds the experts of {len(self._pinned)} of {len(sizes)} "
-                f"layers ({format_bytes(taken)}), the others are read from the file: {why}"
-            )
-            return
-
-    def _pin(self, il: int, block: HostBuffer) -> None:
-        """Fill a block with the experts of a layer."""
-        packing, n_expert = self._packing[il], self._model.hparams.n_expert
-        self._pinned[il], self._base[il] = block, block.address()
-        self.rows[il] = raw_rows(self._context, packing, n_expert)
-        place(block, self.rows[il], 0)
-        for expert in range(n_expert):
-            packed = block.array[expert * packing.stride : (expert + 1) * packing.stride]
-            self._read(il, self._infos[il], expert, packed)
-            packed[packing.n_bytes :] = 0  # the copy is rounded up to 16 bytes
-
     def _read(
         self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
     ) -> None:
@@ -178,37 +165,3 @@ class ExpertStore:
             handle.close()
         self._pinned.clear()
         self._context.close()
-
-
-def _shortage(size: int, at_most: int | None) -> str:
-    """Return why pinning size bytes would leave too little host memory; empty if it would not.
-
-    at_most: upper limit of the available bytes by our own count; None if unknown.
-    """
-    memory = host_memory()
-    if memory.available is None or at_most is None:
-        return ""
-    available = max(0, min(memory.available, at_most))
-    known = [n for n in (memory.total, memory.limit) if n is not None]
-    reserve = min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
-    if size + reserve <= available:
-        return ""
-    return (
-        f"the next layer takes {format_bytes(size)}, {format_bytes(available)} are available"
-        f"{_of_limit(memory.limit)}, and {format_bytes(reserve)} of them stay free"
-    )
-
-
-def _require_memory(size: int) -> None:
-    """Refuse to pin more than the host has: Linux would grant it and kill the process later."""
-    memory = host_memory()
-    if memory.available is not None and size > memory.available:
-        raise ConfigError(
-            f"host_pin 'all' needs {format_bytes(size)} of host memory, "
-            f"{format_bytes(memory.available)} are available{_of_limit(memory.limit)}; "
-            "use --host-pin auto or none"
-        )
-
-
-def _of_limit(limit: int | None) -> str:
-    return "" if limit is None else f" (the control group may use {format_bytes(limit)})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +20,13 @@ from ..ggml.ops import Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..units import round_up
 from .layout import is_dense
+from .reading import PIECE_BYTES, Readers
 
 # Tensor data in host memory must be aligned for the CPU kernels (ggml's TENSOR_ALIGNMENT).
 _HOST_ALIGNMENT = 32
-# Large enough for full PCIe speed, and small enough to pin in a few milliseconds.
-_STAGING_BYTES = 32 << 20
+# Blocks for pieces of a file: one for each thread that reads, the others are being sent.
+_N_READING = 16
+_N_BLOCKS = 20
 _REMEDY = "lower -c or -ub, choose a smaller quantization, or use --device cpu"
 
 
@@ -62,10 +66,17 @@ class Loader:
         self._model = model
         self._progress = progress
         self._done = 0
+        self._in_place: set[str] = set()
         self._total = sum(info.nbytes for info in model.tensors.values())
-        self._staging = _Staging(device, self._report) if device.can.own_memory else None
+        self._staging = _Staging(device, model, self.report) if device.can.own_memory else None
 
-    def _report(self, n_bytes: int) -> None:
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The names of the tensors that stay in the mapped file."""
+        return frozenset(self._in_place)
+
+    def report(self, n_bytes: int) -> None:
+        """Count bytes of the file that were read, also by others than this loader."""
         self._done += n_bytes
         if self._progress:
             self._progress("load", min(self._done, self._total), self._total)
@@ -73,7 +84,7 @@ class Loader:
     def load(
         self, infos: Iterable[TensorInfo], what: str, join: Sequence[tuple[str, ...]] = ()
     ) -> TensorSet:
-        """Load tensors onto the device.
+        """Load tensors onto the device; their bytes are there once the loader is closed.
 
         what: what they are, for error messages. join: groups of matrices of the same type and input
         width to place next to each other; ignored for a mapped file, which has its own order.
@@ -93,6 +104,7 @@ class Loader:
         if in_place:
             # the spans of different sets overlap in the file
             buffers, n_bytes = self._map(infos, tensors), sum(info.nbytes for info in infos)
+            self._in_place |= tensors.keys()
         else:
             buffers = [self._copy(infos, tensors, joined, what)]
             n_bytes = buffers[0].size
@@ -111,7 +123,7 @@ class Loader:
             C.ggml_backend_buffer_set_usage(raw, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
             for address, info in spans:
                 place(buffer, tensors[info.name], address - buffer.base)
-                self._report(info.nbytes)
+                self.report(info.nbytes)
             buffers.append(buffer)
         return buffers
 
@@ -142,17 +154,21 @@ class Loader:
                 offset += C.ggml_nbytes(tensors[name])
         for info in infos:
             if self._staging:
-                self._staging.send(self._model, info, tensors[info.name])
+                self._staging.send(info, tensors[info.name])
             else:
                 data = self._model.map(info)
                 C.ggml_backend_tensor_set(
                     tensors[info.name], ffi.cast("void *", data.ctypes.data), 0, info.nbytes
                 )
-                self._report(info.nbytes)
+                self.report(info.nbytes)
         return buffer
 
     def close(self) -> None:
-        """Wait for the copies and free the pinned blocks."""
+        """End the copies that were begun, and free the pinned blocks.
+
+        Raises:
+            ModelFileError: the file is shorter than its header says.
+        """
         if self._staging:
             self._staging.close()
 
@@ -171,34 +187,56 @@ def _join(context: Context, parts: list[Tensor]) -> Tensor:
 
 
 class _Staging:
-    """Two pinned blocks: one is filled from the file while the other is copied to the device."""
+    """Blocks of pinned memory: threads fill some from the file while others go to the device."""
 
-    def __init__(self, device: Device, report: Callable[[int], None]) -> None:
-        self._device = device
-        self._report = report
-        self._blocks = [device.host_buffer(_STAGING_BYTES) for _ in range(2)]
-        self._sent = [device.event() for _ in range(2)]
+    def __init__(self, device: Device, model: ModelFile, report: Callable[[int], None]) -> None:
+        self._device, self._report = device, report
+        self._memory = device.transfer_memory(_N_BLOCKS * PIECE_BYTES)
+        self._sent = [device.event() for _ in range(_N_BLOCKS)]
+        self._readers = Readers(model)
+        # what is being read, in order: the tensor, its first byte, their number, and the block
+        self._begun: deque[tuple[Tensor, int, int, int, Future[None]]] = deque()
         self._turn = 0
 
-    def send(self, model: ModelFile, info: TensorInfo, tensor: Tensor) -> None:
-        upload = self._device.upload.ptr
-        for start in range(0, info.nbytes, _STAGING_BYTES):
-            size = min(_STAGING_BYTES, info.nbytes - start)
-            block, sent = self._blocks[self._turn], self._sent[self._turn]
+    def send(self, info: TensorInfo, tensor: Tensor) -> None:
+        """Begin to copy a tensor's bytes to the device; `close` waits for the end."""
+        for start in range(0, info.nbytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, info.nbytes - start)
+            if len(self._begun) == _N_READING:
+                self._upload()
+            at, sent = self._turn * PIECE_BYTES, self._sent[self._turn]
             if sent:
                 sent.wait()
-            model.read(info, block.array[:size], start)
-            C.ggml_backend_tensor_set_async(upload, tensor, block.address(), start, size)
-            if sent:
-                C.ggml_backend_event_record(sent.ptr, upload)
-            self._turn = 1 - self._turn
-            self._report(size)
+            read = self._readers.read(info, self._memory.array[at : at + size], start)
+            self._begun.append((tensor, start, size, self._turn, read))
+            self._turn = (self._turn + 1) % _N_BLOCKS
+
+    def _upload(self) -> None:
+        """Wait for the oldest piece that is being read, and enqueue its copy."""
+        tensor, start, size, turn, read = self._begun.popleft()
+        try:
+            read.result()
+        except BaseException:
+            self._begun.clear()  # nothing more is sent
+            raise
+        upload, sent = self._device.upload.ptr, self._sent[turn]
+        data = self._memory.address(turn * PIECE_BYTES)
+        C.ggml_backend_tensor_set_async(upload, tensor, data, start, size)
+        if sent:
+            C.ggml_backend_event_record(sent.ptr, upload)
+        self._report(size)
 
     def close(self) -> None:
-        self._device.synchronize()
-        for handle in (*self._sent, *self._blocks):
-            if handle:
-                handle.close()
+        """Send what is being read, wait, and free the blocks."""
+        try:
+            while self._begun:
+                self._upload()
+        finally:
+            self._readers.close()
+            self._device.synchronize()
+            for handle in (*self._sent, self._memory):
+                if handle:
+                    handle.close()
 
 
 class TokenEmbedding:
@@ -212,6 +250,7 @@ class TokenEmbedding:
 
     def __init__(self, model: ModelFile) -> None:
         info = model.tensors["token_embd.weight"]
+        self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]
         self._model = model
         self._data = model.map(info)

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import RequestError
+from ..errors import InternalError, RequestError
+from ..ggml.choose import DRAW_ROWS
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
-from ..graphs.head import HeadOutputs
+from ..graphs.head import HeadOutputs, Results
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
 from ..graphs.paged import MAX_ROWS, can_page
@@ -18,7 +20,7 @@ from ..kinds import Kind
 from ..resident.stage import Stage
 from .batch import Batch
 from .commit import Commits
-from .results import NotFinite, Output, Results
+from .results import NotFinite, Output, ResultMemory
 from .sweeps import Sweeps
 
 _PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
@@ -45,7 +47,7 @@ class Runner(ABC):
         self.hidden = hidden
         self.graphs = GraphCache(device)
         self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
-        self._results = Results(device, stage.hp.n_vocab)
+        self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
@@ -100,7 +102,7 @@ class Runner(ABC):
         state = self.stage.state
         for seq, slot in enumerate(batch.slots):
             state.pool.grow(slot, state.n_past[slot] + batch.n_rows(seq))
-        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree)
+        self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, batch.draws)
 
     def advance(self, batch: Batch) -> None:
         """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
@@ -123,7 +125,7 @@ class Runner(ABC):
         """
         self.require_idle()
         shape = self.shape_of(batch)
-        self._results.grow(shape.n_out, batch.greedy)
+        self._results.forget()
         self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
@@ -154,6 +156,7 @@ class Runner(ABC):
             RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
         """
         self.require_idle()
+        self._results.forget()
         return self._commits.commit(slot, path)
 
     def collect(self) -> Output:
@@ -169,9 +172,9 @@ class Runner(ABC):
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
         if not self._has_head:
-            return Output(None, None)
+            return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        output, finite = self._results.read(n_out, batch.greedy)
+        output, finite = self._results.read(batch.results, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
@@ -183,16 +186,26 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _result_reads(
-        self, shape: PassShape, head: HeadOutputs | None, greedy: bool
-    ) -> tuple[object, int]:
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
+
+        The memory is used again by the next call. Call this before anything else is computed.
+
+        Raises:
+            InternalError: something was computed since, or there is no such row.
+        """
+        if self._pending is not None:
+            raise InternalError(f"the logits of row {row} are not computed yet")
+        return self._results.logits(row)
+
+    def _result_reads(self, head: HeadOutputs | None) -> tuple[object, int]:
         """Return the copies of the results to the host and how many they are.
 
-        They are check, then argmax or logits; none without a head.
+        They are check, then main; none without a head.
         """
         if head is None:
             return ffi.NULL, 0
-        return self._results.reads(shape.n_out, head, greedy), 2
+        return self._results.reads(head), 2
 
     @property
     def _largest(self) -> PassShape:
@@ -201,6 +214,11 @@ class Runner(ABC):
         n_out = state.n_seq if self._has_head else 0
         return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
 
+    @property
+    def _largest_results(self) -> Results:
+        """The results that take most memory in a pass of `_largest`."""
+        return Results.CANDIDATES if self._largest.n_out <= DRAW_ROWS else Results.ARGMAX
+
     @abstractmethod
     def reserve_graphs(self) -> None:
         """Build the graphs of the largest pass, so that the shared block never grows later.
@@ -208,6 +226,10 @@ class Runner(ABC):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
+
+    @abstractmethod
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
 
     @abstractmethod
     def _prepare(self, shape: PassShape, batch: Batch) -> None:

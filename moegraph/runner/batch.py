@@ -9,11 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, RequestError
+from ..graphs.head import Results
 from ..graphs.rows import Tree
 from ..graphs.tree import check_parents
 from ..kinds import Kind, MissRules, rules_of
 
-_VERIFY = Kind.VERIFY  # members of an Enum are slow to look up
+# members of an Enum are slow to look up
+_VERIFY = Kind.VERIFY
+_LOGITS, _ARGMAX, _CANDIDATES = Results.LOGITS, Results.ARGMAX, Results.CANDIDATES
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class Batch:
     kind: what the pass is for.
     all_rows: results for every row; otherwise for the last row of each sequence.
     greedy: the results are the device's argmax instead of logits.
+    draws: the results are candidates instead of logits; numpy shape [n_out, DRAW_WORDS].
     tree: which row each row continues; only in a verify pass, see `verify`.
     """
 
@@ -34,6 +38,7 @@ class Batch:
     all_rows: bool = False
     greedy: bool = False
     tree: Tree | None = None
+    draws: npt.NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         """Check what would otherwise give wrong results.
@@ -83,6 +88,13 @@ class Batch:
         tree = Tree(check_parents(rows), given)
         tokens = np.where(padding, tokens[:, :1], tokens)
         return cls(tokens, tuple(slots), Kind.VERIFY, all_rows=True, greedy=greedy, tree=tree)
+
+    @property
+    def results(self) -> Results:
+        """What the pass returns for each row that has results."""
+        if self.greedy:
+            return _ARGMAX
+        return _LOGITS if self.draws is None else _CANDIDATES
 
     @property
     def rules(self) -> MissRules:

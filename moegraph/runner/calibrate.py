@@ -8,11 +8,13 @@ import numpy as np
 
 from ..experts.cost import MissCosts
 from ..ggml.lib import C
-from ..kinds import MAX_CPU_ROWS
 from ..resident.layout import N_STAGING
 from ..resident.stage import Stage
 from .cpu_experts import CpuExperts
 from .upload import Uploader
+
+# Rows of an expert that the CPU computes for the cost of a further row: a missing expert has few.
+_ROWS = 4
 
 
 class LinkTimer:
@@ -57,6 +59,6 @@ def measure_costs(
         return MissCosts(move_s=move_s)
     on_cpu = [0.0] + [cpu_experts.measure(n) for n in range(1, n_used + 1)]
     streamed = [0.0] + [link.seconds(n) for n in range(1, n_used + 1)]
-    rows = MAX_CPU_ROWS // 2
-    per_row = (cpu_experts.measure(n_used, rows) / on_cpu[n_used] - 1.0) / (rows - 1)
+    more = cpu_experts.measure(n_used, _ROWS) / on_cpu[n_used] - 1.0
+    per_row = more / (_ROWS - 1)
     return MissCosts(tuple(on_cpu), tuple(streamed), max(per_row, 0.0), move_s)

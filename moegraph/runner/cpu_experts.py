@@ -5,7 +5,8 @@ computes its experts, and the device adds the result y in the graph `add_cpu`:
 
     compute:  mixer_router(l) | moe(l) ........ | y from the host | add_cpu(l): l_out += y
     readback:                   x, weights, ids
-    host:                                   CPU threads: y = weighted sum of the experts over x
+    CPU threads:                            y = weighted sum of the experts over x
+    host:                                   enqueues uploads, then computes as one of the threads
 """
 
 from __future__ import annotations
@@ -91,21 +92,31 @@ class CpuExperts(ABC):
     def compute(
         self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
     ) -> None:
-        """Compute the given experts of layer il into y, for the rows that chose them.
+        """Do as `begin`, then `end`."""
+        self.begin(il, ids, experts, n_tokens)
+        self.end()
+
+    def begin(
+        self, il: int, ids: npt.NDArray[np.int32], experts: Sequence[int], n_tokens: int
+    ) -> None:
+        """Begin to compute experts of layer il into y, for the rows that chose them.
 
         ids: the choice of all rows, [n_tokens * n_expert_used]. x and weights are set.
         """
         at, on_cpu = self._offsets["ids"], set(experts)
         cpu_ids = self._host.array[at : at + ids.nbytes].view(np.int32)
         cpu_ids[:] = [expert if expert in on_cpu else -1 for expert in ids.tolist()]
-        self._run(il, n_tokens)
+        self._begin(il, n_tokens)
 
     def _prepare(self, il: int, n_tokens: int) -> None:  # noqa: B027 - most have nothing to do
         """Do now what the first `compute` with n_tokens rows in layer il would have to prepare."""
 
     @abstractmethod
-    def _run(self, il: int, n_tokens: int) -> None:
-        """Compute y from x, weights and ids; an id of -1 is skipped."""
+    def _begin(self, il: int, n_tokens: int) -> None:
+        """Begin to compute y from x, weights and ids; an id of -1 is skipped."""
+
+    def end(self) -> None:  # noqa: B027 - where `begin` computes all, nothing is left
+        """Wait until y is there."""
 
     def measure(self, n_experts: int, n_tokens: int = 1, repeat: int = 6) -> float:
         """Return the median seconds of computing n_experts experts that all rows chose.
@@ -144,9 +155,13 @@ class KernelCpuExperts(CpuExperts):
         kinds = {"x": "float *", "ids": "int32_t *", "weights": "float *", "y": "float *"}
         self._at = {name: ffi.cast(kind, self.address(name)) for name, kind in kinds.items()}
 
-    def _run(self, il: int, n_tokens: int) -> None:
+    def _begin(self, il: int, n_tokens: int) -> None:
         at = self._at
-        self._ffn.compute(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
+        self._ffn.begin(self._layers[il], at["x"], at["ids"], at["weights"], n_tokens, at["y"])
+
+    def end(self) -> None:
+        """Compute with the threads what is left."""
+        self._ffn.end()
 
     def close(self) -> None:
         """Stop the threads and free the host memory."""

@@ -44,7 +44,7 @@ class GraphCpuExperts(CpuExperts):
     def _prepare(self, il: int, n_tokens: int) -> None:
         self._graph(il, n_tokens)
 
-    def _run(self, il: int, n_tokens: int) -> None:
+    def _begin(self, il: int, n_tokens: int) -> None:
         graph = self._graph(il, n_tokens).graph
         status = C.mg_launch(self._device.compute.ptr, graph, ffi.NULL, 0)
         self._device.check(status, f"the experts of layer {il} on the CPU")

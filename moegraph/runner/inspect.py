@@ -11,6 +11,7 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import F16, F32, I32, Builder, Tensor, shape
+from ..graphs.head import Results
 from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
@@ -42,7 +43,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     n_nodes = n_nodes_whole(stage)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
-        build_whole(builder, stage, runner._inputs, runner.hidden, at, True)
+        build_whole(builder, stage, runner._inputs, runner.hidden, at, Results.ARGMAX)
         raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
         if raw == ffi.NULL:
             raise OutOfDeviceMemory(

@@ -24,7 +24,7 @@ from ..graphs.experts import (
     build_fetched_slots,
     build_slots,
 )
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
@@ -118,7 +118,11 @@ class LayerGraphs:
     def may_lack(self, il: int, mode: MissMode) -> bool:
         """Return whether `moe` of a layer may have to leave experts out."""
         is_partial = self._stage.banks.n_slots[il] < self._stage.hp.n_expert
-        return is_partial and il not in mode.fetch_layers
+        return is_partial and (il not in mode.fetch_layers or il in mode.short_layers)
+
+    def exports(self, il: int, mode: MissMode) -> bool:
+        """Return whether the CPU may have to compute experts of a layer."""
+        return mode.cpu and il not in mode.fetch_layers and self.may_lack(il, mode)
 
     def is_predicted(self, il: int, mode: MissMode) -> bool:
         """Return whether the choice of layer il is predicted one layer earlier."""
@@ -142,14 +146,11 @@ class LayerGraphs:
                 predict = partial(self._predict, b, il + 1)
             r = build_mixer_router(b, stage, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
-            may_lack = self.may_lack(il, mode)
-            self._export(b, r, ids, il, may_lack and mode.cpu)
-            if may_lack:
-                self._moe_that_may_lack(b, r, ids, il)
+            self._export(b, r, ids, il, self.exports(il, mode))
+            slots = self._slots(b, ids, il, mode)
+            if self.may_lack(il, mode):
+                self._moe_that_may_lack(b, r, slots, il)
                 return
-            slots = ids  # in a full layer, the slot of an expert is its id
-            if self._misses and il in mode.fetch_layers:
-                slots = build_fetched_slots(b, stage.banks, il, ids, self._misses.source(il))
             x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
         self._put_outputs(b, x, layers[-1])
 
@@ -167,13 +168,21 @@ class LayerGraphs:
         hp, w = self._stage.hp, self._stage.weights.layer(il)
         self._readback.export_prediction(b, build_prediction(b, hp, w, cur), il)
 
-    def _moe_that_may_lack(self, b: Builder, r: Routed, ids: Tensor, il: int) -> None:
+    def _slots(self, b: Builder, ids: Tensor, il: int, mode: MissMode) -> Tensor:
+        """Append the look-up of slots; missing experts are fetched, or get slot -1."""
+        banks = self._stage.banks
+        if self._misses and il in mode.fetch_layers:
+            return build_fetched_slots(b, banks, il, ids, self._misses.source(il))
+        if self.may_lack(il, mode):
+            return build_slots(b, banks.tables[il], ids)
+        return ids  # in a full layer, the slot of an expert is its id
+
+    def _moe_that_may_lack(self, b: Builder, r: Routed, slots: Tensor, il: int) -> None:
         """Append `moe` over the resident experts; put what the completing graphs need."""
         c, stage = self.carry, self._stage
         bank = stage.banks.layer(il)
         c.put(r.post_norm, "post_norm")
         c.put(r.routing.weights_data, "weights")
-        slots = build_slots(b, stage.banks.tables[il], ids)
         if not self._sums_last:
             x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
             self._put_outputs(b, x, il)
@@ -190,14 +199,14 @@ class LayerGraphs:
         weights = self.carry.leaf(b, "weights", F32, 1, self._stage.hp.n_expert_used, n_tokens)
         return self._embd(b, "post_norm", n_tokens), weights
 
-    def head(self, b: Builder, shape: PassShape, greedy: bool) -> HeadOutputs | None:
+    def head(self, b: Builder, shape: PassShape, results: Results) -> HeadOutputs | None:
         """Append the head, if there is one; it reads the norm that completes the last layer."""
         head = self._stage.weights.head
         if head is None:
             return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
-        out_ids = self._inputs.leaves(b, shape).out_ids
-        return build_head(b, head, norm, out_ids, greedy)
+        inp = self._inputs.leaves(b, shape)
+        return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 
     def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:
         """Put layer il's output, and append and put the norm that follows it in this stage.

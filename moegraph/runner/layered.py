@@ -10,11 +10,12 @@ A layer that may lack experts:
 device, so it does not wait for the host. A small kernel that runs beside `moe` writes the ids into
 host memory. The host watches that memory and has the whole of `moe` to act on the ids.
 
-In a pass of one row, a graph may fetch its missing experts (misses.py). Such a layer counts as
-having all its experts. Elsewhere a missing expert has slot -1, and `moe` leaves it out. The graphs
-`add_uploaded` and `add_cpu` add it before the next layer is enqueued. On CUDA they add to the
-layer's output. On the CPU device, results must be bit-equal whatever is resident: there, these
-graphs only make the rows of single experts, and `sum_rows` sums them in routing order.
+In a pass of up to 32 rows, a graph may fetch its missing experts (misses.py). Such a layer counts
+as having all its experts, unless its slots may not suffice. A missing expert that is not fetched
+has slot -1, and `moe` leaves it out. The graphs `add_uploaded` and `add_cpu` add it before the next
+layer is enqueued. On CUDA they add to the layer's output. On the CPU device, results must be
+bit-equal whatever is resident: there, these graphs only make the rows of single experts, and
+`sum_rows` sums them in routing order.
 
 After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
 into one graph, in which only the last layer may lack experts. The host reads the ids of the others
@@ -122,9 +123,16 @@ class LayeredRunner(Runner):
             OutOfDeviceMemory: the intermediates do not fit.
         """
         shape = self._largest
-        self.plans.get(shape, True, self.residency.miss_mode(Kind.PREFILL, shape.n_tokens))
+        mode = self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
+        self.plans.get(shape, self._largest_results, mode)
         if self.sweeps:
             self.sweeps.reserve()
+
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        shape = self.shape_of(batch)
+        mode = self.residency.miss_mode(batch.kind, shape.n_tokens)
+        self.plans.get(shape, batch.results, mode)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self.recover()
@@ -133,7 +141,7 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.greedy, plan.mode)
+            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
             self._is_real = None
             if batch.tree and batch.tree.is_ragged:
                 rows = batch.tree.real.reshape(-1)
@@ -190,7 +198,7 @@ class LayeredRunner(Runner):
                 unread = None
         head = launches.head
         if head:
-            reads, n_reads = self._result_reads(shape, head.outputs, batch.greedy)
+            reads, n_reads = self._result_reads(head.outputs)
             status = C.mg_launch(self.device.compute.ptr, head.graph, reads, n_reads)
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
@@ -235,13 +243,14 @@ class LayeredRunner(Runner):
             if is_real is not None:
                 real, ids = ids[is_real], np.where(is_real, ids, -1)
             if misses and il in step.fetch_layers:
-                fetched, row = residency.fetched(il, real)
-                if fetched or row:
-                    misses.fetched(il, fetched, row)
+                done = residency.fetched(il, host_ids.ids, None if is_real is None else real)
+                if done.experts or done.row:
+                    misses.fetched(il, done.experts, done.row)
+                plan = done.rest
             else:
                 plan = residency.routed(il, real)
-                if plan and misses and step.add:
-                    misses.carry_out(il, plan, ids, n_tokens, step.add)
+            if plan and misses and step.add:
+                misses.carry_out(il, plan, ids, n_tokens, step.add)
             if step.sum_rows and il == step.lacking:
                 status = C.mg_launch(self.device.compute.ptr, step.sum_rows.graph, ffi.NULL, 0)
                 if status:

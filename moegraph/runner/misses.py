@@ -1,8 +1,9 @@
 """Carries out what `Residency` decides about missing experts: uploads, tables, CPU, graphs.
 
-In a pass of one row, the graph of a layer can fetch its missing experts, if they are in pinned
-memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host reads the
-ids later and records what the graph did.
+In a pass of up to 32 rows, the graph of a layer can fetch its missing experts, if they are in
+pinned memory: they go into the slots of the victims that `Residency.begin_pass` chose. The host
+reads the ids later and records what the graph did. If there were too few victims, the rest goes
+through staging.
 
 Otherwise the expert FFN of layer l runs without the missing experts. Meanwhile the host uploads
 them (upload.py), or the CPU computes them (cpu_experts.py), and the graphs `add_uploaded` and
@@ -29,7 +30,7 @@ from ..experts.passplan import LayerPlan, Pairs, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
-from ..ggml.ops import MAX_FETCH_IDS, Tensor
+from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
 from ..resident.bank import Bank
@@ -87,7 +88,7 @@ class MissHandler:
         self.residency = Residency(
             cache,
             ways,
-            fetchable=self.store.rows if n_used <= MAX_FETCH_IDS else (),
+            fetchable=self.store.rows,
             n_prefetch_slots=stage.banks.n_prefetch_slots,
             move_s=costs.move_s,
         )
@@ -170,30 +171,25 @@ class MissHandler:
 
         ids: I32 [n_tokens * n_expert_used], the pass's choice in layer il.
         """
+        cpu = self.cpu_experts if plan.on_cpu else None
+        if cpu:  # its threads compute while the uploads are enqueued
+            cpu.begin(il, ids, plan.on_cpu, n_tokens)
         if plan.admitted:
             own = _planned(graphs.own, il)
             self._upload.add(il, plan.admitted, ids, own, plan.prefetched)
         if plan.staged:
             self._upload.add_staged(il, plan.staged, ids, graphs.staging, plan.prefetched)
         if plan.on_cpu:
-            self._compute_on_cpu(il, plan.on_cpu, ids, n_tokens, _planned(graphs.cpu, il))
+            self._add_from_cpu(il, cpu, _planned(graphs.cpu, il))
+            self.n_cpu_experts += len(plan.on_cpu)
         if plan.promoted:
             self._upload.promote(il, plan.promoted)
 
-    def _compute_on_cpu(
-        self,
-        il: int,
-        experts: list[int],
-        ids: npt.NDArray[np.int32],
-        n_tokens: int,
-        graph: BuiltGraph,
-    ) -> None:
-        """Compute experts on the CPU and have the device add the result."""
-        cpu = self.cpu_experts
+    def _add_from_cpu(self, il: int, cpu: CpuExperts | None, graph: BuiltGraph) -> None:
+        """Have the device add what the CPU has begun to compute."""
         if cpu is None:
             raise InternalError(f"layer {il}: there is a graph add_cpu but no CpuExperts")
-        cpu.compute(il, ids, experts, n_tokens)
-        self.n_cpu_experts += len(experts)
+        cpu.end()
         y = graph.outputs
         C.ggml_backend_tensor_set_async(
             self._device.compute.ptr, y, cpu.address("y"), 0, C.ggml_nbytes(y)

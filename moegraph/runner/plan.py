@@ -12,6 +12,7 @@ from functools import partial
 
 from ..experts.passplan import MissMode
 from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.head import Results
 from ..graphs.inputs import PAGED, PassShape
 from ..resident.stage import Stage
 from .layer_graphs import LayerGraphs
@@ -24,7 +25,7 @@ _MAX_PLANS = 1024
 # _QUICK_ROWS rows. A short first graph lets the device start early, and a prompt is cancelled
 # between graphs. Few rows are quick, and each graph boundary costs about 5 us on CUDA.
 MERGED, MERGED_LATER = 4, 64
-_QUICK_ROWS = 8
+_QUICK_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,21 @@ class LaunchPlans:
         self._sums_last = sums_last
         # upper bounds; the second one also holds for add_uploaded and sum_rows
         self._n_nodes_mixer_router, self._n_nodes_moe = 160, 48 + 3 * stage.hp.n_expert_used
-        self._plans: OrderedDict[tuple[PassShape, bool, MissMode], LaunchPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[PassShape, Results, MissMode], LaunchPlan] = OrderedDict()
         self.n_planned = 0
         self._n_dropped = 0  # graphs that the cache had dropped when `_plans` was last cleared
 
-    def get(self, shape: PassShape, greedy: bool, mode: MissMode) -> LaunchPlan:
+    def get(self, shape: PassShape, results: Results, mode: MissMode) -> LaunchPlan:
         """Return the launch plan of a pass.
 
         Building a graph can move the shared block and make earlier graphs stale: then try again.
         """
-        key, graphs = (shape, greedy, mode), self._graphs
+        key, graphs = (shape, results, mode), self._graphs
         plan = self._plans.get(key)
         while plan is None or plan.generation != graphs.generation:
             generation = graphs.generation
             plan = self._plans[key] = LaunchPlan(
-                self._steps(shape, mode), self._head(shape, greedy), generation
+                self._steps(shape, mode), self._head(shape, results), generation
             )
             self.n_planned += 1
             if self._n_dropped != graphs.n_dropped:
@@ -136,8 +137,9 @@ class LaunchPlans:
         fetch_layers = mode.fetch_layers & frozenset(layers)
         predicts = any(graphs.is_predicted(il + 1, mode) for il in layers)
         il, may_lack = layers[-1], graphs.may_lack(layers[-1], mode)
+        exports = graphs.exports(il, mode)
         graph = self._graphs.get(
-            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack and mode.cpu),
+            ("layers", layers, layer_shape, predicts, fetch_layers, may_lack, exports),
             len(layers) * (self._n_nodes_mixer_router + self._n_nodes_moe),
             lambda b: graphs.layers(b, layer_shape, layers, mode),
         )
@@ -159,7 +161,7 @@ class LaunchPlans:
         """Return the graphs that add the missing experts of layer il."""
         graphs, banks = self._layer_graphs, self._stage.banks
         named = {f"staging{turn}": banks.staging(il, turn) for turn in range(2)}
-        if mode.admits and banks.n_slots[il]:
+        if mode.admits and banks.n_slots[il] and il not in mode.fetch_layers:
             named["own"] = banks.layer(il)
         add = {
             name: self._graphs.get(
@@ -170,17 +172,17 @@ class LaunchPlans:
             for name, bank in named.items()
         }
         cpu = None
-        if mode.cpu:
+        if graphs.exports(il, mode):
             cpu = self._graphs.get(
                 ("add_cpu", il, n_tokens), 16, lambda b: graphs.add_cpu(b, n_tokens, il)
             )
         return AddGraphs((add["staging0"], add["staging1"]), add.get("own"), cpu)
 
-    def _head(self, shape: PassShape, greedy: bool) -> BuiltGraph | None:
+    def _head(self, shape: PassShape, results: Results) -> BuiltGraph | None:
         if not self._stage.has_head:
             return None
         return self._graphs.get(
-            ("head", shape.n_tokens, shape.n_out, greedy),
+            ("head", shape.n_tokens, shape.n_out, results),
             64,
-            lambda b: self._layer_graphs.head(b, shape, greedy),
+            lambda b: self._layer_graphs.head(b, shape, results),
         )

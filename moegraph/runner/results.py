@@ -1,4 +1,4 @@
-"""Results of a pass or a prompt in host memory: a check of each row, then argmax or logits."""
+"""Results of a pass or a prompt in host memory: a check of each row, then what was asked for."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError, NativeError
-from ..ggml.device import Device
-from ..ggml.lib import ffi
-from ..graphs.head import HeadOutputs
+from ..ggml.choose import TOTAL_WORD
+from ..ggml.device import Device, HostBuffer
+from ..ggml.lib import C, ffi
+from ..graphs.head import HeadOutputs, Results
 from ..units import round_up
 
+# members of an Enum are slow to look up
+_LOGITS, _ARGMAX = Results.LOGITS, Results.ARGMAX
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class Output:
-    """Results of one pass: argmax I32 [n_out] if greedy, else logits F32, numpy shape [n_out,
-    n_vocab].
+    """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
+    candidates I32 [n_out, n]; none of them if the stage has no head.
 
-    Both are copies.
+    All are copies.
     """
 
-    argmax: npt.NDArray[np.int32] | None
-    logits: npt.NDArray[np.float32] | None
+    argmax: npt.NDArray[np.int32] | None = None
+    logits: npt.NDArray[np.float32] | None = None
+    candidates: npt.NDArray[np.int32] | None = None
 
     def require_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits, F32, numpy shape [n_out, n_vocab].
 
         Raises:
-            InternalError: the pass was greedy.
+            InternalError: the pass returned something else.
         """
         if self.logits is None:
-            raise InternalError("a greedy pass has no logits")
+            raise InternalError("the pass did not return logits")
         return self.logits
 
 
@@ -52,52 +56,86 @@ class NotFinite(NativeError):
         self.output = output
 
 
-class Results:
-    """Pinned memory for the results of one pass at a time; it grows when it must."""
+class ResultMemory:
+    """Pinned memory for the results of one head at a time; it grows when it must."""
 
     def __init__(self, device: Device, n_vocab: int) -> None:
         self._device, self._n_vocab = device, n_vocab
-        self._host = device.host_buffer(4096)
+        self._host, self._n_bytes = device.host_buffer(16384), 0
+        self._head: HeadOutputs | None = None  # launched last, while its tensors are intact
+        self._reads: Any = None  # the copies of `_reads_of` to the host
+        self._reads_of: HeadOutputs | None = None
+        self._logits: HostBuffer | None = None  # a row that `logits` has read
 
-    def grow(self, n_out: int, greedy: bool) -> None:
-        """Make room for the results of n_out rows, before the pass is launched."""
-        needed = round_up(4 * n_out, _ALIGN) + self._row_bytes(greedy) * n_out
-        if needed > self._host.array.nbytes:
+    def forget(self) -> None:
+        """Note that something is computed: the logits on the device are lost."""
+        self._head = None
+
+    def reads(self, head: HeadOutputs) -> Any:
+        """Return the two copies of a head's results to the host: check, then main."""
+        if head is not self._reads_of:  # not as for the token before
+            n_check = C.ggml_nbytes(head.check)
+            n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
+            self._grow(body + n_main)
+            self._n_bytes = body + n_main
+            self._reads = ffi.new(
+                "struct mg_readback[2]",
+                [
+                    {"src": head.check, "dst": self._host.address(), "size": n_check},
+                    {"src": head.main, "dst": self._host.address(body), "size": n_main},
+                ],
+            )
+            self._reads_of = head
+        self._head = head
+        return self._reads
+
+    def _grow(self, n_bytes: int) -> None:
+        if n_bytes > self._host.array.nbytes:
             larger = self._device.host_buffer(
-                needed
+                n_bytes
             )  # first: if it fails, the old memory stays usable
             self._device.synchronize()
             smaller, self._host = self._host, larger
             smaller.close()
 
-    def _row_bytes(self, greedy: bool) -> int:
-        return 4 if greedy else 4 * self._n_vocab
-
-    def reads(self, n_out: int, head: HeadOutputs, greedy: bool) -> Any:
-        """Return the two copies of the head's results to the host: check, then argmax or logits."""
-        body = round_up(4 * n_out, _ALIGN)
-        main = head.argmax if greedy else head.logits
-        size = self._row_bytes(greedy) * n_out
-        return ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": head.check, "dst": self._host.address(), "size": 4 * n_out},
-                {"src": main, "dst": self._host.address(body), "size": size},
-            ],
+    def read(self, kind: Results, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
+        """Return the results that have arrived, and which rows of them are finite."""
+        host = self._host.array
+        finite = np.isfinite(host[: 4 * n_out].view(np.float32))
+        body = host[round_up(4 * n_out, _ALIGN) : self._n_bytes]
+        if kind is _ARGMAX:
+            return Output(argmax=body.view(np.int32).copy()), finite
+        rows = body.reshape(n_out, -1)
+        if kind is _LOGITS:
+            logits = rows.view(np.float32).copy()
+            return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
+        candidates = rows.view(np.int32).copy()
+        return Output(candidates=candidates), finite & np.isfinite(
+            candidates.view(np.float32)[:, TOTAL_WORD]
         )
 
-    def read(self, n_out: int, greedy: bool) -> tuple[Output, npt.NDArray[np.bool_]]:
-        """Return copies of the results that have arrived, and which rows are finite."""
-        host = self._host.array
-        check = host[: 4 * n_out].view(np.float32)
-        body = host[round_up(4 * n_out, _ALIGN) :]
-        finite = np.isfinite(check)
-        if greedy:
-            return Output(body[: 4 * n_out].view(np.int32).copy(), None), finite
-        n_vocab = self._n_vocab
-        logits = body[: 4 * n_out * n_vocab].view(np.float32).reshape(n_out, n_vocab).copy()
-        return Output(None, logits), finite & np.isfinite(logits.sum(axis=1))
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the head that was launched last, F32 [n_vocab].
+
+        The memory is used again by the next call.
+
+        Raises:
+            InternalError: something was computed since, or there is no such row.
+        """
+        head, n_vocab = self._head, self._n_vocab
+        if head is None or not 0 <= row < head.logits.ne[1]:
+            raise InternalError(f"the logits of row {row} are not on the device any more")
+        if self._logits is None:
+            self._logits = self._device.host_buffer(4 * n_vocab)
+        compute = self._device.compute.ptr
+        C.ggml_backend_tensor_get_async(
+            compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
+        )
+        C.ggml_backend_synchronize(compute)
+        return self._logits.array.view(np.float32)
 
     def close(self) -> None:
         """Free the memory."""
         self._host.close()
+        if self._logits:
+            self._logits.close()

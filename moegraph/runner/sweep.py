@@ -31,6 +31,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
+from ..graphs.head import Results
 from ..kinds import SHORT_PROMPT, Kind
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
@@ -45,7 +46,8 @@ Tap = Callable[[Tensor, int, int], None]
 class SweepBatch:
     """What a sweep computes.
 
-    tokens: I32 numpy [n]. slot: the sequence that they continue. all_rows, greedy: as in `Batch`.
+    tokens: I32 numpy [n]. slot: the sequence that they continue. all_rows, greedy, draws: as in
+    `Batch`; draws only without all_rows.
     cuts: positions at which chunks are cut and the recurrent states copied: snapshots there are in
     `Sweep.snapshots` once it has ended. taps: layer -> called with the outputs of that layer for
     some rows: F32 [n_embd, at least n], n, and the position of the first row. The call enqueues on
@@ -56,8 +58,16 @@ class SweepBatch:
     slot: int = 0
     all_rows: bool = False
     greedy: bool = False
+    draws: npt.NDArray[np.int32] | None = None
     cuts: Sequence[int] = ()
     taps: Mapping[int, Tap] = field(default_factory=dict)
+
+    @property
+    def results(self) -> Results:
+        """What the prompt returns for each row that has results."""
+        if self.greedy:
+            return Results.ARGMAX
+        return Results.LOGITS if self.draws is None else Results.CANDIDATES
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,14 @@ def cut_parts(chunks: Sequence[tuple[int, int]], n_rows: int, n_chunks: int) -> 
         parts[-1].append(_Chunk(n_used, n, first))
         n_used += n
     return parts
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    """Return the results of all chunks as one: argmax, or logits."""
+    argmax = [o.argmax for o in outputs if o.argmax is not None]
+    if argmax:
+        return Output(argmax=np.concatenate(argmax))
+    return Output(logits=np.concatenate([o.require_logits() for o in outputs]))
 
 
 class Sweep:
@@ -135,6 +153,7 @@ class Sweep:
         """Copy the state of the sequence, to go back to; after any error call `cancel`."""
         state = self._state
         self.is_open = True
+        self._s.results.forget()
         if self.n_past:
             self._before = state.snapshot(self.slot)
         for cut in self.batch.cuts:
@@ -432,15 +451,16 @@ class Sweep:
 
     def _head(self, row: int, n: int) -> Output:
         """Compute the head for rows of the part, and wait for it."""
-        s, greedy = self._s, self.batch.greedy
-        s.results.grow(n, greedy)
-        built = s.graphs.head(n, greedy)
+        s, kind, draws = self._s, self.batch.results, self.batch.draws
+        built = s.graphs.head(n, kind)
         s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)
-        self._launch(built, "the output head", s.results.reads(n, built.outputs, greedy), 2)
+        if draws is not None:
+            s.memory.inputs.send_draws(draws)
+        self._launch(built, "the output head", s.results.reads(built.outputs), 2)
         start = time.perf_counter()
         C.ggml_backend_synchronize(s.device.compute.ptr)
         s.spent("wait", start)
-        output, finite = s.results.read(n, greedy)
+        output, finite = s.results.read(kind, n)
         if not finite.all():
             message = f"{s.device.name} computed logits that are not finite"
             raise NotFinite(message, (self.slot,), output)
@@ -449,11 +469,7 @@ class Sweep:
     def _end(self, outputs: list[Output]) -> None:
         """Close the sweep; its sequence has all rows."""
         s = self._s
-        if self.batch.greedy:
-            found = [o.argmax for o in outputs if o.argmax is not None]
-            self.output = Output(np.concatenate(found), None)
-        else:
-            self.output = Output(None, np.concatenate([o.require_logits() for o in outputs]))
+        self.output = outputs[0] if len(outputs) == 1 else _joined(outputs)
         if s.residency is not None:
             s.residency.end_pass(0.0)
         self._state.n_past[self.slot] = self.n_past + len(self.batch.tokens)

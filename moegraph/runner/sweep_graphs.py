@@ -17,7 +17,7 @@ from ..errors import InternalError
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.experts import build_expert_rows, build_slots
-from ..graphs.head import build_head
+from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, PassShape
 from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
@@ -104,16 +104,17 @@ class SweepGraphs:
             ("sum_rows", il, n), self._n_nodes_moe, lambda b: layer_graphs.sum_rows(b, n, il)
         )
 
-    def head(self, n: int, greedy: bool) -> BuiltGraph:
+    def head(self, n: int, results: Results) -> BuiltGraph:
         """Return `head` for the n rows that were copied to l_out."""
-        return self._graphs.get(("sweep head", n, greedy), 64, lambda b: self._head(b, n, greedy))
+        return self._graphs.get(("sweep head", n, results), 64, lambda b: self._head(b, n, results))
 
-    def _head(self, b: Builder, n: int, greedy: bool) -> object:
+    def _head(self, b: Builder, n: int, results: Results) -> object:
         m = self._stage
         norm = build_input_norm(b, m, self._hidden.leaf(b, n), m.hp.n_layer)
         if m.weights.head is None:
             raise InternalError("a sweep needs a stage with all layers")
-        return build_head(b, m.weights.head, norm, None, greedy)
+        draws = self._memory.inputs.draws(b) if results is Results.CANDIDATES else None
+        return build_head(b, m.weights.head, norm, None, draws, results)
 
     def _embd(self, b: Builder, name: str, n: int) -> Tensor:
         """Return a leaf F32 [n_embd, n] that reads the carry buffer of that name."""

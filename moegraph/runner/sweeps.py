@@ -22,7 +22,7 @@ from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .misses import MissHandler
-from .results import Results
+from .results import ResultMemory
 from .sweep_graphs import SweepGraphs
 from .sweep_memory import SweepMemory
 
@@ -44,7 +44,7 @@ class Sweeps:
         self,
         stage: Stage,
         graphs: GraphCache,
-        results: Results,
+        results: ResultMemory,
         max_rows: int,
         n_rows: int,
         hidden: HiddenRows | None = None,

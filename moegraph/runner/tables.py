@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ class SlotTables:
     """
 
     def __init__(self, stage: Stage) -> None:
-        hp, self._first = stage.hp, stage.layers.start
+        self._first = stage.layers.start
         self._device, self._banks = stage.device, stage.banks
         self._rows = HostRows(stage.device, len(stage.layers), stage.banks.table_stride)
-        self._n_expert, self._n_victims = hp.n_expert, 2 * hp.n_expert_used
+        self._n_expert, self._n_victims = stage.hp.n_expert, stage.banks.n_victims
         # as on the device: the rows of full layers never change
-        self._rows.array[:, : hp.n_expert] = np.arange(hp.n_expert)
+        self._rows.array[:, : self._n_expert] = np.arange(self._n_expert)
         self._is_due = False
 
     def write(self, changed: TableRow) -> None:
@@ -48,7 +49,9 @@ class SlotTables:
         row, n = self._rows.array[il - self._first], self._n_expert
         row[:n] = table
         if victims is not None:
-            row[n : n + self._n_victims].reshape(-1, 2)[:] = victims
+            n_listed = n + 2 * len(victims)
+            row[n:n_listed] = list(chain.from_iterable(victims))  # faster than an array of pairs
+            row[n_listed : n + 2 * self._n_victims] = -1  # a graph may read more than there are
         self._is_due = True
 
     def send(self) -> None:

@@ -8,7 +8,7 @@ from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
-from ..graphs.head import HeadOutputs, build_head
+from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import build_input_norm, build_mixer_router, build_moe
@@ -20,7 +20,7 @@ from .sweeps import Sweeps
 
 def build_whole(
     b: Builder, stage: Stage, inputs: InputBlock, hidden: HiddenRows | None, shape: PassShape,
-    greedy: bool,
+    results: Results,
 ) -> HeadOutputs | None:  # fmt: skip
     """Append every layer of a stage and its head; the slot of an expert is its id.
 
@@ -34,7 +34,7 @@ def build_whole(
         x = build_moe(b, stage, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
     if head:
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
-        return build_head(b, head, norm, inp.out_ids, greedy)
+        return build_head(b, head, norm, inp.out_ids, inp.draws, results)
     if hidden:
         hidden.put(x)
     return None
@@ -59,11 +59,11 @@ class WholeRunner(Runner):
             self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
-    def _get(self, shape: PassShape, greedy: bool) -> BuiltGraph:
+    def _get(self, shape: PassShape, results: Results) -> BuiltGraph:
         return self.graphs.get(
-            (shape, greedy),
+            (shape, results),
             n_nodes_whole(self.stage),
-            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, greedy),
+            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, results),
         )
 
     def reserve_graphs(self) -> None:
@@ -72,12 +72,16 @@ class WholeRunner(Runner):
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
-        self._get(self._largest, True)
+        self._get(self._largest, self._largest_results)
         if self.sweeps:
             self.sweeps.reserve()
 
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graph of a pass that will be submitted later, also while one is in flight."""
+        self._get(self.shape_of(batch), batch.results)
+
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        self._built = self._get(shape, batch.greedy)
+        self._built = self._get(shape, batch.results)
 
     def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
         if cancelled():
@@ -85,7 +89,7 @@ class WholeRunner(Runner):
         built = self._built
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
-        reads, n_reads = self._result_reads(shape, built.outputs, batch.greedy)
+        reads, n_reads = self._result_reads(built.outputs)
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 

@@ -300,7 +300,7 @@ static void wake(struct mg_cpu_ffn * c, int n) {
     }
 }
 
-// Sleep while no job is open. The caller of mg_cpu_ffn_compute wakes only one thread, because it has work to do, and
+// Sleep while no job is open. The caller of mg_cpu_ffn_begin wakes only one thread, because it has work to do, and
 // that thread wakes the others.
 static void sleep_until_open(struct mg_cpu_ffn * c) {
     atomic_fetch_add(&c->n_sleeping, 1);
@@ -385,8 +385,9 @@ static void share_out(struct mg_cpu_ffn * c) {
     atomic_init(&c->n_quant_left, n_units[QUANT]);
 }
 
-void mg_cpu_ffn_compute(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * layer, const float * x,
+void mg_cpu_ffn_begin(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * layer, const float * x,
         const int32_t * ids, const float * weights, int n_rows, float * y) {
+    mg_cpu_ffn_end(c); // a job that an interrupt kept the caller from ending
     c->x = x;
     c->weights = weights;
     c->y = y;
@@ -404,6 +405,12 @@ void mg_cpu_ffn_compute(struct mg_cpu_ffn * c, const struct mg_cpu_ffn_layer * l
     c->n_jobs += c->n_jobs + 1 ? 1 : 2; // never 0
     atomic_store(&c->open, c->n_jobs);
     wake(c, 1);
+}
+
+void mg_cpu_ffn_end(struct mg_cpu_ffn * c) {
+    if (!atomic_load(&c->open)) {
+        return;
+    }
     take_part(c, 0);
     // All units are claimed. A thread that still holds one is active; a thread that comes now finds the job closed.
     atomic_store(&c->open, 0);

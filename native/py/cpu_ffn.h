@@ -32,14 +32,17 @@ struct mg_cpu_ffn_layer {
 
 struct mg_cpu_ffn;
 
-// Starts n_threads - 1 threads; the caller of mg_cpu_ffn_compute is one more. NULL if memory or threads run out.
+// Starts n_threads - 1 threads; the caller of mg_cpu_ffn_end is one more. NULL if memory or threads run out.
 struct mg_cpu_ffn * mg_cpu_ffn_new(int n_threads, int n_embd, int n_ff, int n_expert_used, int max_rows);
 void mg_cpu_ffn_free(struct mg_cpu_ffn * ffn);
 
 // Writes to y [n_embd, n_rows] the sum over k of weights[k] times the FFN of expert ids[k] on x [n_embd, n_rows]. ids
-// and weights are [n_expert_used, n_rows]. An id outside [0, n_expert) adds nothing. Not reentrant: one call at a time.
-void mg_cpu_ffn_compute(struct mg_cpu_ffn * ffn, const struct mg_cpu_ffn_layer * layer, const float * x,
+// and weights are [n_expert_used, n_rows]. An id outside [0, n_expert) adds nothing. The threads compute from `begin`
+// on; `end` takes part in what is left, and y is there when it returns. All arguments stay as they are until then. One
+// job at a time, from one thread; `end` without a job does nothing.
+void mg_cpu_ffn_begin(struct mg_cpu_ffn * ffn, const struct mg_cpu_ffn_layer * layer, const float * x,
         const int32_t * ids, const float * weights, int n_rows, float * y);
+void mg_cpu_ffn_end(struct mg_cpu_ffn * ffn);
 
 #ifdef __cplusplus
 }

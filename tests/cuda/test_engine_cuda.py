@@ -14,6 +14,7 @@ from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import OutOfDeviceMemory
 from moegraph.ggml.handles import live_handles
+from moegraph.kinds import Kind
 
 CUTS = [0, 1, 2, 3, 5, 8, 15, 16, 24, 64, 65, 97, 98, 99, 100]
 
@@ -111,6 +112,40 @@ def test_graphs_that_fetch_by_themselves_equal_whole(open_cuda, preset, policy):
     engine.runner.cache.check()
     stats = engine.runner.cache.stats
     assert stats.admitted.sum() == stats.missing.sum() > 300
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("preset", ["mini35b", "legacy32", "kquant40", "iq64", "mxfp256"])
+def test_rows_whose_graphs_fetch_equal_whole(open_cuda, preset, n):
+    """To the bit where each id has a slot; else what the slots do not hold is added to a sum."""
+    whole, on_cpu = open_cuda(preset, n_seq=n), open_cuda(preset, n_seq=n, device="cpu")
+    hp = whole.hparams
+    each = min(n * hp.n_expert_used, hp.n_expert - 2)
+    engine = open_cuda(preset, n_seq=n, cache_slots=hp.n_layer * each, policy="lru", miss="stream")
+    engine.runner.residency.guard = None
+    mode = engine.runner.residency.miss_mode(Kind.DECODE, n)
+    assert mode.fetch_layers == set(range(hp.n_layer))
+    rng = np.random.default_rng(n)
+    passes = []
+    for turn in range(24):
+        ids, slots = rng.integers(0, 1000, (n, 1)).astype(np.int32), rng.permutation(n).tolist()
+        rows = []
+        for one in (engine, whole, on_cpu):
+            if turn % 3 == 2:  # one drafted row of each sequence, which is taken
+                one.passes.verify(ids, slots, greedy=False)
+                rows.append(one.collect().require_logits())
+                for slot in slots:
+                    one.passes.commit(slot, [0])
+            else:
+                rows.append(one.forward(ids, slots).logits)
+        if not mode.short_layers:
+            np.testing.assert_array_equal(rows[0], rows[1], err_msg=f"pass {turn}")
+        passes.append(rows)
+    got, expected, other = (np.concatenate(part) for part in zip(*passes))
+    # the same file on the CPU: how far apart two correct computations are for this model
+    assert nmse(got, expected) <= 2 * nmse(other, expected)
+    engine.runner.cache.check()
+    assert engine.runner.cache.stats.admitted.sum() > 0
 
 
 @pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 60}])

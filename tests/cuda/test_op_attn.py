@@ -127,6 +127,37 @@ def test_the_bits_of_a_row_depend_on_its_keys_alone(
             assert same_bits(run(device, case.take([*others, int(i)]))[-1], together[i]), rows[i]
 
 
+def shared(rng: np.random.Generator) -> dict[str, list[Row]]:
+    """Return rows that have splits in common, at their ends too, and some that only seem to."""
+    once = tree(rng, 0, 130, 16)
+    return {
+        "a chain": chain(0, 77, 32),
+        "a chain within one split": chain(0, 1, 7),
+        "a chain over two sizes of splits": chain(0, 2035, 32),
+        "the same rows twice": [*once, *once],
+        "branches of one row": [Row(0, 100, (0, *((i,) if i else ()))) for i in range(32)],
+        "rows without a path": [Row(0, 96, ()), *chain(0, 96, 3), Row(0, 96, ()), PADDING],
+        "paths that part and meet": [Row(0, 60, (i % 3, 3, 4, 5 + i)[: 1 + i]) for i in range(12)],
+        "other ends of what is committed": [*chain(0, 64, 4), *chain(0, 65, 4), *chain(1, 64, 4)],
+    }
+
+
+@pytest.mark.parametrize("what", shared(np.random.default_rng(0)))
+@pytest.mark.parametrize("heads", HEADS[::3], ids=lambda h: "-".join(str(n) for n in h))
+def test_rows_that_share_splits_have_the_bits_of_rows_alone(
+    heads: Heads, what: str, device: Device
+) -> None:
+    rng = np.random.default_rng(6)
+    rows = shared(rng)[what]
+    for kinds in (("F16", "F16"), ("Q8_0", "Q4_0")):
+        case = make_case(rng, rows, heads, kinds, 16)
+        together = run(device, case)
+        assert error(together, case.expected()) < BOUND
+        for i, row in enumerate(rows):
+            if row.n_keys:
+                assert same_bits(run(device, moved(case.take([i]), rng))[0], together[i]), row
+
+
 def test_a_captured_graph_takes_other_lengths(device: Device) -> None:
     """One graph, captured after its first runs, over a pool that all cases share."""
     rng = np.random.default_rng(4)

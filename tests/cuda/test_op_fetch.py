@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
+from helpers.fetch_case import ANY, CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.ops import MAX_FETCH_IDS
@@ -35,12 +35,12 @@ def test_each_case_gives_its_rows_and_bytes(name: str, pinned: bool, device: Dev
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, MAX_FETCH_IDS])
+@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, 64, 129, MAX_FETCH_IDS])
 def test_any_lookup_is_the_models(n_ids: int, pinned: bool, device: Device) -> None:
     """Replays of one graph see other ids, tables and rows to give up each time."""
     rng = np.random.default_rng(n_ids)
-    for n, n_rows, n_victims in ((100, 40, n_ids), (8, 8, 3), (100, 70, 64), (300, 1, 1)):
-        shape = Shape(n_ids, n_victims, n, n_rows, 1036, 4, 8)
+    for n, n_rows, n_victims in ANY:
+        shape = Shape(n_ids, n_victims or n_ids, n, n_rows, 1036, 4, 8)
         with Bench(device, shape, pinned) as bench:
             bench.fill(rng)
             for _ in range(30):
@@ -51,8 +51,8 @@ def test_any_lookup_is_the_models(n_ids: int, pinned: bool, device: Device) -> N
 def test_what_follows_in_the_graph_reads_the_new_bytes(pinned: bool, device: Device) -> None:
     """The product starts early where it may; it must not when rows are still being written."""
     rng = np.random.default_rng(1)
-    for m in (96 * Bench.K, 2 * MIB):
-        shape = Shape(8, 6, 24, 10, m, 4, 16)
+    for n_ids, m in ((8, 96 * Bench.K), (8, 2 * MIB), (64, 96 * Bench.K)):
+        shape = Shape(n_ids, n_ids - 2, 3 * n_ids, n_ids + 2, m, 4, 16)
         with Bench(device, shape, pinned, follows=True) as bench:
             for turn in range(30):
                 if turn % 3 == 0:

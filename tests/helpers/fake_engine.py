@@ -66,6 +66,7 @@ class FakeEngine:
         self.plan = SimpleNamespace(all_resident=True)
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
+        self.prefixes = SimpleNamespace(n_places=2, n_bytes=3 << 20)
         self.closed = False
         used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50, "threads_chosen": "measured",
                 "cpus_taken": 0.0}  # fmt: skip
@@ -112,6 +113,7 @@ class FakeEngine:
         progress: Callable[[str, int, int], None] | None = None,
         text: bool = True,
         reuse: bool = False,
+        marks: Iterable[int] = (),
     ) -> Iterator[GenerationEvent]:
         assert sampling is not None
         ids = list(prompt_ids)
@@ -119,6 +121,7 @@ class FakeEngine:
         self.calls.append(SimpleNamespace(
             ids=ids, prompt=bytes(ids).decode(errors="replace"), sampling=sampling,
             max_tokens=max_tokens, stop=stop, text=text, reuse=reuse,
+            marks=list(marks),
         ))  # fmt: skip
         sequence = Sequence(
             ids, n_ctx=self.n_ctx, max_tokens=max_tokens, stop=stop,
@@ -156,8 +159,8 @@ class FakeEngine:
                 yield event(None, sequence.cancel(), 0)
                 return
             token = answer[at] if at < len(answer) else END
-            text = sequence.append(token)
-            yield event(token, text, n_rows)
+            sequence.append(token)
+            yield event(token, sequence.tell(), n_rows)
             n_rows = 1
 
 

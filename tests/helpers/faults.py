@@ -17,6 +17,7 @@ FAULTS: dict[str, tuple[Any, type[MoegraphError]]] = {
     "ggml_backend_buft_alloc_buffer": (ffi.NULL, NativeError),
     "ggml_gallocr_new": (ffi.NULL, NativeError),
     "ggml_init": (ffi.NULL, NativeError),
+    "mg_pages_new": (ffi.NULL, NativeError),
     "mg_watch": (ffi.NULL, NativeError),
     "mg_graph_alloc": (False, OutOfDeviceMemory),
     "mg_launch": (FAILED, NativeError),

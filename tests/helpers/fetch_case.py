@@ -85,6 +85,10 @@ def random_lookup(rng: np.random.Generator, shape: Shape) -> Lookup:
     return Lookup.of(n, held, ids.tolist(), victims)
 
 
+# n, rows and victims (0: as many as ids) of look-ups: small, large, of many rows that miss much.
+ANY = ((100, 40, 0), (8, 8, 3), (100, 70, 64), (300, 1, 1), (256, 160, 160), (700, 256, 0))
+
+
 class Bench:
     """One graph that fetches, in memory of its own, launched as often as wanted.
 

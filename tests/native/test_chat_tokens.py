@@ -5,6 +5,9 @@ With the shipped model's own vocabulary; the scripted engine of tests/unit spell
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +67,47 @@ def test_the_token_that_ends_an_answer_is_no_text_and_the_next_turn_has_it_once(
         f"{START}user\none{END}\n{START}assistant\n{END}\n{START}user\ntwo{END}\n{START}assistant\n"
     )
     assert second["ids"].count(end) == 3
+
+
+# Drops the reasoning of earlier answers, as the templates of reasoning models do.
+REASONS = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- set said = m.content.split('</think>')[-1].lstrip() if loop.index0 < ns.last else m.content %}
+{{- '<|im_start|>' + m.role + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+
+
+def answers(folder: Path, *args: object) -> list[dict[str, Any]]:
+    """Talk with a template that drops reasoning; return the objects of --json."""
+    (folder / "t").write_text(REASONS)
+    said = chat(
+        "--chat-template-file", folder / "t", "-sys", "Be brief, and be kind to all readers.",
+        "-n", 8, "--json", "-q", *args, stdin="one\ntwo and three\nfour\nfive\n",
+    )  # fmt: skip
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def test_a_turn_reads_only_what_the_turn_before_did_not_have(
+    prompts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    found = answers(tmp_path)
+    assert found[0]["n_computed"] == found[0]["n_prompt"]
+    for before, now in pairwise(prompts):
+        shared = next(i for i, (a, b) in enumerate(zip(before["ids"], now["ids"])) if a != b)
+        answer = found[prompts.index(now)]
+        assert answer["n_computed"] == len(now["ids"]) - shared
+
+
+def test_the_answers_are_those_of_a_chat_that_keeps_nothing(
+    prompts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    kept, cold = (answers(tmp_path, "--cpu-reference", "--cache-ram", n) for n in (64, 0))
+    assert [a["answer"] + a["reasoning"] for a in kept] == [
+        a["answer"] + a["reasoning"] for a in cold
+    ]
+    assert all(a["n_computed"] == a["n_prompt"] for a in cold)
+    assert [p["ids"] for p in prompts[:4]] == [p["ids"] for p in prompts[4:]]

@@ -215,8 +215,9 @@ def test_a_model_larger_than_a_card_is_planned_for_usual_cards(need: Footprint) 
 def test_a_single_budget_shows_where_memory_goes() -> None:
     result = invoke("plan", "tiny", "--vram", "1", "--pin-layers", 2, "--cache-slots", 9)
     assert result.exit_code == 0, result.output
-    rows = [line.rsplit(maxsplit=2) for line in
-            result.stdout.partition("Device memory\n")[2].splitlines()]  # fmt: skip
+    device, _, host = result.stdout.partition("Device memory\n")[2].partition("\nHost memory\n")
+    assert "pinned, for the experts of layers that are not full" in host
+    rows = [line.rsplit(maxsplit=2) for line in device.splitlines()]
     assert [row[0].strip() for row in rows] == [
         "driver", "weights outside experts", "KV cache", "recurrent state", "compute buffers",
         "kernels and tables", "staging of experts", "experts of full layers", "expert slots",

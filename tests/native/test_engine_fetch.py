@@ -227,7 +227,7 @@ def test_experts_that_are_promoted_after_passes_of_several_rows_and_victims_agre
     open_engine, monkeypatch, prefetch_always, n_slots: int
 ) -> None:
     """The CPU computes what four sequences at once miss, and slots are reserved for later."""
-    monkeypatch.setattr(cost, "fetches_in_graph", lambda *_: True)
+    monkeypatch.setattr(cost, "fetches_in_graph", lambda *given: given[-1] == 1)  # of one row
     monkeypatch.setattr(cost, "streams_rare_misses", lambda *_: False)
     settings = {**FETCHING, "miss": "auto", "cache_slots": n_slots, "n_seq": 4}
     plain, engine = open_engine(PRESET, n_seq=4), open_engine(PRESET, **settings)

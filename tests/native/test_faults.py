@@ -64,9 +64,9 @@ def test_a_failure_while_loading_leaks_nothing(model_path, name, settings):
         assert live_handles() == before, f"call {at} of {name}"
         if library.n_calls < at:
             break
-    assert failures or name.startswith(("mg_launch", "mg_wait", "mg_upload")), (
-        "nothing was injected"
-    )
+    later = name.startswith(("mg_launch", "mg_wait", "mg_upload"))
+    unused = name == "mg_pages_new" and "host_pin" not in settings
+    assert failures or later or unused, "nothing was injected"
 
 
 def n_threads() -> int:

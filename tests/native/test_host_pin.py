@@ -14,12 +14,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.errors import ConfigError, NativeError
-from moegraph.ggml.device import Device
+from moegraph.ggml.device import Device, HostPages
 from moegraph.ggml.free_memory import HostMemory
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import MATRIX_TYPES
-from moegraph.resident import store as store_module
+from moegraph.resident import expertcopies
 from moegraph.resident.layout import Packing, expert_tensors
 from moegraph.resident.store import ExpertStore
 from moegraph.units import GiB, MiB
@@ -28,19 +28,37 @@ PRESET = "legacy32"
 
 
 class PinningDevice:
-    """The CPU device, for a store that asks whether it can pin; refuses from a number on."""
+    """The CPU device, for a store that asks whether it can pin; refuses from a layer on.
+
+    registers: whether it can pin memory that the system has given out.
+    """
 
     can = SimpleNamespace(own_memory=True)
 
-    def __init__(self, n_blocks: int = 1000) -> None:
+    def __init__(self, n_blocks: int = 1000, registers: bool = True) -> None:
         self.real = Device("cpu", 1)
-        self._n_left = n_blocks
+        self._n_left, self._registers = n_blocks, registers
+        self.pinned: list[int] = []
 
     def host_buffer(self, size: int, must_pin: bool = False):
-        self._n_left -= must_pin
-        if must_pin and self._n_left < 0:
+        if must_pin:
+            assert not self._registers, "the driver's memory is the slow way"
+            self._refuse()
+        block = self.real.host_buffer(size)
+        block.array[:] = 0xA5
+        return block
+
+    def pin(self, memory: HostPages) -> None:
+        if not self._registers:
+            raise NativeError("memory of the system cannot be pinned")
+        if self.pinned:  # the first is to find out whether pinning works at all
+            self._refuse()
+        self.pinned.append(memory.array.nbytes)
+
+    def _refuse(self) -> None:
+        self._n_left -= 1
+        if self._n_left < 0:
             raise NativeError("the driver does not")
-        return self.real.host_buffer(size)
 
 
 @pytest.fixture
@@ -55,13 +73,15 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
                 Packing.of(expert_tensors(model, il)).stride * model.hparams.n_expert
                 for il in layers
             )
-            monkeypatch.setattr(store_module, "host_memory", lambda: memory(size))
+            monkeypatch.setattr(expertcopies, "host_memory", lambda: memory(size))
             store = ExpertStore(made, model, layers, pin)
             for il in layers:
-                check_bytes(store, model, il, model.hparams.n_expert - 1)
+                for expert in range(model.hparams.n_expert):
+                    check_bytes(store, model, il, expert)
             found = SimpleNamespace(
                 layers=sorted(store.rows), n_layer=len(layers), note=store.warning, size=size,
                 ring=sum(block.array.nbytes for block in store._ring), n_bytes=store.pinned_bytes,
+                in_place=store.in_place,
             )  # fmt: skip
             store.close()
         made.real.close()
@@ -72,7 +92,10 @@ def pinned(model_path, no_leak, monkeypatch) -> Callable[..., SimpleNamespace]:
 
 def check_bytes(store: ExpertStore, model, il: int, expert: int) -> None:
     """Compare what is handed out for an expert with the file, part by part."""
-    address = store.source(il, expert)
+    address, packing = store.source(il, expert), store.packing(il)
+    if il in store.rows:  # copies and kernels may read up to the next expert
+        data = np.frombuffer(ffi.buffer(address, packing.stride), np.uint8)
+        assert not data[packing.n_bytes :].any()
     for part, info in expert_tensors(model, il).items():
         at, size = store.packing(il).offsets[part], store.packing(il).sizes[part]
         got = np.frombuffer(ffi.buffer(address + at, size), np.uint8)
@@ -110,17 +133,24 @@ def test_with_enough_memory_or_where_it_is_not_known_all_layers_are_pinned(pinne
         assert found.note == "" and found.ring == 0
 
 
-def test_where_the_driver_pins_no_more_the_rest_is_read_from_the_file(pinned):
-    found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), n_blocks=2)
+@pytest.mark.parametrize("registers", [True, False])
+def test_where_the_driver_pins_no_more_the_rest_is_read_from_the_file(pinned, registers):
+    found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), n_blocks=2, registers=registers)
     assert found.layers == [0, 1] and found.note.endswith("from the file: the driver does not")
+
+
+def test_where_the_systems_memory_cannot_be_pinned_the_driver_allocates_it(pinned):
+    found = pinned(lambda _: HostMemory(64 * GiB, 60 * GiB, None), registers=False)
+    assert found.layers == list(range(found.n_layer)) and found.note == ""
 
 
 def test_all_is_refused_before_anything_is_taken(open_engine, monkeypatch, no_leak):
     small = HostMemory(8 * GiB, MiB // 4, 2 * GiB)
-    monkeypatch.setattr(store_module, "host_memory", lambda: small)
+    monkeypatch.setattr(expertcopies, "host_memory", lambda: small)
     message = (
         r"host_pin 'all' needs .* of host memory, 256 KiB are available "
-        r"\(the control group may use 2\.00 GiB\); use --host-pin auto or none"
+        r"\(the control group may use 2\.00 GiB\), and 256 MiB of them stay free; "
+        r"use --host-pin auto or none"
     )
     with pytest.raises(ConfigError, match=message):
         open_engine(PRESET, pin_layers=0, cache_slots=20, host_pin="all")
@@ -140,13 +170,15 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
 
     # 'auto', as on a device that pins: half of the layers have room
     memory = HostMemory(16 * GiB, 2 * GiB + n_bytes // 2, None)
-    monkeypatch.setattr(store_module, "host_memory", lambda: memory)
+    monkeypatch.setattr(expertcopies, "host_memory", lambda: memory)
     real = ExpertStore.__init__
     monkeypatch.setattr(
         ExpertStore,
         "__init__",
         lambda self, device, *args: real(
-            self, SimpleNamespace(can=PinningDevice.can, host_buffer=device.host_buffer), *args
+            self,
+            SimpleNamespace(can=PinningDevice.can, host_buffer=device.host_buffer, pin=device.pin),
+            *args,
         ),
     )
     half = open_engine(PRESET, host_pin="auto", **settings)

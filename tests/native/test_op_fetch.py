@@ -6,13 +6,24 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers.fetch_case import CASES, HELD, Bench, Lookup, Shape, check_case, random_lookup, strided
+from helpers.fetch_case import (
+    ANY,
+    CASES,
+    HELD,
+    Bench,
+    Lookup,
+    Shape,
+    check_case,
+    random_lookup,
+    strided,
+)
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, I32, MAX_FETCH_IDS, Builder, Tensor
+from moegraph.kinds import MAX_FETCH_IDS as KNOWN_FETCH_IDS
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["default", "reference"])
@@ -44,13 +55,12 @@ def test_each_case_gives_its_rows_and_bytes(name: str, device: Device) -> None:
         check_case(device, name, m, pads, pinned=False)
 
 
-@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, MAX_FETCH_IDS])
+@pytest.mark.parametrize("n_ids", [1, 2, 7, 8, 20, 33, 63, 64, 129, MAX_FETCH_IDS])
 def test_any_lookup_is_the_models(n_ids: int, device: Device) -> None:
     """One graph, with other ids, tables and rows to give up each time."""
-    rng = np.random.default_rng(n_ids)
-    n_fetched = 0
-    for n, n_rows, n_victims in ((100, 40, n_ids), (8, 8, 3), (100, 70, 64), (300, 1, 1)):
-        shape = Shape(n_ids, n_victims, n, n_rows, 12, 4, 8)
+    rng, n_fetched = np.random.default_rng(n_ids), 0
+    for n, n_rows, n_victims in ANY:
+        shape = Shape(n_ids, n_victims or n_ids, n, n_rows, 12, 4, 8)
         with Bench(device, shape) as bench:
             bench.fill(rng)
             for _ in range(40):
@@ -71,6 +81,10 @@ def test_what_follows_in_the_graph_reads_the_new_bytes(device: Device) -> None:
             bench.run(random_lookup(rng, shape))
 
 
+def test_passes_know_how_many_ids_a_lookup_takes() -> None:
+    assert KNOWN_FETCH_IDS == MAX_FETCH_IDS
+
+
 def operands(b: Builder, **other: Tensor) -> list[Tensor]:
     """Return operands that fit, but for those given by name."""
     made = {
@@ -88,7 +102,8 @@ def operands(b: Builder, **other: Tensor) -> list[Tensor]:
         ("table", F32, (1, 12)), ("table", I32, (2, 12)), ("table", I32, (1, 11)),
         ("table", I32, (1, 12, 2)), ("ids", F32, (8,)), ("ids", I32, (MAX_FETCH_IDS + 1,)),
         ("ids", I32, (4, 2)), ("victims", F32, (2, 8)), ("victims", I32, (1, 16)),
-        ("victims", I32, (2, 4, 2)), ("source", F32, (64, 13)), ("source", F32, (60, 12)),
+        ("victims", I32, (2, 4, 2)), ("victims", I32, (2, MAX_FETCH_IDS + 1)),
+        ("source", F32, (64, 13)), ("source", F32, (60, 12)),
         ("source", C.GGML_TYPE_F16, (64, 12)), ("source", F32, (64, 12, 2)),
         ("target", F32, (68, 9)), ("target", I32, (64, 9)), ("target", F32, (64, 3, 3)),
     ],

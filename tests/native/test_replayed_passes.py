@@ -16,7 +16,7 @@ from moegraph.experts.policy import POLICIES
 from moegraph.experts.residency import Residency
 from moegraph.placement.simulate import _Replay
 
-N_PROMPT, N_TOKENS = 30, 60
+N_PROMPT, N_TOKENS = 50, 60
 SECONDS = [float(n) for n in range(N_USED + 1)]
 WAYS = {
     "uploaded": ({"miss": "stream", "host_pin": "none"}, MissSplit.fixed(N_USED, False)),

@@ -41,6 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.device = self.cache.tables.copy()
         self.victim_lists: list[list[tuple[int, int]]] = [[] for _ in n_slots]
         self.n_ids = self.n_admitted = 0
+        self.n_listed = self.n_used
 
     def layer(self, at: int) -> int:
         return at % len(self.slots)
@@ -108,18 +109,26 @@ class CacheMachine(RuleBasedStateMachine):
         n = max(self.n_expert // 2, self.n_used) if seed % 2 else self.n_expert
         return np.random.default_rng(seed).permutation(n)[: self.n_used].tolist()
 
-    @rule(seed=st.integers(0, 999), fails_at=st.integers(0, 9), n_late=st.integers(0, 2))
-    def row_that_fetches(self, seed: int, fails_at: int, n_late: int) -> None:
+    @rule(seed=st.integers(0, 999), fails_at=st.integers(0, 9), n_late=st.integers(0, 2),
+          n_rows=st.sampled_from([1, 1, 2, 5]))  # fmt: skip
+    def rows_that_fetch(self, seed: int, fails_at: int, n_late: int, n_rows: int) -> None:
         """One pass over all layers; from fails_at on nothing runs, and n_late before are unseen."""
         while self.coming:
             self.upload_ends(0, True)
+        n_ids = n_rows * self.n_used
+        for il, layer in enumerate(self.cache.layers):
+            if layer.can_fetch and not layer.lists_enough(n_ids):
+                self.cache.dirty.add(il)
+        self.n_listed = n_ids
         self.take_tables()
         self.begin_pass()
         layers = range(len(self.slots))
-        rows = {il: self.row(seed + 31 * il) for il in layers}
+        rows = {
+            il: [e for i in range(n_rows) for e in self.row(seed + 31 * il + i)] for il in layers
+        }
         victims = [il for il in layers if self.cache.layers[il].can_fetch]
         fetched = {il: self.fetch(il, rows[il]) for il in victims if il < fails_at}
-        self.cache.begin_fetch(fetched)
+        self.cache.begin_fetch(fetched, n_ids)
         for il in layers[: fails_at if fails_at >= len(layers) else max(0, fails_at - n_late)]:
             if il in fetched:
                 self.note(il, rows[il], fetched.pop(il))
@@ -127,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.choose(il, rows[il], False)
         assert self.cache.in_flight == set(fetched)
         if fetched or fails_at < len(layers):
-            lost = {(il, slot) for il in fetched for slot, _ in self.victim_lists[il]}
+            lost = {(il, slot) for il in fetched for slot, _ in self.victim_lists[il][:n_ids]}
             self.step_fails(lost)
 
     @rule()
@@ -146,21 +155,26 @@ class CacheMachine(RuleBasedStateMachine):
     def fetch(self, il: int, ids: list[int]) -> list[int]:
         """Do what the device does, with what it was sent; return what it fetched."""
         held, table = self.bytes[il], self.device[il].copy()
-        places = [slot for slot, holds in self.victim_lists[il] if holds not in ids]
-        missing = [e for e in ids if table[e] < 0]
-        for expert in missing:
-            table[expert] = places.pop(0)
-            held[table[expert]] = expert
-        assert [held[table[e]] for e in ids] == ids, "the device computed with other experts"
-        return missing
+        places = [slot for slot, holds in self.victim_lists[il][: len(ids)] if holds not in ids]
+        missing = list(dict.fromkeys(e for e in ids if table[e] < 0))
+        for expert, place in zip(missing, places):
+            table[expert] = place
+            held[place] = expert
+        computed = [e for e in ids if table[e] >= 0]
+        assert [held[table[e]] for e in computed] == computed, "the device computed with others"
+        layer = self.cache.layers[il]
+        if layer.n_evictable >= len(set(ids)):
+            assert len(places) >= len(missing), "there is a slot for each"
+        return missing[: len(places)]
 
     def note(self, il: int, ids: list[int], fetched: list[int]) -> None:
         """Tell the cache, which finds the same by itself."""
-        missing = self.cache.layers[il].access(ids)
+        layer = self.cache.layers[il]
+        missing = layer.access(ids)
         self.n_ids += len(ids)
-        assert missing == fetched
-        self.cache.layers[il].commit_fetched(missing, ids)
-        self.n_admitted += len(missing)
+        n_fetched = layer.commit_fetched(missing, ids)
+        assert missing[:n_fetched] == fetched
+        self.n_admitted += n_fetched
         if il in self.cache.dirty:
             self.write(il)  # at once, while the device goes on
 
@@ -187,7 +201,7 @@ class CacheMachine(RuleBasedStateMachine):
     def write(self, il: int) -> None:
         self.device[il] = self.cache.tables[il]
         if self.cache.layers[il].can_fetch:
-            self.victim_lists[il] = list(self.cache.layers[il].plan_victims())
+            self.victim_lists[il] = list(self.cache.layers[il].plan_victims(self.n_listed))
             self.check_victims(il)
         self.cache.dirty.discard(il)
 
@@ -197,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
         slots, victims = [slot for slot, _ in self.victim_lists[il]], self.victim_lists[il]
         assert len(set(slots)) == len(slots) and min(slots, default=n_static) >= n_static
         n_loading = sum(layer == il for layer, _ in self.coming)
-        assert len(slots) >= min(self.n_used, self.slots[il] - n_static - n_loading)
+        assert len(slots) >= min(self.n_listed, self.slots[il] - n_static - n_loading)
         n_free = sum(expert == -1 for expert in held[n_static:])
         assert [e < 0 for _, e in victims] == [at < n_free for at in range(len(victims))]
         scores = [self.score(il, e) for _, e in victims if e >= 0]

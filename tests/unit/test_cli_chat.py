@@ -140,6 +140,18 @@ class TestPiped:
         assert cli("chat", tiny, "-p", "a", "-n", "7", "-q").stderr == ""
         assert [call.max_tokens for call in cli.engine.calls] == [256, 7]
 
+    @pytest.mark.parametrize(
+        ("key", "name", "is_base"),
+        [("name", "Qwen3.5 35B A3B Base", True), ("finetune", "base", True),
+         ("name", "Baseline 3", False), ("finetune", "Instruct", False), ("name", 3, False)],
+    )  # fmt: skip
+    def test_a_base_model_is_said_to_be_one(
+        self, cli: Cli, key: str, name: object, is_base: bool
+    ) -> None:
+        cli.engine = FakeEngine("ok", kv={**KV, f"general.{key}": name})
+        assert ("is a base model" in cli("chat", "m", "-p", "a").stderr) == is_base
+        assert "base" not in cli("chat", "m", "-p", "a", "-q").stderr
+
     def test_reasoning_goes_to_stderr(self, cli: Cli) -> None:
         cli.engine = FakeEngine("<think>\nhm</think>\n\nyes", kv=KV)
         result = cli("chat", "m", stdin="a\nb\n")

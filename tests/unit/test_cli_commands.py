@@ -16,6 +16,7 @@ from helpers.fake_engine import FakeEngine
 
 from moegraph.cli import typed, ui
 from moegraph.cli.commands import COMMANDS, QUIT, WITH_FILES
+from moegraph.cli.linehistory import VARIABLE, LineHistory, history_path
 from moegraph.text.chat.template import TEMPLATE_KEY
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def test_a_setting_that_is_wrong_changes_nothing(cli: Cli, talk: Talk, line: str
 def test_show_says_what_is_in_force(talk: Talk) -> None:
     shown = talk("a", "/show", args=("-n", "9", "-sys", "S")).stderr
     assert "context  31 of 4096 tokens; questions so far: 1" in shown
+    assert "kept     2 places to go on from, 3.00 MiB" in shown
     assert "system   S" in shown and "limit    9 (-n)" in shown
     assert "top_k              20  (of the model file)" in shown
 
@@ -203,7 +205,7 @@ def test_a_block_is_one_entry_of_the_history(monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setitem(sys.modules, "readline", fake)
     monkeypatch.setattr(ui, "ask", ask)
-    assert typed.next_message() == "one\ntwo\nthree"
+    assert typed.next_message(LineHistory(None)) == "one\ntwo\nthree"
     assert entries == ["before", '"""one\ntwo\nthree"""']
 
 
@@ -220,3 +222,53 @@ def test_what_counts_as_piped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not has_text(slave) and not has_text(os.open(os.devnull, os.O_RDONLY))
     os.close(writer)
     os.close(master)
+
+
+class TestLineHistory:
+    """What was typed in earlier conversations."""
+
+    def test_messages_come_back_in_the_next_conversation(
+        self, talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(VARIABLE, str(tmp_path / "new" / "h"))
+        talk("a", "  ", "two\nlines", "/clear", '"""one', 'two"""', "/quit")
+        path = history_path()
+        assert path is not None and path.stat().st_mode & 0o77 == 0
+        typed_before = ["a", "two\nlines", "/clear", '"""one\ntwo"""', "/quit"]
+        assert LineHistory(path).load() == typed_before
+        recalled: list[str] = []
+        fake = SimpleNamespace(
+            parse_and_bind=lambda _: None, set_completer_delims=lambda _: None,
+            set_completer=lambda _: None, add_history=recalled.append,
+            get_current_history_length=lambda: len(recalled),
+        )  # fmt: skip
+        monkeypatch.setitem(sys.modules, "readline", fake)
+        talk("b")
+        assert recalled == typed_before
+        assert LineHistory(path).load() == [*typed_before, "b"]
+
+    def test_a_damaged_file_and_one_that_cannot_be_written_are_no_errors(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "h").write_bytes(b'"a"\n{\n\xff\n[1]\n"b\n"c"\n')
+        assert LineHistory(tmp_path / "h").load() == ["a", "c"]
+        for history in (LineHistory(tmp_path), LineHistory(Path("/proc/none/h"))):
+            history.add("a")
+            assert history.load() == []
+
+    def test_a_long_file_is_shortened(self, tmp_path: Path) -> None:
+        path = tmp_path / "h"
+        path.write_text("".join(f'"{i}"\n' for i in range(2001)))
+        assert LineHistory(path).load() == [str(i) for i in range(1001, 2001)]
+        assert len(path.read_text().splitlines()) == 1000 and path.stat().st_mode & 0o77 == 0
+        assert os.listdir(tmp_path) == ["h"]
+
+    def test_where_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.setenv("XDG_STATE_HOME", "/state")
+        assert history_path() == Path("/state/moegraph/chat_history")
+        monkeypatch.delenv("XDG_STATE_HOME")
+        monkeypatch.setenv("HOME", "/me")
+        assert history_path() == Path("/me/.local/state/moegraph/chat_history")
+        monkeypatch.setenv(VARIABLE, "")
+        assert history_path() is None

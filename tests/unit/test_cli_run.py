@@ -331,7 +331,7 @@ class TestJson:
         assert sampling["repeat_penalty"] == 1.5
         assert sampling["from_file"] == ["temperature", "repeat_penalty"]
 
-    def test_token_ids_are_continued_greedily_whatever_the_file_recommends(
+    def test_token_ids_are_continued_greedily_unless_a_temperature_is_given(
         self, cli: Cli, tmp_path: Path
     ) -> None:
         cli.engine = FakeEngine("x", kv={"general.sampling.penalty_repeat": 1.5})
@@ -339,6 +339,8 @@ class TestJson:
         sampling = self.report(cli, ids, 1, tmp_path / "out")["sampling"]
         assert (sampling["temperature"], sampling["repeat_penalty"]) == (0.0, 1.0)
         assert sampling["from_file"] == []
+        sampling = self.report(cli, "--temp", "1", ids, 1, tmp_path / "out")["sampling"]
+        assert (sampling["temperature"], sampling["repeat_penalty"]) == (1.0, 1.5)
 
     def test_length_is_a_reason(self, cli: Cli) -> None:
         cli.engine = FakeEngine("abcdef")

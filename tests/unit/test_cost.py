@@ -20,6 +20,7 @@ from moegraph.experts.cost import (
     streams_rare_misses,
     usual_slots,
 )
+from moegraph.kinds import MAX_FETCH_ROWS
 
 N_EXPERT = 256
 
@@ -87,7 +88,7 @@ def test_where_the_bus_takes_all_anyway_the_graph_is_never_worse() -> None:
 def test_modes_and_curves_of_a_machine_decide_as_in_a_run() -> None:
     def fetches(machine: Machine, mode: str, n_slots: int) -> bool:
         costs = machine_costs(machine, 8)
-        return choose_ways(mode, costs, [n_slots], 8, N_EXPERT).fetches
+        return choose_ways(mode, costs, [n_slots], 8, N_EXPERT).fetch_rows > 0
 
     server = MACHINES["h200"]
     for mode, expected in (("cpu", False), ("stream", True)):
@@ -108,6 +109,30 @@ def test_the_cpu_computes_by_mode_and_by_how_rarely_it_would(mode: str, n_slots:
     costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE), per_row=0.5)
     ways = choose_ways(mode, costs, n_slots, 8, N_EXPERT)
     is_rare = streams_rare_misses(SERVER_CPU[1], SERVER_PCIE[1], min(n_slots), N_EXPERT)
-    assert ways.cpu == (mode == "cpu" or (mode == "auto" and not is_rare))
+    is_late = mode == "auto" and is_rare
+    assert ways.cpu == (mode != "stream" and not (is_late and ways.fetch_rows == MAX_FETCH_ROWS))
     assert any(ways.split.decode) == any(ways.split.bypassed) == ways.cpu
+    assert ways.cpu_from == (ways.fetch_rows + 1 if is_late and ways.cpu else 1)
     assert choose_ways(mode, MissCosts(), n_slots, 8, N_EXPERT).cpu == (mode == "cpu")
+
+
+def test_the_cpu_never_computes_what_is_rare_if_graphs_fetch_for_any_rows() -> None:
+    costs = MissCosts(tuple(line(60, 60)), tuple(line(40, 30)))
+    ways = choose_ways("auto", costs, [200], 8, N_EXPERT)
+    assert (ways.cpu, ways.fetch_rows) == (False, MAX_FETCH_ROWS)
+    assert not any(ways.split.decode)
+
+
+def test_the_more_rows_miss_the_sooner_the_host_helps() -> None:
+    """Each further row misses more, and the CPU and the bus together are faster than the bus."""
+    costs = MissCosts(tuple(SERVER_CPU), tuple(SERVER_PCIE))
+    rows = [choose_ways("auto", costs, [n], 8, N_EXPERT).fetch_rows for n in range(0, 256, 8)]
+    assert rows == sorted(rows) and rows[0] == 0 and rows[-1] == MAX_FETCH_ROWS
+    slow = MissCosts(tuple(line(42, 27)), tuple(line(60, 80)))
+    late = choose_ways("auto", slow, [130], 8, N_EXPERT)
+    assert 1 < late.fetch_rows < MAX_FETCH_ROWS and late.cpu and late.cpu_from > late.fetch_rows
+    for n, known in zip(range(0, 256, 8), rows):
+        fetches = [
+            fetches_in_graph(SERVER_CPU, SERVER_PCIE, n, N_EXPERT, at) for at in range(1, 33)
+        ]
+        assert fetches == [at <= known for at in range(1, 33)], "one border"

@@ -9,6 +9,7 @@ import pickle
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,12 +306,43 @@ def test_read_takes_a_range_and_refuses_one_outside(write: Write) -> None:
         for start in (-1, info.nbytes - 99, info.nbytes + 1):
             with pytest.raises(InternalError, match=r"read of bytes"):
                 model.read(info, some, start)
-        with pytest.raises(InternalError, match="not flat bytes"):
+        with pytest.raises(InternalError, match="not rows of bytes"):
             model.read(info, np.empty(8, np.float32))
-        with pytest.raises(InternalError, match="not flat bytes"):
+        with pytest.raises(InternalError, match="not rows of bytes"):
             model.read(info, whole[::2])
-        with pytest.raises(InternalError, match="not flat bytes"):
+        with pytest.raises(InternalError, match="not rows of bytes"):
             model.read(info, model.map(info))
+
+
+@pytest.mark.parametrize("longest", [None, 5, 24])
+def test_read_fills_rows_at_any_distance(
+    write: Write, monkeypatch: pytest.MonkeyPatch, longest: int | None
+) -> None:
+    """longest: bytes that the system reads in one call."""
+    real = os.preadv
+    if longest:
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, views, at: _short(real, fd, views, at, longest)
+        )
+    with open_model(write(model_file())) as model:
+        info = model.tensors["blk.1.ffn_up_exps.weight"]
+        whole = model.map(info)
+        for n_rows in (1, 3, 1500):  # the last is more than one call takes
+            n = min(12, info.nbytes // n_rows)
+            memory = np.full((n_rows, n + 4), 0xA5, np.uint8)
+            model.read(info, memory[:, 2 : n + 2], info.nbytes - n_rows * n)
+            assert memory[:, 2 : n + 2].tobytes() == whole[-n_rows * n :].tobytes()
+            assert (memory[:, :2] == 0xA5).all() and (memory[:, n + 2 :] == 0xA5).all()
+
+
+def _short(real: Any, fd: int, views: list[memoryview], at: int, longest: int) -> int:
+    n = min(longest, sum(map(len, views)))
+    data = bytearray(n)
+    got: int = real(fd, [data], at)
+    for view in views:
+        view[: len(data)] = data[: len(view)]
+        data = data[len(view) :]
+    return got
 
 
 def test_a_file_truncated_while_open_is_an_error(write: Write) -> None:

@@ -21,7 +21,7 @@ from moegraph.experts.passplan import LayerPlan, PassPlan
 from moegraph.experts.policy import POLICIES, Lfu, Lru, Policy
 from moegraph.experts.residency import MAX_PROMOTED, Residency
 from moegraph.experts.routing import RoutingCounts
-from moegraph.kinds import Kind
+from moegraph.kinds import MAX_FETCH_ROWS, Kind
 
 N_EXPERT, N_USED = 16, 4
 EXPERTS = "moegraph/experts"
@@ -29,7 +29,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def ways(on_cpu: bool = False, fetches: bool = False) -> MissWays:
-    return MissWays(MissSplit.fixed(N_USED, on_cpu), on_cpu, fetches)
+    return MissWays(MissSplit.fixed(N_USED, on_cpu), on_cpu, MAX_FETCH_ROWS if fetches else 0)
 
 
 def residency_of(
@@ -89,15 +89,20 @@ class Device:
         residency.begin_fetch(fetch_layers)
         yield
         for il in fetch_layers:
-            self.unread[il] = self.fetch(il, chosen[il][0])
+            seen = [expert for row in chosen[il] for expert in row]
+            self.unread[il] = self.fetch(il, seen, il in plan.mode.short_layers)
         yield
         for il, choice in enumerate(chosen):
             ids = np.array(choice, dtype=np.int32).reshape(-1)
             if il in fetch_layers:
-                missing, row = residency.fetched(il, ids)
-                assert missing == self.unread.pop(il)
-                if row:
-                    self.write(row)
+                there = {e for e in set(ids.tolist()) if self.tables[il, e] >= 0}
+                done = residency.fetched(il, ids)
+                assert done.experts == self.unread.pop(il)
+                rest = done.rest.staged if done.rest else []
+                assert sorted([*there, *done.experts, *rest]) == sorted(set(ids.tolist()))
+                assert not rest or il in plan.mode.short_layers
+                if done.row:
+                    self.write(done.row)
             else:
                 yield from self.complete(il, ids, residency.routed(il, ids))
             yield
@@ -120,21 +125,26 @@ class Device:
             assert [self.bytes[il][slot] for slot, _ in victims] == [e for _, e in victims]
             self.victims[il] = list(victims)
 
-    def fetch(self, il: int, chosen: list[int]) -> list[int]:
-        """Do what a graph does, with the tables that it has."""
+    def fetch(self, il: int, chosen: list[int], is_short: bool) -> list[int]:
+        """Do what a graph does, with the tables that it has; return what it fetched."""
         held, table = self.bytes[il], self.tables[il].copy()
-        layer, listed = self.residency.cache.layers[il], {e for _, e in self.victims[il] if e >= 0}
+        layer = self.residency.cache.layers[il]
+        listed = {e for _, e in self.victims[il] if e >= 0}
+        first = [e for _, e in self.victims[il][: 2 * N_USED] if e >= 0]
         score, movable = layer.policy.score, set(layer.owner[layer.policy.n_static :])
         others = [score[e] for e in layer.resident & movable - listed]
         lowest = min(others, default=np.inf)
-        assert all(score[e] <= lowest for e in listed), "the list is old"
-        usable = [slot for slot, holds in self.victims[il] if holds not in chosen]
-        missing = [expert for expert in chosen if table[expert] < 0]
-        for expert in missing:
-            table[expert] = usable.pop(0)
-            held[table[expert]] = expert
-        assert [held[table[expert]] for expert in chosen] == chosen
-        return missing
+        assert all(score[e] <= lowest for e in first), "the list is old"
+        victims = self.victims[il][: len(chosen)]
+        usable = [slot for slot, holds in victims if holds not in chosen]
+        missing = list(dict.fromkeys(expert for expert in chosen if table[expert] < 0))
+        assert is_short or len(usable) >= len(missing)
+        for expert, slot in zip(missing, usable):
+            table[expert] = slot
+            held[slot] = expert
+        computed = [expert for expert in chosen if table[expert] >= 0]
+        assert [held[table[expert]] for expert in computed] == computed
+        return missing[: len(usable)]
 
     def complete(self, il: int, ids: Ids, plan: LayerPlan | None) -> Iterator[None]:
         """Compute a layer whose missing experts the host handles."""
@@ -205,7 +215,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(Kind),
-        n_tokens=st.sampled_from([1, 1, 1, 2, 5, 9, 20]),
+        n_tokens=st.sampled_from([1, 1, 1, 2, 5, 9, 20, 40]),
         seed=st.integers(0, 10**6),
         fails_at=st.integers(0, 40),
     )
@@ -220,7 +230,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             if at == fails_at:
                 self.device.roll_back()
                 return
-        if kind is Kind.PREFILL and n_tokens > 8:
+        if kind is Kind.PREFILL and n_tokens > 32:
             # a prompt moves nothing; what was promoted before it has arrived
             assert ((self.residency.cache.tables == before) | (before < 0)).all()
 
@@ -247,7 +257,7 @@ def test_a_pass_interrupted_before_any_line_is_undone(way: str) -> None:
     for line in range(0, 2000, 3):
         residency = residency_of([6, 7], ways(way == "cpu", way == "fetch"), fetchable=range(2))
         device = Device(residency)
-        for _ in device.steps(Kind.PREFILL, [[[5, 6, 7, 8]] * 9] * 2):
+        for _ in device.steps(Kind.PREFILL, [[[5, 6, 7, 8]] * 40] * 2):
             pass
         for _ in device.steps(Kind.DECODE, [[[1, 2, 8, 9]]] * 2):
             pass
@@ -280,27 +290,32 @@ def test_what_passes_do_follows_from_their_kind_and_size(
     able = frozenset({0, 1}) if fetches else frozenset()
     predicts = n_prefetch_slots > 0 and not fetches
 
-    def mode(kind: Kind, n_tokens: int) -> tuple[frozenset[int], bool, bool, bool]:
+    def mode(kind: Kind, n_tokens: int) -> tuple[frozenset[int], int, bool, bool, bool]:
         found = residency.miss_mode(kind, n_tokens)
         assert residency.begin_pass(kind, n_tokens).mode == found, "decided once"
-        return found.fetch_layers, found.admits, found.cpu, found.predicts
+        assert found.short_layers <= found.fetch_layers
+        n_short = len(found.short_layers)
+        return found.fetch_layers, n_short, found.admits, found.cpu, found.predicts
 
-    assert mode(Kind.DECODE, 1) == (able, True, True, predicts)
-    assert mode(Kind.DECODE, 8) == (frozenset(), True, True, False)
-    assert mode(Kind.DECODE, 12) == (frozenset(), True, False, False), "12 sequences, no prompt"
-    assert mode(Kind.VERIFY, 16) == (frozenset(), True, False, False), "drafts are no prompt"
-    assert mode(Kind.VERIFY, 1) == (frozenset(), True, True, False)
-    assert mode(Kind.PREFILL, 9) == (frozenset(), False, False, False)
+    none: frozenset[int] = frozenset()
+    assert mode(Kind.DECODE, 1) == (able, 0, True, True, predicts)
+    assert mode(Kind.DECODE, 2) == (able, 0, True, True, False), "eight slots for eight ids"
+    assert mode(Kind.DECODE, 3) == (able, len(able), True, True, False)
+    assert mode(Kind.DECODE, 32) == (able, len(able), True, True, False)
+    assert mode(Kind.DECODE, 33) == (none, 0, True, False, False), "33 sequences, no prompt"
+    assert mode(Kind.VERIFY, 64) == (none, 0, True, False, False), "drafts are no prompt"
+    assert mode(Kind.VERIFY, 1) == (able, 0, True, True, False)
+    assert mode(Kind.PREFILL, 33) == (none, 0, False, False, False)
     assert residency.guard
     residency.guard.bypassed = True
-    assert mode(Kind.DECODE, 1) == (frozenset(), False, True, False)
+    assert mode(Kind.DECODE, 1) == (none, 0, False, True, False)
 
 
 def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
     residency = residency_of([4, 4], policy=Lfu(hysteresis=1.0))
-    assert residency.begin_pass(Kind.PREFILL, 20).exchanged == []
+    assert residency.begin_pass(Kind.PREFILL, 40).exchanged == []
     for il in range(2):
-        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 20))
+        plan = residency.routed(il, rows(*[[9, 8, 7, 1]] * 40))
         assert plan and plan.admitted == plan.promoted == [] and plan.staged == [7, 8, 9]
     residency.end_pass(1.0)
     before = residency.cache.stats.admitted.sum()
@@ -313,8 +328,8 @@ def test_a_prompt_moves_nothing_and_the_next_token_exchanges() -> None:
 
 def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
     residency = residency_of([4], policy=Lfu(hysteresis=1.0))
-    residency.begin_pass(Kind.PREFILL, 20)
-    residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+    residency.begin_pass(Kind.PREFILL, 40)
+    residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
     wanted = residency.begin_pass(Kind.DECODE, 1).exchanged
     residency.rollback()
     assert residency.cache.layers[0].residents() == [1]
@@ -325,8 +340,8 @@ def test_an_exchange_that_failed_is_made_in_the_next_pass() -> None:
 def test_a_replay_exchanges_when_it_says_so_or_never() -> None:
     for exchanges in (True, False):
         residency = residency_of([4], policy=Lfu(hysteresis=1.0), exchanges=exchanges)
-        residency.begin_pass(Kind.PREFILL, 20)
-        residency.routed(0, rows(*[[9, 8, 7, 1]] * 20))
+        residency.begin_pass(Kind.PREFILL, 40)
+        residency.routed(0, rows(*[[9, 8, 7, 1]] * 40))
         residency.exchange()
         held = {1, 7, 8, 9} if exchanges else {0, 1, 2, 3}
         assert set(residency.cache.layers[0].residents()) == held
@@ -379,9 +394,9 @@ def test_victims_are_planned_when_the_pass_begins_and_sent_with_the_tables() -> 
     assert [(il, len(victims or [])) for il, _, victims in plan.rows] == [(0, 4), (1, 4)]
     residency.begin_fetch(plan.mode.fetch_layers)
     victims = residency.cache.layers[0].victims
-    assert residency.fetched(0, ids(0, 1, 2, 3)) == ([], None), "nothing to send"
-    missing, row = residency.fetched(1, ids(0, 1, 9, 8))
-    assert missing == [9, 8] and row is not None and row[0] == 1
+    assert residency.fetched(0, ids(0, 1, 2, 3)) == ([], None, None), "nothing to send"
+    missing, row, rest = residency.fetched(1, ids(0, 1, 9, 8))
+    assert missing == [9, 8] and row is not None and row[0] == 1 and rest is None
     assert [slot for slot, _ in victims[:2]] == [row[1][9], row[1][8]]
     residency.end_pass(1e-3)
     assert residency.begin_pass(Kind.DECODE, 1).rows == []
@@ -391,7 +406,7 @@ def test_victims_are_planned_anew_once_a_listed_one_was_chosen() -> None:
     residency = fetching([8])
     residency.begin_fetch(residency.begin_pass(Kind.DECODE, 1).mode.fetch_layers)
     listed = [expert for _, expert in residency.cache.layers[0].victims]
-    missing, row = residency.fetched(0, ids(listed[0], 0, 1, 2))
+    missing, row, _ = residency.fetched(0, ids(listed[0], 0, 1, 2))
     assert missing == [] and row and row[2], "all hit, but the list is old"
     assert listed[0] not in [expert for _, expert in row[2]]
 
@@ -419,7 +434,7 @@ def test_an_order_of_calls_that_no_pass_has_is_an_internal_error() -> None:
     residency.begin_pass(Kind.DECODE, 1)
     with pytest.raises(InternalError, match="a fetch was recorded that no graph announced"):
         residency.fetched(0, ids(0, 1, 2, 9))
-    with pytest.raises(InternalError, match="its graph fetches, so the host must not act"):
+    with pytest.raises(InternalError, match="its graph fetches, so the host must not admit"):
         residency.routed(0, ids(0, 1, 2, 9))
     with pytest.raises(InternalError, match="a prediction that the pass did not plan"):
         residency.predicted(1, ids(0, 1, 2, 9))

@@ -18,6 +18,15 @@ N_VOCAB_LARGE = 248_320
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
+def draws(sampler: Sampler, logits: np.ndarray, n: int) -> list[int]:
+    """Sample one row again and again, as if it were the row of the next n positions."""
+    tokens = []
+    for _ in range(n):
+        tokens.append(sampler.sample(logits))
+        sampler.accept(tokens[-1])
+    return tokens
+
+
 def softmax(logits: list[float]) -> list[float]:
     largest = max(logits)
     weights = [math.exp(x - largest) for x in logits]
@@ -130,7 +139,7 @@ def test_draws_follow_the_distribution(chain: dict) -> None:
     logits = random_logits(3, n_vocab, 1.5)
     sampler = Sampler(SamplingParams(**chain, seed=11), n_vocab)
     ids, probs = sampler.distribution(logits)
-    counts = np.bincount([sampler.sample(logits) for _ in range(n_draws)], minlength=n_vocab)
+    counts = np.bincount(draws(sampler, logits, n_draws), minlength=n_vocab)
     assert counts.sum() == counts[ids].sum()
     expected = probs * n_draws
     chi_square = float(((counts[ids] - expected) ** 2 / expected).sum())
@@ -143,8 +152,7 @@ def test_equal_seeds_draw_equal_tokens_and_other_seeds_do_not() -> None:
     logits = random_logits(1, 500, 1.0)
 
     def draw(seed: int | None) -> list[int]:
-        sampler = Sampler(SamplingParams(seed=seed), 500)
-        return [sampler.sample(logits) for _ in range(50)]
+        return draws(Sampler(SamplingParams(seed=seed), 500), logits, 50)
 
     assert draw(5) == draw(5)
     assert draw(5) != draw(6)
@@ -156,16 +164,42 @@ def test_a_random_seed_can_be_read_and_repeats_the_run(seed: int | None) -> None
     first = Sampler(SamplingParams(seed=seed), 500)
     again = Sampler(first.params, 500)
     assert first.params.seed != SamplingParams(seed=seed).seeded().seed
-    assert [first.sample(logits) for _ in range(20)] == [again.sample(logits) for _ in range(20)]
+    assert draws(first, logits, 20) == draws(again, logits, 20)
 
 
-def test_one_draw_is_taken_per_token_even_when_nothing_is_left_to_choose() -> None:
+def test_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
     peaked = np.array([0, 50, 0], dtype=np.float32)
     flat = np.zeros(3, dtype=np.float32)
     a, b = (Sampler(SamplingParams(seed=4), 3) for _ in range(2))
-    a.sample(peaked)
-    b.sample(flat)
-    assert [a.sample(flat) for _ in range(20)] == [b.sample(flat) for _ in range(20)]
+    for _ in range(3):
+        a.sample(peaked)
+    assert a.sample(flat) == b.sample(flat) == b.sample(flat)
+    a.accept(0)
+    b.accept_all([2])
+    assert draws(a, flat, 20) == draws(b, flat, 20)
+
+
+def test_a_token_does_not_depend_on_what_the_settings_cut_beside_it() -> None:
+    """The race: of two sets of candidates, a token in both that wins the larger wins the other."""
+    logits = random_logits(6, 300, 1.0)
+    whole = draws(Sampler(SamplingParams(**OFF, seed=2), 300), logits, 400)
+    cut = draws(Sampler(SamplingParams(**{**OFF, "top_k": 40}, seed=2), 300), logits, 400)
+    likely = set(np.argsort(-logits)[:40].tolist())
+    assert all(a == b for a, b in zip(whole, cut, strict=True) if a in likely)
+    assert set(cut) <= likely and any(token not in likely for token in whole)
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    logits = random_logits(1, 50, 2.0)
+    allowed = np.arange(50) % 7 == 3
+    for chain in ({}, OFF, {"temperature": 0}):
+        sampler = Sampler(SamplingParams(**{**chain, "seed": 1}), 50)
+        for _ in range(50):
+            token = sampler.sample(logits, allowed)
+            assert allowed[token]
+            sampler.accept(token)
+    with pytest.raises(RequestError, match="excludes every token"):
+        sampler.sample(logits, np.zeros(50, dtype=bool))
 
 
 class TestGreedy:
@@ -237,7 +271,7 @@ class TestBias:
     def test_minus_infinity_bans_a_token(self) -> None:
         logits = np.array([9, 1, 1], dtype=np.float32)
         sampler = Sampler(SamplingParams(logit_bias={0: -math.inf}, seed=0), 3)
-        assert {sampler.sample(logits) for _ in range(100)} == {1, 2}
+        assert set(draws(sampler, logits, 100)) == {1, 2}
 
     @pytest.mark.parametrize("temperature", [0, 1])
     def test_banning_every_token_is_an_error(self, temperature: float) -> None:

@@ -118,33 +118,39 @@ def byte_of(token: int) -> bytes:
     return bytes([token])
 
 
+def take(seq: Sequence, token: int) -> str:
+    """Append a token; return the text that it completes."""
+    seq.append(token)
+    return seq.tell()
+
+
 class TestSequence:
     def test_text_grows_until_the_limit(self) -> None:
         seq = Sequence([1, 2, 3], n_ctx=16, max_tokens=2, piece=byte_of)
-        assert (seq.append(104), seq.finish_reason) == ("h", None)
-        assert (seq.append(105), seq.finish_reason) == ("i", "length")
+        assert (take(seq, 104), seq.finish_reason) == ("h", None)
+        assert (take(seq, 105), seq.finish_reason) == ("i", "length")
         assert (seq.text, seq.n_prompt, seq.n_generated) == ("hi", 3, 2)
 
     def test_the_last_token_needs_no_position_of_its_own(self) -> None:
         seq = Sequence([1, 2, 3], n_ctx=3, piece=byte_of)
-        seq.append(104)
+        take(seq, 104)
         assert seq.finish_reason == "length"
 
     def test_the_context_bounds_max_tokens(self) -> None:
         seq = Sequence([0] * 6, n_ctx=8, max_tokens=100)
         while seq.finish_reason is None:
-            seq.append(7)
+            take(seq, 7)
         assert seq.n_generated == 3
 
     def test_an_end_token_counts_and_has_no_text(self) -> None:
         seq = Sequence([1], n_ctx=16, piece=byte_of, eog_ids={0})
-        seq.append(104)
-        assert seq.append(0) == ""
+        take(seq, 104)
+        assert take(seq, 0) == ""
         assert (seq.finish_reason, seq.tokens, seq.text) == ("stop", [104, 0], "h")
 
     def test_a_stop_string_ends_it_and_is_not_shown(self) -> None:
         seq = Sequence([1], n_ctx=64, piece=byte_of, stop=["END"])
-        shown = [seq.append(token) for token in spell("an END")]
+        shown = [take(seq, token) for token in spell("an END")]
         assert shown == ["a", "n", " ", "", "", ""]
         assert (seq.finish_reason, seq.text) == ("stop", "an ")
 
@@ -154,21 +160,21 @@ class TestSequence:
             [1], n_ctx=64, max_tokens=2 if how == "length" else None,
             piece=byte_of, stop=["END"], eog_ids={0},
         )  # fmt: skip
-        seq.append(ord("E"))
+        take(seq, ord("E"))
         if how == "length":
-            assert seq.append(ord("N")) == "EN"
+            assert take(seq, ord("N")) == "EN"
         else:
-            seq.append(ord("N"))
-            assert (seq.append(0) if how == "eog" else seq.cancel()) == "EN"
+            take(seq, ord("N"))
+            assert (take(seq, 0) if how == "eog" else seq.cancel()) == "EN"
         assert seq.text == "EN"
 
     def test_a_character_cut_by_the_limit_is_replaced(self) -> None:
         seq = Sequence([1], n_ctx=64, max_tokens=1, piece=byte_of)
-        assert seq.append("é".encode()[0]) == "\ufffd"
+        assert take(seq, "é".encode()[0]) == "\ufffd"
 
     def test_without_a_vocabulary_there_are_ids_and_no_text(self) -> None:
         seq = Sequence([1], n_ctx=64, max_tokens=1)
-        assert (seq.append(5), seq.tokens) == ("", [5])
+        assert (take(seq, 5), seq.tokens) == ("", [5])
         with pytest.raises(RequestError, match="vocabulary"):
             Sequence([1], n_ctx=64, stop=["x"])
 

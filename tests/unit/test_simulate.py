@@ -113,7 +113,7 @@ def test_the_built_in_machines_do_what_the_documentation_says(
     split = split_for(machine, "auto", 8)
     assert (split[1], split[8]) == (1, n_on_cpu_of_8)
     costs = machine_costs(machine, 8)
-    by_slots = [choose_ways("auto", costs, [n], 8, 256).fetches for n in range(256)]
+    by_slots = [choose_ways("auto", costs, [n], 8, 256).fetch_rows > 0 for n in range(256)]
     assert by_slots.index(True) == fetches_from and all(by_slots[fetches_from:])
     text = (ROOT / "docs" / "residency.md").read_text("utf-8")
     for number in (times_as_long, fetches_from):

@@ -34,8 +34,8 @@ def require_template(kv: Mapping[str, object], path: Path) -> str:
     source = kv.get(TEMPLATE_KEY)
     if not isinstance(source, str) or not source:
         raise ConfigError(
-            f"{path}: the model has no chat template ({TEMPLATE_KEY}); give one with "
-            "--chat-template-file, or continue plain text with 'moegraph run'"
+            f"{path}: the model has no chat template ({TEMPLATE_KEY}), so it is probably a base "
+            "model; continue plain text with 'moegraph run', or give --chat-template-file"
         )
     return source
 

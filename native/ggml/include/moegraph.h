@@ -57,14 +57,14 @@ extern "C" {
     //
     // table   : I32 [1, n], a row of `to` each, below 0 for what is not there
     // ids     : I32 [n_ids], contiguous, n_ids <= MOEGRAPH_FETCH_IDS; one that is not below n gives -1
-    // victims : I32 [2, n_victims], contiguous: a row of `to` that may be given up, each once, and what the table has
-    //           there (below 0: nothing)
+    // victims : I32 [2, n_victims], contiguous, n_victims <= MOEGRAPH_FETCH_IDS: a row of `to` that may be given up, each
+    //           once, and what the table has there (below 0: nothing)
     // from    : F32 [ne0, n], in memory that the device can read, on the host too
     // to      : F32 [ne0, n_rows]; ne0 is a multiple of 4, strides of rows are multiples of 16 bytes
     //
     // Each missing id, in their order and once, takes the next victim that is a row of `to` and that none of ids needs;
     // where there is none left, its result is -1. The table stays as it is.
-    #define MOEGRAPH_FETCH_IDS 64
+    #define MOEGRAPH_FETCH_IDS 256
 
     GGML_API struct ggml_tensor * moegraph_fetch_rows(
             struct ggml_context * ctx,
@@ -107,6 +107,29 @@ extern "C" {
             struct ggml_tensor  * rows,
             int                   page_size,
             float                 scale);
+
+    // What a host needs of each row of logits to choose a token as samplers do, without the row itself. CPU and CUDA only.
+    //
+    // logits : F32 [n_vocab, n_rows], contiguous, n_rows <= MOEGRAPH_DRAW_ROWS
+    // draws  : I32 [MOEGRAPH_DRAW_WORDS, n_rows], contiguous, a struct moegraph_draw (moegraph-candidates.h) for each row
+    //
+    // The result is I32 [n, n_rows], a struct moegraph_listed for each row: the likeliest tokens; the sum over all; the
+    // logits of the ids that draws names (NaN for one that is none); and the tokens of the largest scores. The score of a
+    // token is its logit divided by the temperature plus a random number of the Gumbel distribution, which is a function of
+    // the key of the row and of the token: the token of the largest score is a draw from the distribution, and the first one
+    // of a subset is a draw from the distribution of that subset. Scores are rounded, so whoever needs the first computes
+    // those of the listed tokens again.
+    #define MOEGRAPH_DRAW_ROWS  32
+    #define MOEGRAPH_DRAW_IDS   508
+    #define MOEGRAPH_DRAW_WORDS 512
+    #define MOEGRAPH_LIKELY     128 // the list of the likeliest tokens has so many, if there is room for it
+    #define MOEGRAPH_CANDIDATES 384 // most tokens in the list of the likeliest
+    #define MOEGRAPH_EARLY      32  // most tokens in the list of the largest scores
+
+    GGML_API struct ggml_tensor * moegraph_candidates(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * logits,
+            struct ggml_tensor  * draws);
 
 #ifdef __cplusplus
 }

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-// What the backends share of moegraph_attn (moegraph.h): where a key lies, and where sums are split.
+// What the backends share of moegraph_attn (moegraph.h): where a key lies.
 
 #ifdef __CUDACC__
 #define MOEGRAPH_ATTN_CALL static __host__ __device__ __forceinline__
@@ -20,55 +20,6 @@ enum {
     MOEGRAPH_ATTN_SPARE,
     MOEGRAPH_ATTN_FIRST, // of the path
 };
-
-// A row's keys are summed in splits that depend on positions alone. They get longer with the position: the first ones
-// spread a short context over many multiprocessors, and a long one has few partial sums. Level l has splits of 32 << l
-// positions up to position 512 << 2l; the last one has no end.
-#define MOEGRAPH_ATTN_LEVELS 6
-
-MOEGRAPH_ATTN_CALL int moegraph_attn_level_start(const int l) {
-    return l == 0 ? 0 : 512 << 2*(l - 1);
-}
-
-MOEGRAPH_ATTN_CALL int moegraph_attn_level_size(const int l) {
-    return 32 << l;
-}
-
-// The number of the first split of a level.
-MOEGRAPH_ATTN_CALL int moegraph_attn_level_first(const int l) {
-    return l == 0 ? 0 : (24 << (l - 1)) - 8;
-}
-
-// How many of the first n positions a level has.
-MOEGRAPH_ATTN_CALL int moegraph_attn_level_part(const int l, const int n) {
-    const int start = moegraph_attn_level_start(l);
-    const int end   = l == MOEGRAPH_ATTN_LEVELS - 1 ? INT32_MAX : moegraph_attn_level_start(l + 1);
-    return n <= start ? 0 : (n < end ? n : end) - start;
-}
-
-MOEGRAPH_ATTN_CALL int moegraph_attn_level_of(const int split) {
-    int l = MOEGRAPH_ATTN_LEVELS - 1;
-    while (split < moegraph_attn_level_first(l)) {
-        --l;
-    }
-    return l;
-}
-
-// The first position of a split; that of the next split is its end.
-MOEGRAPH_ATTN_CALL int moegraph_attn_split_start(const int split) {
-    const int l = moegraph_attn_level_of(split);
-    return moegraph_attn_level_start(l) + (split - moegraph_attn_level_first(l))*moegraph_attn_level_size(l);
-}
-
-// The number of splits that the first n positions touch.
-MOEGRAPH_ATTN_CALL int moegraph_attn_n_splits(const int n) {
-    int sum = 0;
-    for (int l = 0; l < MOEGRAPH_ATTN_LEVELS; ++l) {
-        const int size = moegraph_attn_level_size(l);
-        sum += (moegraph_attn_level_part(l, n) + size - 1)/size;
-    }
-    return sum;
-}
 
 // What to look keys up in.
 struct moegraph_attn_pool {

@@ -11,7 +11,7 @@ struct ggml_tensor * moegraph_fetch_rows(
     GGML_ASSERT(ids->type == GGML_TYPE_I32 && ggml_is_contiguous(ids) && ggml_is_vector(ids));
     GGML_ASSERT(ids->ne[0] <= MOEGRAPH_FETCH_IDS);
     GGML_ASSERT(victims->type == GGML_TYPE_I32 && ggml_is_contiguous(victims) && ggml_is_matrix(victims));
-    GGML_ASSERT(victims->ne[0] == 2);
+    GGML_ASSERT(victims->ne[0] == 2 && victims->ne[1] <= MOEGRAPH_FETCH_IDS);
     GGML_ASSERT(from->type == GGML_TYPE_F32 && ggml_is_matrix(from) && from->ne[1] == table->ne[1]);
     GGML_ASSERT(to->type == GGML_TYPE_F32 && ggml_is_matrix(to) && to->ne[0] == from->ne[0]);
     GGML_ASSERT(from->ne[0] % 4 == 0 && from->nb[0] == sizeof(float) && to->nb[0] == sizeof(float));

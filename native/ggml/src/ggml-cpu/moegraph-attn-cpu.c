@@ -5,15 +5,15 @@
 #include <math.h>
 #include <string.h>
 
-// The longest split: the last level's.
-#define MOEGRAPH_ATTN_MAX_SPLIT (32 << (MOEGRAPH_ATTN_LEVELS - 1))
+// Positions of a split: a row's keys are summed so many at a time.
+#define MOEGRAPH_ATTN_SPLIT 256
 
 // What a thread needs for one row and head.
 struct moegraph_attn_sums {
     float max;
     float sum;
-    float scores[MOEGRAPH_ATTN_MAX_SPLIT];
-    int   at[MOEGRAPH_ATTN_MAX_SPLIT];
+    float scores[MOEGRAPH_ATTN_SPLIT];
+    int   at[MOEGRAPH_ATTN_SPLIT];
     float x[MOEGRAPH_ATTN_HEAD];     // a key or a value
     float part[MOEGRAPH_ATTN_HEAD];  // of a split
     float total[MOEGRAPH_ATTN_HEAD];
@@ -76,9 +76,8 @@ void moegraph_compute_forward_attn(const struct ggml_compute_params * params, st
         sums.max = -INFINITY;
         sums.sum = 0.0f;
         memset(sums.total, 0, d*sizeof(float));
-        for (int s = 0; moegraph_attn_split_start(s) < n_keys; ++s) {
-            const int begin = moegraph_attn_split_start(s);
-            const int end   = MIN(moegraph_attn_split_start(s + 1), n_keys);
+        for (int begin = 0; begin < n_keys; begin += MOEGRAPH_ATTN_SPLIT) {
+            const int end = MIN(begin + MOEGRAPH_ATTN_SPLIT, n_keys);
             for (int p = begin; p < end; ++p) {
                 sums.at[p - begin] = moegraph_attn_pool_row(
                     pool, row, row[MOEGRAPH_ATTN_SEQ], row[MOEGRAPH_ATTN_N_PAST], p);

@@ -1,4 +1,3 @@
 #include "moegraph-attn-launch.cuh"
 
-template void moegraph_attn_launch<128>(
-    ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, ggml_type type_k, ggml_type type_v);
+template void moegraph_attn_launch<128>(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args);

@@ -4,61 +4,94 @@
 
 // Launches the kernel for one size of a head; moegraph-attn-N.cu has the code for size N.
 
-constexpr int MOEGRAPH_ATTN_MAX_TILES = 8; // of columns in a block
+constexpr int MOEGRAPH_ATTN_MAX_TILES = 16; // of columns in a block
+constexpr int MOEGRAPH_ATTN_MAX_SLOTS = 8;
 
-template <ggml_type type_k, ggml_type type_v, int d, int NC>
-static void moegraph_attn_launch_kernel(ggml_backend_cuda_context & ctx, moegraph_attn_args args) {
+template <int d, bool refined, int NC, int WC>
+static void moegraph_attn_launch_kernel(
+        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const size_t smem, const size_t most) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
-    const size_t smem_v = MOEGRAPH_ATTN_TILE*moegraph_attn_v<type_v, d>::n_bytes;
-    const size_t left   = device.smpbo - sizeof(moegraph_attn_plan) - smem_v;
-    const int    fit    = std::min<int>(NC, left/moegraph_attn_smem_per_tile<type_v, d>());
-    const size_t most   = fit*moegraph_attn_smem_per_tile<type_v, d>() + smem_v;
-    const int    cols   = args.n_rows*args.n_group;
-    args.n_tiles = std::min(fit, (cols + MOEGRAPH_ATTN_COLS - 1)/MOEGRAPH_ATTN_COLS);
-    GGML_ASSERT(args.n_tiles*MOEGRAPH_ATTN_COLS >= args.n_group);
-    const size_t smem = args.n_tiles*moegraph_attn_smem_per_tile<type_v, d>() + smem_v;
-
-    // As many blocks as run at once, the same number for each head of keys: lengths may change without a new capture.
-    const int n_blocks = 2*(smem + sizeof(moegraph_attn_plan)) <= device.smpbo ?
-        moegraph_attn_blocks<type_k, type_v, d, NC>() : 1;
-    const int n_slots  = std::max(1, std::min(device.nsm*n_blocks/args.n_head_kv, args.n_rows*args.n_splits));
-    CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<type_k, type_v, d, NC>), most);
+    // one block on each multiprocessor, the same number for each head of keys: lengths change without a new capture
+    const int n_blocks = getenv("MG_ATTN_BLOCKS") != nullptr ? atoi(getenv("MG_ATTN_BLOCKS")) : 1; // TEMPORARY
+    const int n = std::max(1, std::min(n_blocks*device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
+    CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, refined, NC, WC>), most);
     const ggml_cuda_kernel_launch_params params(
-        dim3(n_slots*args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
-    ggml_cuda_kernel_launch(moegraph_attn_kernel<type_k, type_v, d, NC>, params, args);
+        dim3(n, args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
+    ggml_cuda_kernel_launch(moegraph_attn_kernel<d, refined, NC, WC>, params, args);
 }
 
-template <ggml_type type_k, ggml_type type_v, int d>
-static void moegraph_attn_launch_width(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args) {
-    if (args.n_rows*args.n_group <= MOEGRAPH_ATTN_COLS) {
-        moegraph_attn_launch_kernel<type_k, type_v, d, 1>(ctx, args);
-    } else {
-        moegraph_attn_launch_kernel<type_k, type_v, d, MOEGRAPH_ATTN_MAX_TILES>(ctx, args);
+// Sets the number of columns and slots. A second slot is worth more than columns: with one, nothing is loaded while a
+// tile is computed.
+static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d, const size_t most, const bool async) {
+    const size_t row = d*sizeof(half);
+    size_t quantized = 0, raw = 0, halves = 0; // bytes of a tile: of quants, as it is copied, made of quants
+    for (int i = 0; i < 2; ++i) {
+        const size_t bytes = MOEGRAPH_ATTN_TILE*(size_t) args.head[i];
+        raw = std::max(raw, bytes);
+        if (args.type[i] != GGML_TYPE_F16) {
+            quantized = std::max(quantized, bytes);
+            halves    = MOEGRAPH_ATTN_TILE*row;
+        }
     }
+    const size_t of_column = moegraph_attn_column_bytes(d, args.refined, args.refined_p);
+    const int    max_tiles = getenv("MG_ATTN_TILES") ? atoi(getenv("MG_ATTN_TILES")) : MOEGRAPH_ATTN_MAX_TILES;
+    const auto   rows_with = [&](const size_t slots) -> int {
+        int n_tiles = max_tiles;
+        while (n_tiles > 0 && halves + slots + n_tiles*of_column > most) {
+            n_tiles /= 2;
+        }
+        return n_tiles*MOEGRAPH_ATTN_COLS/args.n_group;
+    };
+    int n_rows = async ? rows_with(2*raw) : 0;
+    const bool one = n_rows == 0;
+    if (one) { // halves may extend into what quants become: those are not there at the same time
+        raw    = quantized > 0 ? quantized : raw;
+        n_rows = rows_with(raw);
+    }
+    GGML_ASSERT(n_rows > 0);
+    const int n_chunks = (args.n_rows + n_rows - 1)/n_rows;
+    n_rows          = (args.n_rows + n_chunks - 1)/n_chunks;
+    args.n_tiles    = 1; // a power of two, as there are kernels for
+    while (args.n_tiles*MOEGRAPH_ATTN_COLS < n_rows*args.n_group) {
+        args.n_tiles *= 2;
+    }
+    args.n_chunk    = args.n_tiles*MOEGRAPH_ATTN_COLS/args.n_group;
+    args.slot_bytes = (int) raw;
+    args.n_slots    = one ? 1 : std::min<size_t>(
+        MOEGRAPH_ATTN_MAX_SLOTS, (most - halves - args.n_tiles*of_column)/raw);
+    return args.n_tiles*of_column + halves + args.n_slots*raw;
 }
 
-template <ggml_type type_k, int d>
-static void moegraph_attn_launch_v(
-        ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const ggml_type type_v) {
-    switch (type_v) {
-        case GGML_TYPE_F16:
-            return moegraph_attn_launch_width<type_k, GGML_TYPE_F16, d>(ctx, args);
-        case GGML_TYPE_Q8_0:
-            return moegraph_attn_launch_width<type_k, GGML_TYPE_Q8_0, d>(ctx, args);
-        default:
-            return moegraph_attn_launch_width<type_k, GGML_TYPE_Q4_0, d>(ctx, args);
+static int moegraph_attn_try(const char * name, const int otherwise) { // TEMPORARY
+    const char * value = getenv(name);
+    return value != nullptr ? atoi(value) : otherwise;
+}
+
+template <int d, bool refined>
+static void moegraph_attn_launch_width(ggml_backend_cuda_context & ctx, moegraph_attn_args args) {
+    const auto & device = ggml_cuda_info().devices[ctx.device];
+    const int    kib    = moegraph_attn_try("MG_ATTN_KIB", 0);
+    const size_t most   = (kib > 0 ? 1024*kib : device.smpbo) - sizeof(moegraph_attn_plan);
+    const size_t smem   = moegraph_attn_share_memory(args, d, most, cp_async_available(device.cc));
+    if (args.n_tiles == 1) {
+        moegraph_attn_launch_kernel<d, refined, 1, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 2) {
+        moegraph_attn_launch_kernel<d, refined, 2, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 4) {
+        moegraph_attn_launch_kernel<d, refined, 4, 1>(ctx, args, smem, most);
+    } else if (args.n_tiles == 8) {
+        moegraph_attn_launch_kernel<d, refined, 4, 2>(ctx, args, smem, most);
+    } else {
+        moegraph_attn_launch_kernel<d, refined, 4, 4>(ctx, args, smem, most);
     }
 }
 
 template <int d>
-void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const ggml_type type_k,
-        const ggml_type type_v) {
-    switch (type_k) {
-        case GGML_TYPE_F16:
-            return moegraph_attn_launch_v<GGML_TYPE_F16, d>(ctx, args, type_v);
-        case GGML_TYPE_Q8_0:
-            return moegraph_attn_launch_v<GGML_TYPE_Q8_0, d>(ctx, args, type_v);
-        default:
-            return moegraph_attn_launch_v<GGML_TYPE_Q4_0, d>(ctx, args, type_v);
+void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args) {
+    if constexpr (d == 256) {
+        if (!args.refined) {
+            return moegraph_attn_launch_width<d, false>(ctx, args);
+        }
     }
+    moegraph_attn_launch_width<d, true>(ctx, args);
 }

@@ -1,6 +1,7 @@
 #include "moegraph-hooks.cuh"
 
 #include "moegraph-attn.cuh"
+#include "moegraph-candidates.cuh"
 #include "moegraph-conv.cuh"
 #include "moegraph-deltanet.cuh"
 #include "moegraph-fetch.cuh"
@@ -12,7 +13,8 @@
 bool moegraph_supports_op(const int device, const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_MOEGRAPH_FETCH_ROWS:
-            return true; // the constructor checks types and shapes
+        case GGML_OP_MOEGRAPH_CANDIDATES:
+            return true; // the constructors check types and shapes
         case GGML_OP_MOEGRAPH_CONV:
             return moegraph_conv_supported(op);
         case GGML_OP_MOEGRAPH_DELTA_NET:
@@ -41,6 +43,9 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
             break;
         case GGML_OP_MOEGRAPH_ATTN:
             moegraph_attn(ctx, dst);
+            break;
+        case GGML_OP_MOEGRAPH_CANDIDATES:
+            moegraph_candidates_rows(ctx, dst);
             break;
         default:
             GGML_ABORT("%s: no kernel for %s", __func__, ggml_op_name(dst->op));

@@ -1,0 +1,131 @@
+"""Beginnings of prompts that are kept, so that a later prompt need not compute them again.
+
+A sequence can be continued where it ends. But it cannot be cut short, because its recurrent states
+belong to its last position. So states are saved at chosen positions of a prompt, those where later
+prompts may part from it, together with the KV rows before them (prefixtree.py). Everything is in
+host memory: device memory is worth more as expert slots, and the copies survive whatever becomes of
+the sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import NativeError
+from ..ggml.free_memory import host_memory
+from ..resident.hostcopies import HostCopies
+from ..units import GiB
+from .passes import Passes
+from .prefixtree import Path, PrefixTree, n_common
+
+Ids = npt.NDArray[np.int32]
+
+# Host memory that stays free, or an eighth of what the machine or container has if that is less.
+_RESERVE, _RESERVE_SHARE = 2 * GiB, 8
+
+
+class Prefixes:
+    """Saves and restores beginnings of prompts, within a limit of host memory.
+
+    tree: what is kept.
+    """
+
+    def __init__(self, passes: Passes, copies: HostCopies, max_bytes: int | None) -> None:
+        """Keep at most max_bytes, also less than the host has free; None: no other limit."""
+        self.tree = PrefixTree()
+        self._passes = passes
+        self._copies = copies
+        self._max_bytes = max_bytes
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be kept."""
+        return self._max_bytes != 0
+
+    @property
+    def n_places(self) -> int:
+        """Return how many beginnings of prompts a sequence can go on from."""
+        return self.tree.n_states
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the host memory in use."""
+        return self.tree.n_bytes
+
+    def resume(self, seq: int, ids: Ids) -> int:
+        """Have a sequence hold as much of the beginning of ids as can be had without computing.
+
+        At least the last id is left to compute. The sequence is emptied if it holds other tokens
+        and nothing else fits. Return how many ids it holds.
+
+        Raises:
+            RequestError: there is no such sequence, or a pass is in flight.
+        """
+        held = np.asarray(self._passes.held(seq), dtype=np.int32)
+        n_kept = n_common(held, ids)
+        path = self.tree.find(ids[:-1], n_kept)
+        n_saved = sum(len(node.tokens) for node in path)
+        if n_kept == len(held) < len(ids) and n_kept >= n_saved:
+            return n_kept
+        if not path or path[-1].states is None:
+            self._passes.reset(seq)
+            return 0
+        n_kept, end, rows = min(n_kept, n_saved), 0, []
+        for node in path:
+            start, end = end, end + len(node.tokens)
+            if end > n_kept and node.rows is not None:
+                rows.append((start, node.rows))
+        self._passes.put_back(seq, ids[:n_saved].tolist(), n_kept, rows, path[-1].states)
+        self.tree.touch(path[-1])
+        return n_saved
+
+    def save(self, seq: int) -> bool:
+        """Keep what a sequence holds now; return False if there is no room for it."""
+        ids = np.asarray(self._passes.held(seq), dtype=np.int32)
+        if not self.is_on or not len(ids):
+            return False
+        path = self.tree.reach(ids)
+        try:
+            return self._save(seq, path)
+        except (NativeError, MemoryError):  # nothing else depends on it
+            return False
+        finally:
+            self.tree.shrink(self._limit(), path if path[-1].states else [])
+            self._copies.close()
+
+    def _save(self, seq: int, path: Path) -> bool:
+        copies, last = self._copies, path[-1]
+        if last.states is None:
+            if not self._make_room(copies.states_bytes, path):
+                return False
+            last.states = copies.take_states(seq)
+        self.tree.touch(last)
+        end, is_whole = 0, True
+        for node in path:
+            start, end = end, end + len(node.tokens)
+            if node.rows is not None:
+                continue
+            # without rows, these states serve only while the sequence keeps its own
+            is_whole = is_whole and self._make_room(copies.row_bytes * (end - start), path)
+            if is_whole:
+                node.rows = copies.take_rows(seq, start, end - start)
+        return is_whole
+
+    def _make_room(self, n_bytes: int, kept: Path) -> bool:
+        return self.tree.shrink(self._limit() - n_bytes, kept)
+
+    def _limit(self) -> int:
+        """Return how many bytes the tree may have now."""
+        memory, limit = host_memory(), self._max_bytes
+        if memory.available is not None:
+            known = [n for n in (memory.total, memory.limit) if n is not None]
+            reserve = min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
+            free = max(0, self.n_bytes + memory.available - reserve)
+            limit = free if limit is None else min(limit, free)
+        return 1 << 62 if limit is None else limit
+
+    def clear(self) -> None:
+        """Forget everything that is kept; what sequences hold stays."""
+        self.tree.clear()
+        self._copies.close()

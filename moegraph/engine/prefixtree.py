@@ -1,0 +1,173 @@
+"""A tree of token runs: which beginnings of prompts need not be computed. It knows no device.
+
+A node is a run of tokens that follows its parent's. It may own the KV rows of its run, and the
+recurrent states after its last token. A sequence can go on after a node with states, if the rows of
+all positions before it are in the tree or in the sequence itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from ..resident.hostcopies import RowsCopy, StatesCopy
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Node:
+    """A run of tokens; the token runs from the root to a node are the beginning of a prompt.
+
+    rows: None if they are not saved. states: None if none were saved here. used: when the states
+    were last saved or restored; a larger number is later.
+    """
+
+    tokens: Ids
+    children: dict[int, Node] = field(default_factory=dict)
+    rows: RowsCopy | None = None
+    states: StatesCopy | None = None
+    used: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of tokens, rows and states."""
+        found = self.tokens.nbytes
+        found += self.rows.n_bytes if self.rows else 0
+        return found + (self.states.n_bytes if self.states else 0)
+
+
+# The nodes from a child of the root to some node.
+Path = list[Node]
+
+
+def n_common(a: Ids, b: Ids) -> int:
+    """Return how many tokens two sequences of ids have in common before they differ."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
+class PrefixTree:
+    """The tree, its size, and what goes first when it is full.
+
+    An interrupt at any point leaves the tree right: every change is one assignment.
+    """
+
+    def __init__(self) -> None:
+        self._root = Node(np.zeros(0, dtype=np.int32))
+        self._clock = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield all nodes except the root, parents first."""
+        found = list(self._root.children.values())
+        while found:
+            node = found.pop()
+            yield node
+            found += node.children.values()
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all nodes."""
+        return sum(node.n_bytes for node in self.nodes())
+
+    @property
+    def n_states(self) -> int:
+        """Return how many nodes have states."""
+        return sum(node.states is not None for node in self.nodes())
+
+    def find(self, ids: Ids, n_kept: int) -> Path:
+        """Return the path to the last node on the way of ids after which a sequence can go on.
+
+        n_kept: positions whose KV rows the sequence has. The path is empty if there is no node.
+        """
+        path: Path = []
+        n_usable = at = 0
+        node = self._root
+        while at < len(ids) and (child := node.children.get(int(ids[at]))) is not None:
+            end = at + len(child.tokens)
+            if n_common(child.tokens, ids[at:]) < len(child.tokens):
+                break
+            if child.rows is None and end > n_kept:
+                break
+            path.append(child)
+            if child.states is not None:
+                n_usable = len(path)
+            node, at = child, end
+        return path[:n_usable]
+
+    def reach(self, ids: Ids) -> Path:
+        """Return the path to the node where ids end; add or divide nodes as needed."""
+        path: Path = []
+        node, at = self._root, 0
+        while at < len(ids):
+            first = int(ids[at])
+            child = node.children.get(first)
+            if child is None:
+                child = node.children[first] = Node(np.array(ids[at:], dtype=np.int32))
+            n = n_common(child.tokens, ids[at:])
+            if n < len(child.tokens):
+                child = node.children[first] = _divided(child, n)
+            path.append(child)
+            node, at = child, at + n
+        return path
+
+    def touch(self, node: Node) -> None:
+        """Note that a node's states were used now."""
+        self._clock += 1
+        node.used = self._clock
+
+    def shrink(self, n_bytes: int, kept: Path) -> bool:
+        """Remove the states used longest ago until the tree has at most n_bytes.
+
+        Rows go with the last states that need them. Nodes of the path `kept` stay, and so do the
+        states at its end. Return whether the tree is small enough now.
+        """
+        self._prune(kept)
+        while self.n_bytes > n_bytes:
+            found = [n for n in self.nodes() if n.states is not None and n not in kept[-1:]]
+            if not found:
+                return False
+            oldest = min(found, key=lambda node: node.used)
+            states, oldest.states = oldest.states, None
+            if states is not None:
+                states.close()
+            self._prune(kept)
+        return True
+
+    def _prune(self, kept: Path) -> None:
+        """Remove nodes that lead to no states, except those of a path."""
+        stays = {id(node) for node in kept}
+        edges = [(n, child) for n in [self._root, *self.nodes()] for child in n.children.values()]
+        for parent, child in reversed(edges):  # children before parents
+            if child.states is None and not child.children and id(child) not in stays:
+                del parent.children[int(child.tokens[0])]
+                _close(child)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        old, self._root = self._root, Node(np.zeros(0, dtype=np.int32))
+        _close(old)
+
+
+def _divided(node: Node, n: int) -> Node:
+    """Return a node for the first n tokens of a node, with another for the rest as its child."""
+    rows = node.rows.split(n) if node.rows else (None, None)
+    rest = Node(node.tokens[n:].copy(), node.children, rows[1], node.states, node.used)
+    return Node(node.tokens[:n].copy(), {int(node.tokens[n]): rest}, rows[0])
+
+
+def _close(node: Node) -> None:
+    """Close the rows and states of a node and of all below it."""
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        waiting += found.children.values()
+        for copy in (found.rows, found.states):
+            if copy is not None:
+                copy.close()

@@ -1,0 +1,137 @@
+"""Chooses the tokens of one sequence from rows of results.
+
+To choose from the logits of a row, a megabyte would have to be copied to the host and read several
+times, while the device waits. So the device lists the likeliest tokens, and the first ones of a
+race over all tokens (`moegraph_candidates`). Nearly always, these decide. Where they do not, the
+row's logits are read, and `Sampler.sample` gives the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
+from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
+
+# Words before the ids: 1 / temperature (F32), the key (64 bits), one that is not used.
+_HEAD = 4
+_NO_ID = -1
+
+
+class RowSampler:
+    """Chooses the next token of one sequence, row after row, with settings of its own.
+
+    For each row: `draw` before its pass, `prepare` while the device computes (or not at all),
+    `sample` when the results are there, then `accept` with the token that the text goes on with.
+    The rows of a draft are sampled in order, as long as the draft has the tokens that they give.
+
+    n_whole: rows so far whose logits were read.
+    """
+
+    def __init__(self, params: SamplingParams, n_vocab: int) -> None:
+        self._sampler = Sampler(params, n_vocab)
+        self.n_whole = 0
+        params, n_bias = self._sampler.params, self._sampler.bias_ids.size
+        self._chooser = Chooser(params)
+        self._fits = n_bias <= DRAW_IDS
+        self._words = np.full(DRAW_WORDS, _NO_ID, dtype=np.int32)
+        # the ids: those with a bias, then a ring of the recent tokens
+        self._n_recent = params.repeat_last_n if params.has_penalties else 0
+        self._n_bias = n_bias if self._fits else 0
+        self._n_ring = min(self._n_recent, DRAW_IDS - self._n_bias)
+        # without a race where the list of the likeliest has enough, whatever changes
+        is_short = 0 < params.top_k <= LIKELY - self._n_bias - self._n_ring
+        races = not (params.is_greedy or is_short)
+        self._needs_row = params.typical_p < 1.0 and not is_short  # the entropy is of all tokens
+        with np.errstate(over="ignore"):
+            inverse = np.float32(1 / np.float64(params.temperature) if races else 0.0)
+        self._words[:1].view(np.float32)[0] = inverse
+        self._n_taken = 0  # tokens of the text, at most n_recent of the prompt
+        if self._fits:
+            self._words[_HEAD : _HEAD + n_bias] = self._sampler.bias_ids
+        self._is_prepared = False
+
+    def accept(self, token: int) -> None:
+        """Record one token of the text."""
+        self._sampler.accept(token)
+        self._put(self._words, self._n_taken, token)
+        self._n_taken += 1
+        self._is_prepared = self._n_recent == 0 and self._is_prepared
+
+    def accept_all(self, tokens: Sequence[int]) -> None:
+        """Record the tokens of a prompt, oldest first."""
+        self._sampler.accept_all(tokens)
+        for token in tokens[-self._n_recent :] if self._n_recent else ():
+            self._put(self._words, self._n_taken, token)
+            self._n_taken += 1
+        self._is_prepared = False
+
+    def _put(self, words: npt.NDArray[np.int32], at: int, token: int) -> None:
+        """Put the at-th token into the ring."""
+        if self._n_ring:
+            words[_HEAD + self._n_bias + at % self._n_ring] = token
+
+    def draw(self, ahead: Sequence[int] = ()) -> npt.NDArray[np.int32] | None:
+        """Return what the pass needs to know of a row, I32 [DRAW_WORDS].
+
+        None: the settings need the row's logits. ahead: drafted tokens before the row. The memory
+        of the array is used again by the next call.
+        """
+        n = self._n_taken + len(ahead)
+        is_lost = self._n_ring < self._n_recent and n > self._n_ring
+        if self._needs_row or not self._fits or is_lost:
+            return None
+        words = self._words
+        if ahead:
+            words = words.copy()
+            for i, token in enumerate(ahead):
+                self._put(words, self._n_taken + i, token)
+        key = self._sampler.key_at(self._sampler.position + len(ahead))
+        words[1:3].view(np.uint32)[:] = key & 0xFFFFFFFF, key >> 32
+        return words
+
+    def prepare(self) -> None:
+        """Find out whose logits the next row changes."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        n_bias, n_recent = self._n_bias, min(self._n_taken, self._n_ring)
+        if n_bias + n_recent == 0:
+            return
+        wanted = self._words[_HEAD : _HEAD + n_bias + n_recent]
+        ids, places = np.unique(wanted, return_index=True)
+        params = self._sampler.params
+        bias = np.zeros(ids.size, dtype=np.float32)
+        bias[np.searchsorted(ids, wanted[:n_bias])] = self._sampler.bias
+        counts = np.bincount(np.searchsorted(ids, wanted[n_bias:]), minlength=ids.size)
+        is_recent = counts > 0
+        repeat = np.where(is_recent, params.repeat_penalty, 1.0).astype(np.float32)
+        subtracted = np.zeros(ids.size)
+        less = counts * params.frequency_penalty + params.presence_penalty
+        subtracted[is_recent] = less[is_recent]
+        self._chooser.change(Changed(ids, places.astype(np.int32), bias, repeat, subtracted))
+
+    def sample(
+        self,
+        candidates: npt.NDArray[np.int32] | None,
+        logits: Callable[[], FloatArray],
+        allowed: BoolArray | None = None,
+    ) -> int:
+        """Return the next token.
+
+        candidates: what the device lists of the row; None without. logits: returns the logits of
+        the row, F32 [n_vocab]. allowed: as in `Sampler.sample`.
+
+        Raises:
+            RequestError: the logit bias, or allowed, excludes every token.
+        """
+        if candidates is not None:
+            self.prepare()
+            token = self._chooser.choose(candidates, self._sampler.key, allowed)
+            if token is not None:
+                return token
+        self.n_whole += 1
+        return self._sampler.sample(logits(), allowed)

@@ -1,0 +1,91 @@
+"""Choose a token from what the device says of a row of logits (native/py/choose.c)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..sampling import SamplingParams, no_token_left
+from .lib import C, ffi
+
+Words = npt.NDArray[np.int32]
+
+# Words of a row's input and of its result, most ids that an input may name, and most rows.
+DRAW_WORDS: int = C.MOEGRAPH_DRAW_WORDS
+DRAW_IDS: int = C.MOEGRAPH_DRAW_IDS
+DRAW_ROWS: int = C.MOEGRAPH_DRAW_ROWS
+# Tokens of the largest logits that the result lists at least, if there is room.
+LIKELY: int = C.MOEGRAPH_LIKELY
+# Where the result has the sum over all tokens (F32, NaN if a logit is not finite).
+TOTAL_WORD = 0
+
+
+class Changed:
+    """Tokens whose logits a sampler changes, sorted by id.
+
+    Each logit gets bias added, is divided by repeat (or multiplied, if it is not above 0), and
+    loses subtracted. place: which of the ids that the row's input named it is.
+
+    Args: numpy arrays of one length: ids, places I32; bias, repeat F32; subtracted F64.
+    """
+
+    __slots__ = ("arrays",)
+
+    def __init__(
+        self,
+        ids: npt.NDArray[np.int32],
+        places: npt.NDArray[np.int32],
+        bias: npt.NDArray[np.float32],
+        repeat: npt.NDArray[np.float32],
+        subtracted: npt.NDArray[np.float64],
+    ) -> None:
+        self.arrays = (ids, places, bias, repeat, subtracted)
+
+
+class Chooser:
+    """The settings of a sampler, as `mg_choose` takes them."""
+
+    __slots__ = ("_changed", "_sampler")
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._sampler: Any = ffi.new("struct mg_sampler *")
+        self._sampler.temperature = params.temperature
+        self._sampler.top_p = params.top_p
+        self._sampler.typical_p = params.typical_p
+        self._sampler.min_p_log = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self._sampler.top_k = params.top_k
+        self._changed: Changed | None = None
+
+    def change(self, changed: Changed) -> None:
+        """Change the logits of these tokens from the next call on."""
+        to, arrays = self._sampler, changed.arrays
+        ids, places, bias, repeat, subtracted = (ffi.from_buffer(a) for a in arrays)
+        to.n_changed = len(arrays[0])
+        to.ids, to.places = ffi.cast("int32_t *", ids), ffi.cast("int32_t *", places)
+        to.bias, to.repeat = ffi.cast("float *", bias), ffi.cast("float *", repeat)
+        to.subtracted = ffi.cast("double *", subtracted)
+        self._changed = changed  # keeps the memory
+
+    def choose(
+        self, row: Words, key: int, allowed: npt.NDArray[np.bool_] | None = None
+    ) -> int | None:
+        """Return a token, or None if only the logits of the whole row can tell.
+
+        row: result of the op for this row. key: of its random numbers. allowed: as in
+        `Sampler.sample`.
+
+        Raises:
+            RequestError: no token is left.
+        """
+        self._sampler.allowed = (
+            ffi.NULL if allowed is None else ffi.cast("uint8_t *", ffi.from_buffer(allowed))
+        )
+        token: int = C.mg_choose(self._sampler, ffi.from_buffer(row), key)
+        if token >= 0:
+            return token
+        if token == C.MG_CHOOSE_NONE:
+            raise no_token_left()
+        return None

@@ -1,0 +1,159 @@
+"""Copies in host memory of what a sequence has computed: recurrent states and KV rows.
+
+A snapshot (snapshots.py) lies on the device and is valid as long as its sequence keeps its KV rows.
+These copies take no device memory and stay valid whatever happens to the sequence: they can be put
+into any sequence. States are copied to pinned memory, which takes a third of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..ggml.device import Device, HostBuffer
+from ..ggml.lib import C, ffi
+from ..ggml.ops import Tensor
+from .kvpool import KVPool
+from .layout import PAGE
+
+
+class StatesCopy:
+    """The recurrent states of a sequence after some position."""
+
+    def __init__(self, buffer: HostBuffer, spare: list[HostBuffer]) -> None:
+        self.buffer: HostBuffer | None = buffer
+        self.n_bytes = buffer.array.nbytes
+        self._spare = spare
+
+    def close(self) -> None:
+        """Give up the memory, to the next copy if that comes soon; a second call does nothing."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is None:
+            return
+        if self._spare:
+            buffer.close()
+        else:
+            self._spare.append(buffer)
+
+
+class RowsCopy:
+    """KV rows of consecutive positions: of each cache, U8 numpy [n_rows, bytes of a row]."""
+
+    def __init__(self, parts: list[npt.NDArray[np.uint8]]) -> None:
+        self.parts = parts
+
+    @property
+    def n_rows(self) -> int:
+        """Return the number of positions."""
+        return len(self.parts[0])
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the memory that they take."""
+        return sum(part.nbytes for part in self.parts)
+
+    def split(self, n: int) -> tuple[RowsCopy, RowsCopy]:
+        """Return copies of the first n positions and of the others."""
+        return (
+            RowsCopy([part[:n].copy() for part in self.parts]),
+            RowsCopy([part[n:].copy() for part in self.parts]),
+        )
+
+    def close(self) -> None:
+        """Give up the memory."""
+        self.parts = []
+
+
+class HostCopies:
+    """Copies the states and rows of sequences to host memory and back, after the pass in flight.
+
+    states: tensors with a row for each sequence. caches: tensors with a row for each KV row.
+    states_bytes: size of the states of a sequence. row_bytes: of the KV rows of a position.
+    """
+
+    def __init__(
+        self, device: Device, states: Iterable[Tensor], caches: Iterable[Tensor], pool: KVPool
+    ) -> None:
+        self._device = device
+        self._states, self._caches = list(states), list(caches)
+        self._pool = pool
+        self._spare: list[HostBuffer] = []
+        self.states_bytes = sum(t.nb[1] for t in self._states)
+        self.row_bytes = sum(t.nb[1] for t in self._caches)
+
+    def take_states(self, slot: int) -> StatesCopy:
+        """Copy the states of a sequence, and wait for it.
+
+        Raises:
+            NativeError: there is no host memory.
+        """
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = self._device.host_buffer(max(1, self.states_bytes))
+        self._device.synchronize()
+        at = 0
+        for tensor in self._states:
+            n = tensor.nb[1]
+            C.ggml_backend_tensor_get(tensor, buffer.address(at), slot * n, n)
+            at += n
+        return StatesCopy(buffer, self._spare)
+
+    def put_states(self, copy: StatesCopy, slot: int) -> None:
+        """Enqueue that a sequence gets saved states."""
+        if copy.buffer is None:
+            raise InternalError("the saved states are closed")
+        stream, at = self._device.compute.ptr, 0
+        for tensor in self._states:
+            n = tensor.nb[1]
+            C.ggml_backend_tensor_set_async(stream, tensor, copy.buffer.address(at), slot * n, n)
+            at += n
+
+    def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
+        """Copy the KV rows of n positions of a sequence, and wait for it.
+
+        Raises:
+            MemoryError: there is no host memory.
+        """
+        parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in self._caches]
+        self._device.synchronize()
+        for at, row, n_rows in self._runs(slot, first, n):
+            for tensor, part in zip(self._caches, parts):
+                target = ffi.from_buffer(part[at : at + n_rows])
+                size = tensor.nb[1]
+                C.ggml_backend_tensor_get(tensor, target, row * size, n_rows * size)
+        return RowsCopy(parts)
+
+    def put_rows(self, copy: RowsCopy, skipped: int, slot: int, first: int) -> None:
+        """Write saved rows, except the first `skipped`, to positions from `first` on, and wait.
+
+        The sequence has pages for these positions.
+        """
+        stream, n = self._device.compute.ptr, copy.n_rows - skipped
+        for at, row, n_rows in self._runs(slot, first, n):
+            for tensor, part in zip(self._caches, copy.parts):
+                source = ffi.from_buffer(part[skipped + at : skipped + at + n_rows])
+                size = tensor.nb[1]
+                C.ggml_backend_tensor_set_async(stream, tensor, source, row * size, n_rows * size)
+        self._device.synchronize()
+
+    def _runs(self, slot: int, first: int, n: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (index, KV row, rows) of the parts of n positions whose rows are consecutive."""
+        at = start = n_rows = 0
+        for position in (first, *range(first - first % PAGE + PAGE, first + n, PAGE)):
+            row = self._pool.row(slot, position)
+            if row != start + n_rows:
+                if n_rows:
+                    yield at, start, n_rows
+                at, start, n_rows = position - first, row, 0
+            n_rows += min(first + n - position, PAGE - position % PAGE)
+        yield at, start, n_rows
+
+    def close(self) -> None:
+        """Free the memory of closed copies; those that are not closed stay."""
+        for buffer in self._spare:
+            buffer.close()
+        self._spare.clear()

@@ -1,0 +1,87 @@
+"""Memory of the system that is pinned for a device, and what an engine does where that fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.ggml.device import HostPages
+from moegraph.ggml.handles import Context
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.memory import place
+from moegraph.ggml.ops import F32
+
+MIB = 1 << 20
+SETTINGS = {"device": "cuda", "n_ctx": 256, "n_ubatch": 16, "pin_layers": 0, "cache_slots": 80}
+
+
+def device_address(address: int) -> int | None:
+    """Return where the device sees host memory; None if it does not."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    status = driver.cuMemHostGetDevicePointer_v2(
+        ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
+    )
+    return found.value if status == 0 else None
+
+
+def test_pinned_pages_are_seen_by_the_device_until_they_are_freed(device) -> None:
+    with HostPages(5 * MIB) as pages:
+        address = pages.base
+        assert device_address(address) is None
+        pages.array[:] = np.arange(5 * MIB, dtype=np.uint32).view(np.uint8)[: 5 * MIB]
+        done: list[BaseException | None] = []
+        thread = threading.Thread(target=lambda: done.append(device.pin(pages)))
+        thread.start()
+        thread.join()
+        assert done == [None], "another thread may pin"
+        assert device_address(address) == address
+        with Context(1) as context, device.buffer(5 * MIB, "a test", "") as buffer:
+            tensor = C.ggml_new_tensor_1d(context.ptr, F32, 5 * MIB // 4)
+            place(buffer, tensor, 0)
+            C.ggml_backend_tensor_set_async(device.upload.ptr, tensor, pages.address(), 0, 5 * MIB)
+            device.synchronize()
+            back = np.empty(5 * MIB, np.uint8)
+            C.ggml_backend_tensor_get(tensor, ffi.from_buffer(back), 0, 5 * MIB)
+        np.testing.assert_array_equal(back, pages.array)
+        device.pin(pages)
+    assert device_address(address) is None
+
+
+def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file) -> None:
+    path = model_file("legacy32")
+    with Engine.load(path, EngineConfig(**SETTINGS, host_pin="none")) as engine:
+        expected = engine.forward_logits(np.arange(9))
+    with Engine.load(path, EngineConfig(**SETTINGS, host_pin="all")) as engine:
+        blocks = engine._misses.store._pinned
+        assert len(blocks) == engine.hparams.n_layer
+        for block in blocks.values():
+            assert isinstance(block, HostPages)
+            assert device_address(block.base) == block.base
+        np.testing.assert_array_equal(engine.forward_logits(np.arange(9)), expected)
+        addresses = [block.base for block in blocks.values()]
+    assert [device_address(address) for address in addresses] == [None] * len(addresses)
+
+
+@pytest.mark.parametrize("pin", ["auto", "all"])
+def test_without_pinned_memory_one_line_says_what_to_do(
+    model_file, tmp_path: Path, pin: str
+) -> None:
+    ids = tmp_path / "ids"
+    np.arange(4, dtype="<i4").tofile(ids)
+    command = [sys.executable, "-m", "moegraph", "run", model_file("legacy32"), ids, "4",
+               tmp_path / "out", "--device", "cuda", "-c", "256", "--pin-layers", "0",
+               "--cache-slots", "80", "--host-pin", pin]  # fmt: skip
+    env = {**os.environ, "GGML_CUDA_NO_PINNED": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "cannot pin" in done.stderr and "unset GGML_CUDA_NO_PINNED" in done.stderr

@@ -1,0 +1,228 @@
+"""Passes of several rows whose graphs fetch: results, what is copied, and what the slots hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fetching_engines import (
+    ALL,
+    FETCHING,
+    N_LAYER,
+    N_USED,
+    PRESET,
+    Countdown,
+    check_sound,
+)
+from helpers.tree_rows import TREES
+
+from moegraph.engine import Engine
+from moegraph.errors import Cancelled, NativeError
+from moegraph.ggml.lib import C
+from moegraph.kinds import Kind
+from moegraph.runner import layered, plan
+
+N_SEQ, N_VOCAB = 32, 1000
+# Rows of passes in turn: lists of victims grow, shrink, and are cut.
+WIDTHS = [8, 1, 2, 32, 2, 32, 16, 1, 8, 4, 32, 1, 8]
+
+
+class Counting:
+    """The native library, with a count of the launched graphs; the k-th fails."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.n_launches, self._fails_at = 0, fails_at
+
+    def mg_launch(self, *args: Any) -> int:
+        self.n_launches += 1
+        status = C.mg_launch(*args)
+        return C.GGML_STATUS_FAILED if self.n_launches == self._fails_at else status
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(C, name)
+
+
+def open_rows(open_engine, **settings: Any) -> Engine:
+    """Return an engine with many sequences whose graphs fetch, and whose guard keeps still."""
+    engine = open_engine(PRESET, **{**FETCHING, "n_seq": N_SEQ, "n_ubatch": 8, **settings})
+    engine.runner.residency.guard = None
+    return engine
+
+
+def modes(engine: Engine, n: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the layers that fetch in decode passes of n rows, and those that may run short."""
+    mode = engine.runner.residency.miss_mode(Kind.DECODE, n)
+    return mode.fetch_layers, mode.short_layers
+
+
+def decode(engine: Engine, turn: int, n: int) -> np.ndarray:
+    """Decode the next row of n sequences."""
+    rng = np.random.default_rng(turn)
+    slots = rng.permutation(N_SEQ)[:n].tolist()
+    return engine.forward(rng.integers(0, N_VOCAB, (n, 1)).astype(np.int32), slots).logits
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "adaptive"])
+@pytest.mark.parametrize(
+    "n_slots",
+    [
+        N_LAYER * N_USED,
+        N_LAYER * (N_USED + 1),
+        N_LAYER * 12,
+        N_LAYER * 20 + 3,
+        N_LAYER * 30,
+        N_LAYER * N_USED - 3,
+        0,
+    ],
+)
+def test_sequences_that_decode_together_fetch_and_change_no_bit(
+    open_engine, policy: str, n_slots: int
+) -> None:
+    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
+    engine = open_rows(open_engine, policy=policy, cache_slots=n_slots)
+    for turn, n in enumerate(2 * WIDTHS):
+        expected = decode(plain, turn, n)
+        np.testing.assert_array_equal(decode(engine, turn, n), expected, err_msg=f"pass {turn}")
+        check_sound(engine)
+    fetching, short = modes(engine, N_SEQ)
+    assert len(fetching) == (N_LAYER if n_slots >= N_LAYER * N_USED else 5 if n_slots else 0)
+    assert short == fetching, "so many rows may choose every expert"
+    stats = engine.runner.cache.stats
+    assert stats.missing.sum() > 50
+    sizes = [engine.runner.misses.store.packing(il).n_bytes for il in range(N_LAYER)]
+    filled = engine.runner.cache.n_slots
+    assert engine.runner.misses.n_bytes_to_device == sum(sizes * (stats.missing + filled))
+
+
+@pytest.mark.parametrize("n_slots", [0, N_LAYER * 12])
+def test_sequences_whose_missing_experts_the_cpu_computes_change_no_bit(
+    open_engine, n_slots: int
+) -> None:
+    """The CPU has memory for as many rows as graphs fetch for."""
+    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
+    engine = open_rows(open_engine, cache_slots=n_slots, miss="cpu")
+    for turn, n in enumerate(WIDTHS):
+        np.testing.assert_array_equal(*(decode(e, turn, n) for e in (plain, engine)))
+        check_sound(engine)
+    assert engine.runner.misses.n_cpu_experts == engine.runner.cache.stats.missing.sum() > 500
+
+
+@pytest.mark.parametrize(("n", "each", "n_short"), [(2, 8, 0), (2, 7, 8), (5, 20, 0), (8, 31, 8)])
+def test_a_layer_that_has_a_slot_for_each_id_does_not_end_a_graph(
+    open_engine, monkeypatch, n: int, each: int, n_short: int
+) -> None:
+    """Where it may run short, the host reads the ids while the experts compute."""
+    engine = open_rows(open_engine, cache_slots=N_LAYER * each)
+    assert (modes(engine, n)[0], len(modes(engine, n)[1])) == (ALL, n_short)
+    decode(engine, 0, n)
+    monkeypatch.setattr(layered, "C", counting := Counting())
+    decode(engine, 1, n)
+    # the head too; on the CPU each layer that may lack experts has a graph that sums
+    assert counting.n_launches == (2 * N_LAYER if n_short else 2) + 1
+
+
+def test_what_the_slots_do_not_hold_goes_through_staging(open_engine) -> None:
+    """As many are fetched as slots may be given up; only the rest is uploaded, and computed."""
+    engine = open_rows(open_engine, cache_slots=N_LAYER * N_USED)
+    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
+    handler, rests = engine.runner.misses, []
+    real = handler.carry_out
+
+    def carry_out(il: int, plan: Any, *args: Any) -> None:
+        assert not plan.admitted and not plan.on_cpu and plan.staged
+        rests.append(len(plan.staged))
+        real(il, plan, *args)
+
+    handler.carry_out = carry_out
+    for turn in range(4):
+        before = engine.runner.cache.stats
+        rests.clear()
+        np.testing.assert_array_equal(*(decode(e, turn, N_SEQ) for e in (plain, engine)))
+        since = engine.runner.cache.stats.since(before)
+        assert sum(rests) == (since.missing - since.admitted).sum() > 0
+        assert since.admitted.sum() > 0 and (since.admitted <= N_USED).all()
+        check_sound(engine)
+
+
+@pytest.mark.parametrize("each", [N_USED, 14, 31])
+def test_drafted_rows_fetch_and_change_no_bit(open_engine, each: int) -> None:
+    """Trees of several sequences, padded to the largest; a path of each is committed."""
+    plain = open_engine(PRESET, n_seq=3, n_ubatch=16)
+    engine = open_rows(open_engine, cache_slots=N_LAYER * each, n_seq=3, n_ubatch=16)
+    rng, n_fetched = np.random.default_rng(each), 0
+    for _ in range(12):
+        slots = rng.permutation(3)[: rng.integers(1, 4)].tolist()
+        n = int(rng.choice([2, 5, 9]))
+        tokens = rng.integers(0, N_VOCAB, (len(slots), n))
+        parents = [TREES[rng.integers(0, len(TREES))](n, rng) for _ in slots]
+        lengths = rng.integers(1, n + 1, len(slots)).tolist()
+        assert modes(engine, n * len(slots))[0] == ALL
+        before = engine.runner.cache.stats.admitted.sum()
+        results = []
+        for one in (plain, engine):
+            one.passes.verify(tokens, slots, parents, lengths, greedy=False)
+            results.append(one.collect().require_logits().reshape(len(slots), n, -1))
+            for slot in slots:
+                one.passes.commit(slot, [0])
+        for seq, length in enumerate(lengths):
+            np.testing.assert_array_equal(*(r[seq, :length] for r in results))
+        n_fetched += engine.runner.cache.stats.admitted.sum() - before
+        check_sound(engine)
+    assert n_fetched > 5
+
+
+def test_a_padding_row_that_chooses_otherwise_is_in_the_books_as_the_graph_saw_it(
+    open_engine,
+) -> None:
+    """Nothing says that its bits are those of the row that it repeats."""
+    engine = open_rows(open_engine, cache_slots=N_LAYER * 14, n_seq=2)
+    residency = engine.runner.residency
+    residency.begin_pass(Kind.VERIFY, 3)
+    residency.begin_fetch([0])
+    layer = residency.cache.layers[0]
+    absent = [e for e in range(layer.n_expert) if e not in layer.resident]
+    here = sorted(layer.resident)[:N_USED]
+    seen = np.array([*here, *absent[:N_USED], absent[4], *here[:3]], np.int32)
+    before = residency.cache.stats
+    done = residency.fetched(0, seen, seen[: 2 * N_USED])
+    assert done.experts == absent[: N_USED + 1] and done.rest is None
+    since = residency.cache.stats.since(before)
+    assert (since.missing[0], since.misses[0], since.admitted[0]) == (N_USED, N_USED, N_USED + 1)
+    residency.rollback()
+
+
+@pytest.mark.parametrize("merged", [1, 4])
+@pytest.mark.parametrize("each", [N_USED, 20])
+def test_a_failure_at_any_graph_leaves_the_cache_sound(
+    open_engine, monkeypatch, merged: int, each: int
+) -> None:
+    for name in ("MERGED", "MERGED_LATER"):
+        monkeypatch.setattr(plan, name, merged)
+    engine = open_rows(open_engine, cache_slots=N_LAYER * each)
+    plain, n_failed = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8), 0
+    for at in range(1, 40):
+        decode(engine, 3 * at, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(layered, "C", counting := Counting(at))
+            try:
+                decode(engine, 3 * at + 1, 5)
+            except NativeError:
+                n_failed += 1
+        check_sound(engine)
+        for one in (plain, engine):
+            for slot in range(N_SEQ):
+                one.reset(slot)
+        np.testing.assert_array_equal(*(decode(e, 3 * at + 2, 5) for e in (plain, engine)))
+        if counting.n_launches < at:
+            break
+    assert n_failed == at - 1 >= N_LAYER // merged
+
+
+def test_a_pass_cancelled_between_two_graphs_leaves_the_cache_sound(open_engine) -> None:
+    engine = open_rows(open_engine, cache_slots=N_LAYER * 6)
+    for at in range(1, N_LAYER + 1):
+        decode(engine, at, 8)
+        with pytest.raises(Cancelled):
+            engine.forward(np.full((8, 1), at, np.int32), range(8), cancel=Countdown(at))
+        check_sound(engine)

@@ -1,0 +1,204 @@
+"""Reading weights with several threads: the bytes, failures at any piece, and what stays behind.
+
+The CPU device uses weights where they are mapped; here it passes for a device with memory of its
+own, to which they are copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.shared import greedy_tokens, prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ModelFileError
+from moegraph.ggml import device as device_module
+from moegraph.ggml.handles import live_handles
+from moegraph.modelfile import ModelFile, open_model
+from moegraph.resident import reading, weights
+
+PRESET = "legacy32"
+WHOLE = {"mode": "whole"}
+PAGES = {"cache_slots": 80, "pin_layers": 1, "miss": "stream", "host_pin": "all"}
+RING = {"cache_slots": 80, "pin_layers": 1, "miss": "stream", "host_pin": "none"}
+MODES = pytest.mark.parametrize("settings", [WHOLE, PAGES, RING], ids=["whole", "pages", "ring"])
+
+
+def copy_on_the_cpu(patch: pytest.MonkeyPatch, piece: int = 20_000) -> None:
+    """Have the CPU copy its weights, in pieces so small that every block is used many times."""
+    real = device_module.Capabilities.of
+
+    def of(dev: Any) -> device_module.Capabilities:
+        return dataclasses.replace(real(dev), own_memory=True)
+
+    patch.setattr(device_module.Capabilities, "of", of)
+    # there is no driver that could pin
+    host_buffer = device_module.Device.host_buffer
+    patch.setattr(device_module.Device, "pin", lambda self, memory: None)
+    patch.setattr(
+        device_module.Device,
+        "host_buffer",
+        lambda self, size, must_pin=False: host_buffer(self, size),
+    )
+    patch.setattr(weights, "PIECE_BYTES", piece)
+    patch.setattr(reading, "PIECE_BYTES", piece)
+
+
+def config(settings: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(device="cpu", n_threads=1, n_ctx=256, n_ubatch=32, **settings)
+
+
+def readers() -> list[str]:
+    """Return the threads that read model files."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("moegraph-read")]
+
+
+@MODES
+def test_copied_weights_have_the_bits_of_mapped_ones(open_engine, monkeypatch, settings) -> None:
+    expected = open_engine(**settings)
+    ids = prompt(expected, 40)
+    logits = expected.forward_logits(ids)
+    expected.reset()
+    tokens = greedy_tokens(expected, ids, 12)
+
+    copy_on_the_cpu(monkeypatch)
+    real, rng = ModelFile.read, random.Random(1)
+
+    def uneven(*args: Any) -> None:
+        time.sleep(rng.choice((0, 0, 0, 0.001)))
+        real(*args)
+
+    monkeypatch.setattr(ModelFile, "read", uneven)
+    copied = open_engine(**settings)
+    assert readers() == []
+    np.testing.assert_array_equal(copied.forward_logits(ids), logits)
+    copied.reset()
+    assert greedy_tokens(copied, ids, 12) == tokens
+
+
+@MODES
+def test_memory_says_what_stays_in_the_file(open_engine, monkeypatch, settings) -> None:
+    mapped = open_engine(**settings)
+    copy_on_the_cpu(monkeypatch, 1 << 20)
+    copied = open_engine(**settings)
+    tensors = mapped.file.tensors
+    embeddings = tensors["token_embd.weight"].nbytes
+    partial = [il for il, n in enumerate(mapped.plan.n_slots) if n < mapped.hparams.n_expert]
+    experts = sum(
+        info.nbytes for name, info in tensors.items()
+        if "_exps." in name and int(name.split(".")[1]) in partial
+    )  # fmt: skip
+    left = experts if settings is RING else 0
+    assert copied.memory()["host_mapped_bytes"] == embeddings + left
+    everything = sum(info.nbytes for info in tensors.values())
+    packed = 0 if settings is RING else experts
+    assert mapped.memory()["host_mapped_bytes"] == everything - packed
+    if settings is PAGES:
+        assert copied.memory()["host_pinned_bytes"] == mapped.plan.host_bytes >= experts
+
+
+def fail_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[int]:
+    """Have the at-th read fail; return the list that counts them."""
+    real, calls = ModelFile.read, []
+
+    def read(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        real(*args)
+
+    patch.setattr(ModelFile, "read", read)
+    return calls
+
+
+@MODES
+def test_a_read_that_fails_is_the_error_and_nothing_stays(model_path, monkeypatch, settings):
+    path, before = model_path(PRESET), live_handles()
+    copy_on_the_cpu(monkeypatch)
+    at, n_failed = 0, 0
+    while True:
+        at = at + 1 if at < 3 else 2 * at
+        with monkeypatch.context() as patch:
+            calls = fail_at(patch, at, ModelFileError("the disk fails"))
+            try:
+                Engine.load(path, config(settings)).close()
+            except ModelFileError as error:
+                assert str(error) == "the disk fails"
+                n_failed += 1
+        assert live_handles() == before, f"read {at}"
+        assert readers() == [], f"read {at}"
+        if len(calls) < at:
+            break
+    assert n_failed > 3
+
+
+@MODES
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path, model_path, monkeypatch,
+                                                    settings) -> None:  # fmt: skip
+    path = Path(shutil.copy(model_path(PRESET), tmp_path / "cut.gguf"))
+    before = live_handles()
+    copy_on_the_cpu(monkeypatch)
+    with open_model(path) as model:
+        offset = model.tensors["blk.5.ffn_down_exps.weight"].offset
+    real, calls = ModelFile.read, []
+
+    def read(self: ModelFile, *args: Any) -> None:
+        if len(calls) == 30:
+            with path.open("r+b") as file:
+                file.truncate(offset)
+        calls.append(1)
+        real(self, *args)
+
+    monkeypatch.setattr(ModelFile, "read", read)
+    with pytest.raises(ModelFileError, match=r"cut\.gguf"):
+        Engine.load(path, config(settings)).close()
+    assert live_handles() == before
+    assert readers() == []
+
+
+@MODES
+def test_an_interrupt_while_loading_ends_the_threads(model_path, monkeypatch, settings) -> None:
+    path, before = model_path(PRESET), live_handles()
+    copy_on_the_cpu(monkeypatch)
+    n_reports: list[int] = []
+    Engine.load(path, config(settings), lambda *_: n_reports.append(1)).close()
+    n = len(n_reports)
+    assert n > 40
+    for at in (1, n // 2, n - 2, n):
+        left = at
+
+        def progress(*_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Engine.load(path, config(settings), progress)
+        assert live_handles() == before
+        assert readers() == []
+
+
+def test_progress_ends_at_the_bytes_of_the_file(model_path, monkeypatch) -> None:
+    copy_on_the_cpu(monkeypatch)
+    for settings in (WHOLE, PAGES):
+        seen: list[tuple[int, int]] = []
+        Engine.load(
+            model_path(PRESET),
+            config(settings),
+            lambda stage, n, of, seen=seen: seen.append((n, of)),
+        ).close()
+        done, total = seen[-1]
+        assert [n for n, _ in seen] == sorted(n for n, _ in seen)
+        with open_model(model_path(PRESET)) as model:
+            unread = model.tensors["token_embd.weight"].nbytes
+        assert done == total - unread, "all but the embeddings, which stay in the file"

@@ -1,0 +1,125 @@
+"""The op of candidates on the CPU: lists, sums and scores against their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from helpers.candidates_case import (
+    N_IDS,
+    N_LISTED,
+    ROW,
+    CandidatesBench,
+    check_row,
+    draw_words,
+    rows_of_logits,
+)
+from helpers.reference_sampler import gumbel
+
+from moegraph.errors import InternalError
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Context
+from moegraph.ggml.ops import F32, I32, Builder, Tensor
+from moegraph.sampling import gumbel as all_gumbel
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Yield the CPU device with one and with three threads."""
+    opened = Device("cpu", n_threads=request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("n_vocab", [1, 2, 127, 384, 385, 513, 4096, 30_001])
+def test_any_row_gives_its_lists_and_sums(n_vocab: int, device: Device) -> None:
+    rng = np.random.default_rng(n_vocab)
+    with CandidatesBench(device, n_vocab) as bench:
+        for name, logits in rows_of_logits(n_vocab, rng).items():
+            for temperature in (0.0, 0.7, 1.0, 30.0):
+                key = int(rng.integers(1 << 63))
+                words = bench.run(logits, draw_words(temperature, key))
+                scores = None
+                if temperature:
+                    scores = logits / temperature + all_gumbel(key, np.arange(n_vocab))
+                try:
+                    check_row(words.view(ROW)[0, 0], logits, scores)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, temperature {temperature}") from error
+
+
+def test_the_random_numbers_are_those_of_the_definition() -> None:
+    ids = np.array([0, 1, 2, 248_319, (1 << 30) - 1])
+    for key in (0, 1, (1 << 64) - 1, 0x123456789ABCDEF0):
+        assert all_gumbel(key, ids).tolist() == pytest.approx(
+            [gumbel(key, int(i)) for i in ids], rel=1e-14
+        )
+
+
+def test_rows_have_inputs_and_results_of_their_own(device: Device) -> None:
+    """Each row gives what it gives alone, bit for bit."""
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((5, 3000)).astype(np.float32)
+    draws = np.stack([
+        draw_words(t, key, wanted)
+        for t, key, wanted in ((0.5, 7, (1, 2)), (0, 8, ()), (2, 9, (0,)), (1, 7, ()), (0, 0, (5,)))
+    ])  # fmt: skip
+    with CandidatesBench(device, 3000, 5) as bench:
+        together = bench.run(logits, draws).view(ROW)[:, 0]
+    with CandidatesBench(device, 3000) as bench:
+        for row in range(5):
+            alone = bench.run(logits[row], draws[row]).view(ROW)[0, 0]
+            n, n_early = alone["n_likely"], alone["n_early"]
+            for name, end in (("ids", n), ("logits", n), ("early_ids", n_early), ("wanted", None)):
+                np.testing.assert_array_equal(together[row][name][:end], alone[name][:end])
+            for name in ("total", "largest", "floor", "n_likely", "n_early"):
+                assert together[row][name] == alone[name]
+
+
+def test_wanted_logits_are_looked_up_and_other_ids_give_nan(device: Device) -> None:
+    logits = np.arange(1000, dtype=np.float32)
+    wanted = (999, 0, 17, 17, 1000, -5, 2**31 - 1, 3)
+    with CandidatesBench(device, 1000) as bench:
+        row = bench.run(logits, draw_words(wanted=wanted)).view(ROW)[0, 0]
+    expected = [999, 0, 17, 17, np.nan, np.nan, np.nan, 3] + [np.nan] * (N_IDS - 8)
+    np.testing.assert_array_equal(row["wanted"], np.array(expected, dtype=np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 1700, 2999])
+def test_a_logit_that_is_not_finite_shows_in_the_sum(bad: float, at: int, device: Device) -> None:
+    logits = np.random.default_rng(1).standard_normal(3000).astype(np.float32)
+    logits[at] = bad
+    with CandidatesBench(device, 3000) as bench:
+        for temperature in (0.0, 1.0):
+            row = bench.run(logits, draw_words(temperature)).view(ROW)[0, 0]
+            assert np.isnan(row["total"])
+
+
+def test_more_equal_logits_than_there_is_room_for_are_counted(device: Device) -> None:
+    with CandidatesBench(device, N_LISTED + 1) as bench:
+        logits = np.zeros(N_LISTED + 1, dtype=np.float32)
+        row = bench.run(logits, draw_words()).view(ROW)[0, 0]
+        assert (row["n_likely"], row["floor"]) == (N_LISTED + 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ne"),
+    [
+        ("logits", I32, (100, 2)), ("logits", F32, (100, 3)), ("logits", F32, (100, 33)),
+        ("draws", F32, (512, 2)), ("draws", I32, (511, 2)), ("draws", I32, (512, 2, 2)),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_refused(name: str, dtype: int, ne: tuple[int, ...]) -> None:
+    def operands(b: Builder, **other: Tensor) -> list[Tensor]:
+        made = {
+            "logits": b.leaf(F32, (100, 2), "logits"), "draws": b.leaf(I32, (512, 2), "draws")
+        }  # fmt: skip
+        return list({**made, **other}.values())
+
+    with Context(32, 8) as context:
+        b = Builder(context, 8)
+        b.candidates(*operands(b))
+        with pytest.raises(InternalError, match="candidates: operands do not fit"):
+            b.candidates(*operands(b, **{name: b.leaf(dtype, ne, name)}))

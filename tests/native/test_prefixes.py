@@ -1,0 +1,261 @@
+"""Beginnings of prompts that are not computed anew: the answer is that of a cold run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.faults import faulty
+from helpers.interrupts import interrupted
+from helpers.shared import prompt
+
+from moegraph.engine import Engine, prefixes
+from moegraph.errors import NativeError
+from moegraph.events import CancelToken
+from moegraph.ggml.free_memory import HostMemory
+from moegraph.ggml.lib import C, ffi
+
+Open = Callable[..., Engine]
+SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "layered": {"mode": "layered"},
+    "stream": {**SLOTS, "miss": "stream"},
+    "cpu": {**SLOTS, "miss": "cpu"},
+    "fetch": {**SLOTS, "miss": "stream", "host_pin": "all"},
+}
+
+
+def answer(
+    engine: Engine, ids: object, n: int = 6, reuse: bool = True, marks: tuple[int, ...] = ()
+) -> tuple[list[int], np.ndarray, int]:
+    """Return tokens, logits of the first, and how many prompt tokens were not computed."""
+    events = list(
+        engine.generate(
+            ids, max_tokens=n, text=False, ignore_eos=True, keep_logits=True, reuse=reuse,
+            marks=marks,
+        )
+    )  # fmt: skip
+    return [e.token for e in events], events[0].logits[-1], events[0].n_reused
+
+
+def turns(engine: Engine, n: int = 4) -> list[tuple[np.ndarray, int]]:
+    """Return prompts of a conversation that drops part of each answer, and a mark in each.
+
+    Turn k begins with turn k-1 up to its mark, and goes on with other tokens than that.
+    """
+    found, before = [], prompt(engine, 30, seed=9)
+    for turn in range(n):
+        fresh = prompt(engine, 12 + 50 * (turn % 2), seed=turn)
+        ids = np.concatenate([before, fresh, [7, 8, 9]]).astype(np.int32)
+        mark = len(ids) - 2
+        found.append((ids, mark))
+        before = np.concatenate([ids[:mark], [10 + turn]]).astype(np.int32)
+    return found
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_a_conversation_in_reference_mode_equals_cold_runs(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    engine = open_engine(cpu_reference=True, **settings)
+    other = open_engine(cpu_reference=True)
+    last_mark = 0
+    for ids, mark in turns(engine):
+        tokens, logits, n_reused = answer(engine, ids, marks=(30, mark))
+        expected, cold, _ = answer(other, ids, reuse=False)
+        assert (tokens, n_reused) == (expected, last_mark)
+        np.testing.assert_array_equal(logits, cold)
+        last_mark = mark
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_with_the_same_chunks_every_mode_equals_cold_runs(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    """A resumed prompt is cut where the cold one is, so the same kernels compute the same rows."""
+    engine = open_engine(**settings)
+    (first, mark), (second, other_mark) = turns(engine, 2)
+    answer(engine, first, marks=(mark,))
+    tokens, logits, n_reused = answer(engine, second, marks=(mark, other_mark))
+    assert n_reused == mark
+    cold = open_engine(**settings)
+    expected, cold_logits, n_reused = answer(cold, second, marks=(mark, other_mark))
+    assert (tokens, n_reused) == (expected, 0)
+    np.testing.assert_array_equal(logits, cold_logits)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "q4_0"])
+def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -> None:
+    """The pages of a sequence are neither in order nor the same when it comes back."""
+    settings = {"n_ctx": 1024, "n_ubatch": 256, "cpu_reference": True, "type_k": kv, "type_v": kv}
+    engine = open_engine(n_seq=3, **settings)
+    ids, others = prompt(engine, 700), prompt(engine, 250, seed=1)
+    for part in (ids[:100], ids[100:256], ids[256:300]):
+        engine.forward(part, seq=1)
+        engine.forward(others, seq=2)
+        engine.prefixes.save(1)
+    engine.forward(ids[300:556], seq=1)
+    engine.forward(ids[556:600], seq=1)
+    engine.prefixes.save(1)
+    engine.reset(1)
+    engine.reset(2)
+    engine.forward(others, seq=2)
+    for seq in (0, 1):
+        assert engine.prefixes.resume(seq, ids) == 600
+        assert engine.held(seq) == ids[:600].tolist()
+    logits = engine.forward(ids[600:], seq=1).logits
+    engine.state.pool.check()
+    alone = open_engine(**settings)
+    for at in range(0, 600, 200):
+        alone.forward(ids[at : at + 200])
+    np.testing.assert_array_equal(logits, alone.forward(ids[600:]).logits)
+    np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
+
+
+def test_only_rows_that_the_sequence_lost_are_written(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, written = open_engine(), []
+    copies = engine.state.copies
+    put = copies.put_rows
+    monkeypatch.setattr(
+        copies, "put_rows",
+        lambda rows, skipped, *args: written.append(rows.n_rows - skipped)
+        or put(rows, skipped, *args),
+    )  # fmt: skip
+    ids = prompt(engine, 60)
+    answer(engine, ids, marks=(20, 40))
+    assert answer(engine, [*ids[:50], 1])[2] == 40 and written == []
+    answer(engine, [*ids[:30], 1], reuse=False)
+    assert answer(engine, ids)[2] == 40 and written == [10]
+    engine.reset()
+    assert answer(engine, ids)[2] == 40 and written == [10, 20, 20]
+
+
+def test_what_the_sequence_holds_is_continued_where_that_saves_more(open_engine: Open) -> None:
+    engine = open_engine()
+    ids = prompt(engine, 60)
+    tokens = answer(engine, ids, marks=(20, 40))[0]
+    longer = [*ids, *tokens, 5, 6]
+    assert answer(engine, longer)[2] == 65  # the last token was never computed
+    assert answer(engine, ids)[2] == 40
+    assert answer(engine, ids[:40])[2] == 20  # one token at least is computed
+    assert answer(engine, ids[:20])[2] == 0
+
+
+def test_a_failed_or_cancelled_prompt_takes_nothing_away(open_engine: Open) -> None:
+    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
+    (first, mark), (second, _) = turns(engine, 2)
+    expected = answer(other, second, reuse=False)
+    answer(engine, first, marks=(mark,))
+    cancel = CancelToken()
+    cancel.set()
+    (event,) = engine.generate(second, text=False, reuse=True, cancel=cancel)
+    assert event.finish_reason == "cancelled" and engine.held(0) == []
+    with faulty("mg_launch", 1, C.GGML_STATUS_FAILED), pytest.raises(NativeError):
+        answer(engine, second)
+    tokens, logits, n_reused = answer(engine, second)
+    assert (tokens, n_reused) == (expected[0], mark)
+    np.testing.assert_array_equal(logits, expected[1])
+
+
+def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
+    """Models are small here: the states of a sequence have less than 1 MiB."""
+    engine = open_engine(cache_ram=1, n_ctx=512)
+    states = engine.state.copies.states_bytes
+    n_fit = (1 << 20) // (states + 100 * engine.state.copies.row_bytes)
+    assert 1 <= n_fit < 30
+    last_mark = 0
+    for seed in range(40):
+        ids = prompt(engine, 100, seed=seed)
+        assert answer(engine, ids, n=1, marks=(90,))[2] == last_mark
+        assert engine.prefixes.n_bytes <= 1 << 20
+    assert n_fit <= engine.prefixes.tree.n_states < 40
+    assert answer(engine, ids, n=1)[2] == 90
+    engine.reset()
+    assert answer(engine, prompt(engine, 100, seed=0), n=1)[2] == 0
+
+
+def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves(
+    open_engine: Open,
+) -> None:
+    engine = open_engine(cache_ram=1, n_ctx=512)
+    copies = engine.state.copies
+    engine.prefixes._max_bytes = copies.states_bytes + 20 * copies.row_bytes + 1000
+    ids = prompt(engine, 60)
+    answer(engine, ids, marks=(50,))
+    assert engine.prefixes.n_bytes <= engine.prefixes._max_bytes
+    assert answer(engine, [*ids[:50], 1, 2])[2] == 50
+    engine.reset()
+    assert answer(engine, ids)[2] == 0
+
+
+def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited, off = open_engine(cache_ram=-1), open_engine(cache_ram=0)
+    ids = prompt(off, 60)
+    for engine, n_reused in ((unlimited, 40), (off, 0)):
+        answer(engine, ids, marks=(40,))
+        assert answer(engine, [*ids[:50], 1])[2] == n_reused
+        tokens, _, _ = answer(engine, ids)
+        assert answer(engine, [*ids, *tokens, 5])[2] == 65
+    assert off.runner.graphs.n_built <= unlimited.runner.graphs.n_built
+    monkeypatch.setattr(prefixes, "host_memory", lambda: HostMemory(8 << 30, 1 << 29, None))
+    answer(unlimited, prompt(off, 60, seed=1), marks=(40,))
+    assert unlimited.prefixes.n_bytes == 0
+
+
+def test_host_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> None:
+    engine = open_engine()
+    ids = prompt(engine, 60)
+    expected = answer(engine, ids, reuse=False)[0]
+    for at in (1, 2):
+        engine.prefixes.clear()
+        with faulty("ggml_backend_buft_alloc_buffer", at, ffi.NULL):
+            assert answer(engine, ids, marks=(20, 40))[0] == expected
+        assert engine.prefixes.tree.n_states == 1
+
+
+@pytest.mark.parametrize("first", range(2))
+def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
+    open_engine: Open, first: int
+) -> None:
+    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
+    (one, mark), (two, _) = turns(engine, 2)
+    expected = answer(other, two, reuse=False)[0]
+    line, n_came = first, 0
+
+    def both() -> None:
+        answer(engine, one, n=1, marks=(40, mark))
+        answer(engine, two, n=1, marks=(45,))
+
+    ours = ("engine/prefixes.py", "engine/prefixtree.py", "resident/hostcopies.py")
+    while interrupted(line, both, *ours):
+        n_came += 1
+        line += 7 + line // 20
+        for copy in [c for n in engine.prefixes.tree.nodes() for c in (n.rows, n.states) if c]:
+            assert copy.n_bytes > 0
+        assert answer(engine, two)[0] == expected, f"line {line}"
+        engine.prefixes.clear()
+        engine.reset()
+    assert n_came > 15
+
+
+def test_two_hundred_requests_leave_handles_and_bytes_flat(
+    open_engine: Open, no_leak: None
+) -> None:
+    from moegraph.ggml.handles import live_handles
+
+    engine = open_engine(cache_ram=1, n_ctx=512)
+    rng, seen = np.random.default_rng(0), []
+    for turn in range(200):
+        ids = prompt(engine, int(rng.integers(2, 40)), seed=int(rng.integers(0, 8)))
+        answer(engine, ids, n=1, marks=tuple(rng.integers(1, 40, 2).tolist()))
+        if turn >= 100:
+            n_states = engine.prefixes.tree.n_states
+            handles = sum(live_handles().values()) - len(engine.runner.graphs) - n_states
+            seen.append(handles)
+    assert len(set(seen)) == 1
+    engine.close()

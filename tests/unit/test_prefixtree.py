@@ -1,0 +1,179 @@
+"""The tree of token runs: what it finds, what it divides, what goes first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegraph.engine.prefixtree import Path, PrefixTree, n_common
+
+
+class States:
+    """Stands for saved states of 100 bytes; knows after which ids they were saved."""
+
+    n_bytes = 100
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rows:
+    """Stands for the saved KV rows of positions: the ids themselves, 4 bytes each."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.is_closed = False
+
+    @property
+    def n_bytes(self) -> int:
+        return 4 * len(self.ids)
+
+    def split(self, n: int) -> tuple[Rows, Rows]:
+        return Rows(self.ids[:n]), Rows(self.ids[n:])
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def save(tree: PrefixTree, *tokens: int, with_rows: bool = True) -> Path:
+    """Save a beginning as `Prefixes` does; return its path."""
+    path = tree.reach(ids(*tokens))
+    path[-1].states = path[-1].states or States(list(tokens))
+    tree.touch(path[-1])
+    for node in path:
+        if node.rows is None and with_rows:
+            node.rows = Rows(node.tokens.tolist())
+    return path
+
+
+def found(tree: PrefixTree, *tokens: int, n_kept: int = 0) -> list[int]:
+    """Return the ids after which a sequence could go on."""
+    path = tree.find(ids(*tokens), n_kept)
+    return [token for node in path for token in node.tokens.tolist()]
+
+
+def check(tree: PrefixTree) -> None:
+    """Verify that children begin with their keys and differ, and that rows belong to tokens."""
+    waiting = [(node, [], str(key)) for key, node in tree._root.children.items()]
+    while waiting:
+        node, before, key = waiting.pop()
+        tokens = node.tokens.tolist()
+        assert tokens and str(tokens[0]) == key
+        if node.rows is not None:
+            assert node.rows.ids == tokens and not node.rows.is_closed
+        if node.states is not None:
+            assert node.states.ids == before + tokens and not node.states.is_closed
+        waiting += [(n, before + tokens, str(k)) for k, n in node.children.items()]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "n"), [([], [], 0), ([1], [], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2)]
+)
+def test_what_two_runs_have_in_common(a: list[int], b: list[int], n: int) -> None:
+    assert n_common(ids(*a), ids(*b)) == n_common(ids(*b), ids(*a)) == n
+
+
+def test_a_sequence_goes_on_only_where_states_were_saved() -> None:
+    tree = PrefixTree()
+    assert found(tree, 1, 2, 3) == []
+    save(tree, 1, 2, 3, 4)
+    assert found(tree, 1, 2, 3, 4) == [1, 2, 3, 4]
+    assert found(tree, 1, 2, 3, 4, 9) == [1, 2, 3, 4]
+    assert found(tree, 1, 2, 3) == found(tree, 1, 2, 3, 9) == found(tree, 2) == []
+
+
+def test_a_run_is_divided_where_another_one_parts_from_it() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2, 3, 4)
+    save(tree, 1, 2, 7, 8)
+    check(tree)
+    assert sorted(node.tokens.tolist() for node in tree.nodes()) == [[1, 2], [3, 4], [7, 8]]
+    assert found(tree, 1, 2, 3, 4, 5) == [1, 2, 3, 4]
+    assert found(tree, 1, 2, 7, 8, 5) == [1, 2, 7, 8]
+    assert found(tree, 1, 2, 9) == []  # the first two have rows but no states
+    save(tree, 1, 2)
+    assert found(tree, 1, 2, 9) == [1, 2]
+    assert tree.n_states == 3
+
+
+def test_the_deepest_states_serve() -> None:
+    tree = PrefixTree()
+    for n in (2, 5, 3):
+        save(tree, *range(n))
+    assert found(tree, 0, 1, 2, 3, 9) == [0, 1, 2]
+    assert found(tree, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
+
+
+def test_rows_that_are_not_saved_must_be_in_the_sequence() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2, 3, with_rows=False)
+    assert found(tree, 1, 2, 3, 4, n_kept=2) == []
+    assert found(tree, 1, 2, 3, 4, n_kept=3) == [1, 2, 3]
+
+
+def test_the_states_used_longest_ago_go_first_and_rows_with_the_last_that_need_them() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2, 3, 4)
+    other = save(tree, 5)
+    kept = save(tree, 1, 2)
+    tree.touch(tree.find(ids(1, 2, 3, 4), 0)[-1])
+    n = tree.n_bytes
+    assert tree.shrink(n, kept) and tree.n_bytes == n
+    assert tree.shrink(n - 1, kept)
+    assert other[-1].rows.is_closed and tree.n_states == 2
+    assert tree.shrink(tree.n_bytes - 1, kept)
+    check(tree)
+    assert found(tree, 1, 2, 3, 4) == [1, 2]
+    assert [node.tokens.tolist() for node in tree.nodes()] == [[1, 2]]
+    assert not tree.shrink(0, tree.reach(ids(1, 2)))
+    assert found(tree, 1, 2, 9) == [1, 2]
+    assert tree.shrink(0, []) and tree.n_bytes == 0
+
+
+def test_states_in_the_middle_may_go_without_the_end() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2)
+    kept = save(tree, 1, 2, 3)
+    assert tree.shrink(tree.n_bytes - 1, kept)
+    assert found(tree, 1, 2, 9) == [] and found(tree, 1, 2, 3, 9) == [1, 2, 3]
+    check(tree)
+
+
+def test_clear_closes_everything() -> None:
+    tree = PrefixTree()
+    save(tree, 1, 2)
+    save(tree, 1, 3)
+    copies = [copy for node in tree.nodes() for copy in (node.rows, node.states) if copy]
+    tree.clear()
+    assert tree.n_bytes == 0 and len(copies) == 5 and all(copy.is_closed for copy in copies)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_finds_what_a_list_of_all_saved_beginnings_finds(seed: int) -> None:
+    rng, tree = np.random.default_rng(seed), PrefixTree()
+    clock: dict[tuple[int, ...], int] = {}
+    for turn in range(300):
+        tokens = tuple(rng.integers(0, 2, rng.integers(1, 9)).tolist())
+        if rng.random() < 0.5:
+            save(tree, *tokens)
+            clock[tokens] = turn
+        elif rng.random() < 0.1:
+            limit = int(rng.integers(0, 1500))
+            tree.shrink(limit, [])
+            assert tree.n_bytes <= limit
+            n_left = tree.n_states
+            kept = sorted(clock, key=clock.__getitem__)[len(clock) - n_left :]
+            clock = {name: clock[name] for name in kept}
+        usable = [a for a in clock if a == tokens[: len(a)]]
+        best = max(usable, key=len, default=())
+        assert tuple(found(tree, *tokens)) == best, f"turn {turn}"
+        assert tree.n_states == len(clock)
+        check(tree)
