@@ -2,9 +2,10 @@
 
     python examples/chat.py [MODEL]
 
-`reuse=True` computes only the tokens that the prompt adds to those of the turn before. A reasoning
-model thinks first; the splitter separates that text from the answer. Without MODEL, the example
-uses the small shipped model, which was not trained to chat: do not expect sensible answers.
+`reuse=True` does not compute again what the prompt has in common with those of earlier turns, up to
+the last of their marks. A reasoning model thinks first; the splitter separates that text from the
+answer. Without MODEL, the example uses the small shipped model, which was not trained to chat: do
+not expect sensible answers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from moegraph import (
     History,
     ReasoningSplitter,
     SamplingParams,
+    parting_places,
+    token_marks,
 )
 
 QUESTIONS = ("What is a mixture of experts?", "And what does the router do?")
@@ -38,7 +41,9 @@ def main() -> None:
             answer = ""
             print(f"\n> {question}")
             ids = engine.tokenizer.encode(prompt)
-            for event in engine.generate(ids, sampling, max_tokens=48, reuse=True):
+            places = parting_places(template, history.messages, prompt)
+            marks = token_marks(engine.tokenizer, prompt, ids, places)
+            for event in engine.generate(ids, sampling, 48, reuse=True, marks=marks):
                 _, text = splitter.push(event.text)
                 answer += text
                 print(text, end="", flush=True)

@@ -34,7 +34,14 @@ GROUPS = {
     "Engine, settings, models": ("Engine", "EngineConfig", "SamplingParams", "open_model"),
     "Text and tokens": ("Tokenizer",),
     "What a generation yields": ("GenerationEvent", "CancelToken"),
-    "Conversations": ("ChatTemplate", "History", "Message", "ReasoningSplitter"),
+    "Conversations": (
+        "ChatTemplate",
+        "History",
+        "Message",
+        "ReasoningSplitter",
+        "parting_places",
+        "token_marks",
+    ),
 }
 
 

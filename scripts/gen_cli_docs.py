@@ -160,9 +160,14 @@ BENCH_JSON = {
     "(llama-bench's)": "`model_filename`, `model_type`, `model_size`, `n_prompt`, `n_gen`, "
     "`n_depth`, `test_time`, `avg_ns`, `stddev_ns`, `avg_ts`, `stddev_ts`, `samples_ns`, "
     "`samples_ts` and the settings",
-    "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096",
+    "test": "name of the test: pp512, tg128, pp512+tg128, tg128 @ d4096, run128, ttft512",
     "experts": "as in `moegraph run --json`; csv and sql have `hit_rate` and "
     "`uploaded_bytes_per_pass` in its place",
+    "sampling": "of a run test, as in `moegraph run --json`; null otherwise; not in csv and sql",
+    "process_ms, load_ms, tokenizer_ms, prefill_ms, other_ms": "with `--ttft`: parts of the mean "
+    "time to the first token, which is `avg_ns`. process: until the command line is read. "
+    "prefill: with the first token",
+    "load_phases_ms": "with `--ttft`: the parts of `load_ms`; not in csv and sql",
 }
 DOCTOR_JSON = {
     "moegraph, python, platform, packages, native, driver": "versions",

@@ -2,127 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from click.core import ParameterSource
 
 from .. import __version__
-from ..config import KV_TYPES, EngineConfig
+from ..config import EngineConfig
 from ..errors import ConfigError, RequestError
+from ..sampling import SamplingParams
+from ..sampling import settings as sampling_settings
+from . import benchlists as lists
 from . import options, svg, ui
 from .benchrows import STYLES
 from .command import Command
 from .completion import MODEL_TARGET
+from .filesampling import recommended
 from .outputs import OutputFile
-from .report import config_report
+from .report import config_report, sampling_report
 
 if TYPE_CHECKING:
     from ..bench import BenchRow, BenchSpec
     from ..engine import Engine
+    from ..modelfile import ModelFile
     from ..placement.trace import Trace
 
-_MAX_TOKENS = 1 << 20
-_MAX_TESTS = 1000
 # Settings that may be lists; an engine is loaded for each combination.
-_SWEPT = ("n_threads", "n_ubatch", "type_k", "type_v")
+_SWEPT = [setting.name for setting in lists.swept_settings()]
+# More tokens than any vocabulary has: what a setting may be is checked before a model is opened.
+_MAX_VOCAB = 1 << 31
 
 
-def _lengths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Parse comma lists such as 512,1024 and llama-bench's ranges such as 0-1024+256."""
-    found: list[int] = []
-    for part in _parts(texts):
-        try:
-            found += _range(part)
-        except ValueError:
-            raise click.BadParameter(
-                f"{part!r}; write lengths as 512,1024 or as a range 0-4096+1024"
-            ) from None
-    if len(found) > _MAX_TESTS or any(not 0 <= n <= _MAX_TOKENS for n in found):
-        given = ",".join(texts)
-        raise click.BadParameter(f"{given!r}; at most {_MAX_TESTS} lengths of 0 to {_MAX_TOKENS}")
-    return tuple(found)
+class _Samplings(NamedTuple):
+    """Sampling settings of run tests, with words for each; chosen: which the user has set."""
 
-
-def _parts(texts: tuple[str, ...]) -> list[str]:
-    """Return the entries of all comma lists, in order; a repeated option appends its list."""
-    return [part.strip() for text in texts for part in text.split(",")]
-
-
-def _pairs(
-    _: click.Context, __: click.Parameter, texts: tuple[str, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Parse '512,128', one prompt and one generation each."""
-    found = []
-    for text in texts:
-        try:
-            n_prompt, n_gen = (int(part) for part in text.split(","))
-        except ValueError:
-            raise click.BadParameter(
-                f"{text!r}; write a prompt and a generation, 512,128"
-            ) from None
-        if not (0 < n_prompt <= _MAX_TOKENS and 0 < n_gen <= _MAX_TOKENS):
-            raise click.BadParameter(f"{text!r}; both are 1 to {_MAX_TOKENS}")
-        found.append((n_prompt, n_gen))
-    return tuple(found)
-
-
-def _numbers(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Parse comma lists and ranges of numbers; EngineConfig checks the values."""
-    try:
-        found = tuple(n for part in _parts(texts) for n in _range(part))
-    except ValueError:
-        raise click.BadParameter(f"{','.join(texts)!r}; write numbers as 1,2 or 1-8") from None
-    if len(found) > _MAX_TESTS:
-        raise click.BadParameter(f"{','.join(texts)!r}; at most {_MAX_TESTS} numbers")
-    return found
-
-
-def _kv_types(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Parse comma lists of cache types."""
-    found = tuple(_parts(texts))
-    wrong = [name for name in found if name not in KV_TYPES]
-    if wrong:
-        raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KV_TYPES)}")
-    return found
-
-
-def _range(text: str) -> list[int]:
-    """Return the lengths of 'a', 'a-b', 'a-b+step' or 'a-b*factor'."""
-    first, dash, rest = text.partition("-")
-    if not dash:
-        return [int(first)]
-    last, step, factor = rest, 1, 1
-    if "+" in rest:
-        last, _, by = rest.partition("+")
-        step = int(by)
-    elif "*" in rest:
-        last, _, by = rest.partition("*")
-        step, factor = 0, int(by)
-    low, high = int(first), int(last)
-    if low > high or (step <= 0 and factor <= 1) or (factor > 1 and low <= 0):
-        raise ValueError(text)
-    found: list[int] = []
-    while low <= high and len(found) <= _MAX_TESTS:
-        found.append(low)
-        low = low * factor + step
-    return found
-
-
-def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], options.Command]:
-    """Return a repeatable option that takes comma lists; bench measures every entry."""
-    return click.option(*flags, multiple=True, **described)
+    params: tuple[tuple[str, SamplingParams], ...]
+    chosen: frozenset[str]
 
 
 @click.command(cls=Command, short_help="Measure speed as llama-bench does.")
 @click.argument("target", required=False, type=MODEL_TARGET, metavar="TARGET")
-@_list_option(
+@lists.list_option(
     "-m",
     "--model",
     "models",
@@ -130,39 +55,53 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     metavar="TARGET",
     help="A model, instead of the argument TARGET; repeatable.",
 )
-@_list_option(
+@lists.list_option(
     "-p",
     "--n-prompt",
-    callback=_lengths,
+    callback=lists.lengths,
     default=("512",),
     show_default=True,
     metavar="LIST",
     help="Prompt lengths (pp), such as 512,1024; 0: no prompt test.",
 )
-@_list_option(
+@lists.list_option(
     "-n",
     "--n-gen",
-    callback=_lengths,
+    callback=lists.lengths,
     default=("128",),
     show_default=True,
     metavar="LIST",
     help="Generation lengths (tg); 0: no generation test.",
 )
-@_list_option(
+@lists.list_option(
     "-pg",
     "pairs",
-    callback=_pairs,
+    callback=lists.pairs,
     metavar="PP,TG",
     help="A prompt and a generation timed together; repeatable.",
 )
-@_list_option(
+@lists.list_option(
     "-d",
     "--n-depth",
-    callback=_lengths,
+    callback=lists.lengths,
     default=("0",),
     show_default=True,
     metavar="LIST",
     help="Context positions that are filled before each test, not timed.",
+)
+@lists.list_option(
+    "--run",
+    "n_run",
+    callback=lists.lengths,
+    metavar="LIST",
+    help="Generations through the sampler and with text, as moegraph run has them. Lists of "
+    "sampling settings apply to these.",
+)
+@click.option(
+    "--ttft",
+    is_flag=True,
+    help="Measure instead the time to the first token, with the prompts of -p: each in a process "
+    "of its own, from its start on.",
 )
 @click.option(
     "-r",
@@ -187,44 +126,6 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     show_default=True,
     help="Format of the rows.",
 )
-@_list_option(
-    "-t",
-    "--threads",
-    "n_threads",
-    callback=_numbers,
-    metavar="LIST",
-    help="CPU threads, such as 1,2. Default: measured at load for tg, the physical cores for pp.",
-)
-@_list_option(
-    "-ub",
-    "--ubatch-size",
-    "n_ubatch",
-    callback=_numbers,
-    default=("512",),
-    show_default=True,
-    metavar="LIST",
-    help="Maximum number of prompt tokens in one pass.",
-)
-@_list_option(
-    "-ctk",
-    "--cache-type-k",
-    "type_k",
-    callback=_kv_types,
-    default=("f16",),
-    show_default=True,
-    metavar="LIST",
-    help="Data types of the K cache, such as f16,q8_0.",
-)
-@_list_option(
-    "-ctv",
-    "--cache-type-v",
-    "type_v",
-    callback=_kv_types,
-    default=("f16",),
-    show_default=True,
-    metavar="LIST",
-    help="Data types of the V cache.",
-)
 @click.option(
     "--routing",
     "trace_path",
@@ -237,66 +138,116 @@ def _list_option(*flags: str, **described: Any) -> Callable[[options.Command], o
     "phases_path",
     help="Write a plot of the host time of a pass by phase; needs --mode layered.",
 )
-@options.engine_options_but(*_SWEPT, "cache_ram")
+@lists.setting_lists
 def bench(
     target: str | None, models: tuple[str, ...], n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
-    repetitions: int, no_warmup: bool, style: str, trace_path: Path | None,
-    phases_path: Path | None, **given: Any,
+    n_run: tuple[int, ...], ttft: bool, repetitions: int, no_warmup: bool, style: str,
+    trace_path: Path | None, phases_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Measure the model TARGET: prompt processing (pp) and generation (tg), in tokens per second.
 
     Rows, names and JSON fields are llama-bench's. Options marked LIST take several values, as in
-    llama-bench: bench measures all combinations and loads the model for each combination of
-    settings. Tokens are random, and nothing is sampled. Without -c, the context is as large as
-    the tests need.
+    llama-bench: 1,2 or 1-4, 0-64+16, 1-64*2, or the option repeated. Bench measures all
+    combinations and loads the model for each combination of settings. Tokens are random; only run
+    tests sample. Without -c, the context is as large as the tests need.
 
     \b
     Examples:
       moegraph bench tiny
       moegraph bench model.gguf -p 512,2048 -n 64 -d 0,4096 -r 3
-      moegraph bench model.gguf -t 4,8 -ctk f16,q8_0 -pg 512,128 -o json
-      moegraph bench model.gguf --vram 12 -p 0 --routing my.trace
+      moegraph bench model.gguf -t 4,8 -ctk f16,q8_0 -pg 512,128 -o jsonl
+      moegraph bench model.gguf --vram 6,8,12 -p 0 --routing my.trace
+      moegraph bench model.gguf -p 0 --run 128 --temp 0,0.8 --top-k 0,40
+      moegraph bench model.gguf --ttft -p 32,2048 --vram 8 -r 2
     """
     from ..bench import BenchSpec
 
     names = models or ((target,) if target else ())
     if not names or (models and target):
         raise click.UsageError("give a model: a GGUF file or a shipped model's name")
-    spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup)
+    spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup,
+                     n_run=n_run)  # fmt: skip
+    samplings = _samplings(given, n_run)
+    spec = replace(spec, samplings=samplings.params)
+    if ttft:
+        spec = _spec_of_ttft(spec, samplings, trace_path, phases_path)
     if not spec.tests:
-        raise RequestError("nothing to measure: -p and -n are both 0; raise one of them")
-    if click.get_current_context().get_parameter_source("n_ctx") is ParameterSource.DEFAULT:
-        needed = max(test.depth + test.n_prompt + test.n_gen for test in spec.tests)
-        given["n_ctx"] = -(-needed // 256) * 256
+        raise RequestError(
+            "nothing to measure: all lengths are 0; raise one of -p, -n, -pg and --run"
+        )
+    if not lists.is_given("n_ctx"):
+        needed = max(test.n_positions for test in spec.tests)
+        given["n_ctx"] = (-(-needed // 256) * 256,)
     trace = _read_routing(trace_path) if trace_path else None
     configs = _configs(given)
-    config = configs[0]
-    if config.profile not in ("", "none") and not Path(config.profile).is_file():
-        raise RequestError(
-            f"{config.profile}: the profile does not exist, and bench does not create one"
-        )
-    if phases_path and config.mode != "layered":
-        raise ConfigError("--phases needs --mode layered; a pass of one graph has no phases")
+    _check_configs(configs, phases_path)
+    varied = _varied(names, configs)
     with OutputFile(phases_path) if phases_path else nullcontext() as plot:
-        phases, warned = _Phases(_varied(names, configs)), set[str]()
+        phases, warned = _Phases(varied), set[str]()
         records = (
             phases.noted(record)
             for name in names
             for config in configs
-            for record in _measure(name, config, spec, trace, warned)
-        )
-        STYLES[style](records, [test.name for test in spec.tests], _varied(names, configs))
+            for record in (
+                _ttft(name, config, spec) if ttft
+                else _measure(name, config, spec, samplings, trace, warned)
+            )
+        )  # fmt: skip
+        tests = [f"ttft{n}" for n in n_prompt] if ttft else [test.name for test in spec.tests]
+        STYLES[style](records, tests, varied)
         if plot:
             plot.write(phases.plot().encode())
+
+
+def _spec_of_ttft(
+    spec: BenchSpec, samplings: _Samplings, trace_path: Path | None, phases_path: Path | None
+) -> BenchSpec:
+    """Return the spec with the prompts alone; refuse what cannot be measured in other processes."""
+    wrong = {
+        "-pg": spec.pairs, "-d": any(spec.depth), "--run": spec.n_run, "--routing": trace_path,
+        "--phases": phases_path, "-n": lists.is_given("n_gen"), "-p 0": 0 in spec.n_prompt,
+    }  # fmt: skip
+    for flag, value in wrong.items():
+        if value:
+            raise RequestError(f"--ttft does not go with {flag}; it times the prompts of -p alone")
+    return replace(spec, n_gen=())
+
+
+def _samplings(given: dict[str, Any], n_run: tuple[int, ...]) -> _Samplings:
+    """Return the sampling settings of run tests, each with words for the names of its tests.
+
+    Takes their options out of `given`.
+    """
+    names = [setting.name for setting in sampling_settings()]
+    values = {name: given.pop(name) for name in names}
+    found = [SamplingParams(**one) for one in lists.combinations(names, values)]
+    chosen = frozenset(name for name in names if lists.is_given(name))
+    if chosen and not n_run:
+        raise RequestError("sampling settings apply to --run LIST alone; give lengths there")
+    differ = [name for name in names if len({getattr(params, name) for params in found}) > 1]
+    labelled = []
+    for params in found:
+        params.validate(_MAX_VOCAB)
+        words = " ".join(f"{name} {getattr(params, name)}" for name in differ)
+        labelled.append((words, replace(params, seed=1) if params.seed is None else params))
+    return _Samplings(tuple(labelled), chosen)
 
 
 def _configs(given: dict[str, Any]) -> list[EngineConfig]:
     """Return a configuration for each combination of the settings given as lists."""
     return [
-        options.build_config({**given, **dict(zip(_SWEPT, values))})
-        for values in itertools.product(*(given[name] or (None,) for name in _SWEPT))
+        options.build_config({**given, **values}) for values in lists.combinations(_SWEPT, given)
     ]
+
+
+def _check_configs(configs: Sequence[EngineConfig], phases_path: Path | None) -> None:
+    """Refuse a profile that does not exist, and a plot of phases that there are not."""
+    profile = configs[0].profile
+    if profile not in ("", "none") and not Path(profile).is_file():
+        raise RequestError(f"{profile}: the profile does not exist, and bench does not create one")
+    if phases_path and any(config.mode != "layered" for config in configs):
+        raise ConfigError("--phases needs --mode layered; a pass of one graph has no phases")
 
 
 def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[str]:
@@ -306,16 +257,43 @@ def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[
 
 
 def _measure(
-    name: str, config: EngineConfig, spec: BenchSpec, trace: Trace | None, warned: set[str]
-) -> Iterator[dict[str, Any]]:
+    name: str, config: EngineConfig, spec: BenchSpec, samplings: _Samplings, trace: Trace | None,
+    warned: set[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Load a model and yield its records."""
     from ..bench import run_bench
 
     with options.load_engine(name, config, trace, warned) as engine:
+        if spec.n_run:
+            file, n_vocab = engine.file, engine.hparams.n_vocab
+            ours = tuple(
+                (words, recommended(params, file.kv, samplings.chosen, n_vocab)[0])
+                for words, params in samplings.params
+            )
+            spec = replace(spec, samplings=ours, text=options.has_vocabulary(file))
         facts = _facts(engine)
         for row in run_bench(engine, spec):
             yield _record(facts, row, engine.threads.report())
         options.show_messages(engine)
+
+
+def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str, Any]]:
+    """Yield the records of a model's times to the first token."""
+    from ..bench.ttft import run_ttft
+
+    with options.open_header(name) as header:
+        facts, n_vocab = _model_facts(header), header.hparams.n_vocab
+    path, n = header.path, spec.repetitions
+    for row in run_ttft(path, n_vocab, config, spec.n_prompt, n, spec.warm_up, spec.seed):
+        settings = row.report["config"]
+        yield {
+            **facts, **_device_facts(settings["device"], settings["device"]), **settings,
+            "n_prompt": row.n_prompt, "n_gen": 1, "n_depth": 0,
+            **_timings(row.seconds, [row.n_prompt / s for s in row.seconds]),
+            "test": row.test, "experts": None, "sampling": None,
+            **{f"{phase}_ms": round(1e3 * s, 3) for phase, s in row.phases.items()},
+            "load_phases_ms": {phase: round(1e3 * s, 3) for phase, s in row.load.items()},
+        }  # fmt: skip
 
 
 class _Phases:
@@ -361,30 +339,37 @@ def _read_routing(path: Path) -> Trace:
 
 def _facts(engine: Engine) -> dict[str, Any]:
     """Return the columns that are equal in all rows of an engine, under llama-bench's names."""
+    return {
+        **_model_facts(engine.file),
+        **_device_facts(engine.device_name, engine.device.description),
+        **config_report(engine),
+    }
+
+
+def _device_facts(name: str, description: str) -> dict[str, Any]:
+    return {"backends": "CPU" if name == "cpu" else "CUDA", "device_info": description}
+
+
+def _model_facts(file: ModelFile) -> dict[str, Any]:
     from ..ggml.lib import llama_commit, patchset
     from ..modelfile.summary import summarize
 
-    summary = summarize(engine.hparams, engine.file.tensors)
-    kv = engine.file.kv
+    summary, kv = summarize(file.hparams, file.tensors), file.kv
     label = kv.get("general.size_label")
     words = [kv["general.architecture"], *([label] if label else []), summary.by_type[0].type]
     return {
         "moegraph": __version__,
         "llama_commit": llama_commit(),
         "patchset": patchset(),
-        "model_filename": str(engine.file.path),
+        "model_filename": str(file.path),
         "model_type": " ".join(words),
         "model_size": summary.n_bytes,
         "model_n_params": summary.n_params,
-        "backends": "CPU" if engine.device_name == "cpu" else "CUDA",
-        "device_info": engine.device.description,
-        **config_report(engine),
     }
 
 
 def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a row. threads: the CPU threads in use when the test ended."""
-    samples_ns = [round(s * 1e9) for s in row.seconds]
     return {
         **facts,
         **threads,
@@ -392,13 +377,23 @@ def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> di
         "n_prompt": row.n_prompt,
         "n_gen": row.n_gen,
         "n_depth": row.depth,
-        "test_time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "avg_ns": round(statistics.fmean(samples_ns)),
-        "stddev_ns": round(statistics.stdev(samples_ns)) if len(samples_ns) > 1 else 0,
-        "avg_ts": round(row.mean_tps, 6),
-        "stddev_ts": round(row.sd_tps, 6),
-        "samples_ns": samples_ns,
-        "samples_ts": [round(ts, 6) for ts in row.samples_tps],
+        **_timings(row.seconds, row.samples_tps),
         "test": row.test,
         "experts": row.experts.report() if row.experts else None,
+        "sampling": sampling_report(row.sampling) if row.sampling else None,
+    }
+
+
+def _timings(seconds: Sequence[float], samples_ts: Sequence[float]) -> dict[str, Any]:
+    """Return llama-bench's fields about time. samples_ts: tokens per second of each repetition."""
+    samples_ns = [round(s * 1e9) for s in seconds]
+    is_one = len(samples_ns) == 1
+    return {
+        "test_time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(statistics.fmean(samples_ns)),
+        "stddev_ns": 0 if is_one else round(statistics.stdev(samples_ns)),
+        "avg_ts": round(statistics.fmean(samples_ts), 6),
+        "stddev_ts": 0.0 if is_one else round(statistics.stdev(samples_ts), 6),
+        "samples_ns": samples_ns,
+        "samples_ts": [round(ts, 6) for ts in samples_ts],
     }

@@ -20,6 +20,12 @@ _LEFT = ("model", "backend", "mode", "type_k", "type_v")
 _SPARED = ("mode", "params", "size", "threads", "backend")
 # llama-bench shows these settings only if they differ from these values.
 _USUAL = {"n_ubatch": 512, "type_k": "f16", "type_v": "f16"}
+# Settings that other columns show.
+_SHOWN = ("n_threads", "mode", "size", "params")
+# Of rows of --ttft: the parts of the time to the first token.
+_PARTS = ("process_ms", "load_ms", "tokenizer_ms", "prefill_ms", "other_ms")
+# What csv and sql have no place for.
+_NESTED = ("samples_ns", "samples_ts", "experts", "sampling", "load_phases_ms")
 _SQL_TABLE = "moegraph_bench"
 # Of columns that may be NULL in the first row.
 _SQL_KINDS = {"hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER"}
@@ -89,7 +95,7 @@ def _sql_value(value: Any) -> str:
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
     """Return a row without samples and with two figures about experts: the same columns always."""
     experts = record.get("experts") or {}
-    fields = {k: v for k, v in record.items() if not k.startswith("samples") and k != "experts"}
+    fields = {k: v for k, v in record.items() if k not in _NESTED}
     return {
         **fields,
         "hit_rate": experts.get("hit_rate"),
@@ -121,7 +127,8 @@ def _fitting(cells: dict[str, str], tests: Sequence[str], varied: frozenset[str]
     widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
     # Later tests may have longer names and larger numbers than the first one.
     widths["test"] = max([widths["test"], *map(len, tests)])
-    widths["t/s"] = max(widths["t/s"], 16)
+    last = list(cells)[-1]
+    widths[last] = max(widths[last], 16)
     for name in _SPARED:
         if sum(widths.values()) + 3 * len(widths) + 1 <= _MAX_WIDTH:
             break
@@ -144,11 +151,19 @@ def _markdown_cells(record: dict[str, Any], varied: frozenset[str]) -> dict[str,
     for name, usual in _USUAL.items():
         if name in varied or record[name] != usual:
             cells[name] = str(record[name])
+    for name in sorted(varied - {*_USUAL, *_SHOWN}):
+        cells[name] = str(record[name])
     experts = record.get("experts")
     if experts:
         cells["hit rate"] = f"{experts['hit_rate']:.3f}"
         cells["MiB/pass"] = f"{experts['uploaded_bytes_per_pass'] / 2**20:.1f}"
     cells["test"] = record["test"]
+    if _PARTS[0] in record:
+        cells |= {name.removesuffix("_ms"): f"{record[name]:.0f}" for name in _PARTS}
+        cells["first token, ms"] = (
+            f"{record['avg_ns'] * 1e-6:.0f} \u00b1 {record['stddev_ns'] * 1e-6:.0f}"
+        )
+        return cells
     cells["t/s"] = f"{record['avg_ts']:.2f} \u00b1 {record['stddev_ts']:.2f}"
     return cells
 

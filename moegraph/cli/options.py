@@ -70,9 +70,10 @@ def engine_options(command: Command) -> Command:
 
 def engine_options_but(*names: str) -> Callable[[Command], Command]:
     """Return a decorator like engine_options that leaves some fields at their defaults."""
-    chosen = [setting_option(s) for s in engine_settings() if s.flags and s.name not in names]
-    taken = [flag for s in engine_settings() for flag in s.flags]
-    return lambda command: _apply(command, chosen + refused_options(taken))
+    chosen = [s for s in engine_settings() if s.flags and s.name not in names]
+    taken = [flag for s in chosen for flag in s.flags]
+    found = [setting_option(s) for s in chosen] + refused_options(taken)
+    return lambda command: _apply(command, found)
 
 
 def sampling_options(command: Command) -> Command:

@@ -50,6 +50,7 @@ NOT_HERE: dict[tuple[str, ...], str] = {
         "--prompt-cache-all",
         "--prompt-cache-ro",
     ): "moegraph does not save prompts to disk",
+    ("-cram", "--cache-ram"): "only moegraph chat goes on from earlier prompts",
     ("-mg", "--main-gpu"): _ONE_GPU,
     ("-sm", "--split-mode"): _ONE_GPU,
     ("-ts", "--tensor-split"): _ONE_GPU,

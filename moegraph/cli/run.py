@@ -209,6 +209,8 @@ def _generate(engine: Engine, job: _Job, times: StartTimes) -> None:
         prompt = engine.tokenizer.encode(job.prompt or "")
     else:
         prompt = job.ids.tolist()
+        if options.has_vocabulary(engine.file):
+            _ = engine.tokenizer  # it is opened here, and not with the prompt
     times.lap("tokenizer")
     sampling = job.sampling
     if job.ignore_eos:

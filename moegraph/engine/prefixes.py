@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..errors import NativeError
 from ..ggml.free_memory import host_memory
 from ..resident.hostcopies import HostCopies
+from ..resident.snapshots import Snapshot
 from ..units import GiB
 from .passes import Passes
 from .prefixtree import Path, PrefixTree, n_common
@@ -80,26 +81,30 @@ class Prefixes:
         self.tree.touch(path[-1])
         return n_saved
 
-    def save(self, seq: int) -> bool:
-        """Keep what a sequence holds now; return False if there is no room for it."""
-        ids = np.asarray(self._passes.held(seq), dtype=np.int32)
+    def save(self, seq: int, snapshot: Snapshot | None = None) -> bool:
+        """Keep what a sequence holds now, or held at a snapshot; return False if it has no room.
+
+        The sequence still has its positions up to the snapshot, which can be closed afterwards.
+        """
+        n_held = None if snapshot is None else snapshot.n_past
+        ids = np.asarray(self._passes.held(seq)[:n_held], dtype=np.int32)
         if not self.is_on or not len(ids):
             return False
         path = self.tree.reach(ids)
         try:
-            return self._save(seq, path)
+            return self._save(seq, snapshot, path)
         except (NativeError, MemoryError):  # nothing else depends on it
             return False
         finally:
             self.tree.shrink(self._limit(), path if path[-1].states else [])
             self._copies.close()
 
-    def _save(self, seq: int, path: Path) -> bool:
+    def _save(self, seq: int, snapshot: Snapshot | None, path: Path) -> bool:
         copies, last = self._copies, path[-1]
         if last.states is None:
             if not self._make_room(copies.states_bytes, path):
                 return False
-            last.states = copies.take_states(seq)
+            last.states = copies.take_states(snapshot or seq)
         self.tree.touch(last)
         end, is_whole = 0, True
         for node in path:
@@ -113,7 +118,9 @@ class Prefixes:
         return is_whole
 
     def _make_room(self, n_bytes: int, kept: Path) -> bool:
-        return self.tree.shrink(self._limit() - n_bytes, kept)
+        """Remove older beginnings until there is room for n_bytes; none if that is impossible."""
+        limit = self._limit() - n_bytes
+        return sum(node.n_bytes for node in kept) <= limit and self.tree.shrink(limit, kept)
 
     def _limit(self) -> int:
         """Return how many bytes the tree may have now."""

@@ -18,6 +18,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from .kvpool import KVPool
 from .layout import PAGE
+from .snapshots import Snapshot
 
 
 class StatesCopy:
@@ -84,21 +85,26 @@ class HostCopies:
         self.states_bytes = sum(t.nb[1] for t in self._states)
         self.row_bytes = sum(t.nb[1] for t in self._caches)
 
-    def take_states(self, slot: int) -> StatesCopy:
-        """Copy the states of a sequence, and wait for it.
+    def take_states(self, source: int | Snapshot) -> StatesCopy:
+        """Copy the states of a sequence, or of a snapshot, and wait for it.
 
         Raises:
             NativeError: there is no host memory.
+            RequestError: the snapshot cannot be restored.
         """
         try:
             buffer = self._spare.pop()
         except IndexError:
             buffer = self._device.host_buffer(max(1, self.states_bytes))
         self._device.synchronize()
+        if isinstance(source, Snapshot):  # its states follow each other in the same order
+            n = self.states_bytes
+            C.ggml_backend_tensor_get(source.copy_of_states(), buffer.address(), 0, n)
+            return StatesCopy(buffer, self._spare)
         at = 0
         for tensor in self._states:
             n = tensor.nb[1]
-            C.ggml_backend_tensor_get(tensor, buffer.address(at), slot * n, n)
+            C.ggml_backend_tensor_get(tensor, buffer.address(at), source * n, n)
             at += n
         return StatesCopy(buffer, self._spare)
 

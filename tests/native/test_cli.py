@@ -386,8 +386,35 @@ def test_bench_measures_lists_of_settings() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["test"] for row in rows] == 4 * ["pp8", "pp12", "pp4+tg3"]
     settings = [(row["n_threads"], row["n_ubatch"]) for row in rows[::3]]
-    assert settings == [(1, 4), (1, 512), (2, 4), (2, 512)]
+    assert settings == [(1, 4), (2, 4), (1, 512), (2, 512)]
     assert (rows[2]["n_prompt"], rows[2]["n_gen"]) == (4, 3)
+
+
+def test_bench_runs_the_sampler_and_the_text_path() -> None:
+    tests = ("-p", 0, "-n", 4, "--run", 4, "-d", "0,16", "-r", 2, "--top-k", "0,1", *CPU)
+    rows = [
+        json.loads(x) for x in moegraph("bench", "tiny", *tests, "-o", "jsonl").stdout.splitlines()
+    ]
+    names = ["tg4", "run4 top_k 0", "run4 top_k 1"]
+    assert [row["test"] for row in rows] == [*names, *(f"{name} @ d16" for name in names)]
+    assert all(row["avg_ts"] > 0 and row["n_gen"] == 4 for row in rows)
+    assert [row["sampling"] and row["sampling"]["top_k"] for row in rows[:3]] == [None, 0, 1]
+
+
+def test_bench_times_first_tokens_of_fresh_processes() -> None:
+    tests = ("--ttft", "-p", "4,20", "-r", 1, "--no-warmup", *CPU)
+    rows = [
+        json.loads(x) for x in moegraph("bench", "tiny", *tests, "-o", "jsonl").stdout.splitlines()
+    ]
+    assert [(row["test"], row["n_prompt"]) for row in rows] == [("ttft4", 4), ("ttft20", 20)]
+    for row in rows:
+        parts = [row[f"{name}_ms"] for name in ("process", "load", "tokenizer", "prefill", "other")]
+        assert all(part >= 0 for part in parts) and parts[0] > 10
+        assert sum(parts) == pytest.approx(row["avg_ns"] * 1e-6, abs=0.01)
+        assert row["load_phases_ms"]["weights"] > 0 and row["device"] == "cpu"
+    failed = moegraph("bench", "tiny", "--ttft", "--cache-slots", 100000)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(b"error: a process to be timed failed: --cache-slots is 100000")
 
 
 def test_bench_warns_once_whatever_it_loads() -> None:

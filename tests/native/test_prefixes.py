@@ -115,10 +115,27 @@ def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -
     np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
 
 
+def test_a_snapshot_on_the_device_can_be_kept_when_the_sequence_has_gone_on(
+    open_engine: Open,
+) -> None:
+    engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
+    ids = prompt(engine, 60)
+    engine.forward(ids[:40])
+    snapshot = engine.passes.snapshot(0)
+    engine.forward(ids[40:50])
+    assert engine.prefixes.save(0, snapshot)
+    snapshot.close()
+    engine.reset()
+    tokens, logits, n_reused = answer(engine, ids)
+    expected, cold, _ = answer(other, ids, reuse=False)
+    assert (tokens, n_reused) == (expected, 40)
+    np.testing.assert_array_equal(logits, cold)
+
+
 def test_only_rows_that_the_sequence_lost_are_written(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, written = open_engine(), []
+    engine, written = open_engine(cpu_reference=True), []
     copies = engine.state.copies
     put = copies.put_rows
     monkeypatch.setattr(
@@ -127,12 +144,14 @@ def test_only_rows_that_the_sequence_lost_are_written(
         or put(rows, skipped, *args),
     )  # fmt: skip
     ids = prompt(engine, 60)
-    answer(engine, ids, marks=(20, 40))
+    expected, cold, _ = answer(engine, ids, marks=(20, 40))
     assert answer(engine, [*ids[:50], 1])[2] == 40 and written == []
     answer(engine, [*ids[:30], 1], reuse=False)
-    assert answer(engine, ids)[2] == 40 and written == [10]
-    engine.reset()
-    assert answer(engine, ids)[2] == 40 and written == [10, 20, 20]
+    for rows in ([10], [10, 20, 20]):  # first, the sequence has the first half of a saved run
+        tokens, logits, n_reused = answer(engine, ids)
+        assert (tokens, n_reused, written) == (expected, 40, rows)
+        np.testing.assert_array_equal(logits, cold)
+        engine.reset()
 
 
 def test_what_the_sequence_holds_is_continued_where_that_saves_more(open_engine: Open) -> None:
@@ -182,7 +201,7 @@ def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
 def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves(
     open_engine: Open,
 ) -> None:
-    engine = open_engine(cache_ram=1, n_ctx=512)
+    engine = open_engine(cache_ram=1, n_ctx=1024)
     copies = engine.state.copies
     engine.prefixes._max_bytes = copies.states_bytes + 20 * copies.row_bytes + 1000
     ids = prompt(engine, 60)
@@ -191,6 +210,13 @@ def test_rows_beyond_the_limit_are_left_out_and_the_sequence_itself_still_serves
     assert answer(engine, [*ids[:50], 1, 2])[2] == 50
     engine.reset()
     assert answer(engine, ids)[2] == 0
+    # Rows that have no room take nothing away from what is kept.
+    engine.reset()
+    answer(engine, ids, marks=(10,))
+    engine.prefixes._max_bytes = engine.prefixes.n_bytes + copies.states_bytes + 5000
+    answer(engine, prompt(engine, 800, seed=1), reuse=False)
+    assert not engine.prefixes.save(0)
+    assert answer(engine, ids)[2] == 10
 
 
 def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +257,13 @@ def test_an_interrupt_at_any_line_loses_no_memory_and_no_bits(
         answer(engine, one, n=1, marks=(40, mark))
         answer(engine, two, n=1, marks=(45,))
 
-    ours = ("engine/prefixes.py", "engine/prefixtree.py", "resident/hostcopies.py")
+    ours = (
+        "engine/prefixes.py", "engine/prefixtree.py", "engine/passes.py", "resident/hostcopies.py",
+        "resident/state.py",
+    )  # fmt: skip
     while interrupted(line, both, *ours):
         n_came += 1
-        line += 7 + line // 20
+        line += 11 + line // 12
         for copy in [c for n in engine.prefixes.tree.nodes() for c in (n.rows, n.states) if c]:
             assert copy.n_bytes > 0
         assert answer(engine, two)[0] == expected, f"line {line}"

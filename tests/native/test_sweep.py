@@ -17,7 +17,7 @@ from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
-from moegraph.runner.sweep import cut_chunks, cut_parts
+from moegraph.runner.sweep import Sweep, SweepBatch, cut_chunks, cut_parts
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
@@ -46,13 +46,19 @@ def swept(engine: Engine, ids: npt.NDArray[np.int32], seq: int = 0, **more: Any)
     return engine.prefill(ids, seq, all_rows=True, **more).require_logits()
 
 
+def begin(engine: Engine, ids: Any, slot: int, all_rows: bool, greedy: bool, **more: Any) -> Sweep:
+    """Begin a prompt that goes on step by step."""
+    batch = SweepBatch(np.asarray(ids, dtype=np.int32), slot, all_rows, greedy, **more)
+    return engine.passes.begin_prompt(batch)
+
+
 def sent_bytes(engine: Engine) -> int:
     """Return the expert bytes sent so far."""
     stats = engine.expert_stats()
     return stats.n_bytes_to_device if stats else 0
 
 
-@pytest.mark.parametrize("n", [9, 300])
+@pytest.mark.parametrize("n", [40, 300])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_a_prompt_has_the_bits_of_passes_of_its_chunks(open_engine: Open, placement, n) -> None:
     plain, engine = open_engine("kquant40"), open_engine("kquant40", **placement)
@@ -92,7 +98,7 @@ def test_a_prompt_may_need_several_sweeps(open_engine: Open, monkeypatch, n_rows
     np.testing.assert_array_equal(swept(engine, ids), in_passes(plain, ids))
     assert engine.runner.sweeps.memory.n_rows == n_rows
     engine.reset()
-    sweep = engine.passes.begin_prompt(ids, 0, False, True)
+    sweep = begin(engine, ids, 0, False, True)
     assert len(sweep._parts) == -(-500 // (n_rows // 64 * 64))
 
 
@@ -149,7 +155,7 @@ def test_sums_that_are_finished_first_differ_in_last_bits_only(
             engine.close()
             engine = inexact(open_engine, monkeypatch, "float32", **settings)
             assert not engine.runner.sweeps.sums_last
-        sweep = engine.passes.begin_prompt(ids, 0, False, True, taps={0: tap})
+        sweep = begin(engine, ids, 0, False, True, taps={0: tap})
         while engine.passes.step_prompt(sweep):
             pass
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
@@ -173,7 +179,7 @@ def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement)
     plain, engine = open_engine(n_seq=3), open_engine(n_seq=3, **placement)
     ids, other = prompt(plain, 200, seed=7), prompt(plain, 500, seed=8)
     expected, rows = in_passes(plain, ids, 1), []
-    sweep = engine.passes.begin_prompt(ids, 1, True, False)
+    sweep = begin(engine, ids, 1, True, False)
     before, at = sent_bytes(engine), 0
     uploads = 0
     while engine.passes.step_prompt(sweep):
@@ -217,7 +223,7 @@ def test_a_cancelled_prompt_leaves_the_sequence_as_it_was(
     held = engine.held(0).copy(), engine.state.n_past[0], states(engine, 0), keys(engine, 0)
     pages = engine.state.pool.pages(0)
     for n_steps in (0, 1, 2, 7, 19, 25):
-        sweep = engine.passes.begin_prompt(ids[n_held:], 0, False, True)
+        sweep = begin(engine, ids[n_held:], 0, False, True)
         for _ in range(n_steps):
             engine.passes.step_prompt(sweep)
         cancel = CancelToken()
@@ -240,7 +246,7 @@ def test_states_are_copied_where_chunks_are_cut(open_engine: Open) -> None:
     for placement in (PLACEMENTS[0], MISSING[1]):
         engine = open_engine(**placement)
         ids = prompt(engine, 200, seed=10)
-        sweep = engine.passes.begin_prompt(ids, 0, False, True, cuts=(50, 128))
+        sweep = begin(engine, ids, 0, False, True, cuts=(50, 128))
         while engine.passes.step_prompt(sweep):
             pass
         assert [s.n_past for s in sweep.snapshots] == [50, 128]
@@ -269,7 +275,7 @@ def test_a_tap_sees_the_rows_of_its_layer(open_engine: Open) -> None:
 
         return take
 
-    sweep = engine.passes.begin_prompt(ids, 0, False, True, taps={2: tap(2), 7: tap(7)})
+    sweep = begin(engine, ids, 0, False, True, taps={2: tap(2), 7: tap(7)})
     while engine.passes.step_prompt(sweep):
         pass
     for il in (2, 7):
@@ -282,12 +288,12 @@ def test_what_a_prompt_refuses(open_engine: Open) -> None:
     engine = open_engine(n_seq=2, n_ctx=256, **MISSING[1])
     ids = prompt(engine, 100, seed=12)
     with pytest.raises(ContextOverflow):
-        engine.passes.begin_prompt(np.zeros(257, np.int32), 0, False, True)
+        begin(engine, np.zeros(257, np.int32), 0, False, True)
     with pytest.raises(RequestError, match="empty"):
-        engine.passes.begin_prompt([], 0, False, True)
-    sweep = engine.passes.begin_prompt(ids, 0, False, True)
+        begin(engine, [], 0, False, True)
+    sweep = begin(engine, ids, 0, False, True)
     with pytest.raises(RequestError, match="under way"):
-        engine.passes.begin_prompt(ids, 1, False, True)
+        begin(engine, ids, 1, False, True)
     with pytest.raises(RequestError, match="under way"):
         engine.forward([1], 0)
     engine.forward([1], 1)
@@ -344,7 +350,7 @@ def test_a_prompt_of_9000_tokens(open_engine: Open) -> None:
     ids = prompt(plain, 9000, seed=16)
     for at in range(0, 9000, 1024):
         expected = plain.forward(ids[at : at + 1024])
-    sweep = engine.passes.begin_prompt(ids, 0, False, False)
+    sweep = begin(engine, ids, 0, False, False)
     assert len(sweep._parts) == 2
     while engine.passes.step_prompt(sweep):
         pass

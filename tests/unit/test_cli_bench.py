@@ -7,14 +7,19 @@ import importlib
 import io
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner, Result
+from helpers.fake_engine import FakeEngine
 
-from moegraph.bench import BenchRow, BenchSpec
-from moegraph.cli import bench, benchrows, main
+from moegraph.bench import BenchRow, BenchSpec, ttft
+from moegraph.cli import bench, benchlists, benchrows, main
+from moegraph.errors import MoegraphError, NativeError
 
 if TYPE_CHECKING:
     from conftest import Cli
@@ -100,11 +105,12 @@ class TestBench:
         [
             ("512", (512,)), ("0", (0,)), ("1,2,8", (1, 2, 8)), ("1-4", (1, 2, 3, 4)),
             ("0-512+256", (0, 256, 512)), ("1-16*4", (1, 4, 16)), ("2,4-5", (2, 4, 5)),
+            (" 3 , 4", (3, 4)),
         ],
     )  # fmt: skip
     def test_lists_and_ranges_as_in_llama_bench(self, text: str, lengths: tuple[int, ...]) -> None:
-        assert bench._lengths(None, None, (text,)) == lengths
-        assert bench._lengths(None, None, (text, "7")) == (*lengths, 7)
+        assert benchlists.lengths(None, None, (text,)) == lengths
+        assert benchlists.lengths(None, None, (text, "7")) == (*lengths, 7)
 
     @pytest.mark.parametrize(
         "text", ["", "x", "1,", "-5", "4-1", "1-", "1-9+0", "1-9*1", "0-9*2", "1-9+", "99999999",
@@ -121,7 +127,13 @@ class TestBench:
          (("-pg", "0,5"), "both are 1 to"), (("-t", "x"), "write numbers as 1,2 or 1-8"),
          (("-t", "0"), "n_threads is 0"), (("-ctk", "f16,q5"), "'q5' is not one of f16"),
          (("--phases", "p.png"), "plots are SVG"), (("-p", "0", "-n", "0"), "nothing to measure"),
-         (("-m", "other"), "give a model")],
+         (("-m", "other"), "give a model"), (("--policy", "lru,x"), "'x' is not one of lru"),
+         (("--vram", "6,x"), "vram is 'x'"), (("--temp", "0,x"), "write numbers as 0,0.8"),
+         (("--cache-slots", "-2"), "cache_slots is -2"), (("--temp", "0"), "apply to --run"),
+         (("--run", "8", "--top-p", "2"), "top_p"), (("--run", "-8"), "lengths of 0 to"),
+         (("--ttft", "-d", "5"), "--ttft does not go with -d"),
+         (("--ttft", "-p", "0,5"), "does not go with -p 0"), (("--ttft", "-n", "5"), "with -n"),
+         (("--ttft", "--run", "5"), "with --run"), (("--ttft", "-pg", "5,5"), "with -pg")],
     )  # fmt: skip
     def test_other_lists_that_make_no_sense(
         self, cli: Cli, args: tuple[str, ...], say: str
@@ -137,11 +149,12 @@ class TestBench:
         def measure(engine: Any, spec: BenchSpec) -> Iterator[BenchRow]:
             seen.append(spec)
             for test in spec.tests:
-                yield BenchRow(test.name, test.n_prompt, test.n_gen, test.depth, (0.5, 1.0))
+                yield BenchRow(test.name, test.n_prompt, test.n_gen, test.depth, (0.5, 1.0), None,
+                               test.sampling)  # fmt: skip
 
         monkeypatch.setattr("moegraph.bench.run_bench", measure)
         facts = {key: RECORDS[0][key] for key in list(RECORDS[0])[:9]}
-        monkeypatch.setattr(bench, "_facts", lambda engine: dict(facts))
+        monkeypatch.setattr(bench, "_facts", lambda engine: {**asdict(engine.config), **facts})
         return seen
 
     def test_the_context_is_as_large_as_the_tests_need(
@@ -167,6 +180,47 @@ class TestBench:
         assert rows[3]["n_prompt"] == 4 and rows[3]["n_gen"] == 2
         assert rows[3]["samples_ts"] == [12, 6]
 
+    def test_every_setting_takes_a_list(self, cli: Cli, specs: list[BenchSpec]) -> None:
+        given = {
+            "--vram": "6,8", "--policy": "lru,lfu", "--cache-slots": "-1,100-300+100",
+            "--poll": "0,50", "-tb": "1-2", "--mode": "auto,whole", "--miss": "cpu,stream",
+            "--device": "auto,cpu", "--pin-layers": "0,1", "--host-pin": "all,none",
+            "--prefetch": "auto,off", "-c": "1024,2048", "-ub": "64-256*2",
+        }  # fmt: skip
+        names = {setting.name for setting in benchlists.swept_settings()}
+        assert len(names) == len(given) + 3  # with -t, -ctk and -ctv, which llama-bench has too
+        for flag, values in given.items():
+            cli.loaded.clear()
+            rows = json.loads(
+                cli("bench", "m", "-p", "1", "-n", "0", flag, values, "-o", "json").stdout
+            )
+            n = {"--cache-slots": 4, "-ub": 3}.get(flag, 2)
+            assert len(rows) == len(cli.loaded) == n, flag
+        shown = cli("bench", "m", "-p", "1", "-n", "0", "--vram", "6,8", "--policy", "lru,lfu")
+        cells = [[c.strip() for c in line.split("|")] for line in shown.stdout.splitlines()]
+        at = cells[0].index("vram")
+        assert [row[at - 1 : at + 1] for row in cells[2:]] == [
+            ["lru", "6"], ["lfu", "6"], ["lru", "8"], ["lfu", "8"]
+        ]  # fmt: skip
+
+    def test_run_rows_sample_as_run_does(self, cli: Cli, specs: list[BenchSpec]) -> None:
+        cli.engine = FakeEngine("", kv={"general.sampling.top_k": 20})
+        args = ("-p", "0", "-n", "8", "--run", "16,32", "--temp", "0,0.5", "--seed", "7")
+        rows = json.loads(cli("bench", "m", *args, "-o", "json").stdout)
+        assert [row["test"] for row in rows] == [
+            "tg8", "run16 temperature 0.0", "run16 temperature 0.5", "run32 temperature 0.0",
+            "run32 temperature 0.5",
+        ]  # fmt: skip
+        assert rows[0]["sampling"] is None and rows[2]["sampling"]["temperature"] == 0.5
+        # The file's own settings hold where the user gives none.
+        assert (rows[1]["sampling"]["top_k"], rows[1]["sampling"]["seed"]) == (20, 7)
+        assert specs[0].text and cli.engine.config.n_ctx == 256
+        rows = json.loads(cli("bench", "m", "--run", "4", "--top-k", "5", "-o", "json").stdout)
+        assert rows[2]["test"] == "run4" and rows[2]["sampling"]["top_k"] == 5
+        cli.engine = FakeEngine("", vocabulary=False)
+        cli("bench", "m", "--run", "4")
+        assert not specs[-1].text
+
     def test_an_interrupted_run_leaves_the_rows_that_are_finished(
         self, cli: Cli, specs: list[BenchSpec], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -182,3 +236,68 @@ class TestBench:
         result = cli("bench", "m", "-p", "1,2,3", "-o", "json")
         assert result.exit_code == 130
         assert [row["test"] for row in json.loads(result.stdout)] == ["pp1", "pp2"]
+
+
+class TestTtft:
+    """Times to the first token; the processes are made up here."""
+
+    @pytest.fixture
+    def commands(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """The command lines of all processes."""
+        seen: list[list[str]] = []
+
+        def first_token(command: list[str]) -> dict[str, Any]:
+            seen.append(command)
+            times = {"process_s": 0.5, "load_s": 1.0, "tokenizer_s": 0.25, "prefill_s": 0.125 / 4,
+                     "first_token_s": 2.0 + 0.5 * (len(seen) % 2)}  # fmt: skip
+            config = {key: RECORDS[0][key] for key in ("n_threads", "mode", "type_k", "type_v")}
+            return {
+                "timings": {**times, "load": {"weights": 0.75}},
+                "config": {**config, "device": "cuda:0", "n_ubatch": 512},
+            }
+
+        monkeypatch.setattr(ttft, "_first_token", first_token)
+        facts = {key: RECORDS[0][key] for key in list(RECORDS[0])[:3]}
+        monkeypatch.setattr(bench, "_model_facts", lambda file: dict(facts))
+        return seen
+
+    def test_every_repetition_is_a_process_with_these_settings(
+        self, cli: Cli, commands: list[list[str]]
+    ) -> None:
+        args = ("--ttft", "-p", "5,300", "-r", "2", "--vram", "8", "--cpu-reference", "--device",
+                "cpu", "--pin-layers", "-1", "-ctk", "q8_0", "-o", "jsonl")  # fmt: skip
+        rows = [json.loads(line) for line in cli("bench", "m", *args).stdout.splitlines()]
+        assert [row["test"] for row in rows] == ["ttft5", "ttft300"] and len(commands) == 6
+        assert commands[0][:5] == [sys.executable, "-m", "moegraph", "run", "m"]
+        chosen = {"--vram=8", "--cpu-reference", "--device=cpu", "--cache-type-k=q8_0"}
+        assert {word for word in commands[0][9:] if word != "--ctx-size=512"} == chosen
+        row = rows[0]
+        assert row["samples_ns"] == [2_000_000_000, 2_500_000_000] and row["n_gen"] == 1
+        parts = ("process_ms", "load_ms", "tokenizer_ms", "prefill_ms", "other_ms")
+        assert [row[name] for name in parts] == [500, 1000, 250, 31.25, 468.75]
+        assert row["load_phases_ms"] == {"weights": 750} and row["backends"] == "CUDA"
+        assert cli.loaded == []
+
+    def test_the_table_and_the_other_formats(self, cli: Cli, commands: list[list[str]]) -> None:
+        lines = cli("bench", "m", "--ttft", "-p", "5", "-r", "2", "--no-warmup").stdout.splitlines()
+        assert len(commands) == 2 and len({len(line) for line in lines}) == 1
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        parts = ["process", "load", "tokenizer", "prefill", "other", "first token, ms"]
+        assert cells[0][-7:] == ["test", *parts]
+        assert cells[2][-7:-1] == ["ttft5", "500", "1000", "250", "31", "469"]
+        assert cells[2][-1] == "2250 \u00b1 354"
+        rows = list(csv.DictReader(io.StringIO(
+            cli("bench", "m", "--ttft", "-p", "5", "-r", "1", "-o", "csv").stdout
+        )))  # fmt: skip
+        assert rows[0]["load_ms"] == "1000.0" and "load_phases_ms" not in rows[0]
+
+    def test_a_process_that_fails_is_the_error(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        code = "import sys; print('warning: x\\nerror: too big', file=sys.stderr); sys.exit(2)"
+        with pytest.raises(MoegraphError, match="timed failed: too big") as caught:
+            ttft._first_token([sys.executable, "-c", code])
+        assert caught.value.exit_code == 2
+        silent = 'print(\'{"timings": {"first_token_s": null}}\')'
+        with pytest.raises(NativeError, match="does not tell when a process started"):
+            ttft._first_token([sys.executable, "-c", silent])

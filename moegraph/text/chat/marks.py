@@ -6,7 +6,7 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ...errors import RequestError
+from ...errors import MoegraphError
 from .history import Message
 from .template import ChatTemplate
 
@@ -19,19 +19,24 @@ class _Encoder(Protocol):
 
 
 def parting_places(
-    template: ChatTemplate, messages: Sequence[Message], prompt: str, variables: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    prompt: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the characters of a prompt after which later prompts may differ from it.
 
     The first: where the first question begins, if there is a system prompt. The second: where the
     answer begins, in the form that the template gives it once it is an old one; that may lack the
-    reasoning, or the mark that asks for it. Empty if the template refuses to be asked.
+    reasoning, or the mark that asks for it. Places that the template fails to show are left out.
 
-    messages: those that the template made the prompt of; the last is a question.
+    messages: those that the template made the prompt of; the last is a question. variables: what
+    else the template got.
     """
+    more = dict(variables or {})
 
     def common(*variant: Message) -> int:
-        return _n_common(prompt, template.render(variant, **variables))
+        return _n_common(prompt, template.render(variant, **more))
 
     found = []
     try:
@@ -39,8 +44,8 @@ def parting_places(
             other = _OTHER if messages[1].content.startswith(_ONE) else _ONE
             found.append(common(messages[0], Message("user", other)))
         found.append(common(*messages, Message("assistant", _ONE), Message("user", _ONE)))
-    except RequestError:
-        pass
+    except MoegraphError:
+        pass  # the prompt itself was rendered, so the conversation goes on
     return found
 
 
