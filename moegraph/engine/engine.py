@@ -27,9 +27,10 @@ from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .generation import Events, Generation
+from .ids import checked_ids
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
-from .passes import Passes, Seqs, checked_ids
+from .passes import Passes, Seqs
 from .prefixes import Prefixes
 from .sequence import Sequence
 

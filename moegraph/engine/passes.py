@@ -23,35 +23,11 @@ from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import node_values
 from ..runner.sweep import Sweep, SweepBatch
 from .cputhreads import CpuThreads
+from .ids import checked_ids
 from .prompts import Prompts, finished, where_not_finite
 
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
-
-
-def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return token ids as I32, in the same numpy shape.
-
-    Raises:
-        RequestError: tokens are not integers, or an id is outside the vocabulary.
-    """
-    try:
-        ids = np.asarray(tokens)
-    except ValueError as error:  # rows of different lengths
-        raise RequestError(f"token ids must be a list of integers: {error}") from error
-    if ids.size == 0:
-        return ids.astype(np.int32)
-    is_large = ids.dtype.kind == "O" and all(isinstance(i, int) for i in ids.reshape(-1))
-    if ids.dtype.kind not in "iu" and not is_large:
-        got = {"f": "floats", "U": "text", "b": "booleans"}.get(ids.dtype.kind, "other values")
-        raise RequestError(f"token ids must be integers, got {got}")
-    if ids.min() < 0 or ids.max() >= n_vocab:
-        at = int(np.flatnonzero((ids < 0) | (ids >= n_vocab))[0])
-        raise RequestError(
-            f"token id {ids.reshape(-1)[at]} at position {at} is out of range; "
-            f"the vocabulary has ids 0 to {n_vocab - 1}"
-        )
-    return ids.astype(np.int32, copy=False)
 
 
 class Passes:
@@ -331,6 +307,7 @@ class Passes:
         slot = snapshot.slot
         snapshot.copy_of_states()  # an error here changes nothing
         self.abandon(slot)
+        self._prompts.clean_up({slot})
         self._runner.drop(slot)
         self._state.restore(snapshot)
         del self._held[slot][snapshot.n_past :]
@@ -353,6 +330,7 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         self.abandon(seq)
+        self._prompts.clean_up({seq})
         self._runner.drop(seq)
         self._state.put_back(seq, n_kept, rows, states)
         self._held[seq] = list(ids)

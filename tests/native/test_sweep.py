@@ -376,3 +376,18 @@ def test_a_short_prompt_that_fails_leaves_the_sequence_as_it_was(open_engine: Op
         np.testing.assert_array_equal(swept(engine, ids[60:]), expected)
         engine.reset()
         assert engine.held(0) == []
+
+
+def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> None:
+    engine, plain = open_engine(**MISSING[1]), open_engine()
+    ids = prompt(engine, 140, seed=17)
+    for e in (engine, plain):
+        e.prefill(ids[:40])
+    snapshot = engine.passes.snapshot(0)
+    engine.prefill(ids[40:80])
+    sweep = begin(engine, ids[80:], 0, False, True)
+    for _ in range(5):
+        engine.passes.step_prompt(sweep)
+    engine.passes.restore(snapshot)
+    assert engine.held(0) == ids[:40].tolist() and not sweep.is_open
+    np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))

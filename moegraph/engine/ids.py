@@ -1,0 +1,33 @@
+"""Token ids as callers give them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import RequestError
+
+
+def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
+    """Return token ids as I32, in the same numpy shape.
+
+    Raises:
+        RequestError: tokens are not integers, or an id is outside the vocabulary.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:  # rows of different lengths
+        raise RequestError(f"token ids must be a list of integers: {error}") from error
+    if ids.size == 0:
+        return ids.astype(np.int32)
+    is_large = ids.dtype.kind == "O" and all(isinstance(i, int) for i in ids.reshape(-1))
+    if ids.dtype.kind not in "iu" and not is_large:
+        got = {"f": "floats", "U": "text", "b": "booleans"}.get(ids.dtype.kind, "other values")
+        raise RequestError(f"token ids must be integers, got {got}")
+    if ids.min() < 0 or ids.max() >= n_vocab:
+        at = int(np.flatnonzero((ids < 0) | (ids >= n_vocab))[0])
+        raise RequestError(
+            f"token id {ids.reshape(-1)[at]} at position {at} is out of range; "
+            f"the vocabulary has ids 0 to {n_vocab - 1}"
+        )
+    return ids.astype(np.int32, copy=False)
