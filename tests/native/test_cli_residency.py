@@ -163,6 +163,8 @@ def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
     assert 0 < row["predicted"]["hit_rate"] < 1
     assert row["predicted"]["decode_tps"] is None, "no machine was measured with such experts"
     assert row["upstream_n_cpu_moe"] >= 1
+    absent = sum((32 - n) * size for n, size in zip(plan.n_slots, need.slot_bytes))
+    assert row["prompt"] == {"sent_bytes": absent, "link_s": None} and absent > 0
 
 
 def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint) -> None:
@@ -295,6 +297,8 @@ def test_plan_and_simulate_predict_with_a_measured_machine(
     budgets = ("--vram", f"{mib_for(need, 0.3)}MiB", "--vram", "1")
     result = invoke("plan", "tiny", *budgets, *SMALL, "--machine", measured, "--json")
     half, whole = (row["predicted"] for row in json.loads(result.stdout)["budgets"])
+    sent = [row["prompt"]["link_s"] for row in json.loads(result.stdout)["budgets"]]
+    assert sent[0] > 0 and sent[1] == 0
     assert whole["decode_tps"] == pytest.approx(1e6 / whole_us, rel=1e-3)
     assert 0 < half["decode_tps"] < whole["decode_tps"]
     assert "no speed" not in result.stderr
