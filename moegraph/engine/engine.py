@@ -22,7 +22,7 @@ from ..modelfile import ModelFile, open_model, resolve_target
 from ..placement.profilefile import ProfileUpdate
 from ..runner import LayeredRunner, Output
 from ..runner.misses import MissHandler
-from ..runner.sweep import SweepBatch
+from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB

@@ -13,7 +13,7 @@ from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
-from ..runner.sweep import SweepBatch
+from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live

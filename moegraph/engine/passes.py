@@ -21,7 +21,8 @@ from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
 from ..runner.inspect import node_values
-from ..runner.sweep import Sweep, SweepBatch
+from ..runner.sweep import Sweep
+from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
 from .ids import checked_ids
 from .prompts import Prompts, finished, where_not_finite

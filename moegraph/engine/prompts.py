@@ -11,7 +11,8 @@ from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..runner import NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place
-from ..runner.sweep import Sweep, SweepBatch
+from ..runner.sweep import Sweep
+from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
 
 

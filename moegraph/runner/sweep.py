@@ -17,8 +17,7 @@ step is done; until then `cancel` makes it what it was before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,76 +30,14 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
-from ..graphs.head import Results
 from ..kinds import SHORT_PROMPT, Kind
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
+from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
 from .sweeps import Sweeps
 
 # Steps that may be enqueued ahead of the device.
 _AHEAD = 3
-Tap = Callable[[Tensor, int, int], None]
-
-
-@dataclass(frozen=True)
-class SweepBatch:
-    """What a sweep computes.
-
-    tokens: I32 numpy [n]. slot: the sequence that they continue. all_rows, greedy, draws: as in
-    `Batch`; draws only without all_rows.
-    cuts: positions at which chunks are cut and the recurrent states copied: snapshots there are in
-    `Sweep.snapshots` once it has ended. taps: layer -> called with the outputs of that layer for
-    some rows: F32 [n_embd, at least n], n, and the position of the first row. The call enqueues on
-    the compute stream what it wants of them, because the next layer overwrites them.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    slot: int = 0
-    all_rows: bool = False
-    greedy: bool = False
-    draws: npt.NDArray[np.int32] | None = None
-    cuts: Sequence[int] = ()
-    taps: Mapping[int, Tap] = field(default_factory=dict)
-
-    @property
-    def results(self) -> Results:
-        """What the prompt returns for each row that has results."""
-        if self.greedy:
-            return Results.ARGMAX
-        return Results.LOGITS if self.draws is None else Results.CANDIDATES
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Rows [row, row + n) of a part of the prompt; first: position of the first."""
-
-    row: int
-    n: int
-    first: int
-
-
-def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (position, rows) of the chunks of n tokens from position first on."""
-    ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
-    found, at = [], first
-    for end in ends:
-        while at < end:
-            found.append((at, min(max_rows, end - at)))
-            at += found[-1][1]
-    return found
-
-
-def cut_parts(chunks: Sequence[tuple[int, int]], n_rows: int, n_chunks: int) -> list[list[_Chunk]]:
-    """Return the chunks of as few parts as possible, of at most n_rows rows in n_chunks chunks."""
-    parts: list[list[_Chunk]] = []
-    n_used = n_rows
-    for first, n in chunks:
-        if n_used + n > n_rows or len(parts[-1]) == n_chunks:
-            parts.append([])
-            n_used = 0
-        parts[-1].append(_Chunk(n_used, n, first))
-        n_used += n
-    return parts
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -216,7 +153,7 @@ class Sweep:
             outputs.append(self._head(part[-1].row + part[-1].n - 1, 1))
         self._end(outputs)
 
-    def _send_inputs(self, chunk: _Chunk) -> None:
+    def _send_inputs(self, chunk: Chunk) -> None:
         """Upload the inputs of a chunk, when its turn in the first layer comes."""
         memory, embedding = self._s.memory, self._s.stage.weights.embedding
         if embedding is None:
@@ -229,7 +166,7 @@ class Sweep:
         if status:
             self._s.device.check(status, what)
 
-    def _load(self, il: int, at: int, chunk: _Chunk) -> int:
+    def _load(self, il: int, at: int, chunk: Chunk) -> int:
         """Copy a chunk to where graphs read it; return its KV length."""
         s = self._s
         if il == 0:
@@ -239,7 +176,7 @@ class Sweep:
             s.memory.inputs.select(at)
         return kv_length(self._state, chunk.first + chunk.n)
 
-    def _read_ids(self, ids: Tensor | None, turn: int, chunk: _Chunk) -> tuple[object, int]:
+    def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
         """Return the copies of a chunk's choice to the host."""
         if ids is None:
             return ffi.NULL, 0
@@ -248,7 +185,7 @@ class Sweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
-    def _full_layer(self, il: int, part: list[_Chunk]) -> Iterator[bool]:
+    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
             start = time.perf_counter()
@@ -263,12 +200,12 @@ class Sweep:
             self.n_done += 1
             yield True
 
-    def _lacking_layer(self, il: int, part: list[_Chunk]) -> Iterator[bool]:
+    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
         s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
         k = s.stage.hp.n_expert_used
         ids = s.memory.ids[turn, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
-        waiting: tuple[int, _Chunk, npt.NDArray[np.int32]] | None = None
+        waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
@@ -293,7 +230,7 @@ class Sweep:
                 self._sum(il, chunk)
                 yield True
 
-    def _launch_chunk(self, il: int, at: int, chunk: _Chunk) -> None:
+    def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         start = time.perf_counter()
@@ -321,7 +258,7 @@ class Sweep:
         ids: npt.NDArray[np.int32],
         absent: npt.NDArray[np.bool_],
         at: int,
-        chunk: _Chunk,
+        chunk: Chunk,
         table: npt.NDArray[np.int32],
     ) -> None:
         """Wait for the choice of a chunk, and send the experts that it misses.
@@ -374,7 +311,7 @@ class Sweep:
         group: Group,
         choices: Choices,
         ids: npt.NDArray[np.int32],
-        part: list[_Chunk],
+        part: list[Chunk],
     ) -> None:
         """Enqueue what the experts of a group compute, then uploads into the group."""
         s, hp, start = self._s, self._s.stage.hp, time.perf_counter()
@@ -394,7 +331,7 @@ class Sweep:
         self._send()
         s.spent("resolve", start)
 
-    def _by_chunk(self, places: npt.NDArray[np.int64], part: list[_Chunk]) -> list[Any]:
+    def _by_chunk(self, places: npt.NDArray[np.int64], part: list[Chunk]) -> list[Any]:
         """Return the places of each chunk.
 
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
@@ -403,7 +340,7 @@ class Sweep:
         k = self._s.stage.hp.n_expert_used
         return np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
 
-    def _sum(self, il: int, chunk: _Chunk) -> None:
+    def _sum(self, il: int, chunk: Chunk) -> None:
         """Enqueue the sum of all experts of a chunk, in routing order (CPU device)."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         built = s.graphs.sum_rows(il, n)
@@ -415,7 +352,7 @@ class Sweep:
         self._launch(built, f"the sum of layer {il}")
         memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
 
-    def _copy_state(self, il: int, chunk: _Chunk) -> None:
+    def _copy_state(self, il: int, chunk: Chunk) -> None:
         """Copy the recurrent states behind a chunk to the snapshot of that position."""
         if il not in self._state.ssm:
             return
@@ -424,7 +361,7 @@ class Sweep:
                 states = [self._state.conv[il], self._state.ssm[il]]
                 self._state.snapshots.fill(snapshot, states)
 
-    def _end_layer(self, il: int, part: list[_Chunk]) -> None:
+    def _end_layer(self, il: int, part: list[Chunk]) -> None:
         s, n_rows = self._s, part[-1].row + part[-1].n
         tap = self.batch.taps.get(il)
         if tap:

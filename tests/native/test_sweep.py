@@ -17,7 +17,8 @@ from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.placement import footprint
 from moegraph.runner.inspect import read_tensor
-from moegraph.runner.sweep import Sweep, SweepBatch, cut_chunks, cut_parts
+from moegraph.runner.sweep import Sweep
+from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
 
 Open = Callable[..., Engine]
 Floats = npt.NDArray[np.float32]
