@@ -117,13 +117,13 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
     with ExitStack() as stack:
         file = given["chat_template_file"]
         template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
-        header = stack.enter_context(options.open_header(job.target))
+        header = stack.enter_context(options.open_header(job.target, job.config.device))
         options.require_vocabulary(header)
         job.sampling.validate(header.hparams.n_vocab)
         if template is None:
             require_template(header.kv, header.path)
         job, from_file = _fit_to_model(job, header)
-        engine = stack.enter_context(options.load_engine(header, job.config))
+        engine = stack.enter_context(options.load_engine(header, job.config, text=True))
         if template is None:
             template = stack.enter_context(_template_of(engine))
         talk = _conversation(job, engine, template, from_file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,10 +14,10 @@ from click.core import ParameterSource
 from ..config import EngineConfig, Setting
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
-from ..errors import Cancelled, ModelFileError, RequestError
+from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
-from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
+from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 from ..units import format_bytes
 from . import ui
 from .command import Option
@@ -242,11 +242,20 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([nrt'\"\\])", lambda match: known[match[1]], text)
 
 
-def open_header(target: str | Path) -> ModelFile:
-    """Open a model by name or path without loading its weights."""
+def open_header(target: str | Path, device: str | None = None) -> ModelFile:
+    """Open a model by name or path without loading its weights.
+
+    device: the driver of this device is opened meanwhile.
+    """
     from ..modelfile import open_model, resolve_target
 
-    return open_model(resolve_target(target))
+    path = resolve_target(target)
+    if device and path.is_file():
+        with suppress(MoegraphError):  # whoever opens the device will say what is wrong
+            from ..ggml.device import wake
+
+            wake(device)
+    return open_model(path)
 
 
 def open_any(target: str | Path) -> GgufFile:
@@ -258,20 +267,21 @@ def open_any(target: str | Path) -> GgufFile:
 
 def load_engine(
     target: str | Path | ModelFile, config: EngineConfig, routing: Trace | None = None,
-    warned: set[str] | None = None, is_chosen: bool = True,
+    warned: set[str] | None = None, is_chosen: bool = True, text: bool = False,
 ) -> Engine:  # fmt: skip
     """Load a model by name or path, or take over a file that open_header opened.
 
     Shows a progress bar on a terminal. routing: a trace that replaces the router's choice, for
     benchmarks. warned: warnings that were printed before, to which this adds. is_chosen: whether
-    the user chose the settings, and not the program.
+    the user chose the settings, and not the program. text: whether the tokenizer will be needed.
     """
     from ..engine import Engine
 
     with ui.Bars() as bars:
         ids = None if routing is None else routing.ids.astype("int32")
         model = open_header(target) if isinstance(target, (str, Path)) else target
-        engine = Engine(model, config, bars, ids)
+        tokenizer = open_soon(model) if text and has_vocabulary(model) else None
+        engine = Engine(model, config, bars, ids, tokenizer)
     warned = set() if warned is None else warned
     idle = _idle_settings(engine) if is_chosen else []
     for warning in (*engine.file.warnings, *engine.warnings, *idle):

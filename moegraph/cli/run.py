@@ -108,9 +108,9 @@ def run(args: tuple[str, ...], **given: Any) -> None:
     with ExitStack() as stack:
         job = _check(click.get_current_context(), args, given, stack)
         times = StartTimes()
-        model = stack.enter_context(options.open_header(job.target))
+        model = stack.enter_context(options.open_header(job.target, job.config.device))
         job = _check_request(job, model)
-        engine = stack.enter_context(options.load_engine(model, job.config))
+        engine = stack.enter_context(options.load_engine(model, job.config, text=True))
         times.lap("load")
         _generate(engine, job, times)
 

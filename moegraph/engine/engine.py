@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import Any
@@ -56,17 +57,24 @@ class Engine:
         config: EngineConfig,
         progress: Progress | None,
         routing: npt.NDArray[np.int32] | None,
+        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
-        """Load an open model file and own it; see `Engine.load`."""
+        """Load an open model file and own it; see `Engine.load`.
+
+        tokenizer: that of the model, which is being opened; the engine owns it too.
+        """
         self.file = model
         self.config = config
         self.hparams = model.hparams
         self._stack = ExitStack()
         self._stack.callback(model.close)
+        self._opening = tokenizer
+        if tokenizer:
+            self._stack.callback(_close_opened, tokenizer)
         self.ownership = Ownership()
         with closed_on_failure():
             try:
-                self._take(load_model(model, config, progress, routing, self._stack))
+                self._take(load_model(model, config, progress, routing, self._stack, tokenizer))
             except BaseException:
                 self.close()
                 raise
@@ -123,9 +131,10 @@ class Engine:
 
         device: open the device and watch the file. plan: divide the memory. weights: all weights
         except routed experts. banks: expert slots, and the experts of full layers. state: the KV
-        cache. host: experts in host memory. measure: times of the CPU and of uploads. fill: experts
-        that are resident from the start. graphs: build the runner's first graphs. threads: find the
-        fastest CPU threads. host, measure and fill only if experts can be missing.
+        cache. host: experts in host memory. tokenizer: wait for a tokenizer that is being opened.
+        measure: times of the CPU and of uploads. fill: experts that are resident from the start.
+        graphs: build the runner's first graphs. threads: find the fastest CPU threads. host,
+        measure and fill only if experts can be missing.
         """
         return dict(self._loaded.times)
 
@@ -155,6 +164,8 @@ class Engine:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        if self._opening:
+            return self._opening.result()
         return self._stack.enter_context(closing(Tokenizer(self.file)))
 
     def memory(self) -> dict[str, int]:
@@ -418,3 +429,9 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _close_opened(tokenizer: Future[Tokenizer]) -> None:
+    """Close a tokenizer once it is open, unless that failed."""
+    if not tokenizer.cancel() and tokenizer.exception() is None:
+        tokenizer.result().close()

@@ -14,6 +14,10 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
     Raises:
         RequestError: tokens are not integers, or an id is outside the vocabulary.
     """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.size == 1:
+        one: npt.NDArray[np.int32] = tokens  # one row of decode: the device waits for it
+        if 0 <= one.item() < n_vocab:
+            return one
     try:
         ids = np.asarray(tokens)
     except ValueError as error:  # rows of different lengths

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,12 +73,14 @@ def load_model(
     progress: Progress | None,
     routing: npt.NDArray[np.int32] | None,
     stack: ExitStack,
+    beside: Future[Any] | None = None,
 ) -> LoadedModel:
     """Load an open model file onto a device; arguments and errors as in `Engine.load`.
 
-    stack: gets the calls that free everything, also of what was opened before a failure.
+    stack: gets the calls that free everything, also of what was opened before a failure. beside:
+    work of other threads that must end before anything is measured.
     """
-    return _Loading(model, config, stack).load(progress, routing)
+    return _Loading(model, config, stack).load(progress, routing, beside)
 
 
 class _Loading:
@@ -90,7 +93,12 @@ class _Loading:
         self._stack = stack
         self._times = Stopwatch()
 
-    def load(self, progress: Progress | None, routing: npt.NDArray[np.int32] | None) -> LoadedModel:
+    def load(
+        self,
+        progress: Progress | None,
+        routing: npt.NDArray[np.int32] | None,
+        beside: Future[Any] | None,
+    ) -> LoadedModel:
         """Open everything in order; see `Engine.load`."""
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
@@ -115,9 +123,12 @@ class _Loading:
                 n_prefetch_slots, progress, self._times,
             )
         )  # fmt: skip
+        if beside:
+            wait([beside])
+            self._times.lap("tokenizer")
         runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
         runner.reserve_graphs()
-        if self.device.can.streams and runner.mode == "whole":
+        if runner.mode == "whole":
             warm_up(runner)
         self.device.note_peak()
         files.check()

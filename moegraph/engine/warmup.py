@@ -1,4 +1,4 @@
-"""Runs one-row passes after loading, so that the first tokens of an answer are as fast as others.
+"""Prepares one-row passes after loading, so that the first tokens are as fast as the others.
 
 The first pass of a shape builds its graph. On CUDA it also loads kernels, the second pass captures
 the graph, and only the third replays it. Together these cost as much as dozens of tokens.
@@ -15,21 +15,24 @@ _N_PASSES = 3
 
 
 def warm_up(runner: Runner) -> None:
-    """Run the passes that answers consist of, then reset sequence 0.
+    """Build the graphs of the passes that answers consist of; with streams, also run them.
 
-    Not for a runner whose experts may be missing: its cache would learn from these passes.
+    Then sequence 0 is reset. Not for a runner whose experts may be missing: its cache would learn
+    from these passes.
     """
     row = np.zeros((1, 1), dtype=np.int32)
     draws = np.full((1, DRAW_WORDS), -1, dtype=np.int32)
     draws[:, :1] = 0  # no race; the graph is the same with one
-    state = runner.stage.state
+    state, n_passes = runner.stage.state, _N_PASSES if runner.device.can.streams else 0
     try:
         for batch in (Batch(row, greedy=True), Batch(row, draws=draws)):
-            for _ in range(_N_PASSES):
+            runner.build_ahead(batch)
+            for _ in range(n_passes):
                 state.reset(0)
                 runner.submit(batch)
                 runner.collect()
     except NotFinite:
         pass  # the weights are damaged: the first request will say where
     finally:
-        state.reset(0)
+        if n_passes:
+            state.reset(0)

@@ -7,6 +7,8 @@ when it returns.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,48 +150,58 @@ def _cannot_pin(size: int) -> str:
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """Return spelling, kind ('cpu', 'cuda', 'other'), names and memory (bytes) of each device."""
-    found, n_gpu = [], 0
+    """Return spelling, kind ('cpu', 'cuda', 'other'), names and memory (bytes) of each device.
+
+    This opens a context on every GPU, because CUDA tells free memory only then.
+    """
+    return [_describe(*found) for found in _find_devices()]
+
+
+def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
+    """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
+    n_gpu = 0
     for i in range(C.ggml_backend_dev_count()):
         dev = C.ggml_backend_dev_get(i)
-        props = ffi.new("struct ggml_backend_dev_props *")
-        C.ggml_backend_dev_get_props(dev, props)
-        kind, name, free = "other", ffi.string(props.name).decode(), props.memory_free
-        if props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU:
-            kind, spelling = "cpu", "cpu"
-            free = _host_free(free)
+        name = ffi.string(C.ggml_backend_dev_name(dev)).decode()
+        if C.ggml_backend_dev_type(dev) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
+            yield "cpu", "cpu", name, dev
         elif name.startswith("CUDA"):
-            kind, spelling = "cuda", f"cuda:{n_gpu}"
+            yield f"cuda:{n_gpu}", "cuda", name, dev
             n_gpu += 1
         else:
-            spelling = name.lower()
-        found.append(
-            {
-                "device": spelling,
-                "kind": kind,
-                "name": name,
-                "description": ffi.string(props.description).decode(),
-                "address": ffi.string(props.device_id).decode() if props.device_id else "",
-                "memory_free": free,
-                "memory_total": props.memory_total,
-                "handle": dev,
-            }
-        )
-    return found
+            yield name.lower(), "other", name, dev
+
+
+def _describe(
+    spelling: str, kind: str, name: str, dev: _native.ggml_backend_device_ptr
+) -> dict[str, Any]:
+    props = ffi.new("struct ggml_backend_dev_props *")
+    C.ggml_backend_dev_get_props(dev, props)
+    free = props.memory_free
+    return {
+        "device": spelling,
+        "kind": kind,
+        "name": name,
+        "description": ffi.string(props.description).decode(),
+        "address": ffi.string(props.device_id).decode() if props.device_id else "",
+        "memory_free": _host_free(free) if kind == "cpu" else free,
+        "memory_total": props.memory_total,
+        "handle": dev,
+    }
 
 
 def _select(name: str) -> dict[str, Any]:
-    devices = list_devices()
+    devices = list(_find_devices())
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
-        wanted = next((d["device"] for d in devices if d["kind"] == "cuda"), "cpu")
+        wanted = next((spelling for spelling, kind, *_ in devices if kind == "cuda"), "cpu")
     for device in devices:
-        if device["device"] == wanted:
-            return device
-    usable = ", ".join(d["device"] for d in devices if d["kind"] in ("cpu", "cuda"))
+        if device[0] == wanted:
+            return _describe(*device)
+    usable = ", ".join(spelling for spelling, kind, *_ in devices if kind in ("cpu", "cuda"))
     reason = (
         ""
-        if any(d["kind"] == "cuda" for d in devices)
+        if any(kind == "cuda" for _, kind, *_ in devices)
         else ("; this build or this machine has no CUDA device (see moegraph doctor)")
     )
     raise ConfigError(f"no device {name!r}; available: {usable}{reason}")
@@ -205,6 +217,35 @@ def _context_bytes(address: str, before: dict[str, int]) -> int:
         grown = gpu_used_bytes().get(address, 0) - before.get(address, 0)
         _contexts[address] = max(0, grown) if address in before else 0
     return _contexts.get(address, 0)
+
+
+# What `wake` has begun, by the spelling of the device: bytes in use on each GPU before it.
+_woken: dict[str, Future[dict[str, int]]] = {}
+
+
+def wake(name: str) -> None:
+    """Begin to open the driver and a context on a device; the next `Device` of that name waits.
+
+    Both take some tenths of a second, in which a caller can read the header of the model file.
+    """
+    if name != "cpu" and name not in _woken:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="moegraph-device")
+        _woken[name] = pool.submit(_wake, name)
+        pool.shutdown(wait=False)  # the thread ends with its work
+
+
+def _wake(name: str) -> dict[str, int]:
+    before = gpu_used_bytes()
+    _select(name)  # asking a device for its free memory opens a context
+    return before
+
+
+def _used_before(name: str) -> dict[str, int]:
+    """Return the bytes in use on each GPU before this process opened a context."""
+    if name == "cpu":
+        return {}
+    begun = _woken.pop(name, None)
+    return begun.result() if begun else gpu_used_bytes()
 
 
 class Device:
@@ -226,7 +267,7 @@ class Device:
         Raises:
             ConfigError: there is no such device.
         """
-        before = {} if name == "cpu" else gpu_used_bytes()
+        before = _used_before(name)
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]

@@ -282,6 +282,17 @@ class Builder:
         _require(C.ggml_nelements(a) == C.ggml_nelements(dst), "cpy", a, dst)
         return C.ggml_cpy(self.ctx, a, dst)
 
+    def publish(self, a: Tensor, host: Tensor) -> Tensor:
+        """Do as `cpy` into host memory that the graph does not read; CUDA does it beside the graph.
+
+        a: F32 or I32.
+
+        Source: moegraph.h.
+        """
+        ok = C.ggml_nelements(a) == C.ggml_nelements(host) and a.type in (F32, I32)
+        _require(ok and a.type == host.type, "publish", a, host)
+        return C.moegraph_publish(self.ctx, a, host)
+
     def get_rows(self, a: Tensor, ids: Tensor) -> Tensor:
         """Gather rows: a [n, m, b], ids I32 [r, b] give [n, r, b]; I32 for an I32 a, else F32."""
         _require(ids.type == I32 and a.ne[2] == ids.ne[1] and ids.ne[3] == 1, "get_rows", a, ids)

@@ -83,7 +83,7 @@ class CpuExperts(ABC):
         for name, tensor in (("x", x), ("weights", weights)):
             target = b.leaf(F32, shape(tensor), f"{name}_host")
             place(self._host, target, self._offsets[name])
-            b.expand(b.cpy(tensor, target))
+            b.expand(b.publish(tensor, target))
 
     def address(self, name: str) -> Any:
         """Return the address of x, weights, ids or y; the device writes the first two, reads y."""

@@ -69,7 +69,7 @@ class RoutingReadback:
     def _copy(self, b: Builder, ids: Tensor, at: int) -> None:
         target = b.leaf(I32, (ids.ne[0], ids.ne[1]), "ids_host")
         place(self._host, target, at)
-        b.expand(b.cpy(ids, target))
+        b.expand(b.publish(ids, target))
 
     def of(self, il: int, n_tokens: int) -> HostIds:
         """Return where layer il's chosen ids arrive: I32 [n_tokens * n_expert_used]."""

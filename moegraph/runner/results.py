@@ -61,10 +61,12 @@ class ResultMemory:
 
     def __init__(self, device: Device, n_vocab: int) -> None:
         self._device, self._n_vocab = device, n_vocab
-        self._host, self._n_bytes = device.host_buffer(16384), 0
+        self._host = device.host_buffer(16384)
         self._head: HeadOutputs | None = None  # launched last, while its tensors are intact
         self._reads: Any = None  # the copies of `_reads_of` to the host
         self._reads_of: HeadOutputs | None = None
+        # where they arrive: F32 [n_out], and 32-bit words
+        self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         self._logits: HostBuffer | None = None  # a row that `logits` has read
 
     def forget(self) -> None:
@@ -77,7 +79,8 @@ class ResultMemory:
             n_check = C.ggml_nbytes(head.check)
             n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
             self._grow(body + n_main)
-            self._n_bytes = body + n_main
+            self._check = self._host.array[:n_check].view(np.float32)
+            self._main = self._host.array[body : body + n_main].view(np.int32)
             self._reads = ffi.new(
                 "struct mg_readback[2]",
                 [
@@ -100,19 +103,15 @@ class ResultMemory:
 
     def read(self, kind: Results, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
         """Return the results that have arrived, and which rows of them are finite."""
-        host = self._host.array
-        finite = np.isfinite(host[: 4 * n_out].view(np.float32))
-        body = host[round_up(4 * n_out, _ALIGN) : self._n_bytes]
+        finite = np.isfinite(self._check)
         if kind is _ARGMAX:
-            return Output(argmax=body.view(np.int32).copy()), finite
-        rows = body.reshape(n_out, -1)
+            return Output(argmax=self._main.copy()), finite
+        rows = self._main.reshape(n_out, -1).copy()
         if kind is _LOGITS:
-            logits = rows.view(np.float32).copy()
+            logits = rows.view(np.float32)
             return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
-        candidates = rows.view(np.int32).copy()
-        return Output(candidates=candidates), finite & np.isfinite(
-            candidates.view(np.float32)[:, TOTAL_WORD]
-        )
+        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
+        return Output(candidates=rows), finite
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits of a row of the head that was launched last, F32 [n_vocab].

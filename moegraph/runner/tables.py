@@ -50,7 +50,8 @@ class SlotTables:
         row[:n] = table
         if victims is not None:
             n_listed = n + 2 * len(victims)
-            row[n:n_listed] = list(chain.from_iterable(victims))  # faster than an array of pairs
+            # several times faster than to assign the list
+            row[n:n_listed] = np.fromiter(chain.from_iterable(victims), np.int32, 2 * len(victims))
             row[n_listed : n + 2 * self._n_victims] = -1  # a graph may read more than there are
         self._is_due = True
 

@@ -40,10 +40,10 @@ class Uploader:
     def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
-        device = stage.device
+        device, self._n_expert = stage.device, stage.hp.n_expert
         self.n_bytes = 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
-        self._slots = HostRows(device, 1 + -(-stage.hp.n_expert // N_STAGING), max_ids)
+        self._slots = HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids)
         self._uploaded = device.event()
         self._staging_free = [device.event(), device.event()]
         self._staging_turn = 0
@@ -149,15 +149,16 @@ class Uploader:
     ) -> None:
         """Upload pairs to a bank and launch `add_uploaded` over them.
 
-        wave: the host row that carries the slots. bank_free: the upload waits for this event.
+        ids: those of rows that do not count are -1. wave: the host row that carries the slots.
+        bank_free: the upload waits for this event.
         """
         if bank_free:
             C.ggml_backend_event_wait(self._device.upload.ptr, bank_free.ptr)
         self.send(il, bank, pairs, prefetched)  # first: the copy takes longest
-        slots = self._slots.array[wave, : ids.size]
-        slots.fill(-1)
-        for expert, slot in pairs:
-            slots[ids == expert] = slot
+        slot_of = np.full(self._n_expert + 1, -1, dtype=np.int32)  # the last for ids of -1
+        experts, slots = zip(*pairs)
+        slot_of[list(experts)] = slots
+        self._slots.array[wave, : ids.size] = slot_of[ids]
         uploaded = self._uploaded.ptr if self._uploaded else ffi.NULL
         status = C.mg_upload_launch(
             self._device.compute.ptr, self._device.upload.ptr, graph.outputs,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
@@ -126,8 +128,17 @@ class Tokenizer:
     @cached_property
     def eog_ids(self) -> frozenset[int]:
         """Return the ids that end a generation (end of text, of turn, of message)."""
-        vocab, is_eog = self._open_vocab(), self._lib.llama_vocab_is_eog
-        return frozenset(token for token in range(self.n_vocab) if is_eog(vocab, token))
+        from ..ggml.lib import C, ffi
+
+        is_eog = ctypes.cast(self._lib.llama_vocab_is_eog, ctypes.c_void_p).value
+        found = ffi.new("int32_t[]", self.n_vocab)
+        n = C.mg_ids_where(
+            ffi.cast("bool (*)(const void *, int32_t)", is_eog),
+            ffi.cast("void *", self._open_vocab()),
+            self.n_vocab,
+            found,
+        )
+        return frozenset(found[0:n])
 
     @property
     def bos(self) -> int | None:
@@ -147,6 +158,24 @@ class Tokenizer:
         if not self._model:
             raise InternalError(f"the tokenizer of {self.path} is closed")
         return self._vocab
+
+
+def open_soon(model: ModelFile) -> Future[Tokenizer]:
+    """Begin to open the tokenizer of a model; meanwhile the weights can be loaded.
+
+    llama.cpp needs about half a second for a vocabulary of 250,000 tokens. The result has the
+    errors of `Tokenizer`; the model file must stay open until then.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="moegraph-vocabulary")
+    begun = pool.submit(_open, model)
+    pool.shutdown(wait=False)  # the thread ends with its work
+    return begun
+
+
+def _open(model: ModelFile) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    _ = tokenizer.eog_ids  # asked for before the first token
+    return tokenizer
 
 
 def _utf8(text: str) -> bytes:
@@ -195,35 +224,50 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+# ggml's log callback: level, text, user_data.
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
 @contextmanager
-def _kept_ggml_log(folder: Path) -> Iterator[None]:
-    """Restore ggml's log callback after the block: llama_log_set replaces it too."""
+def _kept_ggml_log(folder: Path) -> Iterator[Callable[[int, bytes], None]]:
+    """Restore ggml's log callback after the block: llama_log_set replaces it too.
+
+    Yields a function that calls it.
+    """
     base = ctypes.CDLL(str(folder / "libggml-base.so"))
     callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
     base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+    log = _LOG(callback.value or 0)
     try:
-        yield
+        yield lambda level, text: log(level, text, user_data) if callback.value else None
     finally:
         base.ggml_log_set(callback, user_data)
 
 
 @contextmanager
 def _captured_log(llama: ModuleType) -> Iterator[list[str]]:
-    """Collect llama.cpp's error lines in the block; afterwards its log stays silent."""
+    """Collect llama.cpp's error lines in the block; afterwards its log stays silent.
+
+    What other threads log meanwhile goes where it would go otherwise.
+    """
     from ..ggml import lib
 
     lines: list[str] = []
     is_error = False
+    own = threading.get_ident()
 
     def collect(level: int, text: bytes, _: object) -> None:
         nonlocal is_error
+        if threading.get_ident() != own:
+            log(level, text)
+            return
         if level != _CONTINUE_LEVEL:
             is_error = level == _ERROR_LEVEL
         if is_error and (line := text.decode(errors="replace").strip()):
             lines.append(line)
 
     callback: Callable[..., None] = llama.llama_log_callback(collect)
-    with _kept_ggml_log(lib.library_dir()):
+    with _kept_ggml_log(lib.library_dir()) as log:
         llama.llama_log_set(callback, None)
         try:
             yield lines

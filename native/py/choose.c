@@ -80,18 +80,25 @@ static void list_tokens(struct known * k) {
             k->tokens[k->n++] = (struct token) { row->logits[i], row->ids[i] };
         }
     }
-    double total = row->total, error = row->total;
     for (int i = 0; i < s->n_changed; ++i) {
-        const float logit = row->wanted[s->places[i]];
-        const float now   = adjusted(s, i, logit);
+        const float now = adjusted(s, i, row->wanted[s->places[i]]);
         k->changed[i] = (struct token) { now, s->ids[i] };
-        total += weight(k, now) - weight(k, logit);
-        error += weight(k, now);
         if (now >= floor && now > -INFINITY && is_allowed(s, s->ids[i])) {
             insert(k, k->changed[i]);
         }
     }
-    k->low  = total - SUM_ERROR*error;
+}
+
+// Bounds of the sum over all tokens; listed: the sum over those that are listed.
+static void bound_sum(struct known * k, double listed) {
+    const struct mg_sampler * s = k->sampler;
+    double total = k->row->total, error = k->row->total;
+    for (int i = 0; i < s->n_changed; ++i) {
+        const double now = weight(k, k->changed[i].logit);
+        total += now - weight(k, k->row->wanted[s->places[i]]);
+        error += now;
+    }
+    k->low  = k->is_rank_open || s->allowed ? listed : total - SUM_ERROR*error;
     k->high = total + SUM_ERROR*error;
 }
 
@@ -156,8 +163,8 @@ static int apply_top_p(struct known * k) {
     }
     if (k->is_closed) {
         k->low = k->high = sum;
-    } else if (k->is_rank_open || k->sampler->allowed) {
-        k->low = sum;
+    } else {
+        bound_sum(k, sum);
     }
     double before = 0.0;
     for (int i = 0; i < k->n; ++i) {

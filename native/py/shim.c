@@ -75,6 +75,16 @@ size_t mg_last_error(char * out, size_t size) {
     return n < 0 ? 0 : (size_t) n;
 }
 
+int mg_ids_where(bool (*is)(const void * vocab, int32_t id), const void * vocab, int n, int32_t * out) {
+    int n_found = 0;
+    for (int32_t id = 0; id < n; id++) {
+        if (is(vocab, id)) {
+            out[n_found++] = id;
+        }
+    }
+    return n_found;
+}
+
 static bool cancel_requested(void * data) {
     return *(volatile int32_t *) data != 0;
 }

@@ -34,6 +34,10 @@ struct mg_readback {
 void   mg_install_callbacks(int verbose);
 size_t mg_last_error(char * out, size_t size);
 
+// Write the ids from 0 to n - 1 for which `is` answers yes to `out`, and return their number. One call for a vocabulary
+// of 250,000 tokens, because as many from Python take as long as all else before the first token of a small model.
+int mg_ids_where(bool (*is)(const void * vocab, int32_t id), const void * vocab, int n, int32_t * out);
+
 // Make the CPU backend stop between two nodes once *flag is not 0; the launch then returns GGML_STATUS_ABORTED. A NULL
 // flag unbinds.
 void mg_cancel_bind(ggml_backend_t backend_cpu, volatile int32_t * flag);

@@ -16,7 +16,7 @@ def tell_the_end(b: Builder, x: Tensor, host: HostBuffer, offset: int) -> None:
     """Copy the last result of a graph into memory of the host."""
     target = b.leaf(F32, shape(x), "end")
     place(host, target, offset)
-    b.expand(b.cpy(x, target))
+    b.expand(b.publish(x, target))
 
 
 def test_the_host_sees_what_a_graph_publishes_while_it_runs(device: Device) -> None:
@@ -43,7 +43,7 @@ def test_the_host_sees_what_a_graph_publishes_while_it_runs(device: Device) -> N
         for tensor, offset in ((x, 0), (ids, 4 * n)):
             target = b.leaf(tensor.type, shape(tensor), "host")
             place(host, target, offset)
-            b.expand(b.cpy(tensor, target))
+            b.expand(b.publish(tensor, target))
         for _ in range(200):  # long enough, and in need of memory
             x = b.expand(b.mul_mat(w, x))
         tell_the_end(b, x, host, 4 * (n + n_used))
@@ -92,7 +92,7 @@ def test_a_ranking_that_only_the_host_reads_runs_beside_the_graph(device: Device
         x = b.expand(b.scale(a, 2.0))
         target = b.leaf(I32, (k, 1), "host")
         place(host, target, 0)
-        b.expand(b.cpy(b.argsort_top_k(b.mul_mat(router, x), k), target))
+        b.expand(b.publish(b.argsort_top_k(b.mul_mat(router, x), k), target))
         for _ in range(200):
             x = b.expand(b.mul_mat(w, x))
         tell_the_end(b, x, host, 4 * k)

@@ -82,7 +82,7 @@ class TestRun:
         # the clock of processes has steps of 10 ms
         assert sum(phases) - 0.02 < times["first_token_s"] < sum(phases) + 1
         assert list(times["load"]) == [
-            "device", "plan", "weights", "banks", "state", "graphs", "threads"
+            "device", "plan", "weights", "banks", "state", "tokenizer", "graphs", "threads"
         ]  # fmt: skip
         assert 0 < sum(times["load"].values()) < times["load_s"]
 

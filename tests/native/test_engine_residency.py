@@ -107,11 +107,11 @@ def test_a_prompt_decides_what_is_resident_for_the_first_token(open_engine, miss
     settings = {"pin_layers": 0, "cache_slots": 256, "miss": miss, "policy": "lfu"}
     engine, plain = open_engine("mxfp256", **settings), open_engine("mxfp256")
     ids = prompt(engine, 1)
-    prompt_ids = np.repeat(ids, 60)  # one token over and over: few experts
+    prompt_ids = np.repeat(ids, 80)  # one token over and over: few experts
     before = engine.runner.cache.stats
     for other in (engine, plain):
-        other.forward(prompt_ids[:30])
-        other.forward(prompt_ids[30:])
+        other.forward(prompt_ids[:40])
+        other.forward(prompt_ids[40:])
     loaded = engine.runner.cache.stats.since(before).admitted.sum()
     assert loaded == 0, "chunks of a prompt do not touch the slots"
     rows = [e.forward(ids).logits for e in (engine, plain)]
@@ -309,15 +309,15 @@ def test_of_several_rows_the_cpu_takes_all_or_what_few_rows_chose(open_engine):
     # an expert takes as long either way, and each further row on the CPU as long again
     seconds = [float(n) for n in range(engine.hparams.n_expert_used + 1)]
     engine.runner.residency.split = MissSplit(seconds, seconds, 1.0)
-    compute = misses.cpu_experts.compute
+    begin = misses.cpu_experts.begin
 
     def watched(il, chosen, experts, n_rows):
         rows = np.bincount(chosen, minlength=256)
         others = set(np.unique(chosen).tolist()) - set(experts)
         taken.append((max(rows[list(experts)]), min(rows[list(others)])))
-        compute(il, chosen, experts, n_rows)
+        begin(il, chosen, experts, n_rows)
 
-    misses.cpu_experts.compute = watched
+    misses.cpu_experts.begin = watched
     np.testing.assert_array_equal(engine.forward_logits(ids), expected)
     assert taken and all(most <= least for most, least in taken)
     assert misses.n_bytes_to_device > 0 and misses.n_cpu_experts > 0

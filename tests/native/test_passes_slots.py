@@ -203,10 +203,10 @@ def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> No
 
 def test_single_rows_of_many_sequences_are_decode_and_get_slots(open_engine: Open) -> None:
     settings = {"cache_slots": 80, "pin_layers": 0, "miss": "stream", "policy": "lru"}
-    engine = open_engine(n_seq=12, deterministic=True, **settings)
+    engine = open_engine(n_seq=36, deterministic=True, **settings)
     stats = engine.runner.cache.stats
-    rows = prompt(engine, 12)
-    engine.forward(rows, greedy=True)  # twelve rows of a prompt
+    rows = prompt(engine, 36)
+    engine.forward(rows, greedy=True)  # more rows than a short piece of a prompt
     assert engine.runner.cache.stats.admitted.sum() == stats.admitted.sum()
     before = engine.runner.residency.n_exchanged
     engine.forward(rows[:, None], greedy=True)

@@ -14,9 +14,10 @@ from moegraph.experts.cache import ExpertCache
 from moegraph.experts.cost import MACHINES, MissSplit, MissWays
 from moegraph.experts.policy import POLICIES
 from moegraph.experts.residency import Residency
+from moegraph.kinds import MAX_FETCH_ROWS
 from moegraph.placement.simulate import _Replay
 
-N_PROMPT, N_TOKENS = 50, 60
+N_TOKENS = 60
 SECONDS = [float(n) for n in range(N_USED + 1)]
 WAYS = {
     "uploaded": ({"miss": "stream", "host_pin": "none"}, MissSplit.fixed(N_USED, False)),
@@ -36,27 +37,31 @@ def state(cache: ExpertCache) -> dict[str, Any]:
     return {"owners": owners, "tables": cache.tables.tolist(), **counters}
 
 
-def recorded(engine: Engine) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def recorded(engine: Engine, n_prompt: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """Run a prompt and tokens; return ids [n_rows, n_layer, n_used], and the state after each.
 
-    The states begin after the prompt; a pass of one row each follows.
+    States and counts of the CPU begin after the prompt; a pass of one row each follows.
     """
     seen: list[list[np.ndarray]] = []
     engine.runner.observers.append(lambda il, ids: seen[-1].append(ids.reshape(-1, N_USED).copy()))
-    ids, states = prompt(engine, N_PROMPT + N_TOKENS, seed=6), []
-    for start, end in ((0, N_PROMPT), *((at, at + 1) for at in range(N_PROMPT, len(ids)))):
+    ids, states = prompt(engine, n_prompt + N_TOKENS, seed=6), []
+    for start, end in ((0, n_prompt), *((at, at + 1) for at in range(n_prompt, len(ids)))):
         seen.append([])
         engine.forward(ids[start:end], greedy=True)
-        if start:
+        if not start:
+            engine.runner.misses.n_cpu_experts = 0
+        else:
             states.append(state(engine.runner.cache))
     return np.concatenate([np.stack(layers, axis=1) for layers in seen]), states
 
 
+@pytest.mark.parametrize("n_prompt", [20, 50])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_replay_moves_the_experts_of_the_run_token_by_token(
-    open_engine, way: str, policy: str
+    open_engine, way: str, policy: str, n_prompt: int
 ) -> None:
+    """Of 20 rows, a prompt is so short that its graphs fetch too."""
     settings, split = WAYS[way]
     engine = open_engine(
         PRESET, pin_layers=1, cache_slots=(N_LAYER - 1) * (N_USED + 3), policy=policy,
@@ -68,14 +73,14 @@ def test_a_replay_moves_the_experts_of_the_run_token_by_token(
     for layer in cache.layers:
         layer.preload()
     assert state(cache) == state(run.cache), "both begin with the same slots"
-    ids, states = recorded(engine)
+    ids, states = recorded(engine, n_prompt)
 
-    ways = MissWays(split, settings["miss"] == "cpu", way == "fetched")
+    ways = MissWays(split, settings["miss"] == "cpu", MAX_FETCH_ROWS if way == "fetched" else 0)
     replay = _Replay(Residency(cache, ways, fetchable=range(N_LAYER)), MACHINES["h200"])
-    replay.prompt(ids[:N_PROMPT])
+    replay.prompt(ids[:n_prompt])
     missing = np.zeros((N_TOKENS, N_LAYER), np.int64)
     for at, expected in enumerate(states):
-        replay.token(ids[N_PROMPT + at], missing[at])
+        replay.token(ids[n_prompt + at], missing[at])
         assert state(cache) == expected, f"token {at}"
     assert run.routing.counts == replay.residency.routing.counts
     assert missing.sum() > 100 and cache.stats.evicted.any() == (policy != "static")

@@ -13,7 +13,6 @@ from helpers.reference_sampler import choose
 
 from moegraph.engine import Engine
 from moegraph.engine.rows import RowSampler
-from moegraph.engine.warmup import warm_up
 from moegraph.errors import InternalError, RequestError
 from moegraph.ggml.device import Device
 from moegraph.runner import Batch
@@ -225,7 +224,7 @@ def test_passes_list_what_their_logits_give(
     check_passes(engine, SamplingParams(**SETTINGS[name], seed=11), 20)
 
 
-@pytest.mark.parametrize("settings", [{"mode": "whole"}, {"mode": "layered"}, {"cache_slots": 8}])
+@pytest.mark.parametrize("settings", [{"mode": "layered"}, {"cache_slots": 8}])
 def test_graphs_built_while_a_prompt_is_in_flight_are_those_of_the_next_row(
     settings: dict[str, Any], open_engine: Callable[..., Engine]
 ) -> None:
@@ -247,21 +246,21 @@ def test_graphs_built_while_a_prompt_is_in_flight_are_those_of_the_next_row(
         np.testing.assert_array_equal(first, expected)
 
 
-def test_a_warm_engine_builds_no_graph_for_the_first_tokens(
-    open_engine: Callable[..., Engine],
+@pytest.mark.parametrize("params", [None, SamplingParams(seed=1)], ids=["greedy", "sampled"])
+def test_loading_builds_the_graphs_of_single_rows(
+    params: SamplingParams | None, open_engine: Callable[..., Engine]
 ) -> None:
-    cold, warm = open_engine("mini35b"), open_engine("mini35b")
-    warm_up(warm.runner)
-    assert warm.state.n_past == [0]
-    for params in (None, SamplingParams(seed=1)):
-        texts, n_built = [], []
-        for engine in (cold, warm):
-            before = engine.runner.graphs.n_built
-            answer = engine.generate(range(20), params, max_tokens=5, text=False)
-            texts.append([event.token for event in answer])
-            n_built.append(engine.runner.graphs.n_built - before)
-        assert texts[0] == texts[1]
-        assert n_built == [2, 1]  # the prompt's, and the one of single rows
+    texts, n_built = [], []
+    for mode in ("whole", "layered"):
+        engine = open_engine("mini35b", mode=mode)
+        assert engine.state.n_past == [0]
+        before = len(engine.runner.graphs)
+        answer = engine.generate(range(20), params, max_tokens=5, text=False)
+        texts.append([event.token for event in answer])
+        n_built.append(len(engine.runner.graphs) - before)
+    assert texts[0] == texts[1]
+    assert n_built[0] == 1  # the prompt's
+    assert n_built[1] > 2
 
 
 def test_logits_are_gone_once_another_pass_is_submitted(

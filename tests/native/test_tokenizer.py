@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,11 +19,11 @@ from hypothesis import strategies as st
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
-from moegraph.errors import InternalError, ModelFileError, RequestError
+from moegraph.errors import ConfigError, InternalError, ModelFileError, RequestError
 from moegraph.ggml import lib
 from moegraph.modelfile import open_model, resolve_target
 from moegraph.text import tokenizer as tokenizer_module
-from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer
+from moegraph.text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 
 TINY = resolve_target("tiny")
 
@@ -214,3 +215,65 @@ def test_one_ggml_in_the_process() -> None:
         if "libggml" in line or "libllama" in line
     }
     assert {Path(name).parent for name in mapped} == {lib.library_dir()}
+
+
+def test_end_tokens_are_those_that_llama_cpp_names(tokenizer: Tokenizer) -> None:
+    vocab, is_eog = tokenizer._open_vocab(), tokenizer._lib.llama_vocab_is_eog
+    one_by_one = {token for token in range(tokenizer.n_vocab) if is_eog(vocab, token)}
+    assert tokenizer.eog_ids == one_by_one != set()
+
+
+def test_an_error_of_another_thread_is_kept_while_a_vocabulary_is_read() -> None:
+    """llama.cpp has one log callback for all threads."""
+    base = ctypes.CDLL(str(lib.library_dir() / "libggml-base.so"))
+    callback, user_data = ctypes.c_void_p(), ctypes.c_void_p()
+    llama = tokenizer_module._load_llama()
+    lib.last_error()
+    with tokenizer_module._captured_log(llama) as lines:
+        base.ggml_log_get(ctypes.byref(callback), ctypes.byref(user_data))
+        log = tokenizer_module._LOG(callback.value or 0)
+
+        def fail() -> None:
+            log(tokenizer_module._ERROR_LEVEL, b"no memory for a graph\n", user_data)
+
+        other = threading.Thread(target=fail)
+        other.start()
+        other.join()
+        log(tokenizer_module._ERROR_LEVEL, b"a wrong vocabulary\n", user_data)
+    assert lines == ["a wrong vocabulary"]
+    assert lib.last_error() == "no memory for a graph"
+
+
+def test_an_engine_takes_over_a_tokenizer_that_is_being_opened() -> None:
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    model = open_model(TINY)
+    begun = open_soon(model)
+    with Engine(model, config, None, None, begun) as engine:
+        assert engine.tokenizer is begun.result()
+        assert engine.tokenizer.encode("a")
+    with pytest.raises(InternalError, match="closed"):
+        begun.result().encode("a")
+
+
+def test_a_tokenizer_that_fails_to_open_fails_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise ConfigError("no llama-cpp-python")
+
+    monkeypatch.setattr(tokenizer_module, "_load_llama", refuse)
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    model = open_model(TINY)
+    with Engine(model, config, None, None, open_soon(model)) as engine:
+        assert len(list(engine.generate([1, 2], max_tokens=2, text=False))) == 2
+        with pytest.raises(ConfigError, match="no llama-cpp-python"):
+            engine.tokenizer.encode("a")
+
+
+def test_a_load_that_fails_closes_the_tokenizer_too() -> None:
+    model = open_model(TINY)
+    begun = open_soon(model)
+    with pytest.raises(ConfigError, match="pin-layers"):
+        Engine(model, EngineConfig(device="cpu", pin_layers=1000), None, None, begun)
+    with pytest.raises(InternalError, match="closed"):
+        begun.result().encode("a")

@@ -27,13 +27,13 @@ class Cli:
         monkeypatch.setattr(options, "open_header", self._open)
         monkeypatch.setattr(options, "Tokenizer", lambda path: nullcontext(self.engine.tokenizer))
 
-    def _load(self, target: Any, config: Any, *_: object) -> FakeEngine:
+    def _load(self, target: Any, config: Any, *_: object, **__: object) -> FakeEngine:
         self.loaded.append(str(getattr(target, "path", target)))
         self.on_load()
         self.engine.config = config
         return self.engine
 
-    def _open(self, target: str | Path) -> Any:
+    def _open(self, target: str | Path, _: str | None = None) -> Any:
         class Header:
             path, hparams, kv = Path(target), self.engine.hparams, self.engine.file.kv
 

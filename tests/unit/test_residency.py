@@ -205,7 +205,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         split = MissSplit(seconds, seconds, 1.0)
         chosen = ways(on_cpu == "all", fetches)
         if on_cpu == "some":
-            chosen = replace(chosen, split=split, cpu=True)
+            # what passes of several rows miss lies on both sides of the limit
+            limits = {"fetch_limits": (4.0,) * 32, "expected": (2.0,) * 32}
+            chosen = replace(chosen, split=split, cpu=True, **limits)
         self.residency = residency_of(
             n_slots, chosen, POLICIES[name](), fetchable=range(len(n_slots)), move_s=1e-3
         )
@@ -464,7 +466,7 @@ def test_prefetched_experts_are_copied_and_not_given_to_the_cpu() -> None:
 
 def test_of_several_rows_the_cpu_takes_what_few_rows_chose() -> None:
     seconds = [float(n) for n in range(N_USED + 1)]
-    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, False)
+    chosen = MissWays(MissSplit(seconds, seconds, 1.0), True, 0)
     residency = residency_of([0], chosen)
     residency.begin_pass(Kind.VERIFY, 3)
     plan = residency.routed(0, rows([8, 9, 10, 11], [8, 9, 10, 12], [8, 9, 13, 14]))

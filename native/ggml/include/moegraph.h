@@ -74,6 +74,14 @@ extern "C" {
             struct ggml_tensor  * from,
             struct ggml_tensor  * to);
 
+    // ggml_cpy(a, host), of numbers of 4 bytes into memory of the host that nothing in the graph reads, under whatever
+    // name: CUDA writes it as soon as `a` is there, beside the nodes that follow. Other backends copy.
+    GGML_API struct ggml_tensor * moegraph_publish(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * a,
+            struct ggml_tensor  * host);
+    GGML_API bool moegraph_is_publish(const struct ggml_tensor * node);
+
     // Attention of a few rows of any sequences, whose keys and values lie in pages of a pool. CPU and CUDA only.
     //
     // q     : F32 [d, n_head, n_rows], d contiguous, a multiple of 32 and at most MOEGRAPH_ATTN_HEAD (CUDA: 64, 128 or

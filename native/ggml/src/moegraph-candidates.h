@@ -15,7 +15,7 @@
 
 // Tokens are dealt to columns by their id. The n-th largest of the columns' maxima is a floor that at least n tokens
 // reach, and few more than n: MOEGRAPH_LIKELY of the logits, these of the scores.
-#define MOEGRAPH_CANDIDATES_COLUMNS 512
+#define MOEGRAPH_CANDIDATES_COLUMNS 256
 #define MOEGRAPH_CANDIDATES_EARLY   8
 #define MOEGRAPH_CANDIDATES_MASSES  8   // early tokens of which it is known how many are likelier
 #define MOEGRAPH_CANDIDATES_PARTS   32  // sums over the vocabulary come in parts

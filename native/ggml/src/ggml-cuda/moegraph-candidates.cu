@@ -11,7 +11,7 @@ constexpr int MOEGRAPH_CAND_COLUMNS = MOEGRAPH_CANDIDATES_COLUMNS;
 // Block b reads the ids whose number of 32 is b modulo the number of blocks. So the ids of a block and a lane are one
 // column, and neighbours, which are often alike, are in different ones.
 static_assert(MOEGRAPH_CAND_MAXIMA % MOEGRAPH_CAND_COLUMNS == 0, "a column is some blocks and a lane");
-static_assert(MOEGRAPH_CAND_COLUMNS == 2*MOEGRAPH_CAND_THREADS, "each thread ranks two columns");
+static_assert(MOEGRAPH_CAND_COLUMNS == MOEGRAPH_CAND_THREADS, "each thread has a column");
 
 struct moegraph_token {
     float value;
@@ -76,46 +76,41 @@ static __global__ void moegraph_cand_maxima(
 // The n-th largest maximum of a column; every thread gets it. largest: of all.
 static __device__ float moegraph_cand_floor(const float * maxima, const int n, float & largest) {
     __shared__ __align__(16) float columns[MOEGRAPH_CAND_COLUMNS];
-    __shared__ float found[2];
+    __shared__ float lowest[MOEGRAPH_CAND_WARPS], highest[MOEGRAPH_CAND_WARPS];
     const int tid = threadIdx.x;
-    float own[2];
+    float own = maxima[tid];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        const int c = tid + k*MOEGRAPH_CAND_THREADS;
-        own[k] = maxima[c];
-#pragma unroll
-        for (int j = c + MOEGRAPH_CAND_COLUMNS; j < MOEGRAPH_CAND_MAXIMA; j += MOEGRAPH_CAND_COLUMNS) {
-            own[k] = fmaxf(own[k], maxima[j]);
-        }
-        columns[c] = own[k];
+    for (int j = tid + MOEGRAPH_CAND_COLUMNS; j < MOEGRAPH_CAND_MAXIMA; j += MOEGRAPH_CAND_COLUMNS) {
+        own = fmaxf(own, maxima[j]);
     }
+    columns[tid] = own;
     __syncthreads();
-    int rank[2] = { 0, 0 };
+    int n_larger = 0;
     const float4 * quads = (const float4 *) columns;
 #pragma unroll 8
     for (int q = 0; q < MOEGRAPH_CAND_COLUMNS/4; ++q) {
         const float4 other = quads[q];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const int c = tid + k*MOEGRAPH_CAND_THREADS;
-            rank[k] += moegraph_is_before(other.x, 4*q + 0, own[k], c) + moegraph_is_before(other.y, 4*q + 1, own[k], c) +
-                moegraph_is_before(other.z, 4*q + 2, own[k], c) + moegraph_is_before(other.w, 4*q + 3, own[k], c);
-        }
+        n_larger += (other.x > own) + (other.y > own) + (other.z > own) + (other.w > own);
     }
+    // those with fewer than n larger ones are the first n in order, and what equals the n-th
+    float low = n_larger < n ? own : INFINITY, high = own;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        if (rank[k] == n - 1) {
-            found[0] = own[k];
-        }
-        if (rank[k] == 0) {
-            found[1] = own[k];
-        }
+    for (int offset = 16; offset > 0; offset /= 2) {
+        low  = fminf(low,  __shfl_xor_sync(0xFFFFFFFF, low,  offset));
+        high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFF, high, offset));
+    }
+    if (tid % 32 == 0) {
+        lowest[tid/32]  = low;
+        highest[tid/32] = high;
     }
     __syncthreads();
-    const float floor = found[0];
-    largest = found[1];
+    largest = highest[0];
+    for (int w = 0; w < MOEGRAPH_CAND_WARPS; ++w) {
+        low     = fminf(low, lowest[w]);
+        largest = fmaxf(largest, highest[w]);
+    }
     __syncthreads(); // the next call writes here
-    return floor;
+    return low;
 }
 
 static __device__ __forceinline__ void moegraph_cand_add(moegraph_found & found, const float value, const int id) {

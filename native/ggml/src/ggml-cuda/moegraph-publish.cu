@@ -2,6 +2,8 @@
 #include "moegraph-match.cuh"
 #include "moegraph-publish.cuh"
 
+#include "moegraph.h"
+
 // 1 belongs to the shared expert; rankings have a stream of their own, so that no copy waits for one
 constexpr int MOEGRAPH_PUBLISH_STREAM  = 2;
 constexpr int MOEGRAPH_RANKING_STREAM  = 3;
@@ -50,10 +52,10 @@ static moegraph_fork_events & moegraph_publish_get_events(ggml_backend_cuda_cont
     return events;
 }
 
-// Whether node i copies something to the host that the graph itself does not read.
+// Whether node i copies something to the host that the graph itself does not read, as its maker promises.
 static bool moegraph_is_published(const ggml_cgraph * cgraph, const int i) {
     const ggml_tensor * node = cgraph->nodes[i];
-    if (node->op != GGML_OP_CPY || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+    if (!moegraph_is_publish(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
         return false;
     }
     const ggml_tensor * src = node->src[0];
