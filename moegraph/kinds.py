@@ -14,7 +14,7 @@ MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
 # Rows of a pass whose graphs can predict the choice of the next layer.
 _MAX_PREDICT_ROWS = 1
 # A longer piece of a prompt would evict much of what a layer holds.
-_SHORT_PROMPT = 32
+SHORT_PROMPT = 32
 
 
 class Kind(Enum):
@@ -57,7 +57,7 @@ def rules_of(kind: Kind, n_tokens: int) -> MissRules:
 
     A short piece of a prompt, such as the last one, may do what decode does.
     """
-    is_short = kind is Kind.PREFILL and n_tokens <= _SHORT_PROMPT
+    is_short = kind is Kind.PREFILL and n_tokens <= SHORT_PROMPT
     rules = _ALL if is_short else _RULES[kind]
     return MissRules(
         admits=rules.admits,

@@ -75,8 +75,8 @@ class Side:
         return after.since(before).report() if after is not None and before is not None else None
 
     def _fill(self, ids: Ids) -> None:
-        for start in range(0, len(ids), self.chunk):
-            self.step(ids[start : start + self.chunk], False)
+        if len(ids):
+            self.read(ids, False)
 
     def decode(self, n: int, seed: int, depth: int = 0, logits: bool = False) -> dict[str, Any]:
         """Time n passes of one row from position `depth`."""
@@ -97,12 +97,16 @@ class Side:
         self.forget()
         self._fill(ids[:depth])
         before, begin, end = self.stats(), time.perf_counter(), depth + n
-        for start in range(depth, end, self.chunk):
-            self.step(ids[start : min(start + self.chunk, end)], logits)
+        self.read(ids[depth:end], logits)
         for at in range(end, end + then):
             self.step(ids[at : at + 1], logits)
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "experts": self._report(before)}
+
+    def read(self, ids: Ids, logits: bool) -> None:
+        """Compute a prompt that continues the sequence."""
+        for start in range(0, len(ids), self.chunk):
+            self.step(ids[start : start + self.chunk], logits)
 
     def rows(
         self, n: int, seed: int, repeat: int, logits: bool = True, all_rows: bool = False
@@ -182,6 +186,13 @@ class Ours(Side):
     def step(self, ids: Ids, logits: bool, all_rows: bool = False) -> None:
         """Run one pass; without logits, only copy the device's argmax to the host."""
         self.engine.forward(ids, all_rows=all_rows, greedy=not logits)
+
+    def read(self, ids: Ids, logits: bool) -> None:
+        """Compute a prompt that continues the sequence, as `Engine.generate` does."""
+        if hasattr(self.engine, "prefill"):
+            self.engine.prefill(ids, greedy=not logits)
+        else:  # other versions have only passes
+            super().read(ids, logits)
 
     def stats(self) -> Any:
         """Return counters of the expert cache, or None."""

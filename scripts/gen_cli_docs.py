@@ -120,11 +120,13 @@ PLAN_JSON = {
     "slot_bytes_by_layer": "bytes of one expert of each layer",
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `plan`, `predicted`",
+    "`upstream_n_cpu_moe`, `plan`, `predicted`, `prompt`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
     "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
     "device by purpose, which add up to the budget",
     "budgets[].predicted": "as a row of `moegraph simulate --json`",
+    "budgets[].prompt": "`sent_bytes`: expert bytes that a prompt which chooses every expert sends "
+    "in one sweep; `link_s`: the seconds of that, null without a measured machine",
 }
 SIMULATE_JSON = {
     "trace, machine, miss, slot_bytes_by_layer": "what was replayed",
@@ -152,7 +154,8 @@ INSPECT_JSON = {
     "experts, and of tensors that moegraph does not use",
     "types[], layers[], tensors[]": "totals by type and by layer; tensors only with --tensors or "
     "--tensor",
-    "budgets[]": "one for each --vram, as in `moegraph plan --json`, without `predicted`",
+    "budgets[]": "one for each --vram, as in `moegraph plan --json`, without `predicted` and "
+    "`prompt`",
     "nonfinite[]": "with --check: tensors that hold NaN or infinity",
     "unsupported": "why moegraph cannot run the file; absent if it can",
 }

@@ -180,8 +180,8 @@ def _timed_run(text: bool, engine: Engine, test: BenchTest, rng: np.random.Gener
 
 
 def _prefill(engine: Engine, tokens: npt.NDArray[np.int32]) -> None:
-    for start in range(0, len(tokens), engine.runner.n_ubatch):
-        engine.forward(tokens[start : start + engine.runner.n_ubatch], greedy=True)
+    if len(tokens):
+        engine.prefill(tokens, greedy=True)
 
 
 def _decode(engine: Engine, tokens: npt.NDArray[np.int32]) -> None:

@@ -252,7 +252,20 @@ def _report(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> dict[s
             {
                 **budget_fields(budget),
                 "predicted": None if found is None else simulation_fields(found, has_times),
+                "prompt": _prompt(need, budget, job),
             }
             for budget, found in rows
         ],
     }  # fmt: skip
+
+
+def _prompt(need: Footprint, budget: Budget, job: _Job) -> dict[str, Any] | None:
+    """Return what a long prompt, which chooses every expert, sends to the device in one sweep."""
+    if budget.plan is None:
+        return None
+    absent = [need.n_expert - n for n in budget.plan.n_slots]
+    machine = job.sizes.machine
+    return {
+        "sent_bytes": sum(n * size for n, size in zip(absent, need.slot_bytes)),
+        "link_s": round(sum(map(machine.stream, absent)), 6) if machine else None,
+    }

@@ -204,7 +204,7 @@ class Bars:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._stage = ""
-        self._began = 0.0
+        self._began, self._first = 0.0, 0
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -215,11 +215,12 @@ class Bars:
         now = time.monotonic()
         if stage != self._stage:
             self.clear()
-            self._stage, self._began = stage, now
+            self._stage, self._began, self._first = stage, now, done
         if done >= total:
             self.clear()
         elif self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total)
+            rate = self._rate(done, now)
+            self._progress.update(self._task, completed=done, total=total, rate=rate)
         elif now - self._began >= _BAR_DELAY_S:
             with self._lock:
                 if self._progress is None:
@@ -230,7 +231,7 @@ class Bars:
         if not self._enabled:
             return
         self.clear()
-        self._stage, self._began = stage, time.monotonic()
+        self._stage, self._began, self._first = stage, time.monotonic(), 0
         timer = threading.Timer(_BAR_DELAY_S, self._draw_late, (stage, total))
         timer.daemon = True
         self._timer = timer
@@ -262,6 +263,11 @@ class Bars:
             if self._timer is threading.current_thread() and self._progress is None:
                 self._draw(0, total)
 
+    def _rate(self, done: int, now: float) -> str:
+        """Return the tokens per second of a prompt so far; empty for other stages."""
+        seconds, n = now - self._began, done - self._first
+        return f"{n / seconds:.0f} tok/s" if self._stage == "prefill" and n and seconds else ""
+
     def _draw(self, done: int, total: int) -> None:
         # rich takes a tenth of a second to import, so it is imported only here.
         from rich.console import Console
@@ -269,10 +275,11 @@ class Bars:
 
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
             console=Console(file=sys.stderr), transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task(
-            _STAGES.get(self._stage, self._stage), completed=done, total=total
-        )
+            _STAGES.get(self._stage, self._stage), completed=done, total=total,
+            rate=self._rate(done, time.monotonic()),
+        )  # fmt: skip
         self._progress.start()

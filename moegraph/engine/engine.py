@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
@@ -22,13 +23,15 @@ from ..modelfile import ModelFile, open_model, resolve_target
 from ..placement.profilefile import ProfileUpdate
 from ..runner import LayeredRunner, Output
 from ..runner.misses import MissHandler
+from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .generation import Events, Generation
+from .ids import checked_ids
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
-from .passes import Cancel, Passes, Seqs, checked_ids
+from .passes import Cancel, Passes, Seqs
 from .prefixes import Prefixes
 from .sequence import Sequence
 
@@ -264,6 +267,36 @@ class Engine:
         """
         self.ownership.enter_alone()
         return self.passes.run(tokens, seq, all_rows, greedy, cancel)
+
+    def prefill(
+        self,
+        tokens: Ids,
+        seq: int = 0,
+        all_rows: bool = False,
+        greedy: bool = False,
+        cancel: CancelToken | None = None,
+        progress: Callable[[int], None] = lambda n_rows: None,
+    ) -> Output:
+        """Compute a prompt of any length that continues a sequence, and wait for it.
+
+        The prompt is computed layer by layer, so that an expert that is not on the device is copied
+        there once (docs/how-it-works.md). If this fails or is cancelled, the sequence is what it
+        was before.
+
+        tokens: [n]. all_rows, greedy: as in `forward`.
+        progress: called with the number of rows that the work done so far amounts to.
+
+        Raises:
+            RequestError: wrong ids or sequence, a pass is in flight, the engine is closed, or it
+                belongs to another thread.
+            ContextOverflow: the rows do not fit into the context.
+            EngineBusy: a generation is running.
+            Cancelled: cancel was set.
+            NotFinite, ModelFileError: as in `collect`.
+        """
+        self.ownership.enter_alone()
+        ids = checked_ids(tokens, self.hparams.n_vocab).reshape(-1)
+        return self.passes.read(SweepBatch(ids, seq, all_rows, greedy), cancel, progress)[0]
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True

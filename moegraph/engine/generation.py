@@ -9,10 +9,11 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InternalError
+from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
 from ..kinds import Kind
 from ..runner import Output
+from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
@@ -85,6 +86,7 @@ class Generation:
         self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
         self.sampler.accept_all(sequence.prompt)
         self.prefill_s = self.decode_s = 0.0
+        self.is_reading = False  # a prompt that fails leaves the sequence as it was
         self.n_reused = self.n_read = 0
 
     def run(self) -> Generator[GenerationEvent, None, None]:
@@ -104,17 +106,20 @@ class Generation:
             yield from self._steps(n_reused)
             finished = True
         except Cancelled:
-            passes.reset(0)
+            if not self.is_reading:
+                passes.reset(0)
             finished = True
             self._clock()
             text = self.sequence.cancel()
             yield self._event(None, text, None, self.sequence.finish_reason)
         finally:
-            if not finished:
-                passes.abandon(0)  # an error, or the caller closed it
+            # an error, or the caller closed it; what fails in the prompt undoes itself
+            is_lost = not finished and not self.is_reading
+            if is_lost:
+                passes.abandon(0)
             if not device.compute.is_closed:
                 device.bind_cancel(None)
-                if not finished and self.ownership.is_here:
+                if is_lost and self.ownership.is_here:
                     passes.reset(0)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
@@ -145,32 +150,29 @@ class Generation:
 
     def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
         n = len(self.ids)
-        rows: list[npt.NDArray[np.float32]] = []
-        output = None
-        for end in self._chunk_ends(n_reused):
-            chunk = self.ids[self.n_read : end]
-            self._submit(chunk[None, :], Kind.PREFILL)
-            if end == n and not self.sequence.finish_reason:
-                self.passes.build_next(0, self.greedy, self._draws())
-            output = self.passes.collect()
-            self.n_read = end
-            if self.prefixes and end in self.marks:
-                self.prefixes.save(0)
-            if self.keep_logits:
-                rows.append(output.require_logits())
+
+        def progress(n_rows: int) -> None:
+            self.n_read = n_reused + n_rows
             if self.progress:
                 self.progress("prefill", self.n_read, n)
-        if output is None:
-            raise InternalError("a prompt without tokens reached the prefill")
-        return output, np.concatenate(rows) if rows else None
 
-    def _chunk_ends(self, n_reused: int) -> Iterator[int]:
-        """Yield where the chunks of the prompt end; a chunk that passes a mark ends there."""
-        step, n, end = self.model.runner.n_ubatch, len(self.ids), n_reused
-        while end < n:
-            next_mark = next((mark for mark in self.marks if mark > end), n)
-            end = min(end + step, next_mark, n)
-            yield end
+        def meanwhile() -> None:
+            if not self.sequence.finish_reason:
+                self.passes.build_next(0, self.greedy, self._draws())
+
+        cuts = tuple(mark for mark in self.marks if n_reused < mark < n)
+        tokens, draws = self.ids[n_reused:], self._draws()
+        batch = SweepBatch(tokens, 0, self.keep_logits, self.greedy, draws, cuts)
+        self.is_reading = True
+        output, snapshots = self.passes.read(batch, self.cancel, progress, meanwhile)
+        self.is_reading = False
+        if self.prefixes:
+            for snapshot in snapshots:
+                self.prefixes.save(0, snapshot)
+                snapshot.close()
+            if n in self.marks:
+                self.prefixes.save(0)
+        return output, output.logits if self.keep_logits else None
 
     def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
         self.passes.submit(

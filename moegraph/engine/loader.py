@@ -21,7 +21,7 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.footprint import needed_bytes
+from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
 from ..placement.profile import profile_path
@@ -187,14 +187,15 @@ def open_runner(
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
     """
     n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
+    n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
     with closed_on_failure():
         if stage.is_full and routing is None and config.mode != "layered":
-            return WholeRunner(stage, n_ubatch)
+            return WholeRunner(stage, n_ubatch, n_sweep)
         misses = None
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep)
 
 
 def _open_misses(
@@ -220,6 +221,9 @@ def _open_misses(
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
     max_rows = config.n_ubatch * config.n_seq
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
+    for il, (_, shares) in enumerate(starts):
+        if shares is not None:
+            misses.residency.routing.expect(il, shares)
     times.lap("measure")
     for il in store.layers:
         misses.fill(il, placed[il])

@@ -18,46 +18,21 @@ import numpy.typing as npt
 from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
-from ..kinds import Kind
+from ..kinds import SHORT_PROMPT, Kind
 from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
-from ..runner.inspect import first_bad_place, node_values
+from ..runner.inspect import node_values
+from ..runner.sweep import Sweep
+from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
+from .ids import checked_ids
+from .prompts import Prompts, finished, where_not_finite
 
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
 # One token for all sequences of a pass, or one for each of them; None cancels nothing.
 Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...] | None
-
-
-def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return token ids as I32, in the same numpy shape.
-
-    Raises:
-        RequestError: tokens are not integers, or an id is outside the vocabulary.
-    """
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.size == 1:
-        one: npt.NDArray[np.int32] = tokens  # one row of decode: the device waits for it
-        if 0 <= one.item() < n_vocab:
-            return one
-    try:
-        ids = np.asarray(tokens)
-    except ValueError as error:  # rows of different lengths
-        raise RequestError(f"token ids must be a list of integers: {error}") from error
-    if ids.size == 0:
-        return ids.astype(np.int32)
-    is_large = ids.dtype.kind == "O" and all(isinstance(i, int) for i in ids.reshape(-1))
-    if ids.dtype.kind not in "iu" and not is_large:
-        got = {"f": "floats", "U": "text", "b": "booleans"}.get(ids.dtype.kind, "other values")
-        raise RequestError(f"token ids must be integers, got {got}")
-    if ids.min() < 0 or ids.max() >= n_vocab:
-        at = int(np.flatnonzero((ids < 0) | (ids >= n_vocab))[0])
-        raise RequestError(
-            f"token id {ids.reshape(-1)[at]} at position {at} is out of range; "
-            f"the vocabulary has ids 0 to {n_vocab - 1}"
-        )
-    return ids.astype(np.int32, copy=False)
 
 
 def _is_cancelled(cancel: Cancel, batch: Batch) -> Callable[[], bool]:
@@ -93,6 +68,8 @@ class Passes:
         self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
         self._is_lost = False  # nobody will collect the pass in flight
         self._batch: Batch | None = None  # the last pass
+        self._prompts = Prompts(runner, files, threads, self._held)
+        self._before: dict[int, Snapshot] = {}  # sequences that a failed pass does not empty
 
     def held(self, seq: int) -> list[int]:
         """Return the token ids that a sequence holds.
@@ -110,8 +87,13 @@ class Passes:
             RequestError: there is no such sequence.
         """
         self._require_seq(seq)
+        self._forget_before(seq)
         self.abandon(seq)
         self._clean_up()
+
+    def _forget_before(self, seq: int) -> None:
+        if seq in self._before:
+            self._before.pop(seq).close()
 
     def _require_seq(self, seq: int) -> None:
         if not 0 <= seq < len(self._held):
@@ -128,17 +110,25 @@ class Passes:
         if self._is_lost:
             self._runner.give_up()
             self._is_lost = False
+        self._prompts.clean_up(self._unfinished)
         if not self._unfinished and not self._to_truncate:
             return
         for seq in sorted(self._to_truncate - self._unfinished):
             self._state.truncate(seq, self._state.n_past[seq])
             self._runner.drop(seq)
+            self._forget_before(seq)
         self._to_truncate.clear()
         for seq in sorted(self._unfinished):
             self._runner.drop(seq)
-            self._state.reset(seq)
-            self._held[seq] = []
+            before = self._before.get(seq)
+            if before and before.is_valid:
+                self._state.restore(before)
+                del self._held[seq][before.n_past :]
+            else:
+                self._state.reset(seq)
+                self._held[seq] = []
             self._unfinished.discard(seq)
+            self._forget_before(seq)
 
     def submit(
         self,
@@ -185,6 +175,92 @@ class Passes:
             raise
         self._to_truncate.clear()
         self._unfinished.difference_update(batch.slots)
+
+    def begin_prompt(self, batch: SweepBatch) -> Sweep:
+        """Begin a prompt of a sequence, of any length; `step_prompt` computes it.
+
+        Passes over other sequences may run between steps. If a step fails or is cancelled, the
+        sequence is what it was before the prompt.
+
+        Raises:
+            RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
+            ContextOverflow: the rows do not fit into the context.
+            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        self._files.check()
+        self._require_seq(batch.slot)
+        checked_ids(batch.tokens, self._n_vocab)
+        if batch.tokens.size == 0:
+            raise RequestError("the prompt is empty; give it at least one token")
+        self._require_room(self._state.n_past[batch.slot] + batch.tokens.size)
+        return self._prompts.begin(batch)
+
+    def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
+        """Enqueue the next step of a prompt; return whether there are more.
+
+        Raises:
+            RequestError: a pass is in flight, or the prompt is not under way.
+            Cancelled: cancel was set.
+            NotFinite, ModelFileError: as in `collect`.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        return self._prompts.step(sweep, cancel)
+
+    def read(
+        self,
+        batch: SweepBatch,
+        cancel: CancelToken | None,
+        progress: Callable[[int], None] = lambda n_rows: None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[Output, list[Snapshot]]:
+        """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
+
+        Returns its results, and the snapshots at the cuts, which the caller closes. progress:
+        called with how many rows the work that is enqueued amounts to. meanwhile: called once,
+        while the device computes.
+        """
+        n = len(batch.tokens)
+        if n <= min(SHORT_PROMPT, self._runner.n_ubatch) and not batch.cuts:
+            output = self._read_as_pass(batch, cancel, meanwhile)
+            progress(n)
+            return output, []
+        sweep, is_first = self.begin_prompt(batch), True
+        while self.step_prompt(sweep, cancel):
+            if is_first:
+                meanwhile()
+                is_first = False
+            progress(n * sweep.n_done // sweep.n_steps)
+        progress(n)
+        return finished(sweep), sweep.snapshots
+
+    def _read_as_pass(
+        self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]
+    ) -> Output:
+        """Compute a short prompt as one pass; if it fails, the sequence is what it was."""
+        self._clean_up()
+        self._runner.require_idle()
+        seq = batch.slot
+        self._require_seq(seq)
+        self._forget_before(seq)
+        if self._held[seq]:
+            self._before[seq] = self._state.snapshot(seq)
+        tokens, kind = batch.tokens[None, :], Kind.PREFILL
+        self.submit(tokens, seq, batch.all_rows, batch.greedy, cancel, kind, batch.draws)
+        try:
+            meanwhile()
+            output = self.collect()
+        except (NotFinite, ModelFileError):
+            raise  # the sequence is what it was already
+        except BaseException:
+            self._is_lost = True
+            self.abandon(seq)
+            self._clean_up()
+            raise
+        self._forget_before(seq)
+        return output
 
     def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
         """Build the graphs for the next row of a sequence while the device computes its prompt.
@@ -275,6 +351,7 @@ class Passes:
         slot = snapshot.slot
         snapshot.copy_of_states()  # an error here changes nothing
         self.abandon(slot)
+        self._prompts.clean_up({slot})
         self._runner.drop(slot)
         self._state.restore(snapshot)
         del self._held[slot][snapshot.n_past :]
@@ -297,6 +374,7 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         self.abandon(seq)
+        self._prompts.clean_up({seq})
         self._runner.drop(seq)
         self._state.put_back(seq, n_kept, rows, states)
         self._held[seq] = list(ids)
@@ -358,7 +436,11 @@ class Passes:
             else:
                 self.abandon(*error.sequences)
             try:
-                where = "in a drafted row" if self._to_truncate else self._trace_fault(bad)
+                where = (
+                    "in a drafted row"
+                    if self._to_truncate or bad in self._before
+                    else where_not_finite(self._runner, self._held[bad], bad)
+                )
             finally:
                 self._clean_up()
             raise NotFinite(
@@ -445,12 +527,14 @@ class Passes:
             ContextOverflow: they do not.
         """
         for seq, slot in enumerate(batch.slots):
-            last = self._state.n_past[slot] + batch.n_rows(seq)
-            if last > self._n_ctx:
-                raise ContextOverflow(
-                    f"{last} positions, the context holds {self._n_ctx}; raise -c"
-                )
+            if slot == self._prompts.slot:
+                raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
+            self._require_room(self._state.n_past[slot] + batch.n_rows(seq))
         return batch
+
+    def _require_room(self, last: int) -> None:
+        if last > self._n_ctx:
+            raise ContextOverflow(f"{last} positions, the context holds {self._n_ctx}; raise -c")
 
     def _require_files(self) -> None:
         """Empty the sequences of a pass that read zeros, because the model file was cut short."""
@@ -459,16 +543,6 @@ class Passes:
         except ModelFileError:
             self._reset_batch()
             raise
-
-    def _trace_fault(self, seq: int) -> str:
-        """Compute a sequence again; return a phrase that says where values stop being finite."""
-        try:
-            place = first_bad_place(self._runner, self._held[seq], seq)
-        except MoegraphError as error:
-            return f"in an unknown layer ({error})"
-        if place is None:
-            return "but not when computed again; the device may be unstable"
-        return f"first in {place}; the model file may be damaged"
 
     def _reset_batch(self) -> None:
         if self._batch is not None:

@@ -127,6 +127,10 @@ class Residency:
         self._pass = plan
         return plan
 
+    def is_current(self, plan: PassPlan) -> bool:
+        """Return whether no other pass has begun since this one, and it has not ended."""
+        return self._pass is plan
+
     def _learn(self, n_tokens: int) -> None:
         """Note what the last pass missed; n_tokens: rows of the next one, 0 if it cannot fetch."""
         n_rows, before = self._learning

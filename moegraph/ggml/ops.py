@@ -121,6 +121,14 @@ class Builder:
         _require(_repeats(b, a), "add", a, b)
         return C.ggml_add(self.ctx, a, b)
 
+    def add_rows(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        """Add to each row of a F32 [n, m] the row of F32 [n, r] that ids I32 [m] names."""
+        ok = a.type == rows.type == F32 and ids.type == I32 and a.ne[0] == rows.ne[0]
+        _require(ok and shape(a)[1:] == (ids.ne[0], 1, 1), "add_rows", a, rows, ids)
+        n, m = a.ne[0], a.ne[1]
+        one = self.reshape(a, n, 1, m)
+        return self.reshape(C.ggml_add_id(self.ctx, one, rows, self.reshape(ids, 1, m)), n, m)
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """a * b, b repeated to a's shape."""
         _require(_repeats(b, a), "mul", a, b)

@@ -45,16 +45,15 @@ def build_head(
 ) -> HeadOutputs:
     """Append the head for the rows out_ids I32 [n_out] of h_nextn F32 [n_embd, n_tokens].
 
-    draws: I32 [DRAW_WORDS, n_out], for candidates.
+    out_ids: None for all rows. draws: I32 [DRAW_WORDS, n_out], for candidates.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp graph (all after the last layer).
 
     Raises:
-        InternalError: out_ids is None, or draws and they are needed.
+        InternalError: draws is None, and they are needed.
     """
-    if out_ids is None:
-        raise InternalError("the head was built for a pass with 0 output rows")
-    cur = b.name(b.get_rows(cur, out_ids), "result_norm")
+    cur = cur if out_ids is None else b.get_rows(cur, out_ids)
+    b.name(cur, "result_norm")
     logits = b.expand(b.name(b.mul_mat(weights.output, cur), "result_output"))
     main, check = logits, b.sum_rows(cur)  # a product can hide NaN: NaN quantizes to zeros
     if results is Results.ARGMAX:

@@ -17,12 +17,18 @@ from ..resident.layout import (
     expert_tensors,
     is_dense,
     paged_scratch_bytes,
+    ring_bytes,
     stack_kind,
     zeros_bytes,
 )
 from ..units import round_up
 from .planner import Footprint
 
+# Most rows of a prompt in one sweep, if the context is as long. Computing so many takes longer than
+# sending all experts, so more rows would not hide more of it.
+SWEEP_ROWS = 8192
+# Patterns of masks, and what aligns the inputs of chunks.
+_SWEEP_CONSTANTS = 256 << 10
 # Kernel images, captured graphs and the backend's scratch pool.
 _OTHER_BYTES = 224 << 20
 # Bytes; no device aligns tensors to more.
@@ -51,6 +57,9 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
     kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
+    n_ubatch = min(config.n_ubatch, padded)
+    n_sweep = sweep_rows(n_ubatch, padded)
+    compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
         n_attention = max(hp.n_layer - hp.n_layer_recurrent, 1)
         compute += kv // n_attention * padded * config.n_seq + 4 * padded * config.n_seq
@@ -60,11 +69,31 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         slot_bytes=sizes,
         weights=sum(info.nbytes for info in dense),
         kv=kv * (padded * config.n_seq + 1),
-        state=state_bytes(hp, config.n_seq) + zeros_bytes(hp) + _draft_bytes(hp, drafted),
+        # a snapshot too, to undo a prompt
+        state=state_bytes(hp, config.n_seq + 1) + zeros_bytes(hp) + _draft_bytes(hp, drafted),
         compute=compute,
         other=_OTHER_BYTES,
-        staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),
+        staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
+        + ring_bytes(kinds.values(), hp.n_expert)
+        + _lacking_bytes(hp, n_sweep, n_ubatch),
     )
+
+
+def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
+    """Return how many rows of a prompt one sweep computes, at most."""
+    return max(n_ubatch, min(n_ctx, SWEEP_ROWS))
+
+
+def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
+    """Return a bound on what a sweep of n_rows rows holds: hidden states, inputs, and a mask."""
+    inputs = 4 * (n_rows + n_ubatch + 256) * (4 + n_ctx // PAGE) + 4 * n_ctx
+    return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
+
+
+def _lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
+    """Return what a sweep holds beside that if experts may be missing."""
+    unit = 4 * 20 * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
+    return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
 
 
 def slot_bytes(model: ModelFile) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class _Slots:
         packing = Packing.of(infos)
         self._context = Context(len(infos) + 2)
         # kernels may read past the last expert, up to the padding of a row
-        size = packing.stride * n_slots + _TAIL
+        size = packing.stride * n_slots + TAIL
         self.buffer: Buffer = device.buffer(size, what, _REMEDY)
         # The buffer is marked as weights although slots change. Our CUDA kernels assume that
         # weights are constant (moegraph_is_constant, moegraph_moe_is_constant in native/), so they
@@ -207,4 +207,4 @@ def strided_stack(context: Context, info: TensorInfo, n_slots: int, stride: int)
 
 
 # Bytes; the padding of a row is smaller in every block format.
-_TAIL = 4096
+TAIL = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES
@@ -26,6 +26,9 @@ _MIN_DRAFT_ROWS = 32
 _SPLIT_LEVELS, _MOST_SPLITS = 6, 128
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
+# Groups of the ring through which prompts send experts: one is computed, one has arrived, one is
+# under way, and one is given back.
+N_GROUPS = 4
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
 
@@ -99,6 +102,25 @@ class Packing:
             end = offsets[part] + sizes[part]
             unit = math.lcm(unit, GGML_QUANT_SIZES[info.type][1])
         return cls(offsets, sizes, end, round_up(end, unit))
+
+
+def group_size(n_expert: int) -> int:
+    """Return the slots of a group of the ring, for layers of n_expert experts.
+
+    More of them make fewer graphs, and fewer make the first experts usable earlier.
+    """
+    return max(4, min(16, n_expert // 8))
+
+
+def ring_bytes(strides: Collection[int], n_expert: int) -> int:
+    """Return the bytes of the ring; strides: the bytes of a slot, of each kind of layer."""
+    return N_GROUPS * group_bytes(strides, n_expert)
+
+
+def group_bytes(strides: Collection[int], n_expert: int) -> int:
+    """Return the bytes of a group of the ring."""
+    # the first slot of a kind may begin up to a slot after the group does
+    return max(strides) * (group_size(n_expert) + (len(set(strides)) > 1))
 
 
 def is_dense(name: str, layers: range) -> bool:

@@ -128,6 +128,10 @@ class ExpertStore:
         """Whether experts of some layers pass through the ring."""
         return bool(self._ring)
 
+    def infos(self, il: int) -> dict[str, TensorInfo]:
+        """Return a layer's expert stacks in the file, by part."""
+        return self._infos[il]
+
     def packing(self, il: int) -> Packing:
         """Return how an expert of a layer is packed."""
         return self._packing[il]

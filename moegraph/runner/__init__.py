@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from .base import NotFinite, Output, Runner
+from .base import Runner
 from .batch import Batch
 from .layered import LayeredRunner
+from .results import NotFinite, Output
 from .whole import WholeRunner
 
 __all__ = ["Batch", "LayeredRunner", "NotFinite", "Output", "Runner", "WholeRunner"]

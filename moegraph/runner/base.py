@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError, NativeError, RequestError
-from ..ggml.choose import DRAW_ROWS, TOTAL_WORD
-from ..ggml.device import HostBuffer
+from ..errors import InternalError, RequestError
+from ..ggml.choose import DRAW_ROWS
 from ..ggml.lib import C, ffi
 from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs, Results
@@ -21,49 +19,12 @@ from ..graphs.paged import can_page
 from ..kinds import Kind
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
-from ..units import round_up
 from .batch import Batch
 from .commit import Commits
+from .results import NotFinite, Output, ResultMemory
+from .sweeps import Sweeps
 
-# members of an Enum are slow to look up
-_PREFILL, _LOGITS, _ARGMAX = Kind.PREFILL, Results.LOGITS, Results.ARGMAX
-# Bytes; every result in the host block starts at a multiple.
-_ALIGN = 64
-
-
-@dataclass(frozen=True)
-class Output:
-    """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
-    candidates I32 [n_out, n]; none of them if the stage has no head.
-
-    All are copies.
-    """
-
-    argmax: npt.NDArray[np.int32] | None = None
-    logits: npt.NDArray[np.float32] | None = None
-    candidates: npt.NDArray[np.int32] | None = None
-
-    def require_logits(self) -> npt.NDArray[np.float32]:
-        """Return the logits, F32, numpy shape [n_out, n_vocab].
-
-        Raises:
-            InternalError: the pass returned something else.
-        """
-        if self.logits is None:
-            raise InternalError("the pass did not return logits")
-        return self.logits
-
-
-class NotFinite(NativeError):
-    """Results of some sequences of a pass are NaN or infinite; those of the others are good.
-
-    sequences: those with such results. output: the results of the whole pass.
-    """
-
-    def __init__(self, message: str, sequences: tuple[int, ...], output: Output) -> None:
-        super().__init__(message)
-        self.sequences = sequences
-        self.output = output
+_PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
 
 
 class Runner(ABC):
@@ -73,10 +34,12 @@ class Runner(ABC):
 
     hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
     rows of a pass there before `submit`; a stage without the head leaves them there. The device is
-    `stage.device`.
+    `stage.device`. sweeps: what computes prompts layer by layer; None unless the stage has all
+    layers.
     """
 
     mode: str
+    sweeps: Sweeps | None = None
 
     def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
         self.stage = stage
@@ -85,25 +48,19 @@ class Runner(ABC):
         self.hidden = hidden
         self.graphs = GraphCache(device)
         self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
-        self._results = device.host_buffer(16384)
+        self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
         self._begins: Callable[[], object] = lambda: None  # call it before the first graph
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
-        self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
-        self._reads: object = None  # the copies of `_reads_of` to `_results`
-        self._reads_of: HeadOutputs | None = None
-        # where they arrive: F32 [n_out], and 32-bit words
-        self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
-        self._logits: HostBuffer | None = None  # a row that `logits` has read
 
     @property
     def compute_bytes(self) -> int:
-        """Device bytes of inputs, intermediates and rows between graphs."""
-        hidden = self.hidden.n_bytes if self.hidden else 0
-        return self._inputs.n_bytes + self.graphs.n_bytes + hidden
+        """Device bytes of inputs, intermediates, rows between graphs and rows of a sweep."""
+        parts = [part.n_bytes for part in (self.hidden, self.sweeps) if part]
+        return self._inputs.n_bytes + self.graphs.n_bytes + sum(parts)
 
     def require_idle(self) -> None:
         """Check that no pass is in flight.
@@ -130,6 +87,9 @@ class Runner(ABC):
         if self._pending is not None:
             self.device.synchronize()
             self._pending = None
+
+    def recover(self) -> None:  # noqa: B027
+        """Undo what is left of a pass that failed; before a sweep goes on."""
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
@@ -181,7 +141,7 @@ class Runner(ABC):
         self.require_idle()
         self._begins = begins
         shape = self.shape_of(batch)
-        self._head = None
+        self._results.forget()
         self._commits.begin(batch)
         if batch.tree:
             self._reserve_drafts(shape.n_tokens)
@@ -214,7 +174,7 @@ class Runner(ABC):
             RequestError: a pass is in flight, or the rows are no paths of the last verify pass.
         """
         self.require_idle()
-        self._head = None
+        self._results.forget()
         return self._commits.commit(paths, begins)
 
     def collect(self) -> Output:
@@ -232,7 +192,7 @@ class Runner(ABC):
         if not self._has_head:
             return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)
-        output, finite = self._output(batch, n_out)
+        output, finite = self._results.read(batch.results, n_out)
         if batch.tree:
             finite = finite | ~batch.tree.real.reshape(-1)  # padding rows have no results
         if not finite.all():
@@ -244,18 +204,6 @@ class Runner(ABC):
                 raise NotFinite(message, tuple(bad), output)
         return output
 
-    def _output(self, batch: Batch, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
-        """Return the results that have arrived, and which rows of them are finite."""
-        kind, finite = batch.results, np.isfinite(self._check)
-        if kind is _ARGMAX:
-            return Output(argmax=self._main.copy()), finite
-        rows = self._main.reshape(n_out, -1).copy()
-        if kind is _LOGITS:
-            logits = rows.view(np.float32)
-            return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
-        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
-        return Output(candidates=rows), finite
-
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits of a row of the pass that was collected last, F32 [n_vocab].
 
@@ -264,17 +212,9 @@ class Runner(ABC):
         Raises:
             InternalError: something was computed since, or there is no such row.
         """
-        head, n_vocab = self._head, self.stage.hp.n_vocab
-        if head is None or self._pending is not None or not 0 <= row < head.logits.ne[1]:
-            raise InternalError(f"the logits of row {row} are not on the device any more")
-        if self._logits is None:
-            self._logits = self.device.host_buffer(4 * n_vocab)
-        compute = self.device.compute.ptr
-        C.ggml_backend_tensor_get_async(
-            compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
-        )
-        C.ggml_backend_synchronize(compute)
-        return self._logits.array.view(np.float32)
+        if self._pending is not None:
+            raise InternalError(f"the logits of row {row} are not computed yet")
+        return self._results.logits(row)
 
     def _result_reads(self, head: HeadOutputs | None) -> tuple[object, int]:
         """Return the copies of the results to the host and how many they are.
@@ -283,31 +223,7 @@ class Runner(ABC):
         """
         if head is None:
             return ffi.NULL, 0
-        if head is not self._reads_of:  # not as for the token before
-            n_check = C.ggml_nbytes(head.check)
-            n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
-            self._grow_results(body + n_main)
-            self._check = self._results.array[:n_check].view(np.float32)
-            self._main = self._results.array[body : body + n_main].view(np.int32)
-            self._reads = ffi.new(
-                "struct mg_readback[2]",
-                [
-                    {"src": head.check, "dst": self._results.address(), "size": n_check},
-                    {"src": head.main, "dst": self._results.address(body), "size": n_main},
-                ],
-            )
-            self._reads_of = head
-        self._head = head
-        return self._reads, 2
-
-    def _grow_results(self, n_bytes: int) -> None:
-        if n_bytes > self._results.array.nbytes:
-            larger = self.device.host_buffer(
-                n_bytes
-            )  # first: if it fails, the old memory stays usable
-            self.device.synchronize()
-            smaller, self._results = self._results, larger
-            smaller.close()
+        return self._results.reads(head), 2
 
     def reserve_graphs(self, n_draft: int = 0) -> None:
         """Build the graphs of the largest passes, so that the shared block never grows later.
@@ -325,6 +241,8 @@ class Runner(ABC):
         # whose attention over pages has memory of its own
         if self._can_page:
             self._reserve(Kind.DECODE, 1, MAX_PAGED_ROWS)
+        if self.sweeps:
+            self.sweeps.reserve()
         if not n_draft:
             return
         self._reserve(Kind.VERIFY, n_rows)
@@ -341,7 +259,7 @@ class Runner(ABC):
         n_out *= self._has_head
         shape = PassShape(n_rows, n_seqs, n_kv, n_out, is_tree, is_tree)
         # what takes most memory
-        self._build(shape, kind, Results.CANDIDATES if n_out <= DRAW_ROWS else _ARGMAX)
+        self._build(shape, kind, Results.CANDIDATES if n_out <= DRAW_ROWS else Results.ARGMAX)
 
     @abstractmethod
     def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
@@ -362,11 +280,11 @@ class Runner(ABC):
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
         self.device.synchronize()
+        if self.sweeps:
+            self.sweeps.close()
         self.graphs.close()
         self._commits.close()
         self._inputs.close()
         if self.hidden:
             self.hidden.close()
         self._results.close()
-        if self._logits:
-            self._logits.close()

@@ -42,7 +42,7 @@ from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
 from ..kinds import Kind
 from ..resident.stage import Stage
-from .base import Output, Runner
+from .base import Runner
 from .batch import Batch
 from .clock import PassClock
 from .layer_graphs import LayerGraphs
@@ -50,6 +50,8 @@ from .misses import MissHandler
 from .plan import LaunchPlan, LaunchPlans, LaunchStep
 from .readback import RoutingReadback
 from .replay import Replay
+from .results import Output
+from .sweeps import Sweeps
 
 
 class LayeredRunner(Runner):
@@ -74,7 +76,9 @@ class LayeredRunner(Runner):
         n_ubatch: int,
         misses: MissHandler | None = None,
         replay: Replay | None = None,
+        n_sweep: int = 0,
     ) -> None:
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
         max_rows = n_ubatch * stage.state.n_seq
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
@@ -97,6 +101,11 @@ class LayeredRunner(Runner):
             self._readback,
             misses,
         )
+        if n_sweep and stage.has_embedding and stage.has_head:
+            self.sweeps = Sweeps(
+                stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
+                misses, self._layer_graphs, sums_last, self.observers,
+            )  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
@@ -115,8 +124,7 @@ class LayeredRunner(Runner):
         self.plans.get(shape, results, self.residency.miss_mode(kind, shape.n_tokens))
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
-        if self._is_unfinished:
-            self._roll_back()  # the last pass failed, and its roll-back was interrupted
+        self.recover()
         self._is_unfinished = True
         try:
             start = time.perf_counter()
@@ -134,6 +142,11 @@ class LayeredRunner(Runner):
             self._roll_back()
             raise
         self._is_unfinished = False
+
+    def recover(self) -> None:
+        """Undo the last pass, if it failed and its roll-back was interrupted."""
+        if self._is_unfinished:
+            self._roll_back()
 
     def _roll_back(self) -> None:
         """Undo a failed pass; safe to call again."""

@@ -26,13 +26,14 @@ from ..errors import InternalError
 from ..experts.cache import ExpertCache
 from ..experts.cachestats import ExpertStats
 from ..experts.cost import choose_ways
-from ..experts.passplan import LayerPlan, PassPlan, TableRow
+from ..experts.passplan import LayerPlan, Pairs, PassPlan, TableRow
 from ..experts.policy import few_slots_warning
 from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..kinds import Kind
+from ..resident.bank import Bank
 from ..resident.stage import Stage
 from .calibrate import LinkTimer, measure_costs
 from .cpu_experts import CpuExperts
@@ -130,6 +131,10 @@ class MissHandler:
     def fill(self, il: int, placed: Sequence[tuple[int, int]]) -> None:
         """Upload (expert, slot) pairs into slots of a layer and wait."""
         self._upload.fill(il, placed)
+
+    def send(self, il: int, bank: Bank, pairs: Pairs) -> None:
+        """Enqueue uploads of (expert, slot) pairs of a layer to a bank."""
+        self._upload.send(il, bank, pairs)
 
     def begin_pass(self, plan: PassPlan) -> None:
         """Upload what the plan exchanges, wait for promoted experts, and send changed tables.

@@ -17,6 +17,7 @@ from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
+from .sweeps import Sweeps
 
 
 def build_whole(
@@ -52,10 +53,13 @@ class WholeRunner(Runner):
 
     mode = "whole"
 
-    def __init__(self, stage: Stage, n_ubatch: int) -> None:
+    def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int = 0) -> None:
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
         is_alone = stage.has_embedding and stage.has_head
         hidden = None if is_alone else HiddenRows(stage, n_ubatch * stage.state.n_seq)
         super().__init__(stage, n_ubatch, hidden)
+        if is_alone and n_sweep:
+            self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, results: Results) -> BuiltGraph:

@@ -151,7 +151,7 @@ def mib_for(need: Footprint, share: float) -> int:
 
 
 def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
-    budget = mib_for(need, 0.5)
+    budget = mib_for(need, 0.3)
     result = invoke("plan", "tiny", "--vram", f"{budget}MiB", *SMALL, "--json")
     report = json.loads(result.stdout)
     row = report["budgets"][0]
@@ -163,6 +163,8 @@ def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
     assert 0 < row["predicted"]["hit_rate"] < 1
     assert row["predicted"]["decode_tps"] is None, "no machine was measured with such experts"
     assert row["upstream_n_cpu_moe"] >= 1
+    absent = sum((32 - n) * size for n, size in zip(plan.n_slots, need.slot_bytes))
+    assert row["prompt"] == {"sent_bytes": absent, "link_s": None} and absent > 0
 
 
 def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint) -> None:
@@ -198,7 +200,7 @@ def test_budgets_suit_the_model_unless_they_are_named(need: Footprint) -> None:
     budgets = report["budgets"]
     shares = [row["plan"]["resident_share"] for row in budgets]
     assert shares[0] == pytest.approx(0.25, abs=0.06) and shares[-1] == 1.0
-    assert shares == sorted(set(shares)) and len(shares) > 2
+    assert shares == sorted(set(shares)) and len(shares) >= 2
     assert 0 <= budgets[-1]["budget_bytes"] - need.fixed - need.experts < 2**20
     named = json.loads(invoke("plan", "tiny", "--vram", "6", "--json").stdout)["budgets"]
     assert [row["budget_bytes"] for row in named] == [6 << 30]
@@ -292,9 +294,11 @@ def test_plan_and_simulate_predict_with_a_measured_machine(
     measured: Path, recorded: Path, need: Footprint
 ) -> None:
     whole_us = json.loads(measured.read_text())["whole_us"]
-    budgets = ("--vram", f"{mib_for(need, 0.5)}MiB", "--vram", "1")
+    budgets = ("--vram", f"{mib_for(need, 0.3)}MiB", "--vram", "1")
     result = invoke("plan", "tiny", *budgets, *SMALL, "--machine", measured, "--json")
     half, whole = (row["predicted"] for row in json.loads(result.stdout)["budgets"])
+    sent = [row["prompt"]["link_s"] for row in json.loads(result.stdout)["budgets"]]
+    assert sent[0] > 0 and sent[1] == 0
     assert whole["decode_tps"] == pytest.approx(1e6 / whole_us, rel=1e-3)
     assert 0 < half["decode_tps"] < whole["decode_tps"]
     assert "no speed" not in result.stderr

@@ -28,10 +28,10 @@ def config(**settings: object) -> EngineConfig:
 
 # Share of the experts that the budget holds (None: no budget), and what else changes.
 REQUESTS = [
-    (0.6, {}),
+    (0.6, {"pin_layers": 0}),
     (0.1, {"miss": "stream"}),
     (2.0, {}),
-    (0.3, {"miss": "cpu", "policy": "lru"}),
+    (0.3, {"pin_layers": 0, "miss": "cpu", "policy": "lru"}),
     (0.9, {"pin_layers": 1}),
     (0.0, {"pin_layers": 0, "cache_slots": 0}),
     (0.5, {"cache_slots": 20}),

@@ -113,12 +113,13 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
     assert late or name.startswith("mg_"), "none failed behind the threads"
 
 
-# Mode whole reads no ids and fetches nothing.
+# Mode whole reads no ids, and graphs that fetch need no upload.
+UNUSED = {"mg_wait_ids": ("whole",), "mg_upload_launch": ("whole", "graphs")}
 REQUEST_FAULTS = [
     pytest.param(name, settings, id=f"{name}-{kind}")
     for kind, settings in zip(NAMES, CONFIGS)
     for name in ("mg_launch", "mg_wait_ids", "mg_upload_launch")
-    if kind != "whole" or name == "mg_launch"
+    if kind not in UNUSED.get(name, ())
 ]
 
 
@@ -148,8 +149,10 @@ def test_a_failure_in_a_request_leaves_the_engine_usable(
             assert greedy_tokens(engine, ids, 5) == expected, f"after call {at} of {name}"
             if engine.mode == "layered":
                 engine.runner.cache.check()
-            handles = handles or live_handles()
-            assert live_handles() == handles
+            now = live_handles()
+            now["Context"] -= len(engine.runner.graphs)  # what prompts miss has many shapes
+            handles = handles or now
+            assert now == handles
         assert n_injected > 5
 
 

@@ -1,0 +1,138 @@
+"""Prompts: rows that are computed layer by layer, or as one pass if they are few.
+
+A prompt is computed by steps, so that other sequences can be computed in between. Until its last
+step its sequence is what it was before; a failed or cancelled prompt leaves it so.
+"""
+
+from __future__ import annotations
+
+from ..errors import InternalError, MoegraphError, RequestError
+from ..events import CancelToken
+from ..ggml.mapped import WatchedFiles
+from ..runner import NotFinite, Output, Runner
+from ..runner.inspect import first_bad_place
+from ..runner.sweep import Sweep
+from ..runner.sweep_batch import SweepBatch
+from .cputhreads import CpuThreads
+
+
+class Prompts:
+    """The prompt under way, if there is one, and what undoes it.
+
+    held: the token ids of every sequence; a finished prompt extends its list.
+    """
+
+    def __init__(
+        self, runner: Runner, files: WatchedFiles, threads: CpuThreads, held: list[list[int]]
+    ) -> None:
+        self._runner, self._files, self._threads = runner, files, threads
+        self._held = held
+        self._sweep: Sweep | None = None
+        self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
+
+    @property
+    def slot(self) -> int | None:
+        """The sequence whose prompt is under way, or None."""
+        return self._sweep.slot if self._sweep else None
+
+    def clean_up(self, slots: set[int]) -> None:
+        """Undo the prompt if a step failed, or if its sequence is one of slots."""
+        sweep = self._sweep
+        if sweep and (self._is_stepping or sweep.slot in slots):
+            self._runner.drop(sweep.slot)
+            sweep.cancel()
+            self._sweep, self._is_stepping = None, False
+
+    def begin(self, batch: SweepBatch) -> Sweep:
+        """Begin a prompt; the caller has checked its arguments.
+
+        Raises:
+            RequestError: another prompt is under way.
+            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
+        """
+        if self._sweep:
+            raise RequestError(
+                f"the prompt of sequence {self._sweep.slot} is under way; finish or cancel it first"
+            )
+        self._runner.drop(batch.slot)  # verified rows cannot be committed after these
+        sweeps = self._runner.sweeps
+        if sweeps is None:
+            raise InternalError("this runner has no memory for prompts")
+        sweep = Sweep(sweeps, batch)
+        self._sweep, self._is_stepping = sweep, True
+        try:
+            sweep.begin()
+        except BaseException:
+            self.clean_up(set())
+            raise
+        self._is_stepping = False
+        return sweep
+
+    def step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
+        """Enqueue the next step; return whether there are more. An error undoes the prompt.
+
+        Raises:
+            RequestError: the prompt is not under way.
+            Cancelled: cancel was set.
+            NotFinite: a result is not finite.
+            ModelFileError: the model file was cut short.
+        """
+        if sweep is not self._sweep:
+            raise RequestError("the prompt has been computed or cancelled; begin another one")
+        self._is_stepping = True
+        try:
+            self._runner.recover()
+            self._threads.begin(len(sweep.batch.tokens))
+            more = sweep.step(cancel.is_set if cancel else bool)
+            if not more:
+                self._files.check()
+                self._held[sweep.slot].extend(sweep.batch.tokens.tolist())
+                self._sweep = None
+            self._is_stepping = False
+            return more
+        except NotFinite as error:
+            self.clean_up(set())
+            self._files.check()
+            raise self._located(error, sweep) from error
+        except BaseException:
+            self.clean_up(set())
+            self._files.check()  # a file that was cut short explains the failure: raise that
+            raise
+
+    def _located(self, error: NotFinite, sweep: Sweep) -> NotFinite:
+        """Return an error that names the layer, as far as the sequence may be computed again."""
+        n_held, n, name = (
+            len(self._held[sweep.slot]),
+            len(sweep.batch.tokens),
+            self._runner.device.name,
+        )
+        where = f"in one of the last {n}"
+        if not n_held:
+            where = where_not_finite(self._runner, sweep.batch.tokens.tolist(), sweep.slot)
+            self._runner.stage.state.reset(sweep.slot)
+        message = (
+            f"{name} computed logits that are not finite after {n_held + n} positions, {where}"
+        )
+        return NotFinite(message, error.sequences, error.output)
+
+
+def where_not_finite(runner: Runner, tokens: list[int], slot: int) -> str:
+    """Compute a sequence again; return a phrase that says where values stop being finite."""
+    try:
+        place = first_bad_place(runner, tokens, slot)
+    except MoegraphError as error:
+        return f"in an unknown layer ({error})"
+    if place is None:
+        return "but not when computed again; the device may be unstable"
+    return f"first in {place}; the model file may be damaged"
+
+
+def finished(sweep: Sweep) -> Output:
+    """Return the results of a sweep after its last step.
+
+    Raises:
+        InternalError: it has more steps.
+    """
+    if sweep.output is None:
+        raise InternalError("the results of a prompt were asked for before its last step")
+    return sweep.output

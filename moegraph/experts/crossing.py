@@ -1,0 +1,238 @@
+"""Which experts cross the link in a sweep, in which order, and which rows of the prompt chose them.
+
+A sweep computes a prompt layer by layer. The experts of a layer that have no slot pass through a
+ring of groups of slots. A group is filled with experts of one layer, read by all rows that chose
+one of them, and then filled again. Bookkeeping only: no device, no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+# Share of what is sent that may be sent in vain, and the rows from which it is the lower one.
+_WASTE, _WASTE_LONG, _LONG = 0.04, 0.01, 2048
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass
+class Group:
+    """Slots of the ring that are filled and given back together.
+
+    index: its place in the ring. il, experts: the layer whose experts are in it, in the order of
+    the slots.
+    """
+
+    index: int
+    il: int = -1
+    experts: list[int] = field(default_factory=list)
+
+
+class Crossing:
+    """The order in which experts enter the ring.
+
+    n_groups groups of n_each slots. Experts are sent in the order in which they are asked for, each
+    once for a layer, until the layer is left.
+    """
+
+    def __init__(self, n_groups: int, n_each: int) -> None:
+        self.n_each = n_each
+        self._free = deque(Group(at) for at in range(n_groups))
+        self._held: deque[Group] = deque()  # oldest first
+        self._queue: deque[tuple[int, int]] = deque()  # (layer, expert)
+        self._asked: dict[int, set[int]] = {}
+
+    def ask(self, il: int, experts: Iterable[int]) -> None:
+        """Queue experts of layer il that were not asked for before."""
+        asked = self._asked.setdefault(il, set())
+        for expert in experts:
+            if expert not in asked:
+                asked.add(expert)
+                self._queue.append((il, expert))
+
+    def asked(self, il: int) -> frozenset[int]:
+        """Return the experts of layer il that were asked for."""
+        return frozenset(self._asked.get(il, ()))
+
+    @property
+    def n_room(self) -> int:
+        """Slots of the groups that are free, if nothing is queued for them."""
+        return 0 if self._queue else len(self._free) * self.n_each
+
+    def sends(self) -> Iterator[tuple[Group, list[tuple[int, int]], bool]]:
+        """Yield (group, experts and their slots in it, whether it was empty) to upload now."""
+        while self._queue:
+            il = self._queue[0][0]
+            group, is_new = self._held[-1] if self._held else None, False
+            if group is None or group.il != il or len(group.experts) == self.n_each:
+                if not self._free:
+                    return
+                group, is_new = self._free.popleft(), True
+                group.il = il
+                group.experts.clear()
+                self._held.append(group)
+            pairs = []
+            while self._queue and self._queue[0][0] == il and len(group.experts) < self.n_each:
+                expert = self._queue.popleft()[1]
+                pairs.append((expert, len(group.experts)))
+                group.experts.append(expert)
+            yield group, pairs, is_new
+
+    def oldest(self, il: int) -> Group | None:
+        """Return the group of layer il that was filled first and is not given back; or None."""
+        return self._held[0] if self._held and self._held[0].il == il else None
+
+    def give_back(self, group: Group) -> None:
+        """Note that all graphs which read the oldest group have been launched."""
+        self._held.remove(group)
+        self._free.append(group)
+
+    def leave(self, il: int) -> None:
+        """Forget layer il; its groups have been given back."""
+        self._asked.pop(il, None)
+
+
+class Choices:
+    """Which rows chose the experts of one layer that have no slot.
+
+    ids: I32 numpy [n_rows * n_used], the choice of all rows. absent: bool, same shape: the expert
+    had no slot when the row was computed.
+    """
+
+    def __init__(self, ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> None:
+        places = np.flatnonzero(absent)
+        self._ids = ids
+        self._places = places[np.argsort(ids[places], kind="stable")]
+        self._bounds = np.searchsorted(ids[self._places], np.arange(n_expert + 1))
+
+    @property
+    def n_experts(self) -> int:
+        """How many experts were chosen that had no slot."""
+        return int((np.diff(self._bounds) > 0).sum())
+
+    def of(self, experts: Iterable[int]) -> Longs:
+        """Return the places in ids where one of these experts was chosen, ascending."""
+        bounds = self._bounds
+        parts = [self._places[bounds[e] : bounds[e + 1]] for e in experts]
+        return np.sort(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
+
+
+def by_popularity(ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> list[int]:
+    """Return the absent experts among ids, the most chosen first."""
+    counts = np.bincount(ids[absent], minlength=n_expert)
+    order = np.argsort(-counts, kind="stable")
+    return [int(e) for e in order[: int((counts > 0).sum())]]
+
+
+class Forecast:
+    """Which experts a sweep may send before a router has chosen them, without sending too much.
+
+    The share of experts that were sent and then not chosen stays near a limit, which is lower for
+    long prompts: they hide more copies behind computing.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self._share = _WASTE if n_rows < _LONG else _WASTE_LONG
+        self._n_rows = n_rows
+        self._n_sent = 0
+        self._n_wasted = 0.0
+
+    def note(self, n_chosen: int, n_unused: int) -> None:
+        """Note how many experts of a layer were sent and chosen, and sent and not chosen."""
+        self._n_sent += n_chosen
+        self._n_wasted += n_unused
+
+    def likely(
+        self, counts: npt.NDArray[np.float64], absent: Longs, n_used: int, most: int
+    ) -> list[int]:
+        """Return up to `most` absent experts that the prompt will hardly miss, the surest first.
+
+        counts [n_expert]: how often each was chosen so far. An expert that was chosen c times in m
+        rows is not chosen in n further rows with a chance of about (1 + n / m) ** -c.
+        """
+        total = float(counts.sum())
+        if not total or not absent.size:
+            return []
+        chosen = counts[absent]
+        order = np.argsort(-chosen, kind="stable")[:most]
+        unused = (1.0 + self._n_rows * n_used / total) ** -chosen[order]
+        allowed = self._share * (self._n_sent + np.arange(1, len(order) + 1)) - self._n_wasted
+        fits = np.cumsum(unused) <= allowed
+        n = len(order) if fits.all() else int(np.argmin(fits))
+        return [int(expert) for expert in absent[order[:n]]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows that one graph computes with the experts of one group: what its inputs are.
+
+    Every place is a row and one of the experts that it chose. token, slot, place: I32 [n_padded] of
+    each place: its row, the expert's slot in the ring, and its number among all places of the
+    layer. target: I32 [n_padded], the distinct rows. terms: I32 [n_rounds, n_padded]: which places
+    are added to each of these rows. Padding has slot -1 and gives zeros.
+    """
+
+    token: Ints
+    slot: Ints
+    place: Ints
+    target: Ints
+    terms: Ints
+
+    @property
+    def n_padded(self) -> int:
+        """Places, padding included."""
+        return len(self.token)
+
+    @property
+    def n_rounds(self) -> int:
+        """Most places of one row, rounded up to a power of two."""
+        return len(self.terms)
+
+
+def padded(n: int) -> int:
+    """Return the number of places of a graph for n: few different numbers, above n."""
+    size = 32
+    while size <= n:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def units(
+    places: Longs, ids: Ints, slots: Ints, n_used: int, n_rows: int, most: int
+) -> Iterator[Unit]:
+    """Cut ascending places into units of fewer than `most` places.
+
+    slots: I32 [n_expert], expert -> slot in the ring. n_rows: rows of the sweep; row n_rows is
+    spare, and so is place n_rows * n_used.
+    """
+    for start in range(0, len(places), most - 1):
+        chosen = places[start : start + most - 1]
+        yield _unit(chosen, slots[ids[chosen]], n_used, n_rows)
+
+
+def _unit(chosen: Longs, slot: Ints, n_used: int, n_rows: int) -> Unit:
+    n, n_padded = len(chosen), padded(len(chosen))
+    token = chosen // n_used
+    target, first, counts = np.unique(token, return_index=True, return_counts=True)
+    n_rounds = 1 << int(counts.max() - 1).bit_length()
+    terms = np.full((n_rounds, n_padded), n_padded - 1, dtype=np.int32)
+    row_of = np.repeat(np.arange(len(target)), counts)
+    terms[np.arange(n) - first[row_of], row_of] = np.arange(n)
+    return Unit(
+        _padded(token, n_padded, 0),
+        _padded(slot, n_padded, -1),
+        _padded(chosen, n_padded, n_rows * n_used),
+        _padded(target, n_padded, n_rows),
+        terms,
+    )
+
+
+def _padded(values: npt.NDArray[np.signedinteger], n: int, fill: int) -> Ints:
+    out = np.full(n, fill, dtype=np.int32)
+    out[: len(values)] = values
+    return out

@@ -1,0 +1,140 @@
+"""Results of a pass or a prompt in host memory: a check of each row, then what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError, NativeError
+from ..ggml.choose import TOTAL_WORD
+from ..ggml.device import Device, HostBuffer
+from ..ggml.lib import C, ffi
+from ..graphs.head import HeadOutputs, Results
+from ..units import round_up
+
+# members of an Enum are slow to look up
+_LOGITS, _ARGMAX = Results.LOGITS, Results.ARGMAX
+# Bytes; every result in the host block starts at a multiple.
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Output:
+    """Results of one pass: argmax I32 [n_out], logits F32, numpy shape [n_out, n_vocab], or
+    candidates I32 [n_out, n]; none of them if the stage has no head.
+
+    All are copies.
+    """
+
+    argmax: npt.NDArray[np.int32] | None = None
+    logits: npt.NDArray[np.float32] | None = None
+    candidates: npt.NDArray[np.int32] | None = None
+
+    def require_logits(self) -> npt.NDArray[np.float32]:
+        """Return the logits, F32, numpy shape [n_out, n_vocab].
+
+        Raises:
+            InternalError: the pass returned something else.
+        """
+        if self.logits is None:
+            raise InternalError("the pass did not return logits")
+        return self.logits
+
+
+class NotFinite(NativeError):
+    """Results of some sequences of a pass are NaN or infinite; those of the others are good.
+
+    sequences: those with such results. output: the results of the whole pass.
+    """
+
+    def __init__(self, message: str, sequences: tuple[int, ...], output: Output) -> None:
+        super().__init__(message)
+        self.sequences = sequences
+        self.output = output
+
+
+class ResultMemory:
+    """Pinned memory for the results of one head at a time; it grows when it must."""
+
+    def __init__(self, device: Device, n_vocab: int) -> None:
+        self._device, self._n_vocab = device, n_vocab
+        self._host = device.host_buffer(16384)
+        self._head: HeadOutputs | None = None  # launched last, while its tensors are intact
+        self._reads: Any = None  # the copies of `_reads_of` to the host
+        self._reads_of: HeadOutputs | None = None
+        # where they arrive: F32 [n_out], and 32-bit words
+        self._check, self._main = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
+        self._logits: HostBuffer | None = None  # a row that `logits` has read
+
+    def forget(self) -> None:
+        """Note that something is computed: the logits on the device are lost."""
+        self._head = None
+
+    def reads(self, head: HeadOutputs) -> Any:
+        """Return the two copies of a head's results to the host: check, then main."""
+        if head is not self._reads_of:  # not as for the token before
+            n_check = C.ggml_nbytes(head.check)
+            n_main, body = C.ggml_nbytes(head.main), round_up(n_check, _ALIGN)
+            self._grow(body + n_main)
+            self._check = self._host.array[:n_check].view(np.float32)
+            self._main = self._host.array[body : body + n_main].view(np.int32)
+            self._reads = ffi.new(
+                "struct mg_readback[2]",
+                [
+                    {"src": head.check, "dst": self._host.address(), "size": n_check},
+                    {"src": head.main, "dst": self._host.address(body), "size": n_main},
+                ],
+            )
+            self._reads_of = head
+        self._head = head
+        return self._reads
+
+    def _grow(self, n_bytes: int) -> None:
+        if n_bytes > self._host.array.nbytes:
+            larger = self._device.host_buffer(
+                n_bytes
+            )  # first: if it fails, the old memory stays usable
+            self._device.synchronize()
+            smaller, self._host = self._host, larger
+            smaller.close()
+
+    def read(self, kind: Results, n_out: int) -> tuple[Output, npt.NDArray[np.bool_]]:
+        """Return the results that have arrived, and which rows of them are finite."""
+        finite = np.isfinite(self._check)
+        if kind is _ARGMAX:
+            return Output(argmax=self._main.copy()), finite
+        rows = self._main.reshape(n_out, -1).copy()
+        if kind is _LOGITS:
+            logits = rows.view(np.float32)
+            return Output(logits=logits), finite & np.isfinite(logits.sum(axis=1))
+        finite &= np.isfinite(rows[:, TOTAL_WORD : TOTAL_WORD + 1].view(np.float32)[:, 0])
+        return Output(candidates=rows), finite
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the head that was launched last, F32 [n_vocab].
+
+        The memory is used again by the next call.
+
+        Raises:
+            InternalError: something was computed since, or there is no such row.
+        """
+        head, n_vocab = self._head, self._n_vocab
+        if head is None or not 0 <= row < head.logits.ne[1]:
+            raise InternalError(f"the logits of row {row} are not on the device any more")
+        if self._logits is None:
+            self._logits = self._device.host_buffer(4 * n_vocab)
+        compute = self._device.compute.ptr
+        C.ggml_backend_tensor_get_async(
+            compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
+        )
+        C.ggml_backend_synchronize(compute)
+        return self._logits.array.view(np.float32)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._host.close()
+        if self._logits:
+            self._logits.close()

@@ -1,0 +1,394 @@
+"""Prompts that are computed layer by layer: the bits of passes, and each expert sent once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers.fetching_engines import check_sound
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import Cancelled, ContextOverflow, NativeError, RequestError
+from moegraph.events import CancelToken
+from moegraph.ggml.ops import Tensor
+from moegraph.placement import footprint
+from moegraph.runner.inspect import read_tensor
+from moegraph.runner.sweep import Sweep
+from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
+
+Open = Callable[..., Engine]
+Floats = npt.NDArray[np.float32]
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"mode": "whole"},
+    {"mode": "layered"},
+    {"cache_slots": 0, "pin_layers": 0, "miss": "stream"},
+    {"cache_slots": 60, "miss": "stream", "host_pin": "all"},
+    {"cache_slots": 30, "pin_layers": 2, "miss": "stream"},
+    {"cache_slots": 40, "pin_layers": 0, "miss": "cpu"},
+]
+MISSING = PLACEMENTS[2:]
+
+
+def in_passes(engine: Engine, ids: npt.NDArray[np.int32], seq: int = 0) -> Floats:
+    """Return the logits of all rows of a prompt in passes of n_ubatch rows."""
+    step, parts = engine.runner.n_ubatch, []
+    for at in range(0, len(ids), step):
+        parts.append(engine.forward(ids[at : at + step], seq, all_rows=True).require_logits())
+    return np.concatenate(parts)
+
+
+def swept(engine: Engine, ids: npt.NDArray[np.int32], seq: int = 0, **more: Any) -> Floats:
+    """Return the logits of all rows of a prompt that is computed layer by layer."""
+    return engine.prefill(ids, seq, all_rows=True, **more).require_logits()
+
+
+def begin(engine: Engine, ids: Any, slot: int, all_rows: bool, greedy: bool, **more: Any) -> Sweep:
+    """Begin a prompt that goes on step by step."""
+    batch = SweepBatch(np.asarray(ids, dtype=np.int32), slot, all_rows, greedy, **more)
+    return engine.passes.begin_prompt(batch)
+
+
+def sent_bytes(engine: Engine) -> int:
+    """Return the expert bytes sent so far."""
+    stats = engine.expert_stats()
+    return stats.n_bytes_to_device if stats else 0
+
+
+@pytest.mark.parametrize("n", [40, 300])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_a_prompt_has_the_bits_of_passes_of_its_chunks(open_engine: Open, placement, n) -> None:
+    plain, engine = open_engine("kquant40"), open_engine("kquant40", **placement)
+    ids = prompt(plain, n + 70, seed=1)
+    np.testing.assert_array_equal(swept(engine, ids[:n]), in_passes(plain, ids[:n]))
+    # a second prompt continues it, and so do single rows
+    np.testing.assert_array_equal(swept(engine, ids[n:]), in_passes(plain, ids[n:]))
+    for token in ids[:4]:
+        found = [e.forward([token]).require_logits() for e in (engine, plain)]
+        np.testing.assert_array_equal(*found)
+
+
+def test_a_few_rows_in_chunks_of_fewer(open_engine: Open) -> None:
+    plain, engine = open_engine(n_ubatch=3), open_engine(n_ubatch=3, **MISSING[1])
+    ids, tables = prompt(plain, 8, seed=14), engine.runner.cache.tables.copy()
+    np.testing.assert_array_equal(swept(engine, ids), in_passes(plain, ids))
+    assert (engine.runner.cache.tables == tables).all()
+
+
+@pytest.mark.parametrize("n_ubatch", [16, 100, 512])
+def test_every_chunk_size_and_a_long_prompt(open_engine: Open, n_ubatch: int) -> None:
+    settings = {"n_ctx": 2048, "n_ubatch": n_ubatch}
+    plain = open_engine("mini35b", **settings)
+    ids = prompt(plain, 2000, seed=2)
+    expected = in_passes(plain, ids)
+    for placement in MISSING[:2]:
+        engine = open_engine("mini35b", **settings, **placement)
+        np.testing.assert_array_equal(swept(engine, ids), expected)
+        engine.close()
+
+
+@pytest.mark.parametrize("n_rows", [64, 130, 300])
+def test_a_prompt_may_need_several_sweeps(open_engine: Open, monkeypatch, n_rows: int) -> None:
+    monkeypatch.setattr(footprint, "SWEEP_ROWS", n_rows)
+    plain, engine = open_engine(), open_engine(**MISSING[1])
+    ids = prompt(plain, 500, seed=3)
+    np.testing.assert_array_equal(swept(engine, ids), in_passes(plain, ids))
+    assert engine.runner.sweeps.memory.n_rows == n_rows
+    engine.reset()
+    sweep = begin(engine, ids, 0, False, True)
+    assert len(sweep._parts) == -(-500 // (n_rows // 64 * 64))
+
+
+@pytest.mark.parametrize("preset", ["legacy32", "mini35b"])
+def test_reference_mode_is_bit_equal_for_every_chunk_size(open_engine: Open, preset: str) -> None:
+    plain = open_engine(preset, cpu_reference=True)
+    ids = prompt(plain, 200, seed=4)
+    expected = in_passes(plain, ids)
+    for n_ubatch, placement in ((64, MISSING[0]), (128, MISSING[1]), (48, PLACEMENTS[0])):
+        engine = open_engine(preset, cpu_reference=True, **{**placement, "n_ubatch": n_ubatch})
+        np.testing.assert_array_equal(swept(engine, ids), expected)
+
+
+def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
+    for preset in ("legacy32", "kquant40", "mini35b"):
+        engine = open_engine(preset, **MISSING[1])
+        ids = prompt(engine, 400, seed=5)
+        chosen: dict[int, set[int]] = {}
+        engine.runner.observers.append(lambda il, e, to=chosen: to.setdefault(il, set()).update(e))
+        tables, store = engine.runner.cache.tables.copy(), engine.stage.store
+        before = sent_bytes(engine)
+        engine.prefill(ids, greedy=True)
+        cold = {il: [e for e in experts if tables[il, e] < 0] for il, experts in chosen.items()}
+        needed = sum(
+            store.packing(il).n_bytes * len(experts) for il, experts in cold.items() if experts
+        )
+        assert 0 < needed <= sent_bytes(engine) - before <= 1.1 * needed
+        assert (engine.runner.cache.tables == tables).all(), "a prompt changes no slot"
+
+
+def test_what_a_prompt_used_most_has_slots_afterwards(open_engine: Open) -> None:
+    engine = open_engine("mini35b", **MISSING[1])
+    ids = prompt(engine, 300, seed=6)
+    engine.prefill(ids, greedy=True)
+    engine.forward([5])
+    assert engine.runner.residency.n_exchanged > 0
+    check = engine.runner.cache
+    check.check()
+
+
+def test_sums_that_are_finished_first_differ_in_last_bits_only(
+    open_engine: Open, monkeypatch
+) -> None:
+    """The way of CUDA, on the CPU: experts in the ring are added to a finished sum."""
+    rows: list[npt.NDArray[np.float32]] = []
+
+    def tap(hidden: Tensor, n: int, first: int) -> None:
+        rows.append(read_tensor(hidden)[:n].copy())
+
+    ids = np.arange(300, dtype=np.int32) % 50
+    for settings in ({"mode": "whole"}, {"cache_slots": 10, "miss": "stream"}):
+        engine = open_engine("float32", **settings)
+        if settings.get("cache_slots"):
+            engine.close()
+            engine = inexact(open_engine, monkeypatch, "float32", **settings)
+            assert not engine.runner.sweeps.sums_last
+        sweep = begin(engine, ids, 0, False, True, taps={0: tap})
+        while engine.passes.step_prompt(sweep):
+            pass
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
+    assert len(rows) == 2
+
+
+def inexact(open_engine: Open, monkeypatch, preset: str, **settings: Any) -> Engine:
+    """Open an engine on a CPU device that does not claim exact sums."""
+    from dataclasses import replace
+
+    from moegraph.ggml.device import Capabilities
+
+    real = Capabilities.of.__func__
+    of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))
+    monkeypatch.setattr(Capabilities, "of", of)
+    return open_engine(preset, **settings)
+
+
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], *MISSING[:2]], ids=str)
+def test_other_sequences_run_between_any_two_steps(open_engine: Open, placement) -> None:
+    plain, engine = open_engine(n_seq=3), open_engine(n_seq=3, **placement)
+    ids, other = prompt(plain, 200, seed=7), prompt(plain, 500, seed=8)
+    expected, rows = in_passes(plain, ids, 1), []
+    sweep = begin(engine, ids, 1, True, False)
+    before, at = sent_bytes(engine), 0
+    uploads = 0
+    while engine.passes.step_prompt(sweep):
+        uploads += sent_bytes(engine) - before
+        for seq in (0, 2):
+            rows.append(engine.forward([other[at]], seq).require_logits())
+            at += 1
+        before = sent_bytes(engine)
+    np.testing.assert_array_equal(sweep.output.require_logits(), expected)
+    for i, row in enumerate(rows):
+        got = plain.forward([other[i]], (0, 2)[i % 2]).require_logits()
+        np.testing.assert_array_equal(row, got)
+    np.testing.assert_array_equal(
+        *(e.forward([1], 1).require_logits() for e in (engine, plain)),
+    )
+
+
+def states(engine: Engine, seq: int) -> list[Floats]:
+    """Return the recurrent states of a sequence."""
+    state = engine.state
+    return [read_tensor(t)[seq].copy() for t in (*state.conv.values(), *state.ssm.values())]
+
+
+def keys(engine: Engine, seq: int) -> list[npt.NDArray[Any]]:
+    """Return the K and V rows of the positions that a sequence holds."""
+    state = engine.state
+    rows = state.pool.rows(np.array(seq), np.arange(state.n_past[seq]))
+    return [read_tensor(t)[rows].copy() for t in (*state.k.values(), *state.v.values())]
+
+
+@pytest.mark.parametrize("n_held", [0, 40])
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], *MISSING[:2]], ids=str)
+def test_a_cancelled_prompt_leaves_the_sequence_as_it_was(
+    open_engine: Open, placement, n_held: int
+) -> None:
+    engine, plain = open_engine(**placement), open_engine()
+    ids = prompt(engine, 240, seed=9)
+    if n_held:
+        for e in (engine, plain):
+            e.prefill(ids[:n_held])
+    held = engine.held(0).copy(), engine.state.n_past[0], states(engine, 0), keys(engine, 0)
+    pages = engine.state.pool.pages(0)
+    for n_steps in (0, 1, 2, 7, 19, 25):
+        sweep = begin(engine, ids[n_held:], 0, False, True)
+        for _ in range(n_steps):
+            engine.passes.step_prompt(sweep)
+        cancel = CancelToken()
+        cancel.set()
+        with pytest.raises(Cancelled):
+            engine.passes.step_prompt(sweep, cancel)
+        assert (engine.held(0), engine.state.n_past[0]) == held[:2]
+        assert engine.state.pool.pages(0) == pages
+        for before, now in ((held[2], states(engine, 0)), (held[3], keys(engine, 0))):
+            for a, b in zip(before, now):
+                np.testing.assert_array_equal(a, b)
+        with pytest.raises(RequestError, match="begin another"):
+            engine.passes.step_prompt(sweep)
+    expected = plain.prefill(ids[n_held:]).require_logits()
+    np.testing.assert_array_equal(engine.prefill(ids[n_held:]).require_logits(), expected)
+
+
+def test_states_are_copied_where_chunks_are_cut(open_engine: Open) -> None:
+    plain = open_engine()
+    for placement in (PLACEMENTS[0], MISSING[1]):
+        engine = open_engine(**placement)
+        ids = prompt(engine, 200, seed=10)
+        sweep = begin(engine, ids, 0, False, True, cuts=(50, 128))
+        while engine.passes.step_prompt(sweep):
+            pass
+        assert [s.n_past for s in sweep.snapshots] == [50, 128]
+        for snapshot in reversed(sweep.snapshots):
+            engine.passes.restore(snapshot)
+            assert engine.held(0) == ids[: snapshot.n_past].tolist()
+            plain.reset()
+            at = 0
+            for end in (50, 114, 128):
+                if end <= snapshot.n_past:
+                    plain.forward(ids[at:end])
+                    at = end
+            for a, b in zip(states(engine, 0), states(plain, 0)):
+                np.testing.assert_array_equal(a, b)
+            snapshot.close()
+
+
+def test_a_tap_sees_the_rows_of_its_layer(open_engine: Open) -> None:
+    plain, engine = open_engine(), open_engine(**MISSING[1])
+    ids, seen = prompt(engine, 150, seed=11), {}
+    parts = [plain.forward_nodes(ids[at : at + 64], at) for at in range(0, 150, 64)]
+
+    def tap(il: int) -> Callable[[Tensor, int, int], None]:
+        def take(hidden: Tensor, n: int, first: int) -> None:
+            seen[il] = first, read_tensor(hidden)[:n].copy()
+
+        return take
+
+    sweep = begin(engine, ids, 0, False, True, taps={2: tap(2), 7: tap(7)})
+    while engine.passes.step_prompt(sweep):
+        pass
+    for il in (2, 7):
+        first, rows = seen[il]
+        assert first == 0
+        np.testing.assert_array_equal(rows, np.concatenate([p["l_out", il] for p in parts]))
+
+
+def test_what_a_prompt_refuses(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2, n_ctx=256, **MISSING[1])
+    ids = prompt(engine, 100, seed=12)
+    with pytest.raises(ContextOverflow):
+        begin(engine, np.zeros(257, np.int32), 0, False, True)
+    with pytest.raises(RequestError, match="empty"):
+        begin(engine, [], 0, False, True)
+    sweep = begin(engine, ids, 0, False, True)
+    with pytest.raises(RequestError, match="under way"):
+        begin(engine, ids, 1, False, True)
+    with pytest.raises(RequestError, match="under way"):
+        engine.forward([1], 0)
+    engine.forward([1], 1)
+    engine.reset(0)  # cancels it
+    with pytest.raises(RequestError, match="begin another"):
+        engine.passes.step_prompt(sweep)
+    assert engine.held(0) == [] and engine.held(1) == [1]
+
+
+def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeypatch) -> None:
+    engine, plain = open_engine(**MISSING[1]), open_engine()
+    ids = prompt(engine, 150, seed=13)
+    for e in (engine, plain):
+        e.prefill(ids[:30])
+    expected = plain.prefill(ids[30:]).require_logits()
+    misses, real = engine.runner.misses, engine.runner.misses.send
+    n = 0
+    while True:
+        n_calls = 0
+
+        def send(*args: Any, at: int = n) -> None:
+            nonlocal n_calls
+            n_calls += 1
+            if n_calls == at + 1:
+                raise NativeError("the copy failed")
+            real(*args)
+
+        monkeypatch.setattr(misses, "send", send)
+        try:
+            output = engine.prefill(ids[30:])
+        except NativeError:
+            assert engine.held(0) == ids[:30].tolist()
+            check_sound(engine)
+        else:
+            np.testing.assert_array_equal(output.require_logits(), expected)
+            break
+        n += 3
+    assert n > 12
+
+
+def test_chunks_and_parts() -> None:
+    assert cut_chunks(10, 5, 4, (7, 40)) == [(5, 2), (7, 4), (11, 4)]
+    chunks = cut_chunks(100, 0, 16, ())
+    assert len(cut_parts(chunks, 48, 2)) == 4
+    parts = cut_parts(chunks, 48, 9)
+    assert [sum(c.n for c in part) for part in parts] == [48, 48, 4]
+    assert [c.first for part in parts for c in part] == [first for first, _ in chunks]
+    assert all(part[0].row == 0 for part in parts)
+
+
+def test_a_prompt_of_9000_tokens(open_engine: Open) -> None:
+    settings = {"n_ctx": 9216, "n_ubatch": 1024}
+    plain, engine = open_engine(**settings), open_engine(**settings, **MISSING[1])
+    ids = prompt(plain, 9000, seed=16)
+    for at in range(0, 9000, 1024):
+        expected = plain.forward(ids[at : at + 1024])
+    sweep = begin(engine, ids, 0, False, False)
+    assert len(sweep._parts) == 2
+    while engine.passes.step_prompt(sweep):
+        pass
+    np.testing.assert_array_equal(sweep.output.require_logits(), expected.require_logits())
+
+
+def test_a_short_prompt_that_fails_leaves_the_sequence_as_it_was(open_engine: Open) -> None:
+    for placement in (PLACEMENTS[0], MISSING[1]):
+        engine, plain = open_engine(**placement), open_engine()
+        ids = prompt(engine, 66, seed=15)
+        for e in (engine, plain):
+            e.prefill(ids[:60])
+        before = states(engine, 0), keys(engine, 0)
+        cancel = CancelToken()
+        cancel.set()
+        with pytest.raises(Cancelled):
+            engine.prefill(ids[60:], cancel=cancel)
+        assert engine.held(0) == ids[:60].tolist()
+        for a, b in zip(before, (states(engine, 0), keys(engine, 0))):
+            for x, y in zip(a, b):
+                np.testing.assert_array_equal(x, y)
+        expected = in_passes(plain, ids[60:])
+        np.testing.assert_array_equal(swept(engine, ids[60:]), expected)
+        engine.reset()
+        assert engine.held(0) == []
+
+
+def test_going_back_cancels_the_prompt_of_that_sequence(open_engine: Open) -> None:
+    engine, plain = open_engine(**MISSING[1]), open_engine()
+    ids = prompt(engine, 140, seed=17)
+    for e in (engine, plain):
+        e.prefill(ids[:40])
+    snapshot = engine.passes.snapshot(0)
+    engine.prefill(ids[40:80])
+    sweep = begin(engine, ids[80:], 0, False, True)
+    for _ in range(5):
+        engine.passes.step_prompt(sweep)
+    engine.passes.restore(snapshot)
+    assert engine.held(0) == ids[:40].tolist() and not sweep.is_open
+    np.testing.assert_array_equal(swept(engine, ids[40:]), in_passes(plain, ids[40:]))

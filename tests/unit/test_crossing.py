@@ -1,0 +1,120 @@
+"""What crosses the link in a sweep: each expert once, in order, and few in vain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegraph.experts.crossing import (
+    Choices,
+    Crossing,
+    Forecast,
+    by_popularity,
+    padded,
+    units,
+)
+from moegraph.experts.routing import RoutingCounts
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=40), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+def test_each_expert_is_sent_once_and_read_in_the_order_of_sending(asked, n_groups, n_each) -> None:
+    crossing = Crossing(n_groups, n_each)
+    for il, experts in enumerate(asked):
+        sent: list[int] = []
+        in_ring: dict[int, int] = {}
+
+        def send(il: int = il, sent: list[int] = sent, ring: dict[int, int] = in_ring) -> None:
+            for group, pairs, is_new in crossing.sends():
+                assert group.il == il and 0 < len(pairs) <= n_each
+                ring[group.index] = 0 if is_new else ring[group.index]
+                assert [slot for _, slot in pairs] == [
+                    ring[group.index] + i for i in range(len(pairs))
+                ]
+                ring[group.index] += len(pairs)
+                sent += [expert for expert, _ in pairs]
+
+        for half in (experts[: len(experts) // 2], experts):
+            crossing.ask(il, half)
+            send()
+        used: list[int] = []
+        while group := crossing.oldest(il):
+            used += group.experts
+            crossing.give_back(group)
+            send()
+        assert used == sent == list(dict.fromkeys(experts))
+        crossing.leave(il)
+        assert crossing.n_room == n_groups * n_each
+
+
+def test_units_cover_every_place_once_and_name_each_row_once() -> None:
+    rng = np.random.default_rng(1)
+    n, k, n_expert = 200, 4, 32
+    ids = np.stack([rng.permutation(n_expert)[:k] for _ in range(n)]).astype(np.int32).reshape(-1)
+    absent = np.isin(ids, np.arange(0, n_expert, 3))
+    choices = Choices(ids, absent, n_expert)
+    cold = by_popularity(ids, absent, n_expert)
+    counts = np.bincount(ids[absent], minlength=n_expert)
+    assert counts[cold].tolist() == sorted(counts[counts > 0].tolist(), reverse=True)
+    assert choices.n_experts == len(cold)
+    seen: list[int] = []
+    for group in (cold[:5], cold[5:]):
+        slots = np.full(n_expert, -1, dtype=np.int32)
+        slots[group] = 7 + np.arange(len(group))
+        for unit in units(choices.of(group), ids, slots, k, n, 64):
+            real = unit.slot >= 0
+            places = unit.place[real]
+            assert 0 < real.sum() < unit.n_padded and (unit.place[~real] == n * k).all()
+            assert unit.n_padded == padded(int(real.sum()))
+            np.testing.assert_array_equal(unit.token[real], places // k)
+            np.testing.assert_array_equal(unit.slot[real], slots[ids[places]])
+            seen += places.tolist()
+            added = np.zeros((n + 1, unit.n_padded), dtype=int)
+            for term in unit.terms:
+                np.add.at(added, (unit.target, term), 1)
+            for at, place in enumerate(places):
+                assert added[place // k, at] == 1
+            assert added[:n, ~real][:, :-1].sum() == 0
+            assert len(set(unit.target[unit.target < n].tolist())) == (unit.target < n).sum()
+    assert sorted(seen) == np.flatnonzero(absent).tolist()
+
+
+@given(st.integers(0, 100_000))
+def test_a_padded_number_is_above_and_near(n: int) -> None:
+    assert n < padded(n) <= max(32, 1.5 * n + 1)
+
+
+@pytest.mark.parametrize(("n_rows", "most"), [(512, 0.1), (4096, 0.02)])
+def test_little_is_sent_in_vain(n_rows: int, most: float) -> None:
+    """Random layers of skewed popularity, known from as many rows as the prompt has, or fewer."""
+    rng, n_expert, k = np.random.default_rng(2), 256, 8
+    forecast, n_sent, n_wasted, n_ahead = Forecast(n_rows), 0, 0, 0
+    for _ in range(40):
+        p = rng.dirichlet(np.full(n_expert, 0.3))
+        counts = rng.multinomial(n_rows * k // 4, p).astype(np.float64)
+        chosen = np.flatnonzero(rng.multinomial(n_rows * k, p))
+        absent = rng.permutation(n_expert)[:100]
+        ahead = forecast.likely(counts, np.sort(absent), k, 64)
+        assert len(ahead) <= 64 and set(ahead) <= set(absent.tolist())
+        used = np.isin(absent, chosen).sum()
+        wasted = len(set(ahead) - set(chosen.tolist()))
+        forecast.note(int(used), wasted)
+        n_sent, n_wasted, n_ahead = n_sent + used, n_wasted + wasted, n_ahead + len(ahead)
+    assert n_wasted <= most * n_sent
+    assert n_ahead > 10 * 40
+
+
+def test_without_counts_nothing_is_sent_ahead_and_a_profile_counts() -> None:
+    routing, absent = RoutingCounts(2, 4), np.arange(4)
+    assert Forecast(512).likely(routing.popularity(0), absent, 2, 4) == []
+    routing.expect(0, [1.5, 0.4, 0.1, 0.0])
+    forecast = Forecast(512)
+    forecast.note(100, 0)
+    assert forecast.likely(routing.popularity(0), absent, 2, 4)[:2] == [0, 1]
+    routing.add(0, [3, 3])
+    assert routing.popularity(0)[3] == 2
