@@ -76,11 +76,10 @@ def _require_states(
     n_seqs: int, op: str,
 ) -> None:  # fmt: skip
     ok = pool.type == F32 and pool.nb[0] == 4 and shape(pool)[2:] == (1, 1)
-    ok = ok and slots.type == I32 and shape(slots) == (n_seqs, 1, 1, 1)
+    for each in (slots, slots if lengths is None else lengths):
+        ok = ok and each.type == I32 and shape(each) == (n_seqs, 1, 1, 1)
+    ok = ok and (lengths is None or parents is None)
     _require(ok and C.ggml_is_contiguous(slots), op, pool, slots)
-    if lengths is not None:
-        ok = lengths.type == I32 and shape(lengths) == (n_seqs, 1, 1, 1) and parents is None
-        _require(ok, op, slots, lengths)
     if parents is not None:
         ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
         _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
@@ -335,22 +334,6 @@ class Builder:
         ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type in (I64, I32)
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
-
-    def set_ids(self, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-        """Write rows of ids [n, r] to rows `at` of ids I32 [n, m], in place; at I32 [r].
-
-        rows are numbers I32 seen as F32, because ggml moves rows of F32. Rows that `at` repeats
-        must be equal. Returns ids as they are then; nodes that need them as they were come first.
-        """
-        (n, m), n_rows = ids.ne[0:2], rows.ne[1]
-        ok = ids.type == at.type == I32 and shape(ids)[2:] == (1, 1) and ids.nb[0] == 4
-        ok = ok and shape(rows) == (n, n_rows, 1, 1) and shape(at) == (n_rows, 1, 1, 1)
-        _require(ok, "set_ids", ids, rows, at)
-        words = C.ggml_view_2d(self.ctx, ids, n, m, ids.nb[1], 0)
-        words.type = F32
-        again = C.ggml_view_2d(self.ctx, self.set_rows(words, rows, at), n, m, ids.nb[1], 0)
-        again.type = I32
-        return again
 
     def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ggml.ops import Builder, Tensor
+from ..ggml.lib import C
+from ..ggml.ops import F32, I32, Builder, Tensor
 from ..modelfile.hparams import HParams
 from ..resident.weights import LayerWeights
 from .inputs import PassInputs
@@ -31,11 +32,18 @@ class Routing:
 def build_absent(b: Builder, inp: PassInputs, ids: Tensor) -> Tensor:
     """Return ids, or slots, I32 [n_expert_used, n_tokens]; those of padding become -1, in place.
 
-    So padding costs no expert: none is read, and none is fetched.
+    So padding costs no expert: none is read, and none is fetched. Nodes that need the ids as they
+    were come first.
     """
     if inp.padding is None or inp.absent is None:
         return ids
-    return b.expand(b.set_ids(ids, inp.absent, inp.padding))
+    (k, n_tokens), stride = (ids.ne[0], ids.ne[1]), ids.nb[1]
+    words = C.ggml_view_2d(b.ctx, ids, k, n_tokens, stride, 0)
+    words.type = F32  # ggml moves rows of F32
+    written = b.expand(b.set_rows(words, inp.absent, inp.padding))
+    again = C.ggml_view_2d(b.ctx, written, k, n_tokens, stride, 0)
+    again.type = I32
+    return b.expand(again)
 
 
 def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:
