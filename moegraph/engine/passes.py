@@ -27,7 +27,7 @@ from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
 from .ids import checked_ids
-from .prompts import Prompts, finished, where_not_finite
+from .prompts import Prompts, where_not_finite
 
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
@@ -187,6 +187,9 @@ class Passes:
             ContextOverflow: the rows do not fit into the context.
             OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
         """
+        return self._begin(batch, False)
+
+    def _begin(self, batch: SweepBatch, runs: bool) -> Sweep:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
@@ -195,7 +198,7 @@ class Passes:
         if batch.tokens.size == 0:
             raise RequestError("the prompt is empty; give it at least one token")
         self._require_room(self._state.n_past[batch.slot] + batch.tokens.size)
-        return self._prompts.begin(batch)
+        return self._prompts.begin(batch, runs)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more.
@@ -227,14 +230,17 @@ class Passes:
             output = self._read_as_pass(batch, cancel, meanwhile)
             progress(n)
             return output, []
-        sweep, is_first = self.begin_prompt(batch), True
-        while self.step_prompt(sweep, cancel):
-            if is_first:
-                meanwhile()
-                is_first = False
+        sweep = self._begin(batch, True)
+        todo = [meanwhile]
+
+        def after_step() -> None:
+            while todo:
+                todo.pop()()
             progress(n * sweep.n_done // sweep.n_steps)
+
+        output = self._prompts.run(sweep, cancel, after_step)
         progress(n)
-        return finished(sweep), sweep.snapshots
+        return output, sweep.snapshots
 
     def _read_as_pass(
         self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]

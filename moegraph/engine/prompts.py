@@ -6,6 +6,8 @@ step its sequence is what it was before; a failed or cancelled prompt leaves it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..errors import InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
@@ -43,8 +45,10 @@ class Prompts:
             sweep.cancel()
             self._sweep, self._is_stepping = None, False
 
-    def begin(self, batch: SweepBatch) -> Sweep:
+    def begin(self, batch: SweepBatch, runs: bool = False) -> Sweep:
         """Begin a prompt; the caller has checked its arguments.
+
+        runs: `run` follows at once; if it does not come to that, the prompt is undone.
 
         Raises:
             RequestError: another prompt is under way.
@@ -65,7 +69,7 @@ class Prompts:
         except BaseException:
             self.clean_up(set())
             raise
-        self._is_stepping = False
+        self._is_stepping = runs
         return sweep
 
     def step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
@@ -79,15 +83,36 @@ class Prompts:
         """
         if sweep is not self._sweep:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
+        return self._undone_on_failure(sweep, lambda: self._step(sweep, cancel))
+
+    def run(
+        self, sweep: Sweep, cancel: CancelToken | None, after_step: Callable[[], None]
+    ) -> Output:
+        """Enqueue all steps and return the results; errors as in `step`, from after_step too."""
+
+        def steps() -> bool:
+            while self._step(sweep, cancel):
+                after_step()
+            return False
+
+        self._undone_on_failure(sweep, steps)
+        return finished(sweep)
+
+    def _step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
+        self._runner.recover()
+        self._threads.begin(len(sweep.batch.tokens))
+        more = sweep.step(cancel.is_set if cancel else bool)
+        if not more:
+            self._files.check()
+            self._held[sweep.slot].extend(sweep.batch.tokens.tolist())
+            self._sweep = None
+        return more
+
+    def _undone_on_failure(self, sweep: Sweep, work: Callable[[], bool]) -> bool:
+        """Do steps; if they fail, undo the prompt, now or, after an interrupt, later."""
         self._is_stepping = True
         try:
-            self._runner.recover()
-            self._threads.begin(len(sweep.batch.tokens))
-            more = sweep.step(cancel.is_set if cancel else bool)
-            if not more:
-                self._files.check()
-                self._held[sweep.slot].extend(sweep.batch.tokens.tolist())
-                self._sweep = None
+            more = work()
             self._is_stepping = False
             return more
         except NotFinite as error:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InternalError, RequestError
+from ..errors import Cancelled, InternalError, OutOfDeviceMemory, RequestError
 from ..experts.crossing import Choices, Crossing, Forecast, Group, by_popularity, units
 from ..experts.passplan import PassPlan
 from ..ggml.lib import C, ffi
@@ -94,7 +94,10 @@ class Sweep:
         if self.n_past:
             self._before = state.snapshot(self.slot)
         for cut in self.batch.cuts:
-            self.snapshots.append(state.snapshots.empty(self.slot, cut))
+            try:
+                self.snapshots.append(state.snapshots.empty(self.slot, cut))
+            except OutOfDeviceMemory:  # nothing but the snapshot depends on it
+                break
         state.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
 
     def step(self, cancelled: Callable[[], bool] = lambda: False) -> bool:

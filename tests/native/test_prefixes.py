@@ -173,7 +173,10 @@ def test_a_failed_or_cancelled_prompt_takes_nothing_away(open_engine: Open) -> N
     cancel = CancelToken()
     cancel.set()
     (event,) = engine.generate(second, text=False, reuse=True, cancel=cancel)
-    assert event.finish_reason == "cancelled" and engine.held(0) == []
+    # what was reused stays, and nothing of the rest
+    held = engine.held(0)
+    assert event.finish_reason == "cancelled" and len(held) == event.n_reused > 0
+    assert held == list(second[: len(held)])
     with faulty("mg_launch", 1, C.GGML_STATUS_FAILED), pytest.raises(NativeError):
         answer(engine, second)
     tokens, logits, n_reused = answer(engine, second)
