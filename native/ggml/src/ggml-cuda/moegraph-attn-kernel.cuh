@@ -84,35 +84,57 @@ template <int d> struct moegraph_attn_loader {
     }
 };
 
-// The queries of a unit, scaled, as halves in the order of the fragments: two steps of 16 elements in a word.
-template <int d, bool refined, int NC>
+// Queries of a unit, in the order of the fragments: word i has eight of column i/d*8 + i % 32/4, for two steps of 16.
+template <int d>
+static __device__ __forceinline__ void moegraph_attn_get_q(
+        const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int i, float2 x[4]) {
+    const int  col = i/d*MOEGRAPH_ATTN_COLS + i % 32/4;
+    const int  r   = col/args.n_group;
+    const bool has = r < unit.n_rows;
+    const float2 * q = (const float2 *) (args.q + moegraph_attn_row_of(unit, has ? r : 0)*args.q_row +
+        (blockIdx.y*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + i % 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        x[j] = has ? q[4*j] : make_float2(0.0f, 0.0f);
+    }
+}
+
+// Word i, scaled, as halves.
+template <int d, bool refined>
+static __device__ __forceinline__ void moegraph_attn_put_q(
+        const moegraph_attn_args & args, const int i, const float2 x[4], uint4 * smem) {
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float  a    = __fmul_rn(x[j].x, args.scale), b = __fmul_rn(x[j].y, args.scale);
+        const half2  near = __floats2half2_rn(a, b);
+        const float2 back = __half22float2(near);
+        high[j] = moegraph_attn_bits(near);
+        low[j]  = moegraph_attn_bits(__floats2half2_rn(a - back.x, b - back.y));
+    }
+    smem[i] = make_uint4(high[0], high[1], high[2], high[3]);
+    if (refined) {
+        smem[args.n_tiles*d + i] = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+}
+
+// The queries of n_tiles tiles of columns. n: words that a thread has on their way at once.
+template <int d, bool refined, int n>
 static __device__ __forceinline__ void moegraph_attn_load_q(
         const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int n_tiles, uint4 * smem) {
-#pragma unroll (NC > 1 ? 4 : 1)
-    for (int i = threadIdx.x; i < n_tiles*d; i += MOEGRAPH_ATTN_THREADS) {
-        const int lane = i % 32;
-        const int col  = i/d*MOEGRAPH_ATTN_COLS + lane/4;
-        uint4 high = make_uint4(0, 0, 0, 0), low = high;
-        if (col < unit.n_rows*args.n_group) {
-            const int      r = col/args.n_group;
-            const float2 * q = (const float2 *) (args.q + moegraph_attn_row_of(unit, r)*args.q_row +
-                (blockIdx.y*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + lane % 4;
-            uint32_t h[4], l[4];
+    for (int i = threadIdx.x; i < n_tiles*d; i += n*MOEGRAPH_ATTN_THREADS) {
+        float2 x[n][4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 x    = q[4*j];
-                const float  a    = __fmul_rn(x.x, args.scale), b = __fmul_rn(x.y, args.scale);
-                const half2  near = __floats2half2_rn(a, b);
-                const float2 back = __half22float2(near);
-                h[j] = moegraph_attn_bits(near);
-                l[j] = moegraph_attn_bits(__floats2half2_rn(a - back.x, b - back.y));
+        for (int j = 0; j < n; ++j) {
+            if (i + j*MOEGRAPH_ATTN_THREADS < n_tiles*d) {
+                moegraph_attn_get_q<d>(args, unit, i + j*MOEGRAPH_ATTN_THREADS, x[j]);
             }
-            high = make_uint4(h[0], h[1], h[2], h[3]);
-            low  = make_uint4(l[0], l[1], l[2], l[3]);
         }
-        smem[i] = high;
-        if (refined) {
-            smem[args.n_tiles*d + i] = low;
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+            if (i + j*MOEGRAPH_ATTN_THREADS < n_tiles*d) {
+                moegraph_attn_put_q<d, refined>(args, i + j*MOEGRAPH_ATTN_THREADS, x[j], smem);
+            }
         }
     }
 }
@@ -524,63 +546,57 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
         return;
     }
 
+    for (int i = 1; i < args.n_slots; ++i) {
+        loader.load_next();
+    }
     moegraph_attn_sums<d, refined, NC, WC> sums(args, smem);
-    int  ahead = args.n_slots - 1; // tiles to load before one is computed
-    int  turn = 0, slot = 0, part = MOEGRAPH_ATTN_K, begin = unit.begin;
-    bool fresh = true;
-    while (true) {
-        if (ahead == 0) {
-            if (fresh) {
-                sums.start(plan, unit, turn);
-                const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
-                moegraph_attn_load_q<d, refined, NC>(
-                    args, unit, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
-                fresh = false;
-            }
+    int  slot = 0;
+    bool same = false; // whether a unit has the queries of the one before
+    for (int turn = 0; unit.row >= 0; ++turn) {
+        if (!same) {
+            const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
+            moegraph_attn_load_q<d, refined, WC == 4 ? 2 : NC>(
+                args, unit, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
+        }
+        sums.start(plan, unit, turn);
+        int part = MOEGRAPH_ATTN_K, begin = unit.begin;
+        while (begin < unit.end) {
             moegraph_attn_copy_wait(max(args.n_slots - 2, 0));
             __syncthreads(); // the tile is there, and no warp reads the one before
-        }
-        loader.load_next();
-        if (ahead > 0) {
-            --ahead;
-            continue;
-        }
-        if (args.n_slots == 1) {
-            moegraph_attn_copy_wait(0);
-            __syncthreads();
-        }
-        const int    n    = min(unit.end - begin, MOEGRAPH_ATTN_TILE);
-        const char * tile = smem.ring + slot*args.slot_bytes;
-        slot = slot + 1 == args.n_slots ? 0 : slot + 1;
-        if (args.type[part] != GGML_TYPE_F16) {
-            moegraph_attn_convert_tile<d>(args.type[part], tile, smem.halves, (n + 15)/16*16);
-            __syncthreads();
-            tile = smem.halves;
-        }
-        if (part == MOEGRAPH_ATTN_K) {
-            if (NC > 1 && sums.n_tiles == 1) {
-                sums.template add_keys<1>(tile, begin, n, unit.n_all);
-            } else {
-                sums.template add_keys<NC>(tile, begin, n, unit.n_all);
+            loader.load_next();
+            if (args.n_slots == 1) {
+                moegraph_attn_copy_wait(0);
+                __syncthreads();
             }
-        } else {
-            if (NC > 1 && sums.n_tiles == 1) {
-                sums.template add_values<1>(tile, n);
-            } else {
-                sums.template add_values<NC>(tile, n);
+            const int    n    = min(unit.end - begin, MOEGRAPH_ATTN_TILE);
+            const char * tile = smem.ring + slot*args.slot_bytes;
+            slot = slot + 1 == args.n_slots ? 0 : slot + 1;
+            if (args.type[part] != GGML_TYPE_F16) {
+                moegraph_attn_convert_tile<d>(args.type[part], tile, smem.halves, (n + 15)/16*16);
+                __syncthreads();
+                tile = smem.halves;
             }
-            begin += MOEGRAPH_ATTN_TILE;
-            if (begin >= unit.end) {
-                sums.store(turn);
-                unit = moegraph_attn_find_unit(args, plan, ++turn);
-                if (unit.row < 0) {
-                    return;
+            const bool one = NC > 1 && sums.n_tiles == 1;
+            if (part == MOEGRAPH_ATTN_K) {
+                if (one) {
+                    sums.template add_keys<1>(tile, begin, n, unit.n_all);
+                } else {
+                    sums.template add_keys<NC>(tile, begin, n, unit.n_all);
                 }
-                begin = unit.begin;
-                fresh = true;
+            } else {
+                if (one) {
+                    sums.template add_values<1>(tile, n);
+                } else {
+                    sums.template add_values<NC>(tile, n);
+                }
+                begin += MOEGRAPH_ATTN_TILE;
             }
+            part = 1 - part;
         }
-        part = 1 - part;
+        sums.store(turn);
+        const moegraph_attn_unit next = moegraph_attn_find_unit(args, plan, turn + 1);
+        same = next.members == unit.members && next.first == unit.first;
+        unit = next;
     }
 #else
     GGML_UNUSED_VARS(args);

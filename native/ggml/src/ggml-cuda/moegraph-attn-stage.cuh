@@ -76,7 +76,7 @@ template <ggml_type type, int d>
 static __device__ __forceinline__ void moegraph_attn_convert_rows(const char * slot, char * halves, const int n) {
     constexpr int n_words = type == GGML_TYPE_Q8_0 ? 4 : 2;
     constexpr int n_bytes = moegraph_attn_head_bytes(type, d);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x; i < MOEGRAPH_ATTN_TILE*(d/16); i += MOEGRAPH_ATTN_THREADS) {
         const int row  = i/(d/16);
         const int x    = i % (d/16);

@@ -191,6 +191,14 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     }
     const ggml_cuda_kernel_launch_params params(dim3(args.n_rows*args.n_head, d/(4*MOEGRAPH_ATTN_SUM_LANES)),
         dim3(MOEGRAPH_ATTN_SUM_THREADS), 0, ctx.stream());
+    if (getenv("MG_ATTN_CARVE") != nullptr) { // TEMPORARY
+        static bool done = false;
+        if (!done) {
+            CUDA_CHECK(cudaFuncSetAttribute(moegraph_attn_sum_kernel<true>, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
+            CUDA_CHECK(cudaFuncSetAttribute(moegraph_attn_sum_kernel<false>, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
+            done = true;
+        }
+    }
     if (args.refined || args.floats) {
         ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<true>, params, args, (float *) dst->data, d);
     } else {
