@@ -81,7 +81,7 @@ class Generation:
         self.keep_logits = keep_logits
         self.progress = progress
         self.prefixes = prefixes
-        self.marks = sorted(marks) if prefixes and prefixes.is_on else []
+        self.marks = list(marks) if prefixes else []
         self.greedy = not sampling.needs_logits and not keep_logits
         self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
         self.sampler.accept_all(sequence.prompt)
@@ -99,6 +99,7 @@ class Generation:
             passes.reset(0)
         else:
             n_reused = self.prefixes.resume(0, self.ids)
+            self.marks = self.prefixes.worth(self.ids, self.marks)
         self.n_reused = self.n_read = n_reused
         device.bind_cancel(self.cancel.flag)
         finished = False
@@ -157,6 +158,8 @@ class Generation:
                 self.progress("prefill", self.n_read, n)
 
         def meanwhile() -> None:
+            if self.prefixes and self.marks:
+                self.prefixes.prepare(len(self.marks))
             if not self.sequence.finish_reason:
                 self.passes.build_next(0, self.greedy, self._draws())
 

@@ -9,6 +9,9 @@ the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,14 +19,14 @@ from ..errors import NativeError
 from ..ggml.free_memory import host_memory
 from ..resident.hostcopies import HostCopies
 from ..resident.snapshots import Snapshot
-from ..units import GiB
 from .passes import Passes
 from .prefixtree import Path, PrefixTree, n_common
 
 Ids = npt.NDArray[np.int32]
 
-# Host memory that stays free, or an eighth of what the machine or container has if that is less.
-_RESERVE, _RESERVE_SHARE = 2 * GiB, 8
+# A mark costs a pass more, for the tokens behind it; that takes about as long as so many tokens of
+# a longer pass.
+_WORTH = 64
 
 
 class Prefixes:
@@ -52,7 +55,7 @@ class Prefixes:
     @property
     def n_bytes(self) -> int:
         """Return the host memory in use."""
-        return self.tree.n_bytes
+        return self.tree.n_bytes + self._copies.spare_bytes
 
     def resume(self, seq: int, ids: Ids) -> int:
         """Have a sequence hold as much of the beginning of ids as can be had without computing.
@@ -81,6 +84,26 @@ class Prefixes:
         self.tree.touch(path[-1])
         return n_saved
 
+    def worth(self, ids: Ids, marks: Sequence[int]) -> list[int]:
+        """Return the marks of a prompt whose states are worth keeping, in order.
+
+        A mark that is only a few tokens behind one that is kept saves less than it costs.
+        """
+        found: list[int] = []
+        for mark in sorted(marks) if self.is_on else ():
+            path = self.tree.find(ids[:mark], len(ids))
+            last = max([sum(len(node.tokens) for node in path), *found[-1:]])
+            if mark - last >= _WORTH:
+                found.append(mark)
+        return found
+
+    def prepare(self, n: int) -> None:
+        """Take memory for saving n times, as far as there is room, while the device computes."""
+        copies = self._copies
+        n_more = max(0, self._limit() - self.n_bytes) // max(1, copies.states_bytes)
+        with suppress(NativeError):
+            copies.prepare(min(n, copies.n_spare + n_more))
+
     def save(self, seq: int, snapshot: Snapshot | None = None) -> bool:
         """Keep what a sequence holds now, or held at a snapshot; return False if it has no room.
 
@@ -96,8 +119,10 @@ class Prefixes:
         except (NativeError, MemoryError):  # nothing else depends on it
             return False
         finally:
-            self.tree.shrink(self._limit(), path if path[-1].states else [])
-            self._copies.close()
+            limit = self._limit()
+            self.tree.shrink(limit, path if path[-1].states else [])
+            if self.n_bytes > limit:
+                self._copies.close()
 
     def _save(self, seq: int, snapshot: Snapshot | None, path: Path) -> bool:
         copies, last = self._copies, path[-1]
@@ -126,9 +151,7 @@ class Prefixes:
         """Return how many bytes the tree may have now."""
         memory, limit = host_memory(), self._max_bytes
         if memory.available is not None:
-            known = [n for n in (memory.total, memory.limit) if n is not None]
-            reserve = min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
-            free = max(0, self.n_bytes + memory.available - reserve)
+            free = max(0, self.n_bytes + memory.available - memory.reserve)
             limit = free if limit is None else min(limit, free)
         return 1 << 62 if limit is None else limit
 

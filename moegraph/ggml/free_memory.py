@@ -41,7 +41,7 @@ class HostMemory:
 
     @property
     def reserve(self) -> int:
-        """Bytes that copies of experts leave to others."""
+        """Bytes that copies of experts, and of beginnings of prompts, leave to others."""
         known = [n for n in (self.total, self.limit) if n is not None]
         return min([_RESERVE, *(n // _RESERVE_SHARE for n in known)])
 

@@ -2,7 +2,11 @@
 
 A snapshot (snapshots.py) lies on the device and is valid as long as its sequence keeps its KV rows.
 These copies take no device memory and stay valid whatever happens to the sequence: they can be put
-into any sequence. States are copied to pinned memory, which takes a third of the time.
+into any sequence.
+
+States are copied to pinned memory, which takes a third of the time. But to pin new memory takes ten
+times as long as the copy, so a few blocks are kept for the next copies. (35B shape on an H200: 62.8
+MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned memory.)
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from .kvpool import KVPool
 from .layout import PAGE
 from .snapshots import Snapshot
 
+# Blocks that wait for the next copies.
+_MAX_SPARE = 2
+
 
 class StatesCopy:
     """The recurrent states of a sequence after some position."""
@@ -30,14 +37,14 @@ class StatesCopy:
         self._spare = spare
 
     def close(self) -> None:
-        """Give up the memory, to the next copy if that comes soon; a second call does nothing."""
+        """Give up the memory, to one of the next copies; a second call does nothing."""
         buffer, self.buffer = self.buffer, None
         if buffer is None:
             return
-        if self._spare:
-            buffer.close()
-        else:
+        if len(self._spare) < _MAX_SPARE:
             self._spare.append(buffer)
+        else:
+            buffer.close()
 
 
 class RowsCopy:
@@ -84,6 +91,25 @@ class HostCopies:
         self._spare: list[HostBuffer] = []
         self.states_bytes = sum(t.nb[1] for t in self._states)
         self.row_bytes = sum(t.nb[1] for t in self._caches)
+
+    @property
+    def n_spare(self) -> int:
+        """Return how many blocks wait for the next copies of states."""
+        return len(self._spare)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Return the memory that waits for the next copies of states."""
+        return sum(buffer.array.nbytes for buffer in self._spare)
+
+    def prepare(self, n: int) -> None:
+        """Pin memory for the next n copies of states, at most two, while nobody waits for it.
+
+        Raises:
+            NativeError: there is no host memory.
+        """
+        while len(self._spare) < min(n, _MAX_SPARE):
+            self._spare.append(self._device.host_buffer(max(1, self.states_bytes)))
 
     def take_states(self, source: int | Snapshot) -> StatesCopy:
         """Copy the states of a sequence, or of a snapshot, and wait for it.

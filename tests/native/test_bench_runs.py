@@ -203,10 +203,10 @@ def test_moegraph_gets_the_device_memory_that_llama_bench_took(
 def test_turns_of_a_conversation_are_timed_three_ways(tmp_path: Path) -> None:
     out = tmp_path / "turns.jsonl"
     done = run(
-        "bench_prefixes.py", "tiny", *COMMON, "--samples", 1, "--turns", 3, "--system", 40,
-        "--question", 8, "--answer", 6, "--out", out,
+        "bench_prefixes.py", "tiny", *COMMON, "--samples", 1, "--turns", 3, "--system", 100,
+        "--question", 70, "--answer", 20, "--out", out,
     )  # fmt: skip
     turns = {x["way"]: x["turns"] for x in lines_of(out) if x["kind"] == "turns"}
     n_read = {way: [n for _, n in found] for way, found in turns.items()}
-    assert n_read == {"cold": [52, 63, 74], "held": [52, 63, 74], "kept": [52, 15, 15]}
+    assert n_read == {"cold": [174, 254, 334], "held": [174, 254, 334], "kept": [174, 84, 84]}
     assert "| 3 |" in done.stdout and "states back" in done.stdout

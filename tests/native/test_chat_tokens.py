@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from moegraph.cli import main
-from moegraph.engine import Engine
+from moegraph.engine import Engine, prefixes
 
 CPU = ("--device", "cpu", "-t", "1", "-c", "256", "--temp", "0")
 START, END = "<|im_start|>", "<|im_end|>"
@@ -92,8 +92,9 @@ def answers(folder: Path, *args: object) -> list[dict[str, Any]]:
 
 
 def test_a_turn_reads_only_what_the_turn_before_did_not_have(
-    prompts: list[dict[str, Any]], tmp_path: Path
+    prompts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
     found = answers(tmp_path)
     assert found[0]["n_computed"] == found[0]["n_prompt"]
     for before, now in pairwise(prompts):
@@ -103,8 +104,9 @@ def test_a_turn_reads_only_what_the_turn_before_did_not_have(
 
 
 def test_the_answers_are_those_of_a_chat_that_keeps_nothing(
-    prompts: list[dict[str, Any]], tmp_path: Path
+    prompts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
     kept, cold = (answers(tmp_path, "--cpu-reference", "--cache-ram", n) for n in (64, 0))
     assert [a["answer"] + a["reasoning"] for a in kept] == [
         a["answer"] + a["reasoning"] for a in cold

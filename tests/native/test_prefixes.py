@@ -28,6 +28,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def every_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short prompts have marks near each other."""
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
+
+
 def answer(
     engine: Engine, ids: object, n: int = 6, reuse: bool = True, marks: tuple[int, ...] = ()
 ) -> tuple[list[int], np.ndarray, int]:
@@ -184,6 +190,38 @@ def test_a_failed_or_cancelled_prompt_takes_nothing_away(open_engine: Open) -> N
     np.testing.assert_array_equal(logits, expected[1])
 
 
+def test_a_mark_just_behind_one_that_is_kept_is_left_out(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 20)
+    engine = open_engine()
+    ids = prompt(engine, 60)
+    answer(engine, ids, marks=(10, 25, 30, 44, 45, 55))
+    assert answer(engine, [*ids[:50], 1])[2] == 45 and engine.prefixes.n_places == 2
+    answer(engine, [*ids[:58], 1, 2], marks=(58,))  # 13 behind the mark at 45
+    assert engine.prefixes.n_places == 2
+    engine.reset()
+    assert answer(engine, [*ids[:30], 1])[2] == 25
+
+
+def test_memory_for_states_is_taken_once(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, taken = open_engine(cache_ram=1), []
+    states, host_buffer = engine.state.copies.states_bytes, engine.device.host_buffer
+    monkeypatch.setattr(
+        engine.device, "host_buffer",
+        lambda size, *more: taken.append(size) or host_buffer(size, *more),
+    )  # fmt: skip
+    engine.prefixes.prepare(5)
+    assert taken == [states, states] and engine.prefixes.n_bytes == 2 * states
+    for seed in range(5):  # the limit has room for two
+        answer(engine, prompt(engine, 60, seed=seed), n=1, marks=(50,))
+    assert taken.count(states) == 2
+    engine.prefixes.clear()
+    assert engine.prefixes.n_bytes == 0
+
+
 def test_the_limit_holds_and_the_latest_turns_stay(open_engine: Open) -> None:
     """Models are small here: the states of a sequence have less than 1 MiB."""
     engine = open_engine(cache_ram=1, n_ctx=512)
@@ -236,15 +274,19 @@ def test_no_limit_and_no_memory(open_engine: Open, monkeypatch: pytest.MonkeyPat
     assert unlimited.prefixes.n_bytes == 0
 
 
-def test_host_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> None:
+def test_host_memory_that_cannot_be_had_costs_only_the_reuse(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = open_engine()
     ids = prompt(engine, 60)
     expected = answer(engine, ids, reuse=False)[0]
-    for at in (1, 2):
-        engine.prefixes.clear()
-        with faulty("ggml_backend_buft_alloc_buffer", at, ffi.NULL):
-            assert answer(engine, ids, marks=(20, 40))[0] == expected
-        assert engine.prefixes.tree.n_states == 1
+    for n_states in (2, 1):  # taken in vain beforehand, and again when it is needed
+        for at in (1, 2):
+            engine.prefixes.clear()
+            with faulty("ggml_backend_buft_alloc_buffer", at, ffi.NULL):
+                assert answer(engine, ids, marks=(20, 40))[0] == expected
+            assert engine.prefixes.n_places == n_states
+        monkeypatch.setattr(engine.state.copies, "prepare", lambda n: None)
 
 
 @pytest.mark.parametrize("first", range(2))
