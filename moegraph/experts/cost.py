@@ -232,31 +232,46 @@ def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> fl
     return sum(able) / len(able) if able else 0.0
 
 
+def expected_missing(n_slots: float, n_expert: int, n_used: int, n_rows: int) -> float:
+    """Return how many experts of a layer n_rows rows miss, if they choose independently.
+
+    The number for one row is assumed from the share of slots (_MISSING).
+    """
+    n_of_row = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
+    n_absent = max(n_expert - n_slots, n_of_row, 1.0)
+    return n_absent * (1.0 - (1.0 - n_of_row / n_absent) ** n_rows)
+
+
 def fetches_in_graph(
-    on_cpu: Sequence[float],
-    streamed: Sequence[float],
-    n_slots: float,
-    n_expert: int,
-    n_rows: int = 1,
+    on_cpu: Sequence[float], streamed: Sequence[float], n_missing: float, n_rows: int = 1
 ) -> bool:
     """Return whether graphs of n_rows rows should fetch, instead of the host handling misses.
 
-    on_cpu, streamed: seconds to compute, and to upload, 0, 1, ... n_expert_used experts. n_slots:
-    slots of a layer, from `usual_slots`. A fetching graph can only copy, at the bandwidth-limited
-    time per expert, but never waits for the host.
-
-    Only the curves are measured. The number of missing experts is assumed from the share of slots
-    (_MISSING), because this is decided once, before the first pass; rows choose independently of
-    each other among the experts without a slot.
+    on_cpu, streamed: seconds to compute, and to upload, 0, 1, ... n_expert_used experts. n_missing:
+    mean over layers. A fetching graph can only copy, at the bandwidth-limited time per expert, but
+    never waits for the host.
     """
     n_used = min(len(on_cpu), len(streamed)) - 1
-    n_of_row = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
-    n_absent = max(n_expert - n_slots, n_of_row, 1.0)
-    n_missing = n_absent * (1.0 - (1.0 - n_of_row / n_absent) ** n_rows)
     stalls = [max(on_cpu[c], streamed[n - c]) for n, c in enumerate(best_split(on_cpu, streamed))]
     reaction = _REACTION * (1.0 + math.log2(n_rows))
     by_host = _BOUNDARY + min(n_missing, 1.0) * reaction + _seconds(stalls, n_missing)
     return n_missing * streamed[n_used] / n_used < by_host
+
+
+def fetch_limit(
+    on_cpu: Sequence[float], streamed: Sequence[float], n_rows: int, n_expert: int
+) -> float:
+    """Return up to how many missing experts of a layer graphs of n_rows rows should fetch."""
+    if fetches_in_graph(on_cpu, streamed, n_expert, n_rows):
+        return math.inf
+    low, high = 0.0, float(n_expert)
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        if fetches_in_graph(on_cpu, streamed, middle, n_rows):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _seconds(measured: Sequence[float], n: float) -> float:
@@ -288,13 +303,17 @@ class MissWays:
 
     split: how many of a layer's missing experts the CPU takes. cpu: it takes any, in passes of
     cpu_from rows and more. fetch_rows: in passes of up to so many rows, graphs fetch missing
-    experts in layers that can; no CPU is involved there.
+    experts in layers that can, as far as one can tell in advance; no CPU is involved there.
+    fetch_limits, expected: for 1, 2, ... rows, up to how many missing experts of a layer graphs
+    should fetch, and how many are expected; empty if the choice is not to change.
     """
 
     split: MissSplit
     cpu: bool
     fetch_rows: int
     cpu_from: int = 1
+    fetch_limits: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
 
 
 def choose_ways(
@@ -305,19 +324,21 @@ def choose_ways(
         is_cpu = mode == "cpu"
         split = MissSplit.fixed(n_expert_used, is_cpu)
         return MissWays(split, is_cpu, 0 if is_cpu else MAX_FETCH_ROWS)
-    on_cpu, streamed = costs.on_cpu, costs.streamed
+    on_cpu, streamed, widths = costs.on_cpu, costs.streamed, range(1, MAX_FETCH_ROWS + 1)
     usual = usual_slots(n_slots, n_expert_used, n_expert)
+    expected = tuple(expected_missing(usual, n_expert, n_expert_used, n) for n in widths)
     fetch_rows = 0
     while fetch_rows < MAX_FETCH_ROWS and fetches_in_graph(
-        on_cpu, streamed, usual, n_expert, fetch_rows + 1
+        on_cpu, streamed, expected[fetch_rows], fetch_rows + 1
     ):
         fetch_rows += 1
     is_rare = streams_rare_misses(on_cpu[1], streamed[1], min(n_slots), n_expert)
-    # beyond fetch_rows, misses are no longer rare
-    cpu_from = fetch_rows + 1 if is_rare else 1
-    if is_rare and fetch_rows in (0, MAX_FETCH_ROWS):
-        return MissWays(MissSplit.fixed(n_expert_used, False), False, fetch_rows)
-    return MissWays(MissSplit(on_cpu, streamed, costs.per_row), True, fetch_rows, cpu_from)
+    if is_rare and not fetch_rows:
+        return MissWays(MissSplit.fixed(n_expert_used, False), False, 0)
+    limits = tuple(fetch_limit(on_cpu, streamed, n, n_expert) for n in widths)
+    split = MissSplit(on_cpu, streamed, costs.per_row)
+    # several rows can miss much, however rare the misses of one row are
+    return MissWays(split, True, fetch_rows, 2 if is_rare else 1, limits, expected)
 
 
 def machine_costs(machine: Machine, n_expert_used: int) -> MissCosts:

@@ -23,6 +23,7 @@ from ..errors import InternalError
 from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cost import MissWays
+from .fetchchoice import FetchChoice
 from .guard import CacheGuard, Counters
 from .passplan import FetchedLayer, LayerPlan, MissMode, Pairs, PassPlan, TableRow
 from .prefetch import MAX_PREFETCH, PrefetchController
@@ -68,11 +69,11 @@ class Residency:
         self.cache, self._layers, self._dirty = cache, cache.layers, cache.dirty
         self.routing = RoutingCounts(len(cache.n_slots), cache.n_expert)
         self.split = ways.split
-        self._ways = ways
+        self._has_cpu, self._cpu_from = ways.cpu, ways.cpu_from
         self._n_used = cache.n_expert_used
-        self._fetch_rows = min(ways.fetch_rows, MAX_FETCH_IDS // self._n_used)
+        self._choice = FetchChoice(ways, min(MAX_FETCH_ROWS, MAX_FETCH_IDS // self._n_used))
         self._fetch_layers = frozenset(
-            il for il in fetchable if self._fetch_rows and cache.layers[il].can_fetch
+            il for il in fetchable if self._choice.fetches(1) and cache.layers[il].can_fetch
         )
         self._short_layers: dict[int, frozenset[int]] = {}  # by the number of ids
         self.guard: CacheGuard | None = None
@@ -89,6 +90,7 @@ class Residency:
         self._victim_layers = _NO_LAYERS  # victims are listed on the device
         self._n_victims = self._n_used  # so many for each layer, or all
         self._n_narrower = 0  # passes in turn that needed fewer
+        self._learning = 0, 0  # rows of the pass, misses before it
         self._promoted: list[tuple[int, int]] = []  # (layer, expert), loading
         self._prefetched: tuple[int, dict[int, int]] = (-1, {})  # layer, expert -> slot of the bank
 
@@ -110,6 +112,7 @@ class Residency:
             self._is_stale = True
         self.cache.begin_pass()
         rules = rules_of(kind, n_tokens)
+        self._learn(n_tokens if rules.fetches else 0)
         is_active = self._is_active
         mode = self._mode(rules, n_tokens, is_active)
         exchanged = self._exchange() if mode.admits and self._is_stale else []
@@ -123,6 +126,16 @@ class Residency:
         plan = PassPlan(n_tokens, mode, exchanged, waits, rows)
         self._pass = plan
         return plan
+
+    def _learn(self, n_tokens: int) -> None:
+        """Note what the last pass missed; n_tokens: rows of the next one, 0 if it cannot fetch."""
+        n_rows, before = self._learning
+        learns = self._choice.learns(n_tokens)
+        if n_rows or learns:
+            total = sum(self._layers[il].n_missing for il in self._fetch_layers)
+            if n_rows and self._fetch_layers:
+                self._choice.observe(n_rows, (total - before) / len(self._fetch_layers))
+            self._learning = (n_tokens, total) if learns else (0, 0)
 
     def exchange(self) -> None:
         """Exchange slots now, if the last pass was of a prompt, and not when the next pass begins.
@@ -247,6 +260,7 @@ class Residency:
             self._is_stale = True  # what was exchanged is lost
         self._promoted.clear()
         self._prefetched = -1, {}
+        self._learning = 0, 0
         self.cache.rollback()
         self._pass = None
 
@@ -266,12 +280,12 @@ class Residency:
 
     def _mode(self, rules: MissRules, n_tokens: int, is_active: bool) -> MissMode:
         predicts = rules.predicts and self._may_prefetch and self.prefetcher.enabled
-        fetches = rules.fetches and is_active and n_tokens <= self._fetch_rows
+        fetches = rules.fetches and is_active and self._choice.fetches(n_tokens)
         return MissMode(
             self._fetch_layers if fetches else _NO_LAYERS,
             self._short(n_tokens * self._n_used) if fetches else _NO_LAYERS,
             rules.admits and is_active,
-            rules.on_cpu and self._ways.cpu and n_tokens >= self._ways.cpu_from,
+            rules.on_cpu and self._has_cpu and n_tokens >= self._cpu_from,
             predicts and is_active,
         )
 

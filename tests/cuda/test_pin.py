@@ -19,6 +19,8 @@ from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32
+from moegraph.resident import expertcopies
+from moegraph.resident.layout import expert_tensors
 
 MIB = 1 << 20
 SETTINGS = {"device": "cuda", "n_ctx": 256, "n_ubatch": 16, "pin_layers": 0, "cache_slots": 80}
@@ -56,16 +58,36 @@ def test_pinned_pages_are_seen_by_the_device_until_they_are_freed(device) -> Non
     assert device_address(address) is None
 
 
-def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file) -> None:
+def check_blocks(engine: Engine) -> None:
+    """Compare the experts in host memory with the file."""
+    store = engine._misses.store
+    assert store.layers == list(range(engine.hparams.n_layer)) == list(store._pinned)
+    for il, block in store._pinned.items():
+        packing = store.packing(il)
+        rows = block.array.reshape(-1, packing.stride)
+        for part, info in expert_tensors(engine.file, il).items():
+            at, size = packing.offsets[part], packing.sizes[part]
+            np.testing.assert_array_equal(
+                rows[:, at : at + size], engine.file.map(info).reshape(-1, size)
+            )
+
+
+def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file, monkeypatch) -> None:
+    # missing experts go the same way, from memory that the driver allocates
     path = model_file("legacy32")
-    with Engine.load(path, EngineConfig(**SETTINGS, host_pin="none")) as engine:
-        expected = engine.forward_logits(np.arange(9))
-    with Engine.load(path, EngineConfig(**SETTINGS, host_pin="all")) as engine:
+    config = EngineConfig(**SETTINGS, host_pin="all", miss="stream", deterministic=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(expertcopies, "_registers", lambda device: False)
+        with Engine.load(path, config) as engine:
+            assert not any(isinstance(b, HostPages) for b in engine._misses.store._pinned.values())
+            check_blocks(engine)
+            expected = engine.forward_logits(np.arange(9))
+    with Engine.load(path, config) as engine:
         blocks = engine._misses.store._pinned
-        assert len(blocks) == engine.hparams.n_layer
         for block in blocks.values():
             assert isinstance(block, HostPages)
             assert device_address(block.base) == block.base
+        check_blocks(engine)
         np.testing.assert_array_equal(engine.forward_logits(np.arange(9)), expected)
         addresses = [block.base for block in blocks.values()]
     assert [device_address(address) for address in addresses] == [None] * len(addresses)

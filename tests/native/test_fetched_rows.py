@@ -19,6 +19,7 @@ from helpers.tree_rows import TREES
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError
+from moegraph.experts import cost
 from moegraph.ggml.lib import C
 from moegraph.kinds import Kind
 from moegraph.runner import layered, plan
@@ -106,6 +107,30 @@ def test_sequences_whose_missing_experts_the_cpu_computes_change_no_bit(
         np.testing.assert_array_equal(*(decode(e, turn, n) for e in (plain, engine)))
         check_sound(engine)
     assert engine.runner.misses.n_cpu_experts == engine.runner.cache.stats.missing.sum() > 500
+
+
+@pytest.mark.parametrize(("each", "limit"), [(12, 3.0), (24, 0.3)])
+def test_what_passes_missed_decides_who_acts_next_and_no_bit_changes(
+    open_engine, monkeypatch, each: int, limit: float
+) -> None:
+    """Graphs fetch, or the host uploads and the CPU computes: it changes from pass to pass."""
+    monkeypatch.setattr(cost, "fetches_in_graph", lambda *_: True)
+    monkeypatch.setattr(cost, "fetch_limit", lambda *_: limit)
+    plain = open_engine(PRESET, n_seq=N_SEQ, n_ubatch=8)
+    engine = open_rows(open_engine, cache_slots=N_LAYER * each, miss="auto")
+    seconds = [float(n) for n in range(N_USED + 1)]
+    engine.runner.residency.split = cost.MissSplit(seconds, seconds, 1.0)
+    manners = set()
+    for turn in range(50):
+        n = WIDTHS[turn % len(WIDTHS)] if turn < 26 else 8
+        if turn == 40:
+            engine.runner.residency._choice._limits = (99.0,) * 32
+        manners.add((n, bool(modes(engine, n)[0])))
+        expected = decode(plain, turn, n)
+        np.testing.assert_array_equal(decode(engine, turn, n), expected, err_msg=f"pass {turn}")
+        check_sound(engine)
+    assert {(8, True), (8, False), (1, True)} <= manners and (1, False) not in manners
+    assert engine.runner.misses.n_cpu_experts > 0 and modes(engine, 8)[0] == ALL
 
 
 @pytest.mark.parametrize(("n", "each", "n_short"), [(2, 8, 0), (2, 7, 8), (5, 20, 0), (8, 31, 8)])
