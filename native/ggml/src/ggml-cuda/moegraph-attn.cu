@@ -39,27 +39,43 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     return total;
 }
 
-// Eight elements of a partial sum.
-template <bool refined>
-static __device__ __forceinline__ void moegraph_attn_get_partial(const void * partial, const int64_t at, float x[8]) {
-    if (refined) {
-        const float4 y = ((const float4 *) partial)[2*at], z = ((const float4 *) partial)[2*at + 1];
-        x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
-    } else {
-        const uint4    y    = ((const uint4 *) partial)[at];
-        const uint32_t h[4] = { y.x, y.y, y.z, y.w };
+// Eight elements of a partial sum, as they are stored: floats if refined, else halves.
+template <bool refined> struct moegraph_attn_eight {
+    static constexpr int n = refined ? 2 : 1;
+
+    uint4 raw[n];
+
+    __device__ __forceinline__ void load(const void * partial, const int64_t at) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 z = __half22float2(moegraph_attn_half2(h[i]));
-            x[2*i]     = z.x;
-            x[2*i + 1] = z.y;
+        for (int i = 0; i < n; ++i) {
+            raw[i] = ((const uint4 *) partial)[at*n + i];
         }
     }
-}
+
+    // Adds the elements times weight to sum.
+    __device__ __forceinline__ void add_to(float sum[8], const float weight) const {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const uint32_t x[4] = { raw[i].x, raw[i].y, raw[i].z, raw[i].w };
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (refined) {
+                    float y;
+                    memcpy(&y, &x[j], sizeof(y));
+                    sum[4*i + j] = fmaf(weight, y, sum[4*i + j]);
+                } else {
+                    const float2 y = __half22float2(moegraph_attn_half2(x[j]));
+                    sum[2*j]     = fmaf(weight, y.x, sum[2*j]);
+                    sum[2*j + 1] = fmaf(weight, y.y, sum[2*j + 1]);
+                }
+            }
+        }
+    }
+};
 
 // Adds up the splits of a row and head. Which thread adds which splits depends on their number alone.
 template <int d, bool refined>
-__launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS, 4)
+__launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS, refined ? 3 : 4)
 static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph_attn_args args, float * dst) {
     constexpr int n_lanes  = d/8; // of eight elements each
     constexpr int n_slices = MOEGRAPH_ATTN_SUM_THREADS/n_lanes;
@@ -81,12 +97,12 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
 #pragma unroll
     for (int j0 = 0; j0 < n_deep; j0 += n_batch) {
         if (j0 == 0 || j0*n_slices < n) {
-            float x[n_batch][8] = {};
+            moegraph_attn_eight<refined> x[n_batch] = {};
 #pragma unroll
             for (int j = 0; j < n_batch; ++j) {
                 const int i = slice + (j0 + j)*n_slices;
                 if (i < n) {
-                    moegraph_attn_get_partial<refined>(args.partial, (first + i)*n_lanes + at, x[j]);
+                    x[j].load(args.partial, (first + i)*n_lanes + at);
                 }
             }
             if (j0 == 0) {
@@ -96,10 +112,7 @@ static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph
             for (int j = 0; j < n_batch; ++j) {
                 const int   i      = slice + (j0 + j)*n_slices;
                 const float weight = __shfl_sync(0xFFFFFFFF, weights[(j0 + j)*n_slices/32], i % 32);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    sum[e] = fmaf(weight, x[j][e], sum[e]);
-                }
+                x[j].add_to(sum, weight);
             }
         }
     }
