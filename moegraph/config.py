@@ -248,6 +248,15 @@ class EngineConfig:
         minimum=1,
         maximum=256,
     )
+    n_draft: int = _setting(
+        "int",
+        0,
+        (),
+        "Drafted tokens of each sequence that one pass can verify without more device memory "
+        "(Python API only).",
+        minimum=0,
+        maximum=63,
+    )
     cpu_reference: bool = _setting(
         "flag",
         False,

@@ -289,10 +289,13 @@ class Sampler:
         _require_candidate(largest)
         if params.typical_p < 1.0:
             ids, kept = _typical(ids, kept, params.typical_p)
-        if params.top_p < 1.0:
-            ids, kept = _top_p(ids, kept, params.top_p)
+        least = -np.inf
         if params.min_p > 0.0:
-            near = kept >= kept.max() + np.float32(math.log(params.min_p))
+            least = kept.max() + np.float32(math.log(params.min_p))
+        if params.top_p < 1.0:
+            ids, kept = _top_p(ids, kept, params.top_p, least)
+        if params.min_p > 0.0:
+            near = kept >= least
             ids, kept = ids[near], kept[near]
         return ids, kept
 
@@ -402,23 +405,30 @@ def _typical(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, Flo
     return ids[kept], logits[kept]
 
 
-def _top_p(ids: IntArray, logits: FloatArray, p: float) -> tuple[IntArray, FloatArray]:
+def _top_p(
+    ids: IntArray, logits: FloatArray, p: float, floor: float
+) -> tuple[IntArray, FloatArray]:
     """Keep the likeliest tokens up to and including the one whose cumulative sum reaches p.
 
-    Tries the likeliest few first, then more of them; it never sorts more than it keeps by much.
+    floor: logits below it are cut anyway; of a large set, only the others are sorted. Tries the
+    likeliest few first, then more of them; it never sorts more than it keeps by much.
     """
-    weights = _weights(logits)
-    # in the order of the sums below, if those are all
-    total = weights.sum(dtype=np.float64) if ids.size > _FEW else None
-    n = _TOP_P_FIRST
-    while total is not None and 4 * n < ids.size:
+    if ids.size <= _FEW:
+        ids, logits = _descending(ids, logits)
+        cumulative = _weights(logits).cumsum(dtype=np.float64)
+        n_keep = 1 + int(np.searchsorted(cumulative[:-1], p * cumulative[-1], side="left"))
+        return ids[:n_keep], logits[:n_keep]
+    wanted, n = p * float(_weights(logits).sum(dtype=np.float64)), _TOP_P_FIRST
+    near = np.flatnonzero(logits >= floor)
+    ids, logits = ids[near], logits[near]
+    while 4 * n < ids.size:
         at, largest = _top_k(logits, n)
         reached = _weights(largest).cumsum(dtype=np.float64)
-        if reached[-1] >= p * total:
-            n_keep = 1 + int(np.searchsorted(reached[:-1], p * total, side="left"))
+        if reached[-1] >= wanted:
+            n_keep = 1 + int(np.searchsorted(reached[:-1], wanted, side="left"))
             return ids[at[:n_keep]], largest[:n_keep]
         n *= _TOP_P_MORE
     ids, logits = _descending(ids, logits)
     cumulative = _weights(logits).cumsum(dtype=np.float64)
-    n_keep = 1 + int(np.searchsorted(cumulative[:-1], p * cumulative[-1], side="left"))
+    n_keep = 1 + int(np.searchsorted(cumulative[:-1], wanted, side="left"))
     return ids[:n_keep], logits[:n_keep]

@@ -28,7 +28,7 @@ from ..units import MiB
 from .generation import Events, Generation
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
-from .passes import Passes, Seqs, checked_ids
+from .passes import Cancel, Passes, Seqs, checked_ids
 from .prefixes import Prefixes
 from .sequence import Sequence
 
@@ -183,7 +183,7 @@ class Engine:
             "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
             "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
             "kv_bytes": self.state.kv_bytes,
-            "state_bytes": self.state.recurrent_bytes,
+            "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
             "compute_bytes": self.runner.compute_bytes,
         }
 
@@ -248,7 +248,7 @@ class Engine:
         seq: Seqs = 0,
         all_rows: bool = False,
         greedy: bool = False,
-        cancel: CancelToken | None = None,
+        cancel: Cancel = None,
     ) -> Output:
         """Run token rows as one pass and wait for it.
 
@@ -256,13 +256,14 @@ class Engine:
         seq: the sequence of each row of tokens, or the first of consecutive sequences.
         all_rows: results for every row; otherwise for the last row of each sequence.
         greedy: return the device's argmax instead of logits.
+        cancel: a token for the pass, or one or None for each row of tokens.
 
         Raises:
             RequestError, ContextOverflow, EngineBusy, Cancelled: as in `submit`.
             NativeError, ModelFileError: as in `collect`.
         """
-        self.submit(tokens, seq, all_rows, greedy, cancel)
-        return self.collect()
+        self.ownership.enter_alone()
+        return self.passes.run(tokens, seq, all_rows, greedy, cancel)
 
     def forward_logits(
         self, tokens: Ids, pos0: int = 0, seq: int = 0, all_rows: bool = True
@@ -297,19 +298,21 @@ class Engine:
         seq: Seqs,
         all_rows: bool,
         greedy: bool,
-        cancel: CancelToken | None,
+        cancel: Cancel,
     ) -> None:
         """Start a pass without waiting; arguments as in `forward`.
 
-        Only one pass may be in flight: collect it before the next. If a pass fails or is cancelled,
-        its sequences are emptied.
+        Only one pass may be in flight: collect it before the next. A pass is cancelled once all its
+        sequences are; until then it runs to its end, and `reset` ends a single sequence, also in
+        flight. A pass that fails or is cancelled before its first graph is launched changes no
+        sequence; later, its sequences are emptied.
 
         Raises:
             RequestError: wrong ids or shape, too many rows, a pass is in flight, the engine is
                 closed, or it belongs to another thread.
             ContextOverflow: the rows do not fit into the context.
             EngineBusy: a generation is running.
-            Cancelled: cancel was set while the pass was launched.
+            Cancelled: all sequences were cancelled while the pass was launched.
         """
         self.ownership.enter_alone()
         self.passes.submit(tokens, seq, all_rows, greedy, cancel)

@@ -127,7 +127,7 @@ class _Loading:
             wait([beside])
             self._times.lap("tokenizer")
         runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
-        runner.reserve_graphs()
+        runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
         self.device.note_peak()

@@ -1,13 +1,15 @@
 """Passes over the sequences of one model: checks before a pass, clean-up after a failed one.
 
-An interrupt may come at any point. So a pass first marks its sequences as unfinished and removes
-the mark when everything is recorded. The next call empties the sequences that are still marked. If
-the clean-up is interrupted too, the call after it does that.
+An interrupt may come at any point. So a pass marks its sequences as unfinished before its first
+graph is launched, and removes the mark when everything is recorded. The next call empties the
+sequences that are still marked. If the clean-up is interrupted too, the call after it does that. A
+pass that ended before its first graph has changed nothing: its sequences only give back pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from .cputhreads import CpuThreads
 
 # A sequence for each row of token ids, or the first of consecutive sequences.
 Seqs = int | Sequence[int]
+# One token for all sequences of a pass, or one for each of them; None cancels nothing.
+Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...] | None
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
@@ -56,6 +60,22 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
     return ids.astype(np.int32, copy=False)
 
 
+def _is_cancelled(cancel: Cancel, batch: Batch) -> Callable[[], bool]:
+    """Return whether all sequences of a pass are cancelled, as a function.
+
+    Raises:
+        RequestError: there is not one token for each sequence.
+    """
+    if cancel is None:
+        return bool
+    if not isinstance(cancel, (list, tuple)):
+        return cancel.is_set
+    n_seqs, tokens = len(batch.slots), [token for token in cancel if token is not None]
+    if len(cancel) != n_seqs:
+        raise RequestError(f"{len(cancel)} cancel tokens for {n_seqs} sequences")
+    return (lambda: all(token.is_set() for token in tokens)) if len(tokens) == n_seqs else bool
+
+
 class Passes:
     """Runs passes, one in flight at a time, and records the tokens of every sequence."""
 
@@ -70,7 +90,8 @@ class Passes:
         self._n_vocab = runner.stage.hp.n_vocab
         self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
         self._unfinished: set[int] = set()
-        self._to_truncate: set[int] = set()  # after a failed verify pass
+        self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
+        self._is_lost = False  # nobody will collect the pass in flight
         self._batch: Batch | None = None  # the last pass
 
     def held(self, seq: int) -> list[int]:
@@ -104,6 +125,9 @@ class Passes:
 
     def _clean_up(self) -> None:
         """Empty the sequences that are marked as unfinished."""
+        if self._is_lost:
+            self._runner.give_up()
+            self._is_lost = False
         if not self._unfinished and not self._to_truncate:
             return
         for seq in sorted(self._to_truncate - self._unfinished):
@@ -122,21 +146,26 @@ class Passes:
         seq: Seqs,
         all_rows: bool,
         greedy: bool,
-        cancel: CancelToken | None,
+        cancel: Cancel,
         kind: Kind | None = None,
         draws: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Start a pass without waiting. If it fails or is cancelled, its sequences are emptied.
+        """Start a pass without waiting.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
         row of tokens, or the first of consecutive ones. kind: None for DECODE if each sequence has
         one row, else PREFILL. draws: the results are candidates instead of logits; what
         `RowSampler.draw` returns, numpy shape [n_out, DRAW_WORDS].
 
+        A pass is cancelled once all its sequences are. Until then it runs to its end, for all of
+        them; `reset` ends one sequence, also in flight. An error or a cancellation before the first
+        graph is launched changes no sequence. After a later one the sequences of the pass are
+        emptied, because some layers may have advanced and others not.
+
         Raises:
             RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
             ContextOverflow: the rows do not fit into the context.
-            Cancelled: cancel was set while the pass was launched.
+            Cancelled: all sequences were cancelled while the pass was launched.
         """
         self._clean_up()
         self._runner.require_idle()
@@ -144,15 +173,17 @@ class Passes:
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         slots = self._slots(seq, rows)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
-        self.abandon(*batch.slots)  # until everything is recorded
+        cancelled = _is_cancelled(cancel, batch)
+        self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
-            self._run(batch, cancel)
+            self._run(batch, cancelled)
             for slot, row in zip(batch.slots, rows.tolist()):
                 self._held[slot].extend(row)
         except BaseException:
-            self._clean_up()  # some layers may have advanced and others not
+            self._clean_up()
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
+        self._to_truncate.clear()
         self._unfinished.difference_update(batch.slots)
 
     def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
@@ -171,7 +202,7 @@ class Passes:
         parents: npt.ArrayLike | None = None,
         lengths: Sequence[int] | None = None,
         greedy: bool = True,
-        cancel: CancelToken | None = None,
+        cancel: Cancel = None,
     ) -> None:
         """Start a pass over trees of drafted rows; `collect` returns results of all rows.
 
@@ -182,43 +213,46 @@ class Passes:
             RequestError: as in `submit`, or the lengths do not fit the tokens.
             InternalError: a parent is neither an earlier row nor -1, or a tree has too many rows.
             ContextOverflow: the rows do not fit into the context.
-            Cancelled: cancel was set while the pass was launched.
+            Cancelled: all sequences were cancelled while the pass was launched.
         """
         self._clean_up()
         self._runner.require_idle()
         rows = self._rows(tokens)
         batch = Batch.verify(rows, self._slots(seq, rows), parents, lengths, greedy)
         self._checked(batch)
+        cancelled = _is_cancelled(cancel, batch)
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
-            self._run(batch, cancel)
+            self._run(batch, cancelled)
         except BaseException:
             self._clean_up()
             self._files.check()
             raise
         self._to_truncate.clear()
 
-    def commit(self, seq: int, path: Sequence[int]) -> None:
-        """Have a sequence take rows of the last verify pass, as if they had been submitted.
+    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Have sequences take rows of the last verify pass, as if they had been submitted.
 
-        path: rows of its tree from a root on, each the child of the one before; none changes
-        nothing. If this fails, the sequence is emptied.
+        paths: by sequence, rows of its tree from a root on, each the child of the one before; none
+        changes nothing. One call for all sequences is one launch; if that fails, those that it
+        would have changed are emptied.
 
         Raises:
-            RequestError: a pass is in flight, or these rows are not such a path.
+            RequestError: a pass is in flight, or some rows are not such a path; nothing changes.
         """
-        self._require_seq(seq)
+        for seq in paths:
+            self._require_seq(seq)
         self._clean_up()
-        self.abandon(seq)  # until everything is recorded
+        wanted = {seq: list(path) for seq, path in paths.items()}
+        changed = [seq for seq, path in wanted.items() if path]
         try:
-            self._held[seq].extend(self._runner.commit(seq, list(path)))
-        except RequestError:
-            self._unfinished.discard(seq)  # nothing has changed
-            raise
+            tokens = self._runner.commit(wanted, lambda: self.abandon(*changed))
+            for seq, row in tokens.items():
+                self._held[seq].extend(row)
         except BaseException:
             self._clean_up()
             raise
-        self._unfinished.discard(seq)
+        self._unfinished.difference_update(changed)
 
     def snapshot(self, seq: int) -> Snapshot:
         """Return a snapshot of a sequence, to `restore`; close it when it is not needed.
@@ -268,14 +302,37 @@ class Passes:
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
-    def _run(self, batch: Batch, cancel: CancelToken | None) -> None:
+    def _run(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
         n_built = self._runner.graphs.n_built
         self._threads.begin(batch.tokens.size)
-        self._runner.submit(batch, cancel.is_set if cancel else bool)
+        # a verify pass changes no sequence; the others are marked until everything is recorded
+        begins: Callable[[], object] = (
+            bool if batch.tree else partial(self._unfinished.update, batch.slots)
+        )
+        self._runner.submit(batch, cancelled, begins)
         if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
             self._threads.end()
+
+    def run(
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel
+    ) -> Output:
+        """Do `submit` and `collect`. An interrupt leaves no pass in flight.
+
+        If it comes after the rows were submitted, the sequences may hold them.
+        """
+        self._clean_up()
+        self._runner.require_idle()
+        try:
+            self.submit(tokens, seq, all_rows, greedy, cancel)
+            return self.collect()
+        except MoegraphError:
+            raise  # there is no pass in flight
+        except BaseException:
+            self._is_lost = True
+            self._clean_up()
+            raise
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.

@@ -175,12 +175,10 @@ class Residency:
             raise InternalError("a fetch without a pass")
         self.cache.begin_fetch(layers, self._pass.n_tokens * self._n_used)
 
-    def fetched(
-        self, il: int, ids: npt.NDArray[np.int32], real: npt.NDArray[np.int32] | None = None
-    ) -> FetchedLayer:
+    def fetched(self, il: int, ids: npt.NDArray[np.int32]) -> FetchedLayer:
         """Record what the graph of layer il fetched for rows that chose ids.
 
-        ids: I32 [n_tokens * n_expert_used]. real: those of rows that count, if not all do.
+        ids: I32, n_expert_used of each row that is not padding.
 
         Raises:
             InternalError: no pass is under way, or the layer was not in `begin_fetch`.
@@ -189,11 +187,7 @@ class Residency:
         if plan is None:
             raise InternalError(f"layer {il}: ids without a pass")
         chosen = ids.tolist()
-        if real is None:
-            missing = self._access(layer, chosen)
-        else:  # the graph has fetched for all rows
-            missing = list(dict.fromkeys(layer.absent_of(chosen)))
-            self._access(layer, real.tolist())
+        missing = self._access(layer, chosen)
         n_fetched, rest = layer.commit_fetched(missing, chosen), None
         if n_fetched < len(missing):
             rest = LayerPlan([], missing[n_fetched:], [], [], {})

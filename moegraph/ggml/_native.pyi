@@ -324,6 +324,7 @@ class Lib:
         a3: Tensor,
         a4: Tensor,
         a5: Tensor,
+        a6: Tensor,
         /,
     ) -> Tensor: ...
     def moegraph_delta_net(
@@ -337,6 +338,7 @@ class Lib:
         a6: Tensor,
         a7: Tensor,
         a8: Tensor,
+        a9: Tensor,
         /,
     ) -> Tensor: ...
     def moegraph_fetch_rows(

@@ -72,11 +72,15 @@ def _require(ok: bool, op: str, *tensors: Tensor) -> None:
 
 
 def _require_states(
-    pool: Tensor, slots: Tensor, parents: Tensor | None, n_tokens: int, n_seqs: int, op: str
-) -> None:
+    pool: Tensor, slots: Tensor, parents: Tensor | None, lengths: Tensor | None, n_tokens: int,
+    n_seqs: int, op: str,
+) -> None:  # fmt: skip
     ok = pool.type == F32 and pool.nb[0] == 4 and shape(pool)[2:] == (1, 1)
     ok = ok and slots.type == I32 and shape(slots) == (n_seqs, 1, 1, 1)
     _require(ok and C.ggml_is_contiguous(slots), op, pool, slots)
+    if lengths is not None:
+        ok = lengths.type == I32 and shape(lengths) == (n_seqs, 1, 1, 1) and parents is None
+        _require(ok, op, slots, lengths)
     if parents is not None:
         ok = parents.type == I32 and shape(parents) == (n_tokens, n_seqs, 1, 1)
         _require(ok and C.ggml_is_contiguous(parents) and n_tokens <= MAX_TREE_ROWS, op, parents)
@@ -324,6 +328,22 @@ class Builder:
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 
+    def set_ids(self, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+        """Write rows of ids [n, r] to rows `at` of ids I32 [n, m], in place; at I32 [r].
+
+        rows are numbers I32 seen as F32, because ggml moves rows of F32. Rows that `at` repeats
+        must be equal. Returns ids as they are then; nodes that need them as they were come first.
+        """
+        (n, m), n_rows = ids.ne[0:2], rows.ne[1]
+        ok = ids.type == at.type == I32 and shape(ids)[2:] == (1, 1) and ids.nb[0] == 4
+        ok = ok and shape(rows) == (n, n_rows, 1, 1) and shape(at) == (n_rows, 1, 1, 1)
+        _require(ok, "set_ids", ids, rows, at)
+        words = C.ggml_view_2d(self.ctx, ids, n, m, ids.nb[1], 0)
+        words.type = F32
+        again = C.ggml_view_2d(self.ctx, self.set_rows(words, rows, at), n, m, ids.nb[1], 0)
+        again.type = I32
+        return again
+
     def rope(self, a: Tensor, pos: Tensor, hp: Any) -> Tensor:
         """Rotate the first n_rot elements of each head, NEOX pairing.
 
@@ -435,13 +455,13 @@ class Builder:
 
     def conv(
         self, rows: Tensor, kernel: Tensor, pool: Tensor, slots: Tensor,
-        parents: Tensor | None = None,
+        parents: Tensor | None = None, lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Depthwise causal convolution of rows that continue a state.
 
         rows F32 [channels, T, S], kernel F32 [d_conv, channels], pool F32 [(d_conv - 1) * channels,
         n_slots] with each channel's last values side by side: F32 [channels, T, S]. slots I32 [S],
-        parents I32 [T, S]: see delta_net.
+        parents I32 [T, S], lengths I32 [S]: see delta_net.
         """
         ok = (
             rows.type == kernel.type == F32
@@ -453,12 +473,13 @@ class Builder:
             and pool.ne[0] == (kernel.ne[0] - 1) * rows.ne[0]
         )
         _require(ok, "conv", rows, kernel, pool)
-        _require_states(pool, slots, parents, rows.ne[1], rows.ne[2], "conv")
-        return C.moegraph_conv(self.ctx, rows, kernel, pool, slots, parents or ffi.NULL)
+        _require_states(pool, slots, parents, lengths, rows.ne[1], rows.ne[2], "conv")
+        optional = parents or ffi.NULL, lengths or ffi.NULL
+        return C.moegraph_conv(self.ctx, rows, kernel, pool, slots, *optional)
 
     def delta_net(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, pool: Tensor,
-        slots: Tensor, parents: Tensor | None = None,
+        slots: Tensor, parents: Tensor | None = None, lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Gated delta rule over rows that continue a state.
 
@@ -466,7 +487,8 @@ class Builder:
         [D * D * H, n_slots]: F32 [D, H, T, S]. Sequence s has the state of slots[s], I32 [S]; its
         rows continue one another, and the state becomes that of the last row. With parents I32
         [T, S] each row continues its parent, or the state if that is -1; the state stays. Padding
-        touches no state, and its results are 0: a sequence in slot -1, a row whose parent is -2.
+        touches no state, and its results are 0: a sequence in slot -1, a row whose parent is -2,
+        and, without parents, the rows after the first lengths[s] of a sequence; lengths I32 [S].
         """
         d, h, t, s = shape(v)
         ok = (
@@ -480,5 +502,6 @@ class Builder:
             and pool.ne[0] == d * d * h
         )
         _require(ok, "delta_net", q, k, v, gate, beta, pool)
-        _require_states(pool, slots, parents, t, s, "delta_net")
-        return C.moegraph_delta_net(self.ctx, q, k, v, gate, beta, pool, slots, parents or ffi.NULL)
+        _require_states(pool, slots, parents, lengths, t, s, "delta_net")
+        optional = parents or ffi.NULL, lengths or ffi.NULL
+        return C.moegraph_delta_net(self.ctx, q, k, v, gate, beta, pool, slots, *optional)

@@ -82,19 +82,21 @@ def build_output(
 
 def build_recurrence(
     b: Builder, hp: HParams, w: LayerWeights, state: State, rows: DeltaRows, slots: Tensor, il: int,
-    parents: Tensor | None = None,
+    parents: Tensor | None = None, lengths: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append convolution and delta rule: F32 [head_v_dim, n_v_heads, T, S].
 
-    They store the new states. With parents I32 [T, S] (see graphs/tree.py) they store none.
+    They store the new states. With parents I32 [T, S] (see graphs/tree.py) they store none. With
+    lengths I32 [S], only the first lengths[s] rows of a sequence count.
     """
-    conv = b.conv(rows.qkv, w["ssm_conv1d.weight"], state.conv[il], slots, parents)
+    conv = b.conv(rows.qkv, w["ssm_conv1d.weight"], state.conv[il], slots, parents, lengths)
     conv = b.name(b.silu(b.name(conv, "conv_output_raw", il)), "conv_output_silu", il)
     q, k, v = _split_qkv(b, hp, conv)
     q = b.expand(b.name(_l2_norm(b, q, hp.f_norm_rms_eps), "q_conv_predelta", il))
     k = b.expand(b.name(_l2_norm(b, k, hp.f_norm_rms_eps), "k_conv_predelta", il))
     b.name(v, "v_conv_predelta", il)
-    out = b.delta_net(q, k, v, rows.gate, rows.beta, state.ssm[il], slots, parents)
+    args = (q, k, v, rows.gate, rows.beta, state.ssm[il], slots, parents, lengths)
+    out = b.delta_net(*args)
     return b.expand(b.name(out, "attn_output", il))
 
 

@@ -32,7 +32,7 @@ class PassShape(NamedTuple):
     n_seq_tokens rows for each of n_seqs sequences. Rows attend to n_kv positions, or, if n_kv is
     PAGED, to what is in the pages of their sequences. n_out rows reach the head: none, the last of
     each sequence, or all. is_tree: the rows of a sequence are a tree, and the pass leaves all
-    states as they are.
+    states as they are. is_ragged: some of these rows are padding; which ones is an input.
     """
 
     n_seq_tokens: int
@@ -40,6 +40,7 @@ class PassShape(NamedTuple):
     n_kv: int
     n_out: int
     is_tree: bool = False
+    is_ragged: bool = False
 
     @property
     def is_paged(self) -> bool:
@@ -61,9 +62,11 @@ class PassInputs:
     I32 [n_out], or None if n_out is 0; slots I32 [n_seqs], the recurrent states of the sequences;
     kq_mask F16 [n_kv, n_seq_tokens, 1, n_seqs]. With several sequences in the engine:
     kv_rows I32 [n_kv * n_seqs], the rows of the KV caches that attention reads. With trees: parents
-    I32 [n_seq_tokens, n_seqs]. With at most DRAW_ROWS results: draws I32 [DRAW_WORDS, n_out], for
-    candidates (`RowSampler.draw`). With pages, in place of kq_mask and kv_rows: pages I32 [n_pages,
-    n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass does not need is None.
+    I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
+    which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
+    results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
+    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass
+    does not need is None.
     """
 
     embd: Tensor
@@ -75,6 +78,8 @@ class PassInputs:
     slots: Tensor
     kv_rows: Tensor | None
     parents: Tensor | None
+    padding: Tensor | None
+    absent: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
 
@@ -93,14 +98,20 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
+    padding: int
+    absent: int
     draws: int
     attention: int
 
     @classmethod
-    def of(cls, n_embd: int, n_tokens: int) -> _Layout:
-        """Return the layout of passes of n_tokens rows; n_embd is 0 if embd is elsewhere."""
+    def of(cls, n_embd: int, n_expert_used: int, n_tokens: int) -> _Layout:
+        """Return the layout of passes of n_tokens rows; n_embd is 0 if embd is elsewhere.
+
+        A single row is no padding.
+        """
+        padding = (1, n_expert_used) if n_tokens > 1 else (0, 0)
         offsets = [0]
-        for n in (n_embd, 1, 2, 1, 1, 1):
+        for n in (n_embd, 1, 2, 1, 1, 1, *padding):
             offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
         n_draws = min(n_tokens, DRAW_ROWS)
         offsets.append(round_up(offsets[-1] + 4 * DRAW_WORDS * n_draws, _ALIGN))
@@ -126,6 +137,7 @@ class InputBlock:
         self._embedding = stage.weights.embedding
         self._hidden = hidden
         self._n_embd = stage.hp.n_embd if self._embedding else 0
+        self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
         self._gathers = state.n_seq > 1
         self._layouts: dict[int, _Layout] = {}
@@ -146,7 +158,8 @@ class InputBlock:
     def _layout(self, n_tokens: int) -> _Layout:
         found = self._layouts.get(n_tokens)
         if found is None:
-            found = self._layouts[n_tokens] = _Layout.of(self._n_embd, n_tokens)
+            found = _Layout.of(self._n_embd, self._n_expert_used, n_tokens)
+            self._layouts[n_tokens] = found
         return found
 
     def leaves(self, b: Builder, shape: PassShape) -> PassInputs:
@@ -166,12 +179,15 @@ class InputBlock:
             embd = self._hidden.leaf(b, n_tokens)
         else:
             raise InternalError("a stage has neither an embedding nor rows to start from")
-        parents = draws = kq_mask = kv_rows = pages = rows = None
+        parents = padding = absent = draws = kq_mask = kv_rows = pages = rows = None
         if 0 < shape.n_out <= DRAW_ROWS:
             draws = leaf(I32, (DRAW_WORDS, shape.n_out), "inp_draws", at.draws)
         if shape.is_tree:
             parents_ne = (shape.n_seq_tokens, shape.n_seqs)
             parents = leaf(I32, parents_ne, "inp_parents", at.parents)
+        if shape.is_ragged:
+            padding = leaf(I32, (n_tokens,), "inp_padding", at.padding)
+            absent = leaf(F32, (self._n_expert_used, n_tokens), "inp_absent", at.absent)
         if shape.is_paged:
             n_pages = self._state.pool.table.shape[1]
             pages = leaf(I32, (n_pages, shape.n_seqs), "inp_pages", at.attention)
@@ -192,6 +208,8 @@ class InputBlock:
             slots=slots,
             kv_rows=kv_rows,
             parents=parents,
+            padding=padding,
+            absent=absent,
             pages=pages,
             rows=rows,
         )
@@ -267,6 +285,9 @@ class InputBlock:
             region(at.out_ids, shape.n_out, np.int32)[:] = np.arange(1, shape.n_seqs + 1) * n - 1
         if tree is not None:
             region(at.parents, n_tokens, np.int32)[:] = tree.parents.reshape(-1)
+            if shape.is_ragged:
+                region(at.padding, n_tokens, np.int32)[:] = tree.padding
+                region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
         region(at.slots, shape.n_seqs, np.int32)[:] = slots
         if shape.is_paged:
             table = state.pool.table

@@ -16,8 +16,8 @@ from ..resident.layout import PAGE
 from ..resident.stage import Stage
 from .rows import Tree
 
-# Most rows of a pass that the op takes, and I32 words that describe one of them.
-MAX_ROWS, ROW_WORDS = 32, 36
+# I32 words that describe a row.
+ROW_WORDS = 36
 # Words of a row: its sequence, the positions that are committed, those that it attends to, one that
 # is not used, then the path: the rows behind the committed positions, in order.
 _SEQ, _N_PAST, _N_KEYS, _PATH = 0, 1, 2, 4
@@ -62,4 +62,4 @@ def fill_rows(
     for seq, row in np.ndindex(words.shape[:2]):
         path = np.flatnonzero(tree.sees[seq, row])
         words[seq, row, _PATH : _PATH + len(path)] = path
-    words[:, :, _N_KEYS] = first + 1 + tree.depths  # padding repeats row 0
+    words[:, :, _N_KEYS] = np.where(tree.real, first + 1 + tree.depths, 0)

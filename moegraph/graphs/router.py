@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..ggml.ops import Builder, Tensor
 from ..modelfile.hparams import HParams
 from ..resident.weights import LayerWeights
+from .inputs import PassInputs
 
 # Smallest normal F16; like upstream, avoids a division by zero.
 _MIN_SUM = 6.103515625e-5
@@ -25,6 +26,16 @@ class Routing:
     topk: Tensor
     weights: Tensor
     weights_data: Tensor
+
+
+def build_absent(b: Builder, inp: PassInputs, ids: Tensor) -> Tensor:
+    """Return ids, or slots, I32 [n_expert_used, n_tokens]; those of padding become -1, in place.
+
+    So padding costs no expert: none is read, and none is fetched.
+    """
+    if inp.padding is None or inp.absent is None:
+        return ids
+    return b.expand(b.set_ids(ids, inp.absent, inp.padding))
 
 
 def build_prediction(b: Builder, hp: HParams, w: LayerWeights, cur: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Tree:
     """The drafted rows of each sequence of a verify pass.
 
     parents: I32 numpy [n_seqs, n_seq_tokens]: an earlier row, or -1 for a root, which continues
-    what is committed. lengths: how many rows of each sequence are real. The rest are padding: roots
-    that repeat row 0, so that they choose no experts of their own.
+    what is committed. lengths: how many rows of each sequence are real. The rest are padding, with
+    the parent PADDING.
     """
 
     parents: npt.NDArray[np.int32]
@@ -36,9 +36,21 @@ class Tree:
         """Which rows are real, numpy shape [n_seqs, n_seq_tokens]."""
         return np.arange(self.parents.shape[1]) < np.array(self.lengths)[:, None]
 
+    @property
+    def padding(self) -> npt.NDArray[np.int64]:
+        """Rows that are padding, as many as there are rows: some repeat. There is padding.
+
+        Rows are counted over all sequences: row r of sequence s is s * n_seq_tokens + r.
+        """
+        is_padding = ~self.real.reshape(-1)
+        return np.where(is_padding, np.arange(is_padding.size), int(is_padding.argmax()))
+
     @cached_property
     def sees(self) -> npt.NDArray[np.bool_]:
-        """Which rows each row attends to: its path; numpy shape [n_seqs, n_rows, n_rows]."""
+        """Which rows each row attends to: its path; numpy shape [n_seqs, n_rows, n_rows].
+
+        Padding attends to row 0, because a mask must leave something.
+        """
         n_seqs, n = self.parents.shape
         sees = np.zeros((n_seqs, n, n), dtype=bool)
         for row in range(n):

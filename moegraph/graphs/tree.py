@@ -69,14 +69,14 @@ def build_tree_deltanet(
 
 def build_commit(
     b: Builder, hp: HParams, w: LayerWeights, state: State, rows: DeltaRows, slots: Tensor,
-    path: Tensor, il: int,
+    path: Tensor, lengths: Tensor, il: int,
 ) -> None:  # fmt: skip
     """Append the update of a layer's states by the rows of one path through each sequence's tree.
 
     rows: those of build_tree_deltanet, or of several such passes. path: I32 [n_accepted, S], rows
-    counted over all sequences (row r of sequence s is s * T + r), of each tree from its root on.
-    The recurrences of build_deltanet run over the path alone, so the states are those of a pass
-    without the rest of the tree.
+    counted over all sequences (row r of sequence s is s * T + r), of each tree from its root on;
+    lengths: I32 [S], how many of them count. The recurrences of build_deltanet run over the path
+    alone, so the states are those of a pass without the rest of the tree.
     """
     n, s, n_v = path.ne[0], path.ne[1], hp.n_v_heads
     flat = b.reshape(path, n * s)
@@ -87,4 +87,5 @@ def build_commit(
 
     qkv = b.reshape(along(rows.qkv, hp.conv_dim), hp.conv_dim, n, s)
     gate, beta = (b.reshape(along(a, n_v), 1, n_v, n, s) for a in (rows.gate, rows.beta))
-    build_recurrence(b, hp, w, state, DeltaRows(qkv, gate, beta), slots, il)
+    accepted = DeltaRows(qkv, gate, beta)
+    build_recurrence(b, hp, w, state, accepted, slots, il, lengths=lengths)

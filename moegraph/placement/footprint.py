@@ -8,11 +8,15 @@ from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_token, state_bytes
 from ..resident.layout import (
+    MAX_PAGED_ROWS,
     N_STAGING,
     PAGE,
     Packing,
+    draft_room,
+    draft_widths,
     expert_tensors,
     is_dense,
+    paged_scratch_bytes,
     stack_kind,
     zeros_bytes,
 )
@@ -21,14 +25,16 @@ from .planner import Footprint
 
 # Kernel images, captured graphs and the backend's scratch pool.
 _OTHER_BYTES = 224 << 20
+# Bytes; no device aligns tensors to more.
+_ALIGN = 128
 
 
 def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
     """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
     Weights, caches and states are exact. Intermediates are an upper bound, because their layout is
-    known only after the graphs are built. Not included: logits of all rows (--logits-out), n_ubatch
-    * n_vocab * 4 bytes.
+    known only after the graphs are built. Verify passes count as far as n_draft announces them. Not
+    included: logits of all rows of a prompt (--logits-out), n_ubatch * n_vocab * 4 bytes.
     """
     hp = model.hparams
     padded = round_up(n_ctx, PAGE)
@@ -39,6 +45,8 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
     kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
     rows = min(config.n_ubatch, padded) * config.n_seq
     compute = _compute_bytes(hp, rows, padded, config.n_seq)
+    drafted = config.n_seq * min(config.n_draft + 1, config.n_ubatch) if config.n_draft else 0
+    compute = max(compute, *(_narrow_bytes(hp, n, rows, padded) for n in (config.n_seq, drafted)))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
@@ -52,7 +60,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         slot_bytes=sizes,
         weights=sum(info.nbytes for info in dense),
         kv=kv * (padded * config.n_seq + 1),
-        state=state_bytes(hp, config.n_seq) + zeros_bytes(hp),
+        state=state_bytes(hp, config.n_seq) + zeros_bytes(hp) + _draft_bytes(hp, drafted),
         compute=compute,
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values()),
@@ -67,7 +75,28 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
 
 def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:
     """Return a bound on inputs, one layer's intermediates, and one head row per sequence."""
+    return n_tokens * (_row_bytes(hp) + 2 * n_ctx) + 8 * hp.n_vocab * n_seq
+
+
+def _row_bytes(hp: HParams) -> int:
+    """Return a bound on the input and one layer's intermediates of a row, without its mask."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
-    row = 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
-    return n_tokens * (row + 2 * n_ctx) + 8 * hp.n_vocab * n_seq
+    return 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
+
+
+def _narrow_bytes(hp: HParams, n_tokens: int, max_rows: int, n_ctx: int) -> int:
+    """Return a bound for a decode or verify pass: a head row for each row, and paged attention.
+
+    max_rows: rows of the largest pass, whose inputs have memory of their own.
+    """
+    inputs = max_rows * (2 * n_ctx + 4 * (hp.n_embd + hp.n_expert_used + 8))
+    scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS), n_ctx)
+    return inputs + n_tokens * (_row_bytes(hp) + 8 * hp.n_vocab) + scratch
+
+
+def _draft_bytes(hp: HParams, n_rows: int) -> int:
+    """Return the bytes that verify passes of n_rows rows keep; see `DraftRows`."""
+    room = draft_room(n_rows) if n_rows else 0
+    layer = sum(round_up(4 * width * room, _ALIGN) for width in draft_widths(hp))
+    return hp.n_layer_recurrent * layer

@@ -12,9 +12,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor
 from ..modelfile.hparams import HParams
 from ..units import round_up
-
-# Fewest rows that there is room for; more rows double the room until they fit.
-_MIN_ROWS = 32
+from .layout import draft_room, draft_widths
 
 
 class DraftRows:
@@ -26,7 +24,7 @@ class DraftRows:
 
     def __init__(self, device: Device, hp: HParams, layers: range) -> None:
         self._device = device
-        self._widths = (hp.conv_dim, hp.n_v_heads, hp.n_v_heads)
+        self._widths = draft_widths(hp)
         recurrent = [il for il in layers if hp.is_recurrent(il)]
         self._layers = {il: i for i, il in enumerate(recurrent)}
         self._buffer: Buffer | None = None
@@ -40,15 +38,18 @@ class DraftRows:
         """
         if n_rows <= self.n_rows:
             return
-        n = max(self.n_rows, _MIN_ROWS)
-        while n < n_rows:
-            n *= 2
+        n = draft_room(n_rows)
         size = self._stride(n) * max(len(self._layers), 1)
         larger = self._device.buffer(size, f"{n} rows of verify passes", "draft fewer tokens")
         C.ggml_backend_buffer_clear(larger.ptr, 0)
         smaller, self._buffer, self.n_rows = self._buffer, larger, n
         if smaller:
             smaller.close()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the memory."""
+        return self._buffer.size if self._buffer else 0
 
     def _offsets(self, n_rows: int) -> list[int]:
         """Return where each kind of rows begins in the memory of a layer, and its size."""

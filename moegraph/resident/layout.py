@@ -18,6 +18,12 @@ PAGE = 256
 # Zeros that are copied to empty a state; more of them make fewer copies.
 _MIN_ZEROS = 1 << 20
 PARTS = ("gate", "up", "gate_up", "down")
+# Most rows of a pass whose attention reads K and V through lists of pages.
+MAX_PAGED_ROWS = 32
+# Fewest rows of verify passes that there is room for; more rows double the room until they fit.
+_MIN_DRAFT_ROWS = 32
+# Of attention over pages: steps in which splits grow, and splits of all heads of keys together.
+_SPLIT_LEVELS, _MOST_SPLITS = 6, 128
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
@@ -27,6 +33,35 @@ _PART_ALIGNMENT = 128
 def zeros_bytes(hp: HParams) -> int:
     """Return the size of the block of zeros that is copied to empty states and KV rows."""
     return max(4 * hp.head_v_dim**2 * hp.n_v_heads, _MIN_ZEROS)
+
+
+def draft_room(n_rows: int) -> int:
+    """Return for how many rows there is room after a verify pass of n_rows rows."""
+    n = _MIN_DRAFT_ROWS
+    while n < n_rows:
+        n *= 2
+    return n
+
+
+def draft_widths(hp: HParams) -> tuple[int, int, int]:
+    """Return the F32 numbers of each kind that a verify pass keeps of a row of a DeltaNet layer."""
+    return hp.conv_dim, hp.n_v_heads, hp.n_v_heads
+
+
+def paged_scratch_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
+    """Return a bound on what attention over pages needs beside its result.
+
+    Each row and head has a partial sum for each split of its positions: 32 << l positions each up
+    to position 512 << 2l (native/ggml/src/moegraph-attn.h), or as many splits as occupy a device.
+    """
+    n_splits = start = level = 0
+    while start < n_ctx:
+        end = n_ctx if level == _SPLIT_LEVELS - 1 else min(512 << 2 * level, n_ctx)
+        n_splits += -(-(end - start) // (32 << level))
+        start, level = end, level + 1
+    n_splits = max(n_splits, _MOST_SPLITS // hp.n_head_kv, 1)
+    n_sums = n_rows * hp.n_head * n_splits
+    return round_up(4 * hp.n_embd_head_k * n_sums, 128) + round_up(8 * n_sums, 128)
 
 
 def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:

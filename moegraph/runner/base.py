@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,9 @@ from ..graphs.cache import GraphCache
 from ..graphs.head import HeadOutputs, Results
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, InputBlock, PassShape
-from ..graphs.paged import MAX_ROWS, can_page
+from ..graphs.paged import can_page
 from ..kinds import Kind
+from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
 from ..units import round_up
 from .batch import Batch
@@ -88,6 +89,7 @@ class Runner(ABC):
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
+        self._begins: Callable[[], object] = lambda: None  # call it before the first graph
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
         self._head: HeadOutputs | None = None  # of the last pass, while its tensors are intact
@@ -121,8 +123,13 @@ class Runner(ABC):
         if self._pending is not None and slot in self._pending.slots:
             self._dropped.add(slot)
             if self._dropped.issuperset(self._pending.slots):
-                self.device.synchronize()  # the next pass reuses host memory of this one
-                self._pending = None
+                self.give_up()  # the next pass reuses host memory of this one
+
+    def give_up(self) -> None:
+        """Wait for the pass in flight, if there is one, and forget its results."""
+        if self._pending is not None:
+            self.device.synchronize()
+            self._pending = None
 
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
@@ -130,12 +137,14 @@ class Runner(ABC):
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
-        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_ROWS
+        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_PAGED_ROWS
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
-        n_out = n_seqs * n_seq_tokens if batch.all_rows else n_seqs
+        n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
             n_out = 0
-        return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, batch.tree is not None)
+        if tree is None:
+            return PassShape(n_seq_tokens, n_seqs, n_kv, n_out)
+        return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, True, tree.is_ragged)
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
@@ -153,17 +162,24 @@ class Runner(ABC):
             for slot in batch.slots:
                 self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
-    def submit(self, batch: Batch, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def submit(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool] = lambda: False,
+        begins: Callable[[], object] = lambda: None,
+    ) -> None:
         """Start a pass. The caller has checked token ids and context length.
 
-        After any error from launching, the caller must reset the sequences of the pass, or truncate
-        them to what they held if it was a verify pass.
+        begins: called before the first graph is launched. After an error that comes later, the
+        caller must reset the sequences of the pass. After an earlier one, or after any error of a
+        verify pass, it must truncate them to what they held.
 
         Raises:
             Cancelled: cancelled() returned true before a graph.
             RequestError: a pass is in flight.
         """
         self.require_idle()
+        self._begins = begins
         shape = self.shape_of(batch)
         self._head = None
         self._commits.begin(batch)
@@ -189,15 +205,17 @@ class Runner(ABC):
             self.graphs.clear()
             state.drafts.reserve(n_rows)
 
-    def commit(self, slot: int, path: list[int]) -> list[int]:
+    def commit(
+        self, paths: Mapping[int, list[int]], begins: Callable[[], None] = lambda: None
+    ) -> dict[int, list[int]]:
         """Enqueue the commit of verified rows; see `Commits.commit`.
 
         Raises:
-            RequestError: a pass is in flight, or the rows are not a path of the last verify pass.
+            RequestError: a pass is in flight, or the rows are no paths of the last verify pass.
         """
         self.require_idle()
         self._head = None
-        return self._commits.commit(slot, path)
+        return self._commits.commit(paths, begins)
 
     def collect(self) -> Output:
         """Wait for the pass in flight and return its results.
@@ -291,25 +309,43 @@ class Runner(ABC):
             smaller, self._results = self._results, larger
             smaller.close()
 
-    @property
-    def _largest(self) -> PassShape:
-        """The pass with the most rows."""
-        state = self.stage.state
-        n_out = state.n_seq if self._has_head else 0
-        return PassShape(self.n_ubatch, state.n_seq, state.n_ctx, n_out)
+    def reserve_graphs(self, n_draft: int = 0) -> None:
+        """Build the graphs of the largest passes, so that the shared block never grows later.
 
-    @property
-    def _largest_results(self) -> Results:
-        """The results that take most memory in a pass of `_largest`."""
-        return Results.CANDIDATES if self._largest.n_out <= DRAW_ROWS else Results.ARGMAX
-
-    @abstractmethod
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
+        n_draft: drafted tokens of each sequence in the largest verify pass; 0 for none. Passes of a
+        prompt that return results of all rows may still need more.
 
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
+        n_rows = min(n_draft + 1, self.n_ubatch)
+        if n_draft:
+            self._reserve_drafts(n_rows * self.stage.state.n_seq)  # drops graphs
+        self._reserve(Kind.PREFILL, self.n_ubatch)
+        # whose attention over pages has memory of its own
+        if self._can_page:
+            self._reserve(Kind.DECODE, 1, MAX_PAGED_ROWS)
+        if not n_draft:
+            return
+        self._reserve(Kind.VERIFY, n_rows)
+        if self._can_page and n_rows <= MAX_PAGED_ROWS:
+            self._reserve(Kind.VERIFY, n_rows, MAX_PAGED_ROWS)
+        self._commits.reserve(n_rows)
+
+    def _reserve(self, kind: Kind, n_rows: int, most: int = 1 << 30) -> None:
+        """Build the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
+        state, is_tree = self.stage.state, kind is Kind.VERIFY
+        n_seqs = max(1, min(state.n_seq, most // n_rows))
+        is_paged = self._can_page and kind is not _PREFILL and n_rows * n_seqs <= MAX_PAGED_ROWS
+        n_kv, n_out = PAGED if is_paged else state.n_ctx, n_seqs * n_rows if is_tree else n_seqs
+        n_out *= self._has_head
+        shape = PassShape(n_rows, n_seqs, n_kv, n_out, is_tree, is_tree)
+        # what takes most memory
+        self._build(shape, kind, Results.CANDIDATES if n_out <= DRAW_ROWS else _ARGMAX)
+
+    @abstractmethod
+    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        """Build the graphs of a pass."""
 
     @abstractmethod
     def build_ahead(self, batch: Batch) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import InternalError, RequestError
 from ..graphs.head import Results
 from ..graphs.rows import Tree
-from ..graphs.tree import check_parents
+from ..graphs.tree import PADDING, check_parents
 from ..kinds import Kind, MissRules, rules_of
 
 # members of an Enum are slow to look up
@@ -70,8 +70,8 @@ class Batch:
 
         tokens: I32, numpy shape [n_seqs, n_seq_tokens]. parents: same shape; an earlier row of the
         sequence, or -1 for a root, which continues what the sequence holds; None for chains.
-        lengths: how many rows of each sequence are real, at least 1; what tokens and parents hold
-        for the rest does not matter.
+        lengths: how many rows of each sequence are real, at least 1; the rest is padding, and what
+        tokens and parents hold there does not matter.
 
         Raises:
             RequestError: the lengths or the sequences do not fit the tokens.
@@ -84,9 +84,9 @@ class Batch:
         chain = np.arange(-1, n - 1, dtype=np.int32)
         rows = np.array(np.broadcast_to(chain if parents is None else parents, tokens.shape))
         padding = np.arange(n) >= np.array(given)[:, None]
-        rows[padding] = -1
+        rows[padding] = PADDING
         tree = Tree(check_parents(rows), given)
-        tokens = np.where(padding, tokens[:, :1], tokens)
+        tokens = np.where(padding, tokens[:, :1], tokens)  # some embedding that is finite
         return cls(tokens, tuple(slots), Kind.VERIFY, all_rows=True, greedy=greedy, tree=tree)
 
     @property

@@ -1,20 +1,24 @@
-"""Commits rows that a verify pass computed: the sequence then holds one path of its tree.
+"""Commits rows that a verify pass computed: a sequence then holds one path of its tree.
 
 A verify pass writes K and V of its rows behind the positions of the sequence, in the order of rows,
-and leaves the recurrent states as they are. The commit moves K and V of the path to where they
-belong, unless they are there, and runs the recurrences over the path.
+and leaves the recurrent states as they are. The commit moves K and V of the paths to where they
+belong, unless they are there, and runs the recurrences over the paths. One graph does that for any
+number of sequences, whose paths may differ in length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import RequestError
+from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
-from ..ggml.ops import I32, MAX_TREE_ROWS, Builder, Tensor
-from ..graphs.cache import GraphCache
+from ..ggml.ops import F32, I32, MAX_TREE_ROWS, Builder
+from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.deltanet import DeltaRows
 from ..graphs.tree import build_commit
 from ..resident.stage import Stage
@@ -22,7 +26,35 @@ from ..units import round_up
 from .batch import Batch
 
 _ALIGN = 256
-_INPUTS = ("slots", "path", "sources", "targets")
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Byte offsets of the inputs of a commit, all I32, and its rows n_rows * n_seqs.
+
+    slots, lengths [n_seqs]; path [n_rows, n_seqs], rows of the verify pass; sources, targets
+    [n_rows * n_seqs], rows of the KV caches.
+    """
+
+    n_rows: int
+    n_seqs: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all inputs."""
+        return self._at(5)
+
+    def _at(self, i: int) -> int:
+        small = round_up(4 * self.n_seqs, _ALIGN)
+        large = round_up(4 * self.n_seqs * self.n_rows, _ALIGN)
+        return min(i, 2) * small + max(i - 2, 0) * large
+
+    def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return offset and shape of each input, ggml order."""
+        s, n = self.n_seqs, self.n_rows
+        shapes = {"slots": (s,), "lengths": (s,), "path": (n, s), "sources": (n * s,)}
+        named = {**shapes, "targets": (n * s,)}
+        return {name: (self._at(i), ne) for i, (name, ne) in enumerate(named.items())}
 
 
 class Commits:
@@ -32,12 +64,13 @@ class Commits:
         self._device = device = stage.device
         self._stage = stage
         self._graphs = graphs
-        self._n_input = round_up(4 * MAX_TREE_ROWS, _ALIGN)
-        size = self._n_input * len(_INPUTS)
+        size = _Inputs(MAX_TREE_ROWS, stage.state.n_seq).n_bytes
         self._buffer = device.buffer(size, "the inputs of commits", "lower -c")
-        # each sequence has host memory of its own: it is read by the time that the sequence has
-        # been verified again
-        self._host = device.host_buffer(size * stage.state.n_seq)
+        self._host = device.host_buffer(size)
+        self._uploaded = device.event()
+        self._context = Context(1)
+        self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
+        place(self._buffer, self._all, 0)
         self._verified: dict[int, tuple[Batch, int]] = {}  # sequence -> its place in the pass
 
     def begin(self, batch: Batch) -> None:
@@ -56,16 +89,29 @@ class Commits:
         """Note that a sequence has changed, so that its verified rows do not fit any more."""
         self._verified.pop(slot, None)
 
-    def commit(self, slot: int, path: list[int]) -> list[int]:
-        """Enqueue that a sequence takes the rows of a path; return their tokens.
+    def commit(
+        self, paths: Mapping[int, list[int]], begins: Callable[[], None]
+    ) -> dict[int, list[int]]:
+        """Enqueue that sequences take the rows of a path each; return their tokens.
 
-        path: rows of the sequence in the last verify pass, from a root on, each the child of the
-        one before. The pass has been collected. If launching fails, the caller must reset the
-        sequence.
+        paths: by sequence, rows of it in the last verify pass, from a root on, each the child of
+        the one before. The pass has been collected. begins: called before the launch; after an
+        error that comes later, the caller must reset the sequences whose paths are not empty. An
+        earlier one changes nothing.
 
         Raises:
             RequestError: there are no such rows, or they are not a path.
         """
+        tokens = {slot: self._tokens(slot, path) for slot, path in paths.items()}
+        longer = {slot: path for slot, path in paths.items() if path}
+        if longer:
+            self._launch(longer, begins)
+        for slot in paths:
+            self.forget(slot)
+        return tokens
+
+    def _tokens(self, slot: int, path: list[int]) -> list[int]:
+        """Return the tokens of a path that can be committed."""
         entry = self._verified.get(slot)
         if entry is None:
             raise RequestError(
@@ -75,63 +121,79 @@ class Commits:
         wrong = batch.tree.require_path(seq, path) if batch.tree else "there is no tree"
         if wrong:
             raise RequestError(f"sequence {slot}: {path} is not a path of its tree: {wrong}")
-        self.forget(slot)
-        if path:
-            self._launch(slot, path, seq * batch.tokens.shape[1])
         return [int(batch.tokens[seq, row]) for row in path]
 
-    def _launch(self, slot: int, path: list[int], first_row: int) -> None:
-        """Enqueue the commit; first_row: the first row of the sequence among those of the pass."""
-        state, rows = self._stage.state, np.array(path, dtype=np.int64)
-        n_past, n = state.n_past[slot], len(path)
-        moves = path != list(range(n))
-        built = self._graphs.get(
-            ("commit", n, moves), 64 * len(self._stage.layers), lambda b: self._build(b, n, moves)
-        )
-        one = np.array(slot)
-        self._write(slot, "slots", one[None])
-        self._write(slot, "path", first_row + rows)
-        self._write(slot, "sources", state.pool.rows(one, n_past + rows))
-        self._write(slot, "targets", state.pool.rows(one, n_past + np.arange(n)))
-        for name, leaf in built.outputs.items():
-            address = self._host.address(self._host_at(slot, name))
-            size = C.ggml_nbytes(leaf)
-            C.ggml_backend_tensor_set_async(self._device.compute.ptr, leaf, address, 0, size)
+    def _launch(self, paths: Mapping[int, list[int]], begins: Callable[[], None]) -> None:
+        """Enqueue the commit of paths of at least one row each."""
+        state = self._stage.state
+        at = _Inputs(max(map(len, paths.values())), len(paths))
+        moves = any(path != list(range(len(path))) for path in paths.values())
+        built = self._graph(at, moves)  # first: building one may use the device
+        self._fill(at, paths)
+        begins()
         status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
-        self._device.check(status, f"the commit of {n} rows")
-        state.n_past[slot] = n_past + n
+        self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
+        for slot, path in paths.items():
+            state.n_past[slot] += len(path)
 
-    def _host_at(self, slot: int, name: str) -> int:
-        return self._n_input * (slot * len(_INPUTS) + _INPUTS.index(name))
+    def reserve(self, n_rows: int) -> None:
+        """Build the graph of the largest commit of paths of up to n_rows rows.
 
-    def _write(self, slot: int, name: str, values: npt.NDArray[np.int64]) -> None:
-        at = self._host_at(slot, name)
-        self._host.array[at : at + 4 * values.size].view(np.int32)[:] = values
-
-    def _build(self, b: Builder, n: int, moves: bool) -> dict[str, Tensor]:
-        """Append the commit of n rows of one sequence; return its inputs, I32.
-
-        moves: K and V of the rows are not where they belong.
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
         """
-        stage, inputs = self._stage, {}
-        for i, (name, ne) in enumerate(zip(_INPUTS, ((1,), (n, 1), (n,), (n,)))):
-            leaf = b.leaf(I32, ne, f"commit_{name}")
-            place(self._buffer, leaf, self._n_input * i)
-            inputs[name] = leaf
-        C.ggml_set_input(inputs["slots"])  # kernels read it early
+        self._graph(_Inputs(n_rows, self._stage.state.n_seq), True)
+
+    def _graph(self, at: _Inputs, moves: bool) -> BuiltGraph:
+        n_nodes = 64 * len(self._stage.layers)
+        return self._graphs.get(("commit", at, moves), n_nodes, lambda b: self._build(b, at, moves))
+
+    def _fill(self, at: _Inputs, paths: Mapping[int, list[int]]) -> None:
+        """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
+        if self._uploaded:
+            self._uploaded.wait()
+        state, rows = self._stage.state, {}
+        for name, (offset, ne) in at.parts().items():
+            region = self._host.array[offset : offset + 4 * int(np.prod(ne))].view(np.int32)
+            rows[name] = region.reshape(ne[::-1] if len(ne) > 1 else (at.n_seqs, -1))
+        steps = np.arange(at.n_rows)
+        for seq, (slot, path) in enumerate(paths.items()):
+            n, one, n_past = len(path), np.array(slot), state.n_past[slot]
+            batch, place_in_pass = self._verified[slot]
+            rows["slots"][seq], rows["lengths"][seq] = slot, n
+            # rows are counted over all sequences of the pass; those after the first n do not matter
+            rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
+            rows["path"][seq, :n] += np.array(path, dtype=np.int32)
+            rows["sources"][seq] = rows["targets"][seq] = state.spare_row
+            rows["sources"][seq, :n] = state.pool.rows(one, n_past + np.array(path))
+            rows["targets"][seq, :n] = state.pool.rows(one, n_past + steps[:n])
+        self._device.send(self._all, self._host, 0, at.n_bytes)
+        if self._uploaded:
+            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+
+    def _build(self, b: Builder, at: _Inputs, moves: bool) -> None:
+        """Append the commit of up to at.n_rows rows of each of at.n_seqs sequences.
+
+        moves: K and V of some rows are not where they belong.
+        """
+        stage, leaves = self._stage, {}
+        for name, (offset, ne) in at.parts().items():
+            leaves[name] = b.leaf(I32, ne, f"commit_{name}")
+            place(self._buffer, leaves[name], offset)
+        C.ggml_set_input(leaves["slots"])  # kernels read it early
         for il in stage.layers:
             if stage.hp.is_recurrent(il):
-                rows = DeltaRows(*stage.state.drafts.leaves(b, il))
-                w = stage.weights.layer(il)
-                build_commit(b, stage.hp, w, stage.state, rows, inputs["slots"], inputs["path"], il)
+                rows, w = DeltaRows(*stage.state.drafts.leaves(b, il)), stage.weights.layer(il)
+                inputs = leaves["slots"], leaves["path"], leaves["lengths"]
+                build_commit(b, stage.hp, w, stage.state, rows, *inputs, il)
             elif moves:
                 for cache in (stage.state.k_words[il], stage.state.v_words[il]):
-                    copy = b.get_rows(cache, inputs["sources"])
-                    b.expand(b.set_rows(cache, copy, inputs["targets"]))
-        return inputs
+                    copy = b.get_rows(cache, leaves["sources"])
+                    b.expand(b.set_rows(cache, copy, leaves["targets"]))
 
     def close(self) -> None:
         """Free the memory."""
         self._verified.clear()
-        self._host.close()
-        self._buffer.close()
+        for handle in (self._uploaded, self._host, self._buffer, self._context):
+            if handle:
+                handle.close()

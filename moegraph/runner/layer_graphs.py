@@ -34,7 +34,7 @@ from ..graphs.layer import (
     build_mixer_router,
     build_moe,
 )
-from ..graphs.router import build_prediction
+from ..graphs.router import build_absent, build_prediction
 from ..resident.bank import Bank
 from ..resident.stage import Stage
 from ..units import round_up
@@ -146,8 +146,13 @@ class LayerGraphs:
                 predict = partial(self._predict, b, il + 1)
             r = build_mixer_router(b, stage, inp, shape, x, norm, il, predict)
             ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
+            slots, is_fetched = None, il in mode.fetch_layers
+            if shape.is_ragged and self.may_lack(il, mode) and not is_fetched:
+                # now, because the table has no row for an id of -1
+                slots = build_absent(b, inp, b.expand(self._slots(b, ids, il, mode)))
+            ids = build_absent(b, inp, ids)
             self._export(b, r, ids, il, self.exports(il, mode))
-            slots = self._slots(b, ids, il, mode)
+            slots = slots or self._slots(b, ids, il, mode)
             if self.may_lack(il, mode):
                 self._moe_that_may_lack(b, r, slots, il)
                 return

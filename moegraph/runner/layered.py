@@ -37,6 +37,7 @@ from ..experts.passplan import PassPlan
 from ..experts.policy import Lru
 from ..experts.residency import Residency
 from ..ggml.lib import C, ffi
+from ..graphs.head import Results
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PassShape
 from ..kinds import Kind
@@ -100,28 +101,18 @@ class LayeredRunner(Runner):
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished = False
         self._current: tuple[PassPlan, LaunchPlan] | None = None  # the pass that is launched next
-        self._is_real: npt.NDArray[np.bool_] | None = None  # its ids; None without padding rows
 
     @property
     def compute_bytes(self) -> int:
         """Device bytes of inputs, intermediates and `CarryBuffers`."""
         return super().compute_bytes + self._layer_graphs.carry.buffer.size
 
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
-        shape = self._largest
-        mode = self.residency.miss_mode(Kind.PREFILL, shape.n_tokens)
-        self.plans.get(shape, self._largest_results, mode)
-
     def build_ahead(self, batch: Batch) -> None:
         """Build the graphs of a pass that will be submitted later, also while one is in flight."""
-        shape = self.shape_of(batch)
-        mode = self.residency.miss_mode(batch.kind, shape.n_tokens)
-        self.plans.get(shape, batch.results, mode)
+        self._build(self.shape_of(batch), batch.kind, batch.results)
+
+    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        self.plans.get(shape, results, self.residency.miss_mode(kind, shape.n_tokens))
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         if self._is_unfinished:
@@ -132,10 +123,6 @@ class LayeredRunner(Runner):
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
             self._current = plan, self.plans.get(shape, batch.results, plan.mode)
-            self._is_real = None
-            if batch.tree and batch.tree.is_ragged:
-                rows = batch.tree.real.reshape(-1)
-                self._is_real = np.repeat(rows, self.stage.hp.n_expert_used)
         except BaseException:
             self._roll_back()
             raise
@@ -168,6 +155,8 @@ class LayeredRunner(Runner):
         for step in launches.steps:
             if cancelled():
                 raise Cancelled("cancelled")
+            if step is launches.steps[0]:
+                self._begins()
             if step.fetch_layers:
                 self.residency.begin_fetch(step.fetch_layers)
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
@@ -176,10 +165,10 @@ class LayeredRunner(Runner):
                 self.device.check(status, f"layer {names}")
             start = self._add_phase("launch", start)
             if unread:
-                start = self._read_routing(unread, shape.n_tokens, start)
+                start = self._read_routing(unread, shape, start)
             unread = step
             if step.lacking is not None:
-                start = self._read_routing(step, shape.n_tokens, start)
+                start = self._read_routing(step, shape, start)
                 unread = None
         head = launches.head
         if head:
@@ -188,7 +177,7 @@ class LayeredRunner(Runner):
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
         if unread:
-            self._read_routing(unread, shape.n_tokens, start)
+            self._read_routing(unread, shape, start)
         # prepare the next pass while the device computes the head
         self._readback.reset(shape.n_tokens)
         if self.replay and shape.n_tokens == 1:
@@ -210,10 +199,9 @@ class LayeredRunner(Runner):
         self.phases[phase] += now - start
         return now
 
-    def _read_routing(self, step: LaunchStep, n_tokens: int, start: float) -> float:
+    def _read_routing(self, step: LaunchStep, shape: PassShape, start: float) -> float:
         """Read the ids of a step's layers, and handle missing experts of the last one."""
         misses, residency, readback = self.misses, self.residency, self._readback
-        is_real = self._is_real
         if misses and step.prediction is not None and step.lacking is not None:
             readback.wait(step.prediction)
             start = self._add_phase("wait", start)
@@ -221,14 +209,15 @@ class LayeredRunner(Runner):
             start = self._add_phase("resolve", start)
         # this runs for each layer of each token: no call more than needed
         clock, waited, resolved = time.perf_counter, 0.0, 0.0
+        n_tokens, is_ragged = shape.n_tokens, shape.is_ragged
         for il, host_ids in step.ids:
             readback.wait(host_ids)
             arrived = clock()
             ids = real = host_ids.ids
-            if is_real is not None:
-                real, ids = ids[is_real], np.where(is_real, ids, -1)
+            if is_ragged:
+                real = ids[ids >= 0]
             if misses and il in step.fetch_layers:
-                done = residency.fetched(il, host_ids.ids, None if is_real is None else real)
+                done = residency.fetched(il, real)
                 if done.experts or done.row:
                     misses.fetched(il, done.experts, done.row)
                 plan = done.rest

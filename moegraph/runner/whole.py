@@ -12,6 +12,8 @@ from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import build_input_norm, build_mixer_router, build_moe
+from ..graphs.router import build_absent
+from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
@@ -30,7 +32,8 @@ def build_whole(
     for il in stage.layers:
         norm = build_input_norm(b, stage, x, il)
         r = build_mixer_router(b, stage, inp, shape, x, norm, il)
-        x = build_moe(b, stage, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+        slots = build_absent(b, inp, r.routing.topk)
+        x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
     if head:
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
@@ -62,17 +65,12 @@ class WholeRunner(Runner):
             lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, results),
         )
 
-    def reserve_graphs(self) -> None:
-        """Build the graphs of the largest pass, so that the shared block never grows later.
-
-        Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
-        """
-        self._get(self._largest, self._largest_results)
-
     def build_ahead(self, batch: Batch) -> None:
         """Build the graph of a pass that will be submitted later, also while one is in flight."""
         self._get(self.shape_of(batch), batch.results)
+
+    def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
+        self._get(shape, results)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.results)
@@ -84,6 +82,7 @@ class WholeRunner(Runner):
         if built is None:
             raise InternalError("a pass was launched before it was prepared")
         reads, n_reads = self._result_reads(built.outputs)
+        self._begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
 

@@ -297,7 +297,7 @@ struct delta_data {
         ggml_tensor * ts = g_.leaf(GGML_TYPE_I32, { c.n_seqs }, slots.data());
         ggml_tensor * tt = parents ? g_.leaf(GGML_TYPE_I32, { c.n, c.n_seqs }, parents->data()) : nullptr;
         g_.add_guard(0);
-        return g_.run(be, moegraph_delta_net(g_.ctx, tq, tk, tv, tg, tb, tp, ts, tt), tp);
+        return g_.run(be, moegraph_delta_net(g_.ctx, tq, tk, tv, tg, tb, tp, ts, tt, nullptr), tp);
     }
 };
 
@@ -389,7 +389,7 @@ struct conv_data {
         ggml_tensor * ts = g.leaf(GGML_TYPE_I32, { c.n_seqs }, slots.data());
         ggml_tensor * tt = parents ? g.leaf(GGML_TYPE_I32, { c.n, c.n_seqs }, parents->data()) : nullptr;
         g.add_guard(0);
-        ggml_tensor * out = moegraph_conv(g.ctx, tr, tw, tp, ts, tt);
+        ggml_tensor * out = moegraph_conv(g.ctx, tr, tw, tp, ts, tt, nullptr);
         return g.run(be, c.silu ? ggml_silu(g.ctx, out) : out, tp);
     }
 };
@@ -496,7 +496,7 @@ static void print_times() {
                 }
                 ggml_tensor * slots, * tree;
                 more(g, which, &slots, &tree);
-                return moegraph_delta_net(g.ctx, q, k, v, d, d, g.leaf(GGML_TYPE_F32, { 128*128*32, 1 }, nullptr), slots, tree);
+                return moegraph_delta_net(g.ctx, q, k, v, d, d, g.leaf(GGML_TYPE_F32, { 128*128*32, 1 }, nullptr), slots, tree, nullptr);
             };
             const auto conv = [&](net & g, const op which) {
                 ggml_tensor * w = g.leaf(GGML_TYPE_F32, { 4, 8192 }, nullptr);

@@ -135,7 +135,7 @@ def test_rows_whose_graphs_fetch_equal_whole(open_cuda, preset, n):
                 one.passes.verify(ids, slots, greedy=False)
                 rows.append(one.collect().require_logits())
                 for slot in slots:
-                    one.passes.commit(slot, [0])
+                    one.passes.commit({slot: [0]})
             else:
                 rows.append(one.forward(ids, slots).logits)
         if not mode.short_layers:

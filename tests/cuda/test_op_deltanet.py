@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.graph_runs import Array, nmse
-from helpers.tree_rows import TREES, ConvCase, DeltaCase, padded, path
+from helpers.tree_rows import TREES, ConvCase, DeltaCase, check_lengths, padded, path
 
 from moegraph.ggml.device import Device
 from moegraph.graphs.tree import check_parents
@@ -98,6 +98,21 @@ def test_each_row_of_the_convolution_equals_its_path_alone(
         for seq in range(2):
             rows = path(parents[seq], n_tokens - 1)
             np.testing.assert_array_equal(together[seq, rows], case.alone(device, seq, rows, silu))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 7, 33, 70])
+def test_sequences_of_other_lengths_have_the_bits_of_their_rows_alone(
+    n_tokens: int, device: Device
+) -> None:
+    rng = np.random.default_rng(n_tokens)
+    lengths = [n_tokens, 0, n_tokens // 2, 1, min(3, n_tokens), n_tokens + 5]
+    slots = [4, 0, 2, -1, 1, 3]
+    for n_k, n_v, s in HEADS:
+        case = DeltaCase.random(rng, slots, n_tokens, (n_k, n_v), s)
+        check_lengths(case, device, lengths)
+        check_lengths(case, device, [-1] * 6)
+    for channels, d_conv in ((256, 4), (130, 3), (384, 9)):
+        check_lengths(ConvCase.random(rng, slots, n_tokens, channels, d_conv), device, lengths)
 
 
 @pytest.mark.parametrize("tree", TREES)

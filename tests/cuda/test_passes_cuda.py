@@ -12,7 +12,10 @@ from helpers.tree_rows import TREES, path
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, I32, Builder
+from moegraph.resident.layout import paged_scratch_bytes
 from moegraph.runner import NotFinite
 
 Open = Callable[..., Engine]
@@ -109,9 +112,12 @@ def test_trees_are_near_their_paths_and_commits_near_passes(
             for row in range(lengths[seq]):
                 taken = tokens[seq, path(parents[seq], row)].tolist()
                 errors.append(nmse(got[seq, row], alone.logits(held[slot] + taken)[-1]))
-        for seq, slot in enumerate(slots):
-            rows = path(parents[seq], int(rng.integers(-1, lengths[seq])))
-            passes.commit(slot, rows)
+        paths = {
+            slot: path(parents[seq], int(rng.integers(-1, lengths[seq])))
+            for seq, slot in enumerate(slots)
+        }
+        passes.commit(paths)
+        for seq, (slot, rows) in enumerate(paths.items()):
             held[slot] += tokens[seq, rows].tolist()
         slot, token = int(rng.integers(0, n_seq)), int(rng.integers(0, N_VOCAB))
         held[slot].append(token)
@@ -169,3 +175,38 @@ def test_sequences_that_take_turns_plan_nothing_when_warm(open_cuda: Open) -> No
         slots = rng.permutation(12)[: rng.integers(1, 13)].tolist()
         engine.forward(np.ones((len(slots), 1), np.int32), slots, greedy=True)
     assert (engine.runner.graphs.n_built, engine.runner.plans.n_planned) == warm
+
+
+def test_partial_sums_of_attention_take_what_the_planner_counts(open_cuda: Open) -> None:
+    engine = open_cuda()
+    hp, state, device = engine.hparams, engine.state, engine.device
+    il = next(iter(state.k))
+    for n_ctx in (256, 4096, 32768, 262144):
+        for n_rows in (1, 5, 32):
+            with Context(16, 16) as context:
+                b = Builder(context, 16)
+                q = b.leaf(F32, (hp.n_embd_head_k, hp.n_head, n_rows), "q")
+                pages, rows = b.leaf(I32, (n_ctx // 256, 1), "p"), b.leaf(I32, (36, n_rows), "r")
+                out = b.paged_attn(q, state.k[il], state.v[il], pages, rows, 256, 1.0)
+                taken = C.ggml_backend_buft_get_alloc_size(device.buft, out) - C.ggml_nbytes(out)
+            assert taken <= paged_scratch_bytes(hp, n_rows, n_ctx) + 128, f"{n_ctx} {n_rows}"
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS[::2], ids=NAMES[::2])
+def test_no_pass_needs_more_than_was_reserved(open_cuda: Open, settings: dict) -> None:
+    n_seq, n_draft, rng = 6, 4, np.random.default_rng(8)
+    engine = open_cuda(n_seq=n_seq, n_draft=n_draft, n_ubatch=8, n_ctx=8192, **settings)
+    graphs, passes = engine.runner.graphs, engine.passes
+    reserved = graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+    assert engine.memory()["compute_bytes"] <= engine.plan.bytes["compute"]
+    assert engine.memory()["state_bytes"] <= engine.plan.bytes["state"]
+    for turn in range(30):
+        slots = rng.permutation(n_seq)[: rng.integers(1, n_seq + 1)].tolist()
+        n = int(rng.integers(1, n_draft + 2))
+        tokens, lengths = rng.integers(0, N_VOCAB, (len(slots), n)), rng.integers(1, n + 1, n_seq)
+        engine.forward(tokens[:, :1] if turn % 3 else tokens, slots, greedy=bool(turn % 2))
+        passes.verify(tokens, slots, None, lengths[: len(slots)].tolist(), greedy=bool(turn % 2))
+        engine.collect()
+        passes.commit({slot: list(range(lengths[i])) for i, slot in enumerate(slots)})
+        now = graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+        assert now == reserved, f"turn {turn}"

@@ -85,7 +85,9 @@ class Layer:
                 path = b.leaf(I32, (len(paths[0]), n_seqs), "path")
                 firsts = n_tokens * np.arange(n_seqs)[:, None]
                 inputs.append((path, np.array(firsts + paths, np.int32)))
-                build_commit(*args, rows, slots, path, 0)
+                lengths = b.leaf(I32, (n_seqs,), "lengths")
+                inputs.append((lengths, np.full(n_seqs, len(paths[0]), np.int32)))
+                build_commit(*args, rows, slots, path, lengths, 0)
             with Buffer(C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, self.device.buft)):
                 for tensor, array in inputs:
                     C.ggml_backend_tensor_set(

@@ -97,6 +97,20 @@ def _read(tensor: Any) -> Array:
     return result
 
 
+def check_lengths(case: DeltaCase | ConvCase, device: Device, lengths: Sequence[int]) -> None:
+    """Check that each sequence has the bits of its first rows alone, and zeros after them."""
+    got, pool = case.run(device, lengths=np.array(lengths, np.int32))
+    expected = case.pool.copy()
+    for seq, n in enumerate(lengths):
+        n, slot = min(max(n, 0), got.shape[1]), int(case.slots[seq])
+        assert not got[seq, n:].any()
+        if n and 0 <= slot < len(expected):
+            out, alone = case.pick(seq, range(n)).run(device)
+            np.testing.assert_array_equal(got[seq, :n], out[0])
+            expected[slot] = alone[slot]
+    np.testing.assert_array_equal(pool, expected)
+
+
 def after(pool: Array, slots: Ints, states: Array) -> Array:
     """Return the pool with the states of the sequences that are not padding."""
     pool = pool.copy()
@@ -141,7 +155,9 @@ class DeltaCase:
             slots=np.array(slots, np.int32),
         )
 
-    def run(self, device: Device, parents: Ints | None = None) -> tuple[Array, Array]:
+    def run(
+        self, device: Device, parents: Ints | None = None, lengths: Ints | None = None
+    ) -> tuple[Array, Array]:
         """Return the result [B, T, H, S] and the pool after it.
 
         q, k and v are views of one tensor, as they are in a layer.
@@ -160,7 +176,8 @@ class DeltaCase:
             gates = leaf("gate", self.gate), leaf("beta", self.beta)
             pool, slots = leaf("pool", self.pool), leaf("slots", self.slots)
             tree = None if parents is None else leaf("parents", parents)
-            return b.delta_net(*views, *gates, pool, slots, tree), pool
+            rows = None if lengths is None else leaf("lengths", lengths)
+            return b.delta_net(*views, *gates, pool, slots, tree, rows), pool
 
         out, pool = compute(device, build)
         return out.reshape(self.v.shape), pool.reshape(self.pool.shape)
@@ -217,8 +234,9 @@ class ConvCase:
         )
 
     def run(
-        self, device: Device, parents: Ints | None = None, silu: bool = False
-    ) -> tuple[Array, Array]:
+        self, device: Device, parents: Ints | None = None, silu: bool = False,
+        lengths: Ints | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the convolution [B, T, channels] and the pool after it.
 
         silu: activated, which is one kernel on CUDA. The rows are part of wider ones.
@@ -231,7 +249,8 @@ class ConvCase:
             x = b.view(x, (channels, t, n), (x.nb[1], x.nb[2]), 0)
             pool, slots = leaf("pool", self.pool), leaf("slots", self.slots)
             tree = None if parents is None else leaf("parents", parents)
-            out = b.conv(x, leaf("kernel", self.kernel), pool, slots, tree)
+            n_rows = None if lengths is None else leaf("lengths", lengths)
+            out = b.conv(x, leaf("kernel", self.kernel), pool, slots, tree, n_rows)
             return b.silu(out) if silu else out, pool
 
         out, pool = compute(device, build)

@@ -7,16 +7,18 @@ import pytest
 
 from moegraph.errors import InternalError, RequestError
 from moegraph.graphs.rows import Tree, fill_mask
+from moegraph.graphs.tree import PADDING
 from moegraph.kinds import Kind
 from moegraph.runner import Batch
 
 ROWS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
 
 
-def test_a_batch_of_trees_replaces_padding_by_its_first_row() -> None:
+def test_a_batch_of_trees_marks_its_padding() -> None:
     batch = Batch.verify(ROWS, [4, 2], [[-1, 0, 1], [-1, 7, 9]], [3, 1])
     assert batch.tokens.tolist() == [[1, 2, 3], [4, 4, 4]]
-    assert batch.tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    assert batch.tree.parents.tolist() == [[-1, 0, 1], [-1, PADDING, PADDING]]
+    assert batch.tree.padding.tolist() == [4, 4, 4, 4, 4, 5]
     assert (batch.slots, batch.kind, batch.all_rows) == ((4, 2), Kind.VERIFY, True)
     assert [batch.n_rows(0), batch.n_rows(1)] == [3, 1] and batch.tree.is_ragged
     assert ROWS.tolist() == [[1, 2, 3], [4, 5, 6]]

@@ -189,32 +189,12 @@ def test_drafted_rows_fetch_and_change_no_bit(open_engine, each: int) -> None:
             one.passes.verify(tokens, slots, parents, lengths, greedy=False)
             results.append(one.collect().require_logits().reshape(len(slots), n, -1))
             for slot in slots:
-                one.passes.commit(slot, [0])
+                one.passes.commit({slot: [0]})
         for seq, length in enumerate(lengths):
             np.testing.assert_array_equal(*(r[seq, :length] for r in results))
         n_fetched += engine.runner.cache.stats.admitted.sum() - before
         check_sound(engine)
     assert n_fetched > 5
-
-
-def test_a_padding_row_that_chooses_otherwise_is_in_the_books_as_the_graph_saw_it(
-    open_engine,
-) -> None:
-    """Nothing says that its bits are those of the row that it repeats."""
-    engine = open_rows(open_engine, cache_slots=N_LAYER * 14, n_seq=2)
-    residency = engine.runner.residency
-    residency.begin_pass(Kind.VERIFY, 3)
-    residency.begin_fetch([0])
-    layer = residency.cache.layers[0]
-    absent = [e for e in range(layer.n_expert) if e not in layer.resident]
-    here = sorted(layer.resident)[:N_USED]
-    seen = np.array([*here, *absent[:N_USED], absent[4], *here[:3]], np.int32)
-    before = residency.cache.stats
-    done = residency.fetched(0, seen, seen[: 2 * N_USED])
-    assert done.experts == absent[: N_USED + 1] and done.rest is None
-    since = residency.cache.stats.since(before)
-    assert (since.missing[0], since.misses[0], since.admitted[0]) == (N_USED, N_USED, N_USED + 1)
-    residency.rollback()
 
 
 @pytest.mark.parametrize("merged", [1, 4])

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.tree_rows import TREES, ConvCase, DeltaCase, chain, forest, heap, padded, path
+from helpers.tree_rows import (
+    TREES,
+    ConvCase,
+    DeltaCase,
+    chain,
+    check_lengths,
+    forest,
+    heap,
+    padded,
+    path,
+)
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device
@@ -141,6 +151,16 @@ def test_rows_may_come_in_any_order(device: Device) -> None:
             case.pick(0, order).run(device, check_parents(moved))[0][0],
             case.run(device, check_parents(parents))[0][0, order],
         )
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 7, 40, 70])
+def test_sequences_of_other_lengths_have_the_bits_of_their_rows_alone(
+    n_tokens: int, device: Device
+) -> None:
+    lengths = [n_tokens, 0, n_tokens // 2, 1, min(3, n_tokens), n_tokens + 5]
+    for case in cases([4, 0, 2, -1, 1, 3], n_tokens, np.random.default_rng(n_tokens)):
+        check_lengths(case, device, lengths)
+        check_lengths(case, device, [-1] * 6)
 
 
 @pytest.mark.parametrize("tree", TREES)

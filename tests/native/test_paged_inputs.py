@@ -13,9 +13,9 @@ from moegraph.engine import Engine
 from moegraph.ggml.handles import Context
 from moegraph.ggml.ops import Builder
 from moegraph.graphs.inputs import PAGED, PassInputs, PassShape
-from moegraph.graphs.paged import MAX_ROWS, ROW_WORDS, can_page
+from moegraph.graphs.paged import ROW_WORDS, can_page
 from moegraph.kinds import Kind
-from moegraph.resident.layout import PAGE
+from moegraph.resident.layout import MAX_PAGED_ROWS, PAGE
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
 
@@ -87,10 +87,16 @@ def test_trees_with_padding(open_engine: Open) -> None:
         shape = engine.runner.shape_of(batch)
         paged = shape._replace(n_kv=PAGED)
         by_mask, by_pages = filled(engine, batch, shape), filled(engine, batch, paged)
-        wanted = keys_by_mask(by_mask, shape)
+        wanted, real = keys_by_mask(by_mask, shape), batch.tree.real.reshape(-1)
         got = keys_by_pages(by_pages, paged)
-        assert got == wanted, "a row of padding repeats row 0, so it chooses no other experts"
-        np.testing.assert_array_equal(by_pages["parents"], by_mask["parents"])
+        assert got == [keys if r else [] for keys, r in zip(wanted, real)]
+        assert shape.is_ragged == paged.is_ragged == (not real.all())
+        names = ("parents", "padding", "absent") if shape.is_ragged else ("parents",)
+        for name in names:
+            np.testing.assert_array_equal(by_pages[name], by_mask[name])
+        if shape.is_ragged:
+            assert set(by_mask["padding"].reshape(-1)) == set(np.flatnonzero(~real))
+            assert (by_mask["absent"].view(np.int32) == -1).all()
 
 
 @pytest.mark.parametrize("n_seq", [1, 2])
@@ -112,7 +118,7 @@ def test_single_rows_that_go_on_or_change_place(open_engine: Open, n_seq: int) -
 def test_a_device_with_the_op_plans_once_for_all_lengths(open_engine: Open) -> None:
     engine = open_engine("mini35b", n_seq=2, n_ctx=1024)
     runner, device = engine.runner, engine.device
-    batch = Batch(np.zeros((2, MAX_ROWS // 2), np.int32), (0, 1))
+    batch = Batch(np.zeros((2, MAX_PAGED_ROWS // 2), np.int32), (0, 1))
     short = runner.shape_of(batch)
     engine.state.n_past[1] = 300
     assert not can_page(engine.stage)
@@ -124,6 +130,6 @@ def test_a_device_with_the_op_plans_once_for_all_lengths(open_engine: Open) -> N
     paged = runner.shape_of(batch)
     engine.state.n_past[1] = 0
     assert paged.is_paged and runner.shape_of(batch) == paged
-    wider = Batch(np.zeros((2, MAX_ROWS // 2 + 1), np.int32), (0, 1))
+    wider = Batch(np.zeros((2, MAX_PAGED_ROWS // 2 + 1), np.int32), (0, 1))
     assert not runner.shape_of(wider).is_paged
     assert not runner.shape_of(replace(batch, kind=Kind.PREFILL)).is_paged

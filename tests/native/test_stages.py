@@ -55,7 +55,7 @@ def test_stages_equal_one_stage(
         assert_same(cut.run(batch), one.run(batch), batch)
         for slot, rows in paths.items():
             for runner in (*one.runners, *cut.runners):
-                runner.commit(slot, rows)
+                runner.commit({slot: rows})
         n_passes += 1
     assert n_passes == 18
     whole, parts = one.states(), cut.states()

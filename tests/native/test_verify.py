@@ -7,15 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 from helpers.tree_rows import TREES, path
 
 from moegraph.engine import Engine
-from moegraph.errors import Cancelled, ContextOverflow, InternalError, RequestError
+from moegraph.errors import (
+    Cancelled,
+    ContextOverflow,
+    InternalError,
+    MoegraphError,
+    RequestError,
+)
 from moegraph.events import CancelToken
 from moegraph.ggml.lib import C, ffi
-from moegraph.runner import NotFinite
-from moegraph.runner.inspect import read_tensor
+from moegraph.runner import Batch, NotFinite
+from moegraph.runner.inspect import node_values, read_tensor
 
 Open = Callable[..., Engine]
 N_SEQ, N_VOCAB = 4, 1000
@@ -88,10 +95,14 @@ def test_rows_of_ragged_trees_equal_their_paths_and_commits_equal_passes(
                 rows = path(parents[seq], row)
                 wanted = alone.logits(held[slot] + tokens[seq, rows].tolist())[-1]
                 np.testing.assert_array_equal(got[seq, row], wanted, err_msg=f"{turn} {slot} {row}")
+        paths = {
+            slot: path(parents[seq], int(rng.integers(-1, lengths[seq])))
+            for seq, slot in enumerate(slots)
+        }
+        for some in [paths] if turn % 3 else [{slot: rows} for slot, rows in paths.items()]:
+            engine.passes.commit(some)
         for seq, slot in enumerate(slots):
-            rows = path(parents[seq], int(rng.integers(-1, lengths[seq])))
-            engine.passes.commit(slot, rows)
-            assert held_by(engine, slot) == held[slot] + tokens[seq, rows].tolist()
+            assert held_by(engine, slot) == held[slot] + tokens[seq, paths[slot]].tolist()
         slot = int(rng.integers(0, n_seq))
         token = int(rng.integers(0, N_VOCAB))
         wanted = alone.logits([*held_by(engine, slot), token])[-1]
@@ -113,8 +124,10 @@ def test_a_commit_leaves_the_states_that_a_pass_leaves(open_engine: Open, settin
         parents = [[-1, -1, 0, 1, 3, 3, 5]] * 2
         verify(engines[0], tokens, [1, 0], parents)
         taken = [[1, 3, 5, 6], [0, 2]][:: 1 if turn % 2 else -1]
+        with faulty("mg_launch", 0, None) as library:
+            engines[0].passes.commit({1: taken[0], 0: taken[1]})
+        assert library.n_calls == 1
         for seq, slot in enumerate((1, 0)):
-            engines[0].passes.commit(slot, taken[seq])
             engines[1].forward(tokens[seq, taken[seq]], slot)
         assert engines[0].state.n_past == engines[1].state.n_past
         for a, b in zip(*map(states_of, engines)):
@@ -144,11 +157,11 @@ def test_rows_at_the_end_of_the_context_leave_room_for_no_padding(open_engine: O
     for seq, held, n in ((0, ids, 2), (1, ids[:9], 5)):
         wanted = alone.logits([*held.tolist(), *tokens[seq, :n].tolist()])[len(held) :]
         np.testing.assert_array_equal(got[seq, :n], wanted)
-    engine.passes.commit(0, [0, 1])
+    engine.passes.commit({0: [0, 1]})
     assert len(held_by(engine, 0)) == 256
     with pytest.raises(ContextOverflow, match="257 positions, the context holds 256"):
         engine.passes.verify([[1], [2]], [0, 1])
-    engine.passes.commit(1, [0, 1, 2])  # a refused pass is no pass
+    engine.passes.commit({1: [0, 1, 2]})  # a refused pass is no pass
     wanted = alone.logits([*ids[:9].tolist(), 5, 6, 7, 3])[-1]
     np.testing.assert_array_equal(engine.forward([3], 1).logits[0], wanted)
 
@@ -175,16 +188,73 @@ def test_padding_counts_for_nothing_in_the_books(open_engine: Open, n: int) -> N
     cache.check()
 
 
+@pytest.mark.parametrize("settings", MODES[2:], ids=NAMES[2:])
+def test_padding_costs_no_expert(
+    open_engine: Open, settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ids arrive as -1: nothing is uploaded or computed for it, also if it chose anew."""
+    engine = open_engine(n_seq=2, deterministic=True, **settings)
+    rng, n_used, chosen = np.random.default_rng(4), engine.hparams.n_expert_used, []
+    engine.forward(rng.integers(0, N_VOCAB, (2, 3)))
+    misses = engine.runner.misses
+    carry_out = misses.carry_out
+
+    def carry(il: int, plan: Any, ids: np.ndarray, n_tokens: int, graphs: Any) -> None:
+        chosen.append(ids.reshape(n_tokens, n_used).copy())
+        carry_out(il, plan, ids, n_tokens, graphs)
+
+    monkeypatch.setattr(misses, "carry_out", carry)
+    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [1, 0], lengths=[1, 3])
+    assert chosen
+    for ids in chosen:
+        assert [(row < 0).all() for row in ids] == [False, True, True, True, False, False, False,
+                                                    True]  # fmt: skip
+        assert (ids[[0, 4, 5, 6]] >= 0).all()
+
+
+def test_the_router_of_a_padding_row_chooses_nothing(open_engine: Open) -> None:
+    """In a graph whose nodes keep their values; the rows of its experts are zeros."""
+    engine = open_engine(cpu_reference=True, n_seq=2)
+    rng = np.random.default_rng(5)
+    engine.forward(rng.integers(0, N_VOCAB, (2, 7)))
+    tokens, lengths = rng.integers(0, N_VOCAB, (2, 3)).astype(np.int32), [1, 3]
+    verify(engine, tokens, [0, 1], lengths=lengths)
+    nodes = node_values(engine.runner, Batch.verify(tokens, [0, 1], lengths=lengths))
+    padding = np.array([False, True, True, False, False, False])
+    for il in range(engine.hparams.n_layer):
+        assert ((nodes["ffn_moe_topk", il] < 0).all(axis=1) == padding).all()
+        assert ((nodes["ffn_moe_topk", il] < 0).any(axis=1) == padding).all()
+        assert ((nodes["ffn_moe_weighted", il] == 0).all(axis=(1, 2)) == padding).all()
+        assert np.isfinite(nodes["l_out", il]).all()
+
+
+def test_padding_changes_no_row_that_a_sequence_owns(open_engine: Open) -> None:
+    engine = open_engine("float32", cpu_reference=True, n_seq=3, **MODES[2])
+    state, rng = engine.state, np.random.default_rng(6)
+    engine.forward(rng.integers(0, N_VOCAB, (3, 5)))
+    caches = (*state.k.values(), *state.v.values())
+    rows = np.arange(state.spare_row)
+    before = [read_tensor(t)[rows] for t in caches]
+    states = states_of(engine)
+    verify(engine, rng.integers(0, N_VOCAB, (2, 4)), [2, 0], lengths=[1, 4])
+    written = [state.pool.row(2, 5), *(state.pool.row(0, 5 + i) for i in range(4))]
+    for a, t in zip(before, caches):
+        b = read_tensor(t)[rows]
+        assert np.flatnonzero((a != b).any(axis=1)).tolist() == sorted(written)
+    for a, b in zip(states, states_of(engine)):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Open) -> None:
     engine = open_engine(n_seq=3)
     passes = engine.passes
     engine.forward([[1, 2], [3, 4]])
     none = "has no rows to commit; run a verify pass over it first"
     with pytest.raises(RequestError, match=f"sequence 0 {none}"):
-        passes.commit(0, [0])
+        passes.commit({0: [0]})
     passes.verify([[5, 6, 7], [8, 9, 10]], [1, 0], [[-1, 0, 0], [-1, 0, 1]], [3, 2])
     with pytest.raises(RequestError, match="a pass is in flight; collect its results first"):
-        passes.commit(0, [0])
+        passes.commit({0: [0]})
     assert engine.collect().argmax.shape == (6,)
     for slot, rows, words in (
         (1, [1], "the parent of row 1 is 0, not -1"),
@@ -194,11 +264,14 @@ def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Op
         (3, [0], "there is no sequence 3"),
     ):
         with pytest.raises(RequestError, match=words):
-            passes.commit(slot, rows)
-    passes.commit(0, [0, 1])
+            passes.commit({slot: rows})
+    with pytest.raises(RequestError, match="the parent of row 1 is 0, not -1"):
+        passes.commit({0: [0, 1], 1: [1]})
+    assert [held_by(engine, s) for s in range(3)] == [[1, 2], [3, 4], []]
+    passes.commit({0: [0, 1]})
     assert [held_by(engine, s) for s in range(3)] == [[1, 2, 8, 9], [3, 4], []]
     for change in (
-        lambda: passes.commit(1, [0]),
+        lambda: passes.commit({1: [0]}),
         lambda: engine.forward([1], 1),
         lambda: engine.reset(1),
         lambda: (engine.forward([1], 1), passes.verify([[1]], [0]), engine.collect()),
@@ -209,7 +282,7 @@ def test_what_cannot_be_committed_is_refused_and_changes_nothing(open_engine: Op
         engine.collect()
         change()
         with pytest.raises(RequestError, match=none):
-            passes.commit(1, [0])
+            passes.commit({1: [0]})
     with pytest.raises(InternalError, match="the parent of row 0 is 5"):
         passes.verify([[1, 2]], [0], [[5, 0]])
     with pytest.raises(RequestError, match="lengths"):
@@ -241,8 +314,8 @@ def test_a_verify_pass_that_goes_wrong_changes_no_sequence(
     wanted = alone.logits([*held[0], 1, 2])[20:]
     np.testing.assert_array_equal(e.value.output.logits[:2], wanted)
     with pytest.raises(RequestError, match="no rows to commit"):
-        passes.commit(1, [0])
-    passes.commit(0, [0])
+        passes.commit({1: [0]})
+    passes.commit({0: [0]})
     passes.restore(snapshot)
     assert [held_by(engine, 0), held_by(engine, 1)] == [[*held[0], 1], held[1]]
 
@@ -256,6 +329,34 @@ def test_a_verify_pass_that_goes_wrong_changes_no_sequence(
         np.testing.assert_array_equal(engine.forward([9], slot).logits[0], wanted)
 
 
+@pytest.mark.parametrize("settings", MODES[:1] + MODES[2:3], ids=["whole", "stream"])
+def test_a_commit_that_fails_empties_the_sequences_that_it_changes(
+    open_engine: Open, settings: dict
+) -> None:
+    engine = open_engine(cpu_reference=True, n_seq=4, **settings)
+    alone, passes = Alone(open_engine, settings), engine.passes
+    engine.forward(prompt(engine, 40).reshape(4, 10))
+    held = [held_by(engine, slot) for slot in range(4)]
+    verify(engine, [[1, 2], [3, 4], [5, 6]], [2, 0, 3])
+    paths = {3: [0], 0: [0, 1], 2: []}
+    for name in ("mg_graph_alloc", "ggml_init"):  # before the launch: nothing is lost
+        with faulty(name, 1, FAULTS[name][0]), pytest.raises(MoegraphError):
+            passes.commit(paths)
+        assert [held_by(engine, slot) for slot in range(4)] == held
+    result, kind = FAULTS["mg_launch"]
+    with faulty("mg_launch", 1, result), pytest.raises(kind):
+        passes.commit(paths)
+    assert [held_by(engine, slot) for slot in range(4)] == [[], held[1], held[2], []]
+    with pytest.raises(RequestError, match="no rows to commit"):
+        passes.commit({3: [0]})
+    passes.commit({2: [0, 1]})
+    tokens = np.array([[7], [8], [9], [6]])
+    got = engine.forward(tokens, [0, 1, 2, 3]).require_logits()
+    for slot, before in enumerate([[], held[1], [*held[2], 1, 2], []]):
+        wanted = alone.logits([*before, *tokens[slot].tolist()])[-1]
+        np.testing.assert_array_equal(got[slot], wanted)
+
+
 def test_a_tree_that_was_verified_before_is_planned_once(open_engine: Open) -> None:
     engine = open_engine(n_seq=6, deterministic=True, **MODES[2])
     rng = np.random.default_rng(2)
@@ -267,7 +368,7 @@ def test_a_tree_that_was_verified_before_is_planned_once(open_engine: Open) -> N
         lengths = rng.integers(1, 5, 3).tolist()
         verify(engine, rng.integers(0, N_VOCAB, (3, 4)), slots, parents, lengths)
         for slot in slots:
-            engine.passes.commit(slot, [0])
+            engine.passes.commit({slot: [0]})
 
     for _ in range(3):
         turn()
@@ -302,7 +403,7 @@ def test_single_drafted_rows_with_joined_projections_are_kept_too(
     assert engine.stage.weights.layer(0).joined
     for token in range(6):
         got = verify(engine, [[token]], 0)
-        engine.passes.commit(0, [0])
+        engine.passes.commit({0: [0]})
         np.testing.assert_array_equal(got, other.forward([token]).logits)
         for a, b in zip(states_of(engine), states_of(other)):
             np.testing.assert_array_equal(a, b)
@@ -314,4 +415,4 @@ def test_rows_are_lost_when_nodes_are_read(open_engine: Open) -> None:
     verify(engine, np.array([[1, 2]], dtype=np.int32), [0])
     engine.forward_nodes(prompt(engine, 3), pos0=5)
     with pytest.raises(RequestError):
-        engine.passes.commit(0, [0])
+        engine.passes.commit({0: [0]})

@@ -44,6 +44,8 @@ def test_the_defaults_are_valid_and_llama_cpps() -> None:
         ("type_v", None),
         ("n_seq", 0),
         ("n_seq", 257),
+        ("n_draft", -1),
+        ("n_draft", 64),
         ("cpu_reference", 1),
     ],
 )

@@ -328,6 +328,23 @@ def test_any_setting_draws_a_token_of_the_vocabulary(logits: list[float], chain:
         sampler.accept(token)
 
 
+def test_what_min_p_cuts_anyway_is_not_sorted_for_top_p() -> None:
+    logits = random_logits(0, N_VOCAB_LARGE, 2.0)
+    params = SamplingParams(temperature=1, top_k=0, seed=0)
+    sampler = Sampler(params, N_VOCAB_LARGE)
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp(logits[order].astype(np.float64) - float(logits.max()))
+    n_near = int((logits >= logits.max() + np.float32(math.log(params.min_p))).sum())
+    n_keep = min(n_near, 1 + int((weights.cumsum()[:-1] < params.top_p * weights.sum()).sum()))
+    assert set(sampler.distribution(logits)[0].tolist()) == set(order[:n_keep].tolist())
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        sampler.sample(logits)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 5e-3  # a sort of the row takes 20 ms
+
+
 def test_default_settings_stay_under_the_budget_on_the_largest_vocabulary() -> None:
     logits = random_logits(0, N_VOCAB_LARGE)
     sampler = Sampler(SamplingParams(seed=0, repeat_penalty=1.1), N_VOCAB_LARGE)

@@ -23,6 +23,9 @@ extern "C" {
     //           continue one another in order. With them, row i continues row parents[i] < i, or the slot's state where
     //           parents[i] is -1, and the pool is only read. -2 means padding: the row's results are 0, and it is no
     //           row's parent. Any other value, and a parent that is padding, counts as -1.
+    // lengths : I32 [n_seqs], or NULL; not together with parents. Sequence s has only the first lengths[s] of its rows (at
+    //           least 0, at most n_tokens): its state becomes that behind the last of them, and the results of the rest
+    //           are 0.
     #define MOEGRAPH_TREE_ROWS 64
 
     // Depthwise causal convolution, summed as ggml_ssm_conv sums.
@@ -36,7 +39,8 @@ extern "C" {
             struct ggml_tensor  * kernel,
             struct ggml_tensor  * pool,
             struct ggml_tensor  * slots,
-            struct ggml_tensor  * parents);
+            struct ggml_tensor  * parents,
+            struct ggml_tensor  * lengths);
 
     // Gated delta rule with a scalar gate, summed as ggml_gated_delta_net sums.
     // q, k F32 [S, n_k_heads, n_tokens, n_seqs], v F32 [S, H, n_tokens, n_seqs], gate and beta F32 [1, H, n_tokens, n_seqs],
@@ -50,7 +54,8 @@ extern "C" {
             struct ggml_tensor  * beta,
             struct ggml_tensor  * pool,
             struct ggml_tensor  * slots,
-            struct ggml_tensor  * parents);
+            struct ggml_tensor  * parents,
+            struct ggml_tensor  * lengths);
 
     // ggml_get_rows(table, ids) for a table that says in which row of a cache something is: what is in none is fetched
     // first. CPU and CUDA only. A scheduler of backends would copy `from` as a whole.

@@ -29,6 +29,12 @@ static char * state_of(const ggml_tensor * pool, const ggml_tensor * slots, cons
     return slot >= 0 && slot < pool->ne[1] ? (char *) pool->data + slot*pool->nb[1] : nullptr;
 }
 
+// How many of its n_tokens rows a sequence has.
+static int64_t n_rows_of(const ggml_tensor * lengths, const int64_t sequence, const int64_t n_tokens) {
+    const int64_t n = lengths ? ((const int32_t *) lengths->data)[sequence] : n_tokens;
+    return std::max<int64_t>(0, std::min(n, n_tokens));
+}
+
 // States that wait while a subtree is visited. A child's subtree is visited before those of larger siblings, so each
 // waiting state doubles the rows that a tree must have: 2^(n + 1) - 1 for n, the committed state counted as a row.
 static constexpr int N_SAVED = 5;
@@ -146,11 +152,12 @@ static void compute_head(const ggml_tensor * dst, const int64_t sequence, const 
     const ggml_tensor * g    = dst->src[3];
     const ggml_tensor * beta = dst->src[4];
     const int64_t S = dst->ne[0], H = dst->ne[1], T = dst->ne[2];
+    const int64_t n_rows = n_rows_of(dst->src[8], sequence, T);
 
     float * out   = (float *) dst->data + (sequence*T*H + head)*S;
     float * state = (float *) state_of(dst->src[5], dst->src[6], sequence);
     for (int64_t t = 0; t < T; ++t) {
-        if (state == nullptr || (plan && plan->parent[t] == PADDING)) {
+        if (state == nullptr || t >= n_rows || (plan && plan->parent[t] == PADDING)) {
             memset(out + t*H*S + begin, 0, (end - begin)*sizeof(float));
         }
     }
@@ -167,8 +174,8 @@ static void compute_head(const ggml_tensor * dst, const int64_t sequence, const 
     r.stride_beta = beta->nb[2];
     r.stride_out  = S*H;
     r.scale       = 1.0f / sqrtf((float) S);
-    for (int64_t first = 0; first < T; first += N_ROWS) {
-        const int n = (int) std::min<int64_t>(N_ROWS, T - first);
+    for (int64_t first = 0; first < n_rows; first += N_ROWS) {
+        const int n = (int) std::min<int64_t>(N_ROWS, n_rows - first);
         r.q    = (const char *) q->data + sequence*q->nb[3] + first*q->nb[2] + head % q->ne[1]*q->nb[1];
         r.k    = (const char *) k->data + sequence*k->nb[3] + first*k->nb[2] + head % k->ne[1]*k->nb[1];
         r.v    = (const char *) v->data + sequence*v->nb[3] + first*v->nb[2] + head*v->nb[1];
@@ -284,10 +291,9 @@ struct conv_channels {
     }
 };
 
-// All rows in order; then the last columns become the state.
-static void convolve_chain(const conv_channels & c) {
-    const int     n_past = (int) c.dst->src[1]->ne[0] - 1;
-    const int64_t T      = c.dst->ne[1];
+// The first T rows in order; then the last columns become the state. The results of the rest are 0.
+static void convolve_chain(const conv_channels & c, const int64_t T) {
+    const int n_past = (int) c.dst->src[1]->ne[0] - 1;
     int columns[MOEGRAPH_CONV_WIDTH - 1 + CONV_TOKENS];
     for (int64_t first = 0; first < T; first += CONV_TOKENS) {
         const int n_columns = n_past + (int) std::min<int64_t>(CONV_TOKENS, T - first);
@@ -301,6 +307,9 @@ static void convolve_chain(const conv_channels & c) {
         for (int i = 0; i < c.n; ++i) {
             c.state[i*n_past + j] = t < 0 ? c.state[i*n_past + n_past + t] : c.row(t)[i];
         }
+    }
+    for (int64_t t = T; t < c.dst->ne[1]; ++t) {
+        memset(c.result(t), 0, c.n*sizeof(float));
     }
 }
 
@@ -353,7 +362,7 @@ void moegraph_compute_forward_conv(const ggml_compute_params * params, ggml_tens
             if (parents) {
                 convolve_tree(c, parent);
             } else {
-                convolve_chain(c);
+                convolve_chain(c, n_rows_of(dst->src[5], c.sequence, dst->ne[1]));
             }
         }
     }

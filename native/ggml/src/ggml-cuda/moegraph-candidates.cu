@@ -36,7 +36,8 @@ struct moegraph_cand_work {
 static __device__ __forceinline__ float moegraph_score(const moegraph_draw & draw, const float logit, const int id) {
     const uint64_t key = (uint64_t) draw.key[1] << 32 | draw.key[0];
     const float    v   = ((float) (moegraph_random(key, (uint32_t) id) >> 11) + 0.5f)*0x1p-53f;
-    return logit*draw.inv_temperature - logf(-log1pf(-fminf(v, 0x1.fffffep-1f)));
+    // two kernels must round alike: not as a compiler combines products and sums
+    return fmaf(logit, draw.inv_temperature, -logf(-log1pf(-fminf(v, 0x1.fffffep-1f))));
 }
 
 // The largest logit and the largest score of each lane of a block.
@@ -148,6 +149,9 @@ static __global__ void moegraph_cand_collect(
     float largest, unused;
     float floor = moegraph_cand_floor(result.maxima[0], MOEGRAPH_LIKELY, largest);
     float early = scores ? moegraph_cand_floor(result.maxima[1], MOEGRAPH_CANDIDATES_EARLY, unused) : INFINITY;
+    if (scores) {
+        early -= 1e-5f*(1.0f + fabsf(early)); // if a score of the other kernel still differs in its last bits
+    }
     if (n <= MOEGRAPH_CANDIDATES) {
         floor = -INFINITY;
     }

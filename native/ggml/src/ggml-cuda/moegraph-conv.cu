@@ -12,6 +12,7 @@ struct moegraph_conv_args {
     float         * pool;
     const int32_t * slots;
     const int32_t * parents;
+    const int32_t * lengths;
     float         * dst;
     int     n_channels;
     int     n_tokens;
@@ -65,16 +66,21 @@ moegraph_conv_kernel(const moegraph_conv_args a) {
         windows.convolve(past, rows, a.rows_t, n, w, put);
         return;
     }
+    const int n_rows = moegraph_n_rows(a.lengths, sequence, a.n_tokens);
+    const int n_here = max(0, min(n, n_rows - first));
     float x[d_conv];
-    moegraph_conv_chain<d_conv>(past, rows, a.rows_t, first, n, w, x, put);
+    moegraph_conv_chain<d_conv>(past, rows, a.rows_t, first, n_here, w, x, put);
+    for (int i = n_here; i < n; ++i) {
+        put(i, 0.0f);
+    }
     if (first > 0) {
         return;
     }
     // the blocks that read the state write it: no other one would know when they have
-    if (n < a.n_tokens) {
+    if (n_here < n_rows) {
 #pragma unroll
         for (int j = 0; j < d_conv - 1; ++j) {
-            x[j] = rows[(a.n_tokens - (d_conv - 1) + j)*a.rows_t];
+            x[j] = rows[(n_rows - (d_conv - 1) + j)*a.rows_t];
         }
     }
 #pragma unroll
@@ -108,6 +114,7 @@ void moegraph_conv(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, ggm
     const ggml_tensor * w    = dst->src[1];
     const ggml_tensor * pool = dst->src[2];
     const ggml_tensor * parents = dst->src[4];
+    const ggml_tensor * lengths = dst->src[5];
 
     moegraph_conv_args a;
     a.rows       = (const float *) rows->data;
@@ -115,6 +122,7 @@ void moegraph_conv(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, ggm
     a.pool       = (float *) pool->data;
     a.slots      = (const int32_t *) dst->src[3]->data;
     a.parents    = parents ? (const int32_t *) parents->data : nullptr;
+    a.lengths    = lengths ? (const int32_t *) lengths->data : nullptr;
     a.dst        = (float *) out->data;
     a.n_channels = (int) dst->ne[0];
     a.n_tokens   = (int) dst->ne[1];

@@ -255,7 +255,7 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
         heads = heads && t->nb[0] == sizeof(float) && t->nb[1] == d*sizeof(float) && t->nb[2] == silu->nb[1] &&
             t->nb[3] == silu->nb[2];
     }
-    if (!sizes || !gates || !heads) {
+    if (!sizes || !gates || !heads || at[nodes::CONV]->src[5] != nullptr) {
         return false;
     }
     const ggml_tensor * out[] = { silu, at[nodes::Q], at[nodes::K], at[nodes::BETA], at[nodes::GATE], pool };

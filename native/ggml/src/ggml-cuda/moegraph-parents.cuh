@@ -3,7 +3,7 @@
 #include "common.cuh"
 #include "moegraph.h"
 
-// What the kernels over the states of sequences share (moegraph.h says what slots and parents mean).
+// What the kernels over the states of sequences share (moegraph.h says what slots, parents and lengths mean).
 
 constexpr int MOEGRAPH_PADDING = -2; // as the parent of a row
 
@@ -11,6 +11,11 @@ constexpr int MOEGRAPH_PADDING = -2; // as the parent of a row
 static __device__ __forceinline__ int moegraph_parent(const int32_t * parents, const int i) {
     const int p = parents[i];
     return p == MOEGRAPH_PADDING || (p >= 0 && p < i && parents[p] != MOEGRAPH_PADDING) ? p : -1;
+}
+
+// How many of its n_tokens rows a sequence has.
+static __device__ __forceinline__ int moegraph_n_rows(const int32_t * lengths, const int sequence, const int n_tokens) {
+    return lengths ? max(0, min(lengths[sequence], n_tokens)) : n_tokens;
 }
 
 // Whether a kernel may read slots before the preceding kernel has ended: only copies write an input, and a copy has ended

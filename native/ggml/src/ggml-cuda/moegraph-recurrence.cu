@@ -13,6 +13,7 @@ struct moegraph_chain_args {
     const float   * beta;
     float         * pool;
     const int32_t * slots;
+    const int32_t * lengths;
     float         * dst;
     int     n_tokens;
     int     n_slots;
@@ -25,8 +26,8 @@ struct moegraph_chain_args {
 };
 
 // Grid: heads, sequences, columns of the state. The lanes of a row of threads hold one column, element i in lane
-// i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET.
-template <int S>
+// i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET. ragged: there are lengths.
+template <int S, bool ragged>
 static __global__ void __launch_bounds__((S < WARP_SIZE ? S : WARP_SIZE)*MOEGRAPH_CHAIN_COLUMNS, 2)
 moegraph_chain_kernel(const moegraph_chain_args a) {
     constexpr int width = S < WARP_SIZE ? S : WARP_SIZE;
@@ -65,7 +66,8 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
     const float * v      = a.v + sequence*a.sv3 + head*a.sv1 + column;
     const float * gate   = a.gate + first;
     const float * beta   = a.beta + first;
-    for (int t = 0; t < a.n_tokens; ++t) {
+    const int n_rows = ragged ? moegraph_n_rows(a.lengths, sequence, a.n_tokens) : a.n_tokens;
+    for (int t = 0; t < n_rows; ++t) {
         const float b  = *beta;
         const float vt = *v;
         float kt[n];
@@ -103,6 +105,11 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
         beta += n_head;
         out  += n_head*S;
     }
+    if (ragged) {
+        for (int t = n_rows + lane; t < a.n_tokens; t += width) {
+            out[(int64_t) (t - n_rows)*n_head*S] = 0.0f;
+        }
+    }
 
 #pragma unroll
     for (int r = 0; r < n; ++r) {
@@ -120,7 +127,11 @@ template <int S>
 static void moegraph_chain_launch(const moegraph_chain_args & a, const int n_head, const int n_seqs, cudaStream_t stream) {
     const ggml_cuda_kernel_launch_params params(dim3(n_head, n_seqs, S/MOEGRAPH_CHAIN_COLUMNS),
         dim3(S < WARP_SIZE ? S : WARP_SIZE, MOEGRAPH_CHAIN_COLUMNS), (size_t) 0, stream);
-    ggml_cuda_kernel_launch(moegraph_chain_kernel<S>, params, a);
+    if (a.lengths) {
+        ggml_cuda_kernel_launch(moegraph_chain_kernel<S, true>, params, a);
+    } else {
+        ggml_cuda_kernel_launch(moegraph_chain_kernel<S, false>, params, a);
+    }
 }
 
 void moegraph_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -132,6 +143,7 @@ void moegraph_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_tensor * v     = dst->src[2];
     const ggml_tensor * pool  = dst->src[5];
     const ggml_tensor * slots = dst->src[6];
+    const ggml_tensor * lengths = dst->src[8];
     GGML_ASSERT(ggml_are_same_stride(q, dst->src[1]));
 
     moegraph_chain_args a;
@@ -142,6 +154,7 @@ void moegraph_delta_net(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     a.beta     = (const float *) dst->src[4]->data;
     a.pool     = (float *) pool->data;
     a.slots    = (const int32_t *) slots->data;
+    a.lengths  = lengths ? (const int32_t *) lengths->data : nullptr;
     a.dst      = (float *) dst->data;
     a.n_tokens = (int) dst->ne[2];
     a.n_slots  = (int) pool->ne[1];

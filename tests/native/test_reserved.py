@@ -1,0 +1,99 @@
+"""What loading reserves is enough for every pass, and the planner counts all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.tree_rows import TREES, path
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.modelfile import open_model
+from moegraph.placement.footprint import needed_bytes
+from moegraph.resident.layout import draft_room, paged_scratch_bytes
+
+Open = Callable[..., Engine]
+N_VOCAB = 1000
+MODES: list[dict[str, Any]] = [
+    {"mode": "whole"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "stream"},
+    {"cache_slots": 48, "pin_layers": 0, "miss": "cpu", "type_k": "q8_0"},
+]
+NAMES = ["whole", "stream", "cpu"]
+
+
+def memory_of(engine: Engine) -> tuple[int, ...]:
+    """Return what must not change: the shared block, whether it moved, room for drafted rows."""
+    graphs = engine.runner.graphs
+    return graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+
+
+@pytest.mark.parametrize(("n_seq", "n_draft"), [(1, 0), (1, 7), (3, 0), (3, 4), (12, 5)])
+@pytest.mark.parametrize("pages", [False, True], ids=["mask", "pages"])
+@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+def test_no_pass_needs_more_than_was_reserved(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, settings: dict, pages: bool,
+    n_seq: int, n_draft: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("moegraph.runner.base.can_page", lambda _: pages)
+    # a prompt of few rows does not hide what the others need
+    engine = open_engine(
+        "legacy32", n_seq=n_seq, n_draft=n_draft, n_ubatch=n_draft + 1, n_ctx=512, **settings
+    )
+    rng, reserved = np.random.default_rng(n_seq + n_draft), memory_of(engine)
+    assert reserved[2] == (draft_room(n_seq * (n_draft + 1)) if n_draft else 0)
+    for turn in range(25):
+        slots = rng.permutation(n_seq)[: rng.integers(1, n_seq + 1)].tolist()
+        if turn % 12 == 0:
+            slots = list(range(n_seq))
+        n = 1 + (n_draft if turn % 12 == 0 else int(rng.integers(0, n_draft + 1)))
+        greedy, tokens = bool(rng.integers(0, 2)), rng.integers(0, N_VOCAB, (len(slots), n))
+        engine.forward(tokens[:, : 1 if turn % 2 else n], slots, greedy=greedy)
+        if n_draft:
+            lengths = rng.integers(1, n + 1, len(slots)).tolist()
+            parents = [TREES[rng.integers(0, len(TREES))](n, rng) for _ in slots]
+            engine.passes.verify(tokens, slots, parents, lengths, greedy=greedy)
+            engine.collect()
+            taken = {s: path(parents[i], lengths[i] - 1) for i, s in enumerate(slots)}
+            engine.passes.commit(taken)
+        assert memory_of(engine) == reserved, f"turn {turn}"
+
+
+@pytest.mark.parametrize(("n_seq", "n_draft"), [(1, 0), (1, 15), (4, 7), (12, 5)])
+@pytest.mark.parametrize("settings", MODES, ids=NAMES)
+def test_the_plan_counts_what_is_reserved(
+    open_engine: Open, settings: dict, n_seq: int, n_draft: int
+) -> None:
+    for n_ubatch in (16, 64):
+        engine = open_engine(n_seq=n_seq, n_draft=n_draft, n_ubatch=n_ubatch, **settings)
+        taken, plan = engine.memory(), engine.plan.bytes
+        assert taken["compute_bytes"] <= plan["compute"]
+        assert taken["state_bytes"] <= plan["state"]
+        assert taken["kv_bytes"] <= plan["kv"]
+
+
+def test_only_who_drafts_pays_for_it(model_path: Callable[[str], Any]) -> None:
+    def need(**settings: Any) -> tuple[int, int]:
+        config = EngineConfig(device="cpu", **settings)
+        with open_model(model_path("mini35b")) as model:
+            found = needed_bytes(model, config, config.n_ctx)
+        return found.compute, found.state
+
+    plain = need(n_ubatch=64)
+    assert need(n_ubatch=64, n_draft=1)[1] > plain[1]
+    assert need(n_ubatch=8, n_seq=4, n_draft=7)[0] > need(n_ubatch=8, n_seq=4)[0]
+    # the widest prompt covers a row for each sequence
+    assert need(n_ubatch=512)[0] == need(n_ubatch=512, n_draft=3)[0]
+
+
+def test_long_contexts_need_room_for_partial_sums(open_engine: Open) -> None:
+    hp = open_engine("mini35b").hparams
+    sizes = [paged_scratch_bytes(hp, 4, n) for n in (256, 4096, 32768, 262144)]
+    assert sizes == sorted(sizes) and sizes[3] > 3 * sizes[1]
+    per_split = 4 * hp.n_head * (4 * hp.n_embd_head_k + 8)
+    for n_ctx, n_splits in ((512, 16), (2048, 40), (4096, 56), (262144, 504)):
+        n_splits = max(n_splits, 128 // hp.n_head_kv)
+        assert 0 <= paged_scratch_bytes(hp, 4, n_ctx) - per_split * n_splits < 256
