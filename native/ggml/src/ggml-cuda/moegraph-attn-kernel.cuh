@@ -26,6 +26,7 @@ struct moegraph_attn_smem {
     float * sum;    // [4][column]
     int   * place;  // [unit % 2][column]: where its partial sum is; -1: nowhere
     int   * n_keys; // [column]: of its row
+    int   * query;  // [column]: where its query is, in 16 bytes; -1: there is none
     char  * ring;
     char  * halves; // of a quantized tile
 };
@@ -34,7 +35,7 @@ struct moegraph_attn_smem {
 static __host__ __device__ __forceinline__ size_t moegraph_attn_column_bytes(
         const int d, const bool refined, const bool refined_p) {
     return (refined ? 2 : 1)*d*sizeof(uint4) + (refined_p ? 2 : 1)*4*32*sizeof(uint2) +
-        (2*4*sizeof(float) + 3*sizeof(int))*MOEGRAPH_ATTN_COLS;
+        (2*4*sizeof(float) + 4*sizeof(int))*MOEGRAPH_ATTN_COLS;
 }
 
 // Loads tiles ahead of what is computed: keys and values of a tile in turn.
@@ -87,15 +88,12 @@ template <int d> struct moegraph_attn_loader {
 // Queries of a unit, in the order of the fragments: word i has eight of column i/d*8 + i % 32/4, for two steps of 16.
 template <int d>
 static __device__ __forceinline__ void moegraph_attn_get_q(
-        const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int i, float2 x[4]) {
-    const int  col = i/d*MOEGRAPH_ATTN_COLS + i % 32/4;
-    const int  r   = col/args.n_group;
-    const bool has = r < unit.n_rows;
-    const float2 * q = (const float2 *) (args.q + moegraph_attn_row_of(unit, has ? r : 0)*args.q_row +
-        (blockIdx.y*args.n_group + col - r*args.n_group)*args.q_head) + i/32 % (d/32)*16 + i % 4;
+        const moegraph_attn_args & args, const int * query, const int i, float2 x[4]) {
+    const int at = query[i/d*MOEGRAPH_ATTN_COLS + i % 32/4];
+    const float2 * q = (const float2 *) (args.q + (int64_t) at*16) + i/32 % (d/32)*16 + i % 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        x[j] = has ? q[4*j] : make_float2(0.0f, 0.0f);
+        x[j] = at >= 0 ? q[4*j] : make_float2(0.0f, 0.0f);
     }
 }
 
@@ -121,13 +119,13 @@ static __device__ __forceinline__ void moegraph_attn_put_q(
 // The queries of n_tiles tiles of columns. n: words that a thread has on their way at once.
 template <int d, bool refined, int n>
 static __device__ __forceinline__ void moegraph_attn_load_q(
-        const moegraph_attn_args & args, const moegraph_attn_unit & unit, const int n_tiles, uint4 * smem) {
+        const moegraph_attn_args & args, const int * query, const int n_tiles, uint4 * smem) {
     for (int i = threadIdx.x; i < n_tiles*d; i += n*MOEGRAPH_ATTN_THREADS) {
         float2 x[n][4];
 #pragma unroll
         for (int j = 0; j < n; ++j) {
             if (i + j*MOEGRAPH_ATTN_THREADS < n_tiles*d) {
-                moegraph_attn_get_q<d>(args, unit, i + j*MOEGRAPH_ATTN_THREADS, x[j]);
+                moegraph_attn_get_q<d>(args, query, i + j*MOEGRAPH_ATTN_THREADS, x[j]);
             }
         }
 #pragma unroll
@@ -180,8 +178,8 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
         : args(args), smem(smem), lane(threadIdx.x % 32), team(threadIdx.x/32/n_team),
           rank(threadIdx.x/32 % n_team) {}
 
-    // Behind the next barrier the columns are known to all warps.
-    __device__ __forceinline__ void start(
+    // Behind a barrier the columns are known to all warps.
+    __device__ __forceinline__ void find_columns(
             const moegraph_attn_plan & plan, const moegraph_attn_unit & unit, const int turn) {
         const int col = threadIdx.x;
         if (col < args.n_tiles*MOEGRAPH_ATTN_COLS) {
@@ -192,8 +190,12 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
             smem.place[(turn % 2*args.n_tiles)*MOEGRAPH_ATTN_COLS + col] =
                 has ? (row*args.n_head + head)*args.n_splits + unit.split : -1;
             smem.n_keys[col] = plan.n_keys[row];
+            smem.query[col]  = r < unit.n_rows ? (int) ((row*args.q_row + head*args.q_head)/16) : -1;
         }
         n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS) - team*NC;
+    }
+
+    __device__ __forceinline__ void reset() {
 #pragma unroll
         for (int c = 0; c < NC; ++c) {
 #pragma unroll
@@ -240,7 +242,7 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
         }
         const char *  row = tile + (16*rank*n_keys + lane % 16)*(2*d);
         const uint4 * q   = smem.q + team*NC*d + lane;
-#pragma unroll 2
+#pragma unroll (NC == 1 ? d/32 : 2)
         for (int step = 0; step < d/32; ++step) {
             uint32_t a[2][n_keys][4];
 #pragma unroll
@@ -441,7 +443,7 @@ template <int d, bool refined, int NC, int WC> struct moegraph_attn_sums {
     __device__ __forceinline__ void store_tile(
             const float x[4], const float2 scale, const int64_t at0, const int64_t at1, const int m) const {
         const int first = (rank*n_m + m)*16 + lane/4;
-        if (refined || args.floats) { // TEMPORARY: floats
+        if (refined) {
             float * out = (float *) args.partial + first;
             if (at0 >= 0) {
                 out[at0*d]     = x[0];
@@ -526,7 +528,8 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     smem.sum    = smem.max + 4*n_cols;
     smem.place  = (int *) (smem.sum + 4*n_cols);
     smem.n_keys = smem.place + 2*n_cols;
-    smem.ring   = (char *) (smem.n_keys + n_cols);
+    smem.query  = smem.n_keys + n_cols;
+    smem.ring   = (char *) (smem.query + n_cols);
     smem.halves = smem.ring + args.n_slots*args.slot_bytes;
 
     if (!args.early) {
@@ -553,12 +556,14 @@ static __global__ void moegraph_attn_kernel(const __grid_constant__ moegraph_att
     int  slot = 0;
     bool same = false; // whether a unit has the queries of the one before
     for (int turn = 0; unit.row >= 0; ++turn) {
+        sums.find_columns(plan, unit, turn);
         if (!same) {
+            __syncthreads();
             const int n_tiles = moegraph_attn_divide_up(unit.n_rows*args.n_group, MOEGRAPH_ATTN_COLS);
-            moegraph_attn_load_q<d, refined, WC == 4 ? 2 : NC>(
-                args, unit, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
+            moegraph_attn_load_q<d, refined, NC>(
+                args, smem.query, n_tiles == 1 ? 1 : (n_tiles + NC - 1)/NC*NC, smem.q);
         }
-        sums.start(plan, unit, turn);
+        sums.reset();
         int part = MOEGRAPH_ATTN_K, begin = unit.begin;
         while (begin < unit.end) {
             moegraph_attn_copy_wait(max(args.n_slots - 2, 0));

@@ -12,8 +12,7 @@ static void moegraph_attn_launch_kernel(
         ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, const size_t smem, const size_t most) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
     // one block on each multiprocessor, the same number for each head of keys: lengths change without a new capture
-    const int n_blocks = getenv("MG_ATTN_BLOCKS") != nullptr ? atoi(getenv("MG_ATTN_BLOCKS")) : 1; // TEMPORARY
-    const int n = std::max(1, std::min(n_blocks*device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
+    const int n = std::max(1, std::min(device.nsm/args.n_head_kv, args.n_rows*args.n_splits));
     CUDA_SET_SHARED_MEMORY_LIMIT((moegraph_attn_kernel<d, refined, NC, WC>), most);
     const ggml_cuda_kernel_launch_params params(
         dim3(n, args.n_head_kv), dim3(MOEGRAPH_ATTN_THREADS), smem, ctx.stream());
@@ -34,9 +33,8 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
         }
     }
     const size_t of_column = moegraph_attn_column_bytes(d, args.refined, args.refined_p);
-    const int    max_tiles = getenv("MG_ATTN_TILES") ? atoi(getenv("MG_ATTN_TILES")) : MOEGRAPH_ATTN_MAX_TILES;
     const auto   rows_with = [&](const size_t slots) -> int {
-        int n_tiles = max_tiles;
+        int n_tiles = MOEGRAPH_ATTN_MAX_TILES;
         while (n_tiles > 0 && halves + slots + n_tiles*of_column > most) {
             n_tiles /= 2;
         }
@@ -62,16 +60,10 @@ static size_t moegraph_attn_share_memory(moegraph_attn_args & args, const int d,
     return args.n_tiles*of_column + halves + args.n_slots*raw;
 }
 
-static int moegraph_attn_try(const char * name, const int otherwise) { // TEMPORARY
-    const char * value = getenv(name);
-    return value != nullptr ? atoi(value) : otherwise;
-}
-
 template <int d, bool refined>
 static void moegraph_attn_launch_width(ggml_backend_cuda_context & ctx, moegraph_attn_args args) {
     const auto & device = ggml_cuda_info().devices[ctx.device];
-    const int    kib    = moegraph_attn_try("MG_ATTN_KIB", 0);
-    const size_t most   = (kib > 0 ? 1024*kib : device.smpbo) - sizeof(moegraph_attn_plan);
+    const size_t most   = device.smpbo - sizeof(moegraph_attn_plan);
     const size_t smem   = moegraph_attn_share_memory(args, d, most, cp_async_available(device.cc));
     if (args.n_tiles == 1) {
         moegraph_attn_launch_kernel<d, refined, 1, 1>(ctx, args, smem, most);

@@ -23,7 +23,7 @@ static __host__ __device__ __forceinline__ int moegraph_attn_split_size(const in
 struct moegraph_attn_args {
     const char       * q;
     const char       * data[2];   // keys, values
-    int64_t            stride[2]; // of their rows, in bytes
+    uint32_t           stride[2]; // of their rows, in bytes
     int                head[2];   // bytes of a head in a row
     ggml_type          type[2];
     const int32_t    * rows;
@@ -44,7 +44,6 @@ struct moegraph_attn_args {
     int                slot_bytes;
     bool               refined;   // queries are sums of two halves
     bool               refined_p; // so are weights
-    bool               floats;
     bool               early;     // rows and pages may be read before the preceding kernel has ended
 };
 

@@ -17,7 +17,7 @@ enum { MOEGRAPH_ATTN_K, MOEGRAPH_ATTN_V };
 
 // Where a chunk of a row lies in the row.
 static __device__ __forceinline__ int moegraph_attn_swap(const int row, const int chunk) {
-    return chunk ^ row % 8;
+    return chunk ^ (row & 7);
 }
 
 // Bytes of a head in a row of the pool.
@@ -28,7 +28,7 @@ static constexpr __host__ __device__ int moegraph_attn_head_bytes(const ggml_typ
 // Copies a tile's rows in parts of n_bytes. Lane i < 8 of each warp knows where row warp + 8*i is in the pool.
 template <ggml_type type, int d>
 static __device__ __forceinline__ void moegraph_attn_copy_rows(
-        const char * base, const int64_t stride, const int at, const int n, char * slot) {
+        const char * base, const uint32_t stride, const int at, const int n, char * slot) {
     constexpr int n_bytes = type == GGML_TYPE_F16 ? 16 : d/16; // as rows are aligned
     constexpr int n_parts = moegraph_attn_head_bytes(type, d)/n_bytes;
     constexpr int n_rows  = 32/n_parts; // that a warp copies at once
@@ -43,7 +43,7 @@ static __device__ __forceinline__ void moegraph_attn_copy_rows(
         if (mine < n_rows && i + mine < 8 && row < n) {
             char * to = slot + row*(n_parts*n_bytes) +
                 (type == GGML_TYPE_F16 ? moegraph_attn_swap(row, x) : x)*n_bytes;
-            moegraph_attn_copy<n_bytes>(to, base + from*stride + x*n_bytes);
+            moegraph_attn_copy<n_bytes>(to, base + (uint64_t) (uint32_t) from*stride + x*n_bytes);
         }
     }
 }
@@ -51,8 +51,8 @@ static __device__ __forceinline__ void moegraph_attn_copy_rows(
 template <int d>
 static __device__ __forceinline__ void moegraph_attn_copy_tile(
         const moegraph_attn_args & args, const int part, const int head_kv, const int at, const int n, char * slot) {
-    const char *  base   = args.data[part] + head_kv*args.head[part];
-    const int64_t stride = args.stride[part];
+    const char *   base   = args.data[part] + head_kv*args.head[part];
+    const uint32_t stride = args.stride[part];
     switch (args.type[part]) {
         case GGML_TYPE_F16:
             return moegraph_attn_copy_rows<GGML_TYPE_F16, d>(base, stride, at, n, slot);
@@ -63,11 +63,10 @@ static __device__ __forceinline__ void moegraph_attn_copy_tile(
     }
 }
 
-// Quants become halves by way of 1024 + n, whose bits are 0x6400 + n; then they are multiplied with their scale.
-// offset: 1024 and what the quants are offset by, twice.
+// Two quants with 0x64 in front are the halves 1024 + n. offset: 1024 and what the quants are offset by, twice.
 static __device__ __forceinline__ uint32_t moegraph_attn_scaled(
         const uint32_t quants, const uint32_t offset, const uint32_t scale) {
-    const half2 x = __hsub2(moegraph_attn_half2(quants | 0x64006400), moegraph_attn_half2(offset));
+    const half2 x = __hsub2(moegraph_attn_half2(quants), moegraph_attn_half2(offset));
     return moegraph_attn_bits(__hmul2(x, moegraph_attn_half2(scale)));
 }
 
@@ -76,7 +75,7 @@ template <ggml_type type, int d>
 static __device__ __forceinline__ void moegraph_attn_convert_rows(const char * slot, char * halves, const int n) {
     constexpr int n_words = type == GGML_TYPE_Q8_0 ? 4 : 2;
     constexpr int n_bytes = moegraph_attn_head_bytes(type, d);
-#pragma unroll 1
+#pragma unroll 2
     for (int i = threadIdx.x; i < MOEGRAPH_ATTN_TILE*(d/16); i += MOEGRAPH_ATTN_THREADS) {
         const int row  = i/(d/16);
         const int x    = i % (d/16);
@@ -102,7 +101,8 @@ static __device__ __forceinline__ void moegraph_attn_convert_rows(const char * s
             uint32_t h[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const uint32_t two = __byte_perm(q[j/2 % n_words] ^ 0x80808080, 0, j % 2 == 0 ? 0x4140 : 0x4342);
+                const uint32_t two = __byte_perm(
+                    q[j/2 % n_words] ^ 0x80808080, 0x64, j % 2 == 0 ? 0x4140 : 0x4342);
                 h[j] = moegraph_attn_scaled(two, 0x64806480, scale);
             }
             low  = make_uint4(h[0], h[1], h[2], h[3]);
@@ -112,8 +112,8 @@ static __device__ __forceinline__ void moegraph_attn_convert_rows(const char * s
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const uint32_t two = __byte_perm(q[j/2], 0, j % 2 == 0 ? 0x4140 : 0x4342);
-                h[0][j] = moegraph_attn_scaled(two & 0x000F000F, 0x64086408, scale);
-                h[1][j] = moegraph_attn_scaled(two >> 4 & 0x000F000F, 0x64086408, scale);
+                h[0][j] = moegraph_attn_scaled((two & 0x000F000F) | 0x64006400, 0x64086408, scale);
+                h[1][j] = moegraph_attn_scaled((two >> 4 & 0x000F000F) | 0x64006400, 0x64086408, scale);
             }
             low  = make_uint4(h[0][0], h[0][1], h[0][2], h[0][3]);
             high = make_uint4(h[1][0], h[1][1], h[1][2], h[1][3]);

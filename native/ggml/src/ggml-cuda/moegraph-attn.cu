@@ -6,9 +6,7 @@
 template <int d> void moegraph_attn_launch(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args);
 
 constexpr int MOEGRAPH_ATTN_SUM_THREADS = 256;
-constexpr int MOEGRAPH_ATTN_SUM_LANES   = 16; // of 4 elements each: 64 in a block
-constexpr int MOEGRAPH_ATTN_SUM_SLICES  = MOEGRAPH_ATTN_SUM_THREADS/MOEGRAPH_ATTN_SUM_LANES;
-constexpr int MOEGRAPH_ATTN_SUM_DEPTH   = MOEGRAPH_ATTN_SPLITS/MOEGRAPH_ATTN_SUM_SLICES; // splits of a slice
+constexpr int MOEGRAPH_ATTN_SUM_BATCH   = 8; // partial sums that a thread loads at once
 
 // The weights of the splits of a row and head, split lane + 32*j in weights[j]; refined: without the sums of the splits'
 // own weights. Returns the sum of all weights. By each warp.
@@ -41,66 +39,102 @@ static __device__ __forceinline__ float moegraph_attn_weigh_splits(
     return total;
 }
 
-// Adds up the splits of a row and head, for 64 elements. Which thread adds which splits depends on their number alone.
-template <bool refined>
-__launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS)
-static __global__ void moegraph_attn_sum_kernel(
-        const __grid_constant__ moegraph_attn_args args, float * dst, const int d) {
-    __shared__ float4 sums[MOEGRAPH_ATTN_SUM_SLICES][MOEGRAPH_ATTN_SUM_LANES];
+// Eight elements of a partial sum, as they are stored: floats if refined, else halves.
+template <bool refined> struct moegraph_attn_eight {
+    static constexpr int n = refined ? 2 : 1;
+
+    uint4 raw[n];
+
+    __device__ __forceinline__ void load(const void * partial, const int64_t at) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            raw[i] = ((const uint4 *) partial)[at*n + i];
+        }
+    }
+
+    // Adds the elements times weight to sum.
+    __device__ __forceinline__ void add_to(float sum[8], const float weight) const {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const uint32_t x[4] = { raw[i].x, raw[i].y, raw[i].z, raw[i].w };
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (refined) {
+                    float y;
+                    memcpy(&y, &x[j], sizeof(y));
+                    sum[4*i + j] = fmaf(weight, y, sum[4*i + j]);
+                } else {
+                    const float2 y = __half22float2(moegraph_attn_half2(x[j]));
+                    sum[2*j]     = fmaf(weight, y.x, sum[2*j]);
+                    sum[2*j + 1] = fmaf(weight, y.y, sum[2*j + 1]);
+                }
+            }
+        }
+    }
+};
+
+// Adds up the splits of a row and head. Which thread adds which splits depends on their number alone.
+template <int d, bool refined>
+__launch_bounds__(MOEGRAPH_ATTN_SUM_THREADS, refined ? 3 : 4)
+static __global__ void moegraph_attn_sum_kernel(const __grid_constant__ moegraph_attn_args args, float * dst) {
+    constexpr int n_lanes  = d/8; // of eight elements each
+    constexpr int n_slices = MOEGRAPH_ATTN_SUM_THREADS/n_lanes;
+    constexpr int n_deep   = MOEGRAPH_ATTN_SPLITS/n_slices; // splits of a slice
+    constexpr int n_batch  = n_deep < MOEGRAPH_ATTN_SUM_BATCH ? n_deep : MOEGRAPH_ATTN_SUM_BATCH;
+    __shared__ float sums[n_slices][d];
 
     const int tid   = threadIdx.x;
-    const int slice = tid/MOEGRAPH_ATTN_SUM_LANES;
-    const int row   = blockIdx.x/args.n_head;
-    const int at    = blockIdx.y*MOEGRAPH_ATTN_SUM_LANES + tid % MOEGRAPH_ATTN_SUM_LANES; // 4 elements
+    const int slice = tid/n_lanes;
+    const int at    = tid % n_lanes;
 
     ggml_cuda_pdl_sync();
     ggml_cuda_pdl_lc();
-    const int n_keys = moegraph_attn_n_keys(args.pool, args.rows + row*MOEGRAPH_ATTN_WORDS);
-    const int size   = moegraph_attn_split_size(n_keys, args.n_splits);
-    const int n      = moegraph_attn_divide_up(n_keys, size);
-    const int64_t first = (int64_t) blockIdx.x*args.n_splits*(d/4) + at;
+    const int n_keys = moegraph_attn_n_keys(args.pool, args.rows + blockIdx.x/args.n_head*MOEGRAPH_ATTN_WORDS);
+    const int n      = moegraph_attn_divide_up(n_keys, moegraph_attn_split_size(n_keys, args.n_splits));
+    const int64_t first = (int64_t) blockIdx.x*args.n_splits;
 
-    float4 x[MOEGRAPH_ATTN_SUM_DEPTH];
+    float weights[MOEGRAPH_ATTN_SPLITS/32], total = 0.0f, sum[8] = {};
 #pragma unroll
-    for (int j = 0; j < MOEGRAPH_ATTN_SUM_DEPTH; ++j) {
-        const int i = slice + j*MOEGRAPH_ATTN_SUM_SLICES;
-        if (refined) {
-            x[j] = i < n ? ((const float4 *) args.partial)[first + i*(d/4)] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        } else {
-            const uint2  y   = i < n ? ((const uint2 *) args.partial)[first + i*(d/4)] : make_uint2(0, 0);
-            const float2 low = __half22float2(moegraph_attn_half2(y.x)), high = __half22float2(moegraph_attn_half2(y.y));
-            x[j] = make_float4(low.x, low.y, high.x, high.y);
+    for (int j0 = 0; j0 < n_deep; j0 += n_batch) {
+        if (j0 == 0 || j0*n_slices < n) {
+            moegraph_attn_eight<refined> x[n_batch] = {};
+#pragma unroll
+            for (int j = 0; j < n_batch; ++j) {
+                const int i = slice + (j0 + j)*n_slices;
+                if (i < n) {
+                    x[j].load(args.partial, (first + i)*n_lanes + at);
+                }
+            }
+            if (j0 == 0) {
+                total = moegraph_attn_weigh_splits<refined>(args.max_sum + first, n, weights);
+            }
+#pragma unroll
+            for (int j = 0; j < n_batch; ++j) {
+                const int   i      = slice + (j0 + j)*n_slices;
+                const float weight = __shfl_sync(0xFFFFFFFF, weights[(j0 + j)*n_slices/32], i % 32);
+                x[j].add_to(sum, weight);
+            }
         }
     }
-    float weights[MOEGRAPH_ATTN_SPLITS/32];
-    const float total =
-        moegraph_attn_weigh_splits<refined>(args.max_sum + (int64_t) blockIdx.x*args.n_splits, n, weights);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int j = 0; j < MOEGRAPH_ATTN_SUM_DEPTH; ++j) {
-        const int   i      = slice + j*MOEGRAPH_ATTN_SUM_SLICES;
-        const float weight = __shfl_sync(0xFFFFFFFF, weights[j*MOEGRAPH_ATTN_SUM_SLICES/32], i % 32);
-        sum.x = fmaf(weight, x[j].x, sum.x);
-        sum.y = fmaf(weight, x[j].y, sum.y);
-        sum.z = fmaf(weight, x[j].z, sum.z);
-        sum.w = fmaf(weight, x[j].w, sum.w);
-    }
-    sums[slice][tid % MOEGRAPH_ATTN_SUM_LANES] = sum;
+    float4 * to = (float4 *) sums[slice] + 2*at;
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     __syncthreads();
-    if (tid < MOEGRAPH_ATTN_SUM_LANES) {
+    if (tid < d) {
+        float x = sums[0][tid];
 #pragma unroll
-        for (int i = 1; i < MOEGRAPH_ATTN_SUM_SLICES; ++i) {
-            const float4 y = sums[i][tid];
-            sum.x += y.x;
-            sum.y += y.y;
-            sum.z += y.z;
-            sum.w += y.w;
+        for (int i = 1; i < n_slices; ++i) {
+            x += sums[i][tid];
         }
-        const float scale = n_keys > 0 ? 1.0f/total : 0.0f; // a row without keys is zero
-        ((float4 *) dst)[(int64_t) blockIdx.x*(d/4) + at] =
-            n_keys > 0 ? make_float4(sum.x*scale, sum.y*scale, sum.z*scale, sum.w*scale)
-                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        dst[(int64_t) blockIdx.x*d + tid] = n_keys > 0 ? x*(1.0f/total) : 0.0f; // a row without keys is zero
     }
+}
+
+template <int d, bool refined>
+static void moegraph_attn_launch_sum(ggml_backend_cuda_context & ctx, const moegraph_attn_args & args, float * dst) {
+    const ggml_cuda_kernel_launch_params params(
+        dim3(args.n_rows*args.n_head), dim3(MOEGRAPH_ATTN_SUM_THREADS), 0, ctx.stream());
+    ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<d, refined>, params, args, dst);
 }
 
 // Whether no kernel of this graph writes the tensor.
@@ -150,7 +184,7 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     for (int i = 0; i < 2; ++i) {
         const ggml_tensor * part = dst->src[1 + i];
         args.data[i]   = (const char *) part->data;
-        args.stride[i] = part->nb[1];
+        args.stride[i] = (uint32_t) part->nb[1];
         args.head[i]   = moegraph_attn_head_bytes(part->type, d);
         args.type[i]   = part->type;
     }
@@ -166,42 +200,25 @@ void moegraph_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     args.n_head_kv = (int) (k->ne[0]/d);
     args.n_group   = args.n_head/args.n_head_kv;
     args.n_splits  = moegraph_attn_most_splits(args.n_head_kv);
-    if (const char * value = getenv("MG_ATTN_SPLITS")) { // TEMPORARY
-        args.n_splits = args.n_splits*atoi(value)/128;
-    }
     // where ggml's op computes a single row in float32, the same precision is expected of this one
     args.refined   = d < 256 || args.n_group <= 4;
-    args.floats    = getenv("MG_ATTN_FLOATS") != nullptr; // TEMPORARY
     args.refined_p = args.refined && v->type == GGML_TYPE_F16;
     // rows and pages come from the host: no kernel writes them
     args.early     = moegraph_attn_is_input(rows) && moegraph_attn_is_input(dst->src[3]);
 
+    float * out = (float *) dst->data;
     switch (d) {
         case 64:
             moegraph_attn_launch<64>(ctx, args);
-            break;
+            return moegraph_attn_launch_sum<64, true>(ctx, args, out);
         case 128:
             moegraph_attn_launch<128>(ctx, args);
-            break;
+            return moegraph_attn_launch_sum<128, true>(ctx, args, out);
         case 256:
             moegraph_attn_launch<256>(ctx, args);
-            break;
+            return args.refined ? moegraph_attn_launch_sum<256, true>(ctx, args, out)
+                                : moegraph_attn_launch_sum<256, false>(ctx, args, out);
         default:
             GGML_ABORT("a head of %d elements", d);
-    }
-    const ggml_cuda_kernel_launch_params params(dim3(args.n_rows*args.n_head, d/(4*MOEGRAPH_ATTN_SUM_LANES)),
-        dim3(MOEGRAPH_ATTN_SUM_THREADS), 0, ctx.stream());
-    if (getenv("MG_ATTN_CARVE") != nullptr) { // TEMPORARY
-        static bool done = false;
-        if (!done) {
-            CUDA_CHECK(cudaFuncSetAttribute(moegraph_attn_sum_kernel<true>, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
-            CUDA_CHECK(cudaFuncSetAttribute(moegraph_attn_sum_kernel<false>, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
-            done = true;
-        }
-    }
-    if (args.refined || args.floats) {
-        ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<true>, params, args, (float *) dst->data, d);
-    } else {
-        ggml_cuda_kernel_launch(moegraph_attn_sum_kernel<false>, params, args, (float *) dst->data, d);
     }
 }
