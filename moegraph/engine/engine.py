@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
+from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
@@ -28,10 +29,10 @@ from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .generation import Events, Generation
-from .ids import checked_ids
+from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
-from .passes import Cancel, Passes, Seqs
+from .passes import Passes
 from .prefixes import Prefixes
 from .sequence import Sequence
 
@@ -307,8 +308,16 @@ class Engine:
             RequestError: the sequence does not hold pos0 positions; others as in `forward`.
         """
         self.ownership.enter_alone()
-        self.passes.expect_position(seq, pos0)
+        self._expect_position(seq, pos0)
         return self.forward(tokens, seq, all_rows).require_logits()
+
+    def _expect_position(self, seq: int, pos0: int) -> None:
+        n_held = len(self.passes.held(seq))
+        if pos0 != n_held:
+            raise RequestError(
+                f"sequence {seq} holds {n_held} positions, but the pass starts at {pos0}; "
+                "reset the sequence or change pos0"
+            )
 
     def forward_nodes(
         self, tokens: Ids, pos0: int = 0, seq: int = 0
@@ -322,7 +331,7 @@ class Engine:
             ConfigError: not every expert is resident.
         """
         self.ownership.enter_alone()
-        self.passes.expect_position(seq, pos0)
+        self._expect_position(seq, pos0)
         return self.passes.nodes(tokens, seq)
 
     def submit(

@@ -1,11 +1,19 @@
-"""Token ids as callers give them."""
+"""What callers give for a pass: token ids, sequences, and tokens that cancel it; checked."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
+from ..events import CancelToken
+
+# A sequence for each row of token ids, or the first of consecutive sequences.
+Seqs = int | Sequence[int]
+# One token for all sequences of a pass, or one for each of them; None cancels nothing.
+Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...] | None
 
 
 def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
@@ -35,3 +43,64 @@ def checked_ids(tokens: object, n_vocab: int) -> npt.NDArray[np.int32]:
             f"the vocabulary has ids 0 to {n_vocab - 1}"
         )
     return ids.astype(np.int32, copy=False)
+
+
+def checked_rows(tokens: object, n_vocab: int, n_ubatch: int) -> npt.NDArray[np.int32]:
+    """Return the token ids of a pass as I32, numpy [n_seqs, n_seq_tokens].
+
+    Raises:
+        RequestError: wrong ids or shape, or too many rows.
+    """
+    rows = np.ascontiguousarray(checked_ids(tokens, n_vocab))
+    if rows.ndim < 2:
+        rows = rows.reshape(1, -1)
+    if rows.ndim > 2:
+        raise RequestError(f"token ids have shape {rows.shape}; allowed: [n_seqs, n_tokens]")
+    n_tokens = rows.shape[1]
+    if not 1 <= n_tokens <= n_ubatch:
+        raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {n_ubatch} (-ub)")
+    return rows
+
+
+def slots_of(seq: Seqs, n_rows: int, n_seq: int) -> tuple[int, ...]:
+    """Return the sequence of each of n_rows rows of token ids; the engine has n_seq sequences.
+
+    Raises:
+        RequestError: there is no such sequence.
+    """
+    if not isinstance(seq, int):
+        for slot in seq:
+            require_seq(slot, n_seq)
+        return tuple(seq)
+    last = seq + n_rows - 1
+    if not 0 <= seq <= last < n_seq:
+        raise RequestError(
+            f"the pass needs sequences {seq} to {last}; the engine has 0 to {n_seq - 1}"
+        )
+    return tuple(range(seq, last + 1))
+
+
+def require_seq(seq: int, n_seq: int) -> None:
+    """Check that an engine with n_seq sequences has this one.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if not 0 <= seq < n_seq:
+        raise RequestError(f"there is no sequence {seq}; the engine has 0 to {n_seq - 1}")
+
+
+def cancelled_of(cancel: Cancel, n_seqs: int) -> Callable[[], bool]:
+    """Return whether all n_seqs sequences of a pass are cancelled, as a function.
+
+    Raises:
+        RequestError: there is not one token for each sequence.
+    """
+    if cancel is None:
+        return bool
+    if not isinstance(cancel, (list, tuple)):
+        return cancel.is_set
+    tokens = [token for token in cancel if token is not None]
+    if len(cancel) != n_seqs:
+        raise RequestError(f"{len(cancel)} cancel tokens for {n_seqs} sequences")
+    return (lambda: all(token.is_set() for token in tokens)) if len(tokens) == n_seqs else bool

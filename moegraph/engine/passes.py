@@ -26,29 +26,8 @@ from ..runner.inspect import node_values
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
-from .ids import checked_ids
+from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_seq, slots_of
 from .prompts import Prompts, where_not_finite
-
-# A sequence for each row of token ids, or the first of consecutive sequences.
-Seqs = int | Sequence[int]
-# One token for all sequences of a pass, or one for each of them; None cancels nothing.
-Cancel = CancelToken | list[CancelToken | None] | tuple[CancelToken | None, ...] | None
-
-
-def _is_cancelled(cancel: Cancel, batch: Batch) -> Callable[[], bool]:
-    """Return whether all sequences of a pass are cancelled, as a function.
-
-    Raises:
-        RequestError: there is not one token for each sequence.
-    """
-    if cancel is None:
-        return bool
-    if not isinstance(cancel, (list, tuple)):
-        return cancel.is_set
-    n_seqs, tokens = len(batch.slots), [token for token in cancel if token is not None]
-    if len(cancel) != n_seqs:
-        raise RequestError(f"{len(cancel)} cancel tokens for {n_seqs} sequences")
-    return (lambda: all(token.is_set() for token in tokens)) if len(tokens) == n_seqs else bool
 
 
 class Passes:
@@ -96,10 +75,7 @@ class Passes:
             self._before.pop(seq).close()
 
     def _require_seq(self, seq: int) -> None:
-        if not 0 <= seq < len(self._held):
-            raise RequestError(
-                f"there is no sequence {seq}; the engine has 0 to {len(self._held) - 1}"
-            )
+        require_seq(seq, len(self._held))
 
     def abandon(self, *seqs: int) -> None:
         """Mark sequences as unfinished; the next call empties them. Safe from any thread."""
@@ -159,11 +135,10 @@ class Passes:
         """
         self._clean_up()
         self._runner.require_idle()
-        rows = self._rows(tokens)
+        rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
-        slots = self._slots(seq, rows)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
-        cancelled = _is_cancelled(cancel, batch)
+        cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
             self._run(batch, cancelled)
@@ -299,10 +274,10 @@ class Passes:
         """
         self._clean_up()
         self._runner.require_idle()
-        rows = self._rows(tokens)
-        batch = Batch.verify(rows, self._slots(seq, rows), parents, lengths, greedy)
+        rows, slots = self._given(tokens, seq)
+        batch = Batch.verify(rows, slots, parents, lengths, greedy)
         self._checked(batch)
-        cancelled = _is_cancelled(cancel, batch)
+        cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
             self._run(batch, cancelled)
@@ -469,8 +444,8 @@ class Passes:
         """
         self._clean_up()
         self._runner.require_idle()
-        rows = self._rows(tokens)
-        batch = self._checked(Batch(rows, self._slots(seq, rows), Kind.PREFILL, all_rows=True))
+        rows, slots = self._given(tokens, seq)
+        batch = self._checked(Batch(rows, slots, Kind.PREFILL, all_rows=True))
         self.abandon(*batch.slots)
         for slot in batch.slots:
             self._runner.drop(slot)  # verified rows cannot be committed after these
@@ -486,45 +461,11 @@ class Passes:
         self._unfinished.difference_update(batch.slots)
         return values
 
-    def expect_position(self, seq: int, pos0: int) -> None:
-        """Check that a sequence holds pos0 positions.
-
-        Raises:
-            RequestError: it holds another number, or there is no such sequence.
-        """
-        self._require_seq(seq)
-        self._clean_up()
-        if pos0 != self._state.n_past[seq]:
-            raise RequestError(
-                f"sequence {seq} holds {self._state.n_past[seq]} positions, "
-                f"but the pass starts at {pos0}; reset the sequence or change pos0"
-            )
-
-    def _rows(self, tokens: object) -> npt.NDArray[np.int32]:
-        """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens]."""
+    def _given(self, tokens: object, seq: Seqs) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+        """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences."""
         self._files.check()
-        rows = np.ascontiguousarray(checked_ids(tokens, self._n_vocab))
-        if rows.ndim < 2:
-            rows = rows.reshape(1, -1)
-        if rows.ndim > 2:
-            raise RequestError(f"token ids have shape {rows.shape}; allowed: [n_seqs, n_tokens]")
-        n_tokens, n_ubatch = rows.shape[1], self._runner.n_ubatch
-        if not 1 <= n_tokens <= n_ubatch:
-            raise RequestError(f"{n_tokens} rows in a pass; allowed: 1 to {n_ubatch} (-ub)")
-        return rows
-
-    def _slots(self, seq: Seqs, rows: npt.NDArray[np.int32]) -> tuple[int, ...]:
-        """Return the sequence of each row of token ids."""
-        if not isinstance(seq, int):
-            for slot in seq:
-                self._require_seq(slot)
-            return tuple(seq)
-        last, n_seq = seq + len(rows) - 1, self._state.n_seq
-        if not 0 <= seq <= last < n_seq:
-            raise RequestError(
-                f"the pass needs sequences {seq} to {last}; the engine has 0 to {n_seq - 1}"
-            )
-        return tuple(range(seq, last + 1))
+        rows = checked_rows(tokens, self._n_vocab, self._runner.n_ubatch)
+        return rows, slots_of(seq, len(rows), self._state.n_seq)
 
     def _checked(self, batch: Batch) -> Batch:
         """Return a batch whose rows fit into the context.
@@ -547,10 +488,7 @@ class Passes:
         try:
             self._files.check()
         except ModelFileError:
-            self._reset_batch()
+            if self._batch is not None:
+                self.abandon(*self._batch.slots)
+            self._clean_up()
             raise
-
-    def _reset_batch(self) -> None:
-        if self._batch is not None:
-            self.abandon(*self._batch.slots)
-        self._clean_up()

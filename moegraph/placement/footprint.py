@@ -75,7 +75,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + ring_bytes(kinds.values(), hp.n_expert)
-        + _lacking_bytes(hp, n_sweep, n_ubatch),
+        + lacking_bytes(hp, n_sweep, n_ubatch),
     )
 
 
@@ -90,7 +90,7 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + _SWEEP_CONSTANTS
 
 
-def _lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
+def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
     unit = 4 * 20 * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
     return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
