@@ -41,6 +41,8 @@ _LISTED_ROWS = MAX_FETCH_ROWS
 _PATIENCE = 16
 _NO_LAYERS: frozenset[int] = frozenset()
 
+_NOTHING_FETCHED = FetchedLayer([], None, None)
+
 
 class Residency:
     """Which experts are where, and what passes do about the missing ones.
@@ -191,7 +193,11 @@ class Residency:
         if plan is None:
             raise InternalError(f"layer {il}: ids without a pass")
         chosen = ids.tolist()
-        missing = self._access(layer, chosen)
+        missing = layer.access(chosen)
+        self.routing.add(il, chosen)
+        if not missing and il not in self._dirty:  # most layers of most passes
+            layer.commit_fetched(missing, chosen)
+            return _NOTHING_FETCHED
         n_fetched, rest = layer.commit_fetched(missing, chosen), None
         if n_fetched < len(missing):
             rest = LayerPlan([], missing[n_fetched:], [], [], {})

@@ -250,10 +250,10 @@ class LayerSlots:
             InternalError: the layer was not in `ExpertCache.begin_fetch`, the list is too short, or
                 the slots changed after it was made.
         """
-        n_listed = self._journal.in_flight.get(self.il)
+        in_flight, n_fetched = self._journal.in_flight, 0
+        n_listed = in_flight.get(self.il)
         if n_listed is None:
             raise InternalError(f"layer {self.il}: a fetch was recorded that no graph announced")
-        n_fetched = 0
         if missing:
             self._journal.dirty.add(self.il)
             needed, listed = set(ids), self.victims[:n_listed]
@@ -268,7 +268,7 @@ class LayerSlots:
                 self._ranking.clear()
             for expert, (slot, victim) in zip(missing, usable):
                 self._replace(expert, slot, victim)
-        self._journal.in_flight.pop(self.il)
+        del in_flight[self.il]
         return n_fetched
 
     def _replace(self, expert: int, slot: int, victim: int) -> None:

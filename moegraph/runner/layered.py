@@ -230,10 +230,9 @@ class LayeredRunner(Runner):
             if is_ragged:
                 real = ids[ids >= 0]
             if misses and il in step.fetch_layers:
-                done = residency.fetched(il, real)
-                if done.experts or done.row:
-                    misses.fetched(il, done.experts, done.row)
-                plan = done.rest
+                experts, row, plan = residency.fetched(il, real)
+                if experts or row:
+                    misses.fetched(il, experts, row)
             else:
                 plan = residency.routed(il, real)
             if plan and misses and step.add:
