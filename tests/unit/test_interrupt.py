@@ -80,6 +80,7 @@ def test_ctrl_c_inside_a_callback_from_native_code_is_not_lost(kept: bool) -> No
     code = f"""
 import ctypes, signal, sys, time
 from moegraph.cli.interrupt import let_interrupts_pass_callbacks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if {kept}:
     let_interrupts_pass_callbacks()
 compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
