@@ -217,17 +217,13 @@ class Residency:
             raise InternalError(f"layer {il}: ids without a pass")
         layer = self._layers[il]
         if plan.n_tokens <= _LISTED_ROWS:
-            missing = self._access(layer, ids.tolist())
+            chosen = ids.tolist()
+            missing = layer.access(chosen)
+            self.routing.add(il, chosen)
         else:
             missing = layer.access_batch(ids)
             self.routing.add_batch(il, ids)
         return self._layer_plan(plan, layer, missing, ids) if missing else None
-
-    def _access(self, layer: LayerSlots, chosen: list[int]) -> list[int]:
-        """Count what a few rows chose; return the missing experts in routing order."""
-        missing = layer.access(chosen)
-        self.routing.add(layer.il, chosen)
-        return missing
 
     def predicted(self, il: int, ids: npt.NDArray[np.int32]) -> Pairs:
         """Return the experts of layer il to prefetch, and their slots; ids: its predicted choice.

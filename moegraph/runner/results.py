@@ -94,9 +94,8 @@ class ResultMemory:
 
     def _grow(self, n_bytes: int) -> None:
         if n_bytes > self._host.array.nbytes:
-            larger = self._device.host_buffer(
-                n_bytes
-            )  # first: if it fails, the old memory stays usable
+            # first: if it fails, the old memory stays usable
+            larger = self._device.host_buffer(n_bytes)
             self._device.synchronize()
             smaller, self._host = self._host, larger
             smaller.close()
