@@ -60,20 +60,50 @@ def build_block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) ->
     return b.name(x, "mtp_eh_proj", il)
 
 
-def build_known_rows(
-    b: Builder, block: MtpBlock, tokens: Tensor, before: Tensor, pos: Tensor, kv_idx: Tensor
-) -> None:
+@dataclass(frozen=True)
+class KnownRows:
+    """The inputs of known positions.
+
+    tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of tapped rows also: sources
+    I32 [n], the row of each; last I32 [1], that of the last position; slot I32 [1], the sequence.
+    """
+
+    tokens: Tensor
+    pos: Tensor
+    kv_idx: Tensor
+    sources: Tensor
+    last: Tensor
+    slot: Tensor
+
+
+def build_known_rows(b: Builder, block: MtpBlock, inp: KnownRows, before: Tensor) -> None:
     """Append the writes of the block's K and V for known positions.
 
-    tokens I32 [n]; before F32 [n_embd, n]: l_out of the model's last layer at the position before
-    each, zeros before the first; pos I32 [n]; kv_idx I64 [n], rows of the caches.
+    before F32 [n_embd, n]: l_out of the model's last layer at the position before each, zeros
+    before the first.
     """
     stage = block.stage
     hp, il = stage.hp, stage.layers.start
     h = b.norm(before, block.output_norm, hp.f_norm_rms_eps)
-    x = build_block_input(b, block, tokens, h)
+    x = build_block_input(b, block, inp.tokens, h)
     cur = build_input_norm(b, stage, x, il)
-    build_keys_values(b, hp, block.weights, stage.state, pos, kv_idx, cur, il)
+    build_keys_values(b, hp, block.weights, stage.state, inp.pos, inp.kv_idx, cur, il)
+
+
+def build_tapped_rows(
+    b: Builder, block: MtpBlock, inp: KnownRows, last_out: Tensor, tap: Tensor
+) -> None:
+    """Append the same for rows of a pass; tap F32 [n_embd, n_rows]: l_out of the last layer there.
+
+    last_out F32 [n_embd, n_seq]: that of the position before these, and afterwards of the last.
+    """
+    n = inp.tokens.ne[0]
+    before = b.get_rows(last_out, inp.slot)
+    if n > 1:
+        others = b.get_rows(tap, b.view(inp.sources, (n - 1,)))
+        before = b.concat(before, others, 1)
+    build_known_rows(b, block, inp, b.expand(before))
+    b.expand(b.set_rows(last_out, b.get_rows(tap, inp.last), inp.slot))
 
 
 def build_chain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
 from ..units import round_up
 from .inputs import PAGED
-from .mtp import StepInputs
+from .mtp import KnownRows, StepInputs
 from .paged import ROW_WORDS, fill_rows
 from .rows import fill_mask, gathered_rows
 
@@ -33,14 +34,19 @@ class MtpMemory:
     max_draft], constant, for candidates without a race.
     """
 
-    def __init__(self, block: MtpBlock, max_rows: int, max_draft: int) -> None:
+    def __init__(self, block: MtpBlock, max_rows: int, max_draft: int, is_paged: bool) -> None:
+        """is_paged: chains read K and V through pages.
+
+        Raises:
+            OutOfDeviceMemory: it does not fit.
+        """
         stage = block.stage
         self._device, self._state, hp = stage.device, stage.state, stage.hp
         self.max_rows, self.max_draft = max_rows, max_draft
         self._n_vocab = int(block.head.output.ne[1])
         self._gathers = stage.state.n_seq > 1
-        n_words = max(self._n_known(max_rows), self._n_chain(max_draft, stage.state.n_ctx))
-        n_words = max(n_words, self._n_chain(max_draft, PAGED))
+        longest = PAGED if is_paged else stage.state.n_ctx
+        n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
         self._context = Context(5)
         shapes = {
             "inputs": (I32, (n_words,)),
@@ -74,7 +80,7 @@ class MtpMemory:
 
     @staticmethod
     def _n_known(n: int) -> int:
-        return 4 * round_up(n, _ALIGN)
+        return 5 * round_up(n, _ALIGN) + 2 * _ALIGN
 
     def _n_chain(self, n: int, n_kv: int) -> int:
         """Return the words of the inputs of a chain: see `_fill_chain`."""
@@ -92,35 +98,49 @@ class MtpMemory:
 
     @property
     def _n_pages(self) -> int:
-        return self._state.pool.table.shape[1]
+        return int(self._state.pool.table.shape[1])
 
     def _leaf(self, b: Builder, dtype: int, ne: tuple[int, ...], name: str, word: int) -> Tensor:
         tensor = b.leaf(dtype, ne, name)
         place(self._buffer, tensor, self._offsets["inputs"] + 4 * word)
         return tensor
 
-    def known_leaves(self, b: Builder, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the inputs of n known rows: tokens, before, pos, kv_idx."""
-        room = round_up(n, _ALIGN)
+    def before_leaf(self, b: Builder, n: int) -> Tensor:
+        """Return a leaf that reads the first n rows of `before`."""
         before = b.leaf(F32, (self.before.ne[0], n), "mtp_before")
         place(self._buffer, before, self._offsets["before"])
-        tokens = self._leaf(b, I32, (n,), "inp_tokens", 0)
-        pos = self._leaf(b, I32, (n,), "inp_pos", room)
-        return tokens, before, pos, self._leaf(b, I64, (n,), "inp_kv_idx", 2 * room)
+        return before
+
+    def known_leaves(self, b: Builder, n: int) -> KnownRows:
+        """Return the inputs of n known rows."""
+        room = round_up(n, _ALIGN)
+        return KnownRows(
+            tokens=self._leaf(b, I32, (n,), "inp_tokens", 0),
+            pos=self._leaf(b, I32, (n,), "inp_pos", room),
+            kv_idx=self._leaf(b, I64, (n,), "inp_kv_idx", 2 * room),
+            sources=self._leaf(b, I32, (n,), "inp_sources", 4 * room),
+            last=self._leaf(b, I32, (1,), "inp_last", 5 * room),
+            slot=self._leaf(b, I32, (1,), "inp_slot", 5 * room + _ALIGN),
+        )
 
     def send_known(
-        self, slot: int, tokens: npt.NDArray[np.int32], first: int, n_padded: int
-    ) -> None:
+        self, slot: int, tokens: npt.NDArray[np.int32], first: int, n_padded: int,
+        sources: Sequence[int] = (0,),
+    ) -> None:  # fmt: skip
         """Upload the inputs of a sequence's known rows from position first on, and padding."""
         n, room, words = len(tokens), round_up(n_padded, _ALIGN), self._next_words()
         places = first + np.arange(n)
-        words[: 4 * room] = 0
+        words[: self._n_known(n_padded)] = 0
         words[:n], words[room : room + n] = tokens, places
         rows = words[2 * room : 2 * room + 2 * n_padded].view(np.int64)
         rows[:n], rows[n:] = self._state.pool.rows(np.array(slot), places), self._state.spare_row
-        self._send(4 * room)
+        words[4 * room : 4 * room + len(sources)] = sources
+        words[5 * room], words[5 * room + _ALIGN] = sources[-1], slot
+        self._send(self._n_known(n_padded))
 
-    def chain_leaves(self, b: Builder, n: int, n_kv: int) -> tuple[Tensor, Tensor, list[StepInputs]]:
+    def chain_leaves(
+        self, b: Builder, n: int, n_kv: int
+    ) -> tuple[Tensor, Tensor, list[StepInputs]]:
         """Return the inputs of a chain of n steps: the first token, the slot, and each step's."""
         token, slot = (self._leaf(b, I32, (1,), "inp_token", at * _ALIGN) for at in range(2))
         pos, idx, at = 2 * _ALIGN, 2 * _ALIGN + round_up(n, _ALIGN), self._attention(n)
@@ -146,7 +166,7 @@ class MtpMemory:
         return token, slot, [step(i) for i in range(n)]
 
     def send_chain(self, slot: int, token: int, n: int, n_kv: int) -> None:
-        """Upload the inputs of a chain of n steps that continues a sequence, which has the pages."""
+        """Upload the inputs of a chain of n steps; the sequence has pages for them."""
         words, state = self._next_words(), self._state
         first = state.n_past[slot]
         places, idx = first + np.arange(n), 2 * _ALIGN + round_up(n, _ALIGN)
@@ -171,7 +191,8 @@ class MtpMemory:
         sent = self._sent[self._turn]
         if sent:
             sent.wait()
-        return self._words[self._turn]
+        words: npt.NDArray[np.int32] = self._words[self._turn]
+        return words
 
     def _send(self, n_words: int) -> None:
         at, sent = 4 * self._turn * self._words.shape[1], self._sent[self._turn]
@@ -191,7 +212,9 @@ class MtpMemory:
         """Return leaves for the logits, the tokens and the draws of n steps."""
         leaves = []
         for name, dtype, ne in (
-            ("logits", F32, (self._n_vocab, n)), ("tokens", I32, (n,)), ("draws", I32, (DRAW_WORDS, n)),
+            ("logits", F32, (self._n_vocab, n)),
+            ("tokens", I32, (n,)),
+            ("draws", I32, (DRAW_WORDS, n)),
         ):  # fmt: skip
             leaves.append(b.leaf(dtype, ne, f"mtp_{name}"))
             place(self._buffer, leaves[-1], self._offsets[name])

@@ -236,9 +236,7 @@ def _nextn_warnings(
     return [f"prediction block {fault}; it is not run" for fault in faults if fault]
 
 
-def _nextn_fault(
-    hp: HParams, tensors: Mapping[str, TensorInfo], il: int, merged: bool
-) -> str:
+def _nextn_fault(hp: HParams, tensors: Mapping[str, TensorInfo], il: int, merged: bool) -> str:
     """Return what a prediction block lacks, after its number, or '' if it is whole."""
     for name, spec in nextn_tensors(hp, merged).items():
         info = tensors.get(f"blk.{il}.{name}")
@@ -250,9 +248,7 @@ def _nextn_fault(
     return ""
 
 
-def require_nextn(
-    path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]
-) -> None:
+def require_nextn(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]) -> None:
     """Check that the file has one prediction (MTP) block, and all of it, to draft with.
 
     Raises:

@@ -72,7 +72,7 @@ class EmbeddingTable:
 class MtpBlock:
     """What drafts with the MTP block of a model.
 
-    stage: the block as a stage of layer n_layer alone; its device and state are the model's.
+    stage: the block as a stage of layer n_layer alone; device, state and taps are the model's.
     embeddings: of the tokens. head: the norm after the block, and the output matrix. output_norm:
     of the model, F32 [n_embd]: the block takes the model's output behind it.
     """
@@ -124,9 +124,8 @@ def open_mtp(stage: Stage, file: ModelFile) -> MtpBlock:
             table = own(closing(EmbeddingTable(device, loader, file, info)))
         store = own(closing(ExpertStore(device, file, [], "none")))
         mapped = sum(file.tensors[name].nbytes for name in loader.in_place)
-        block = Stage(
-            device, hp, layers, weights, banks, stage.state, store, mapped, ExitStack()
-        )
+        parts = weights, banks, stage.state, stage.taps, store
+        block = Stage(device, hp, layers, *parts, mapped, ExitStack())
         w = weights.layer(il)
         norm = w.get("nextn.shared_head_norm.weight", head.norm)
         output = w.get("nextn.shared_head_head.weight", head.output)
