@@ -266,7 +266,7 @@ def require_nextn(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, Ten
         raise ModelFileError(f"{path}: prediction block {fault}; the file cannot draft with MTP")
     for name, spec in nextn_tensors(hp, merged).items():
         if f"blk.{il}.{name}" in tensors:
-            _check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
+            check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
 
 
 def _unknown_warnings(
