@@ -12,18 +12,13 @@ from ..modelfile.drafter import DFlashHParams
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 
-# Most tokens of a row that reach the host.
-MAX_TOP = 16
-# struct moegraph_listed: words before the ids, and most ids.
-_HEAD, _N_LISTED = 4, 384
-
 
 @dataclass(frozen=True)
 class BlockInputs:
     """Inputs of a block of n rows.
 
     embd F32 [n_embd, n]: of the anchor and of masks. pos I32 [n]. anchor I32 [1]. masks: of each
-    ring, F16 [length, n]. draws I32 [DRAW_WORDS, at least n]: for candidates.
+    ring, F16 [length, n]. draws I32 [DRAW_WORDS, n_draft]: for candidates.
     """
 
     embd: Tensor
@@ -34,12 +29,25 @@ class BlockInputs:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What gives logits: output [n_embd, n_draft]; d2t I32 [1, n_draft], or None if n_draft is all
-    of the target's tokens."""
+class DraftHead:
+    """What gives logits: output [n_embd, n_draft], the target's head or the drafter's own.
+
+    d2t: I32 [1, n_draft], the target's token of each; None if they are the target's.
+    """
 
     output: Tensor
     d2t: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftOutputs:
+    """Results for each of n drafted tokens.
+
+    candidates: I32 [words, n], see `likeliest_rows`. confidence: F32 [1, n], or None.
+    """
+
+    candidates: Tensor
+    confidence: Tensor | None
 
 
 def build_context(
@@ -103,11 +111,11 @@ def _attend(
     for cache, new in ((rings.k[il], k), (rings.v[il], v)):
         b.expand(b.cpy(new, rings.view(b, cache, slot, il, n)))
     mask = inp.masks[rings.kind[il]]
-    heads = [
+    k, v = (
         _by_head(b, rings.view(b, cache, slot, il, mask.ne[0]), d, hp.n_head_kv)
         for cache in (rings.k[il], rings.v[il])
-    ]
-    out = b.flash_attn(b.permute(q, 0, 2, 1, 3), *heads, mask, 1.0 / math.sqrt(d))
+    )
+    out = b.flash_attn(b.permute(q, 0, 2, 1, 3), k, v, mask, 1.0 / math.sqrt(d))
     return b.mul_mat(layer["attn_output.weight"], b.reshape(out, d * hp.n_head, n))
 
 
@@ -118,14 +126,10 @@ def _by_head(b: Builder, rows: Tensor, d: int, n_head: int) -> Tensor:
 
 
 def build_draft(
-    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs, head: Head,
-    slot: int, n_draft: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Append a whole draft of n_draft tokens after the anchor.
-
-    Returns what `_listed` and `_confident` say of each drafted token; the last is None without a
-    confidence head.
-    """
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
+    head: DraftHead, slot: int, n_draft: int,
+) -> DraftOutputs:  # fmt: skip
+    """Append a whole draft of n_draft tokens after the anchor."""
     cur = build_block(b, hp, w, rings, inp, slot)
     first = 0 if hp.samples_anchor else 1
     rows = b.view(cur, (hp.n_embd, n_draft), (cur.nb[1],), first * cur.nb[1])
@@ -133,27 +137,13 @@ def build_draft(
     if hp.markov_rank:
         logits, confidence = _build_markov(b, w, logits, rows, inp.anchor, head)
         b.name(logits, "draft_biased")
-    return *_listed(b, logits, inp.draws), confidence
-
-
-def _listed(b: Builder, logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Append the likeliest tokens of each row of logits [n_draft, n].
-
-    Returns I32 [4 + MAX_TOP, n]: total (F32), largest logit (F32), two words, and ids; and F32
-    [MAX_TOP, n], their logits. See struct moegraph_listed (moegraph-candidates.h).
-    """
-    n = logits.ne[1]
-    draws = b.view(draws, (draws.ne[0], n), (draws.nb[1],))
-    listed = b.candidates(logits, draws)
-    ids = b.cont(b.view(listed, (_HEAD + MAX_TOP, n), (listed.nb[1],)))
-    found = b.cont(b.view(listed, (MAX_TOP, n), (listed.nb[1],), 4 * (_HEAD + _N_LISTED)))
-    for tensor in (ids, found):
-        C.ggml_set_output(b.expand(tensor))
-    return ids, found
+    candidates = b.expand(b.name(b.candidates(logits, inp.draws), "draft_candidates"))
+    C.ggml_set_output(candidates)
+    return DraftOutputs(candidates, confidence)
 
 
 def _build_markov(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: Head
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: DraftHead
 ) -> tuple[Tensor, Tensor | None]:
     """Append the Markov head: each row's logits, given the token before; that is the likeliest.
 
@@ -196,4 +186,3 @@ def _joined(b: Builder, columns: Sequence[Tensor]) -> Tensor:
     for column in columns[1:]:
         joined = b.concat(joined, column, 1)
     return joined
-

@@ -145,9 +145,7 @@ class DraftRings:
         for il in range(hp.n_layer):
             for tensors in (self.k, self.v):
                 n_rows = self.shapes[self.kind[il]].n_rows * n_seq
-                tensors.append(
-                    C.ggml_new_tensor_2d(self._context.ptr, F16, hp.n_embd_gqa, n_rows)
-                )
+                tensors.append(C.ggml_new_tensor_2d(self._context.ptr, F16, hp.n_embd_gqa, n_rows))
                 offsets.append(size)
                 size = round_up(size + self._row * n_rows, device.alignment)
         self._buffer = device.buffer(size, "K and V of the drafter", "lower -c or use --spec off")

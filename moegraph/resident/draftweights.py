@@ -155,9 +155,7 @@ class _Converter:
         self._file = file
         self._pool = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="moegraph-draft")
 
-    def convert(
-        self, pieces: list[tuple[_Planned, int, int]]
-    ) -> Iterator[npt.NDArray[np.uint8]]:
+    def convert(self, pieces: list[tuple[_Planned, int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
         """Yield the bytes of pieces, in order."""
         ahead = 2 * _N_THREADS
         begun = [self._pool.submit(self._rows, *piece) for piece in pieces[:ahead]]

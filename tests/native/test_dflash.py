@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.faults import FAULTS, faulty
 from helpers.drafters import SMALL, write_small
+from helpers.faults import FAULTS, faulty
 from helpers.reference_dflash import ReferenceDrafter
 from modelgen.drafter import DraftShape, values
 
@@ -42,9 +42,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 class Pair:
     """A target with a drafter, and the reference, which all see the same tokens."""
 
-    def __init__(self, open_engine: Open, model_path: Callable[[str], Path], folder: Path, kind: str = "dflash", matrices: str = "F32",
-                 as_stored: bool = True, settings: dict[str, Any] | None = None,
-                 **changes: Any) -> None:  # fmt: skip
+    def __init__(
+        self, open_engine: Open, model_path: Callable[[str], Path], folder: Path,
+        kind: str = "dflash", matrices: str = "F32", as_stored: bool = True,
+        settings: dict[str, Any] | None = None, **changes: Any,
+    ) -> None:  # fmt: skip
         changes = {"taps": (3, 0, 4), **changes}
         self.engine = open_engine(PRESET, **(settings or {}))
         self.plain = open_engine(PRESET)
@@ -71,8 +73,7 @@ class Pair:
 
     def again(self) -> DFlashDrafter:
         """Open the drafter once more."""
-        stage, graphs = self.engine.stage, self.engine.runner.graphs
-        return DFlashDrafter(stage, graphs, self.file, 512, as_stored=self._as_stored)
+        return DFlashDrafter(self.engine.stage, self.file, 512, as_stored=self._as_stored)
 
     def close(self) -> None:
         self.drafter.close()
@@ -174,10 +175,14 @@ def test_drafts_equal_the_reference(pair: Callable[..., Pair], name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("tiny window", {"n_swa": 4}), ("causal", {"is_causal": False}), ("yarn", {"yarn_orig": 128}),
-        ("window", {"windows": "fs"}), ("window", {"mask_id": 991}), ("window", {"taps": (0, 3, 4)}),
+        ("tiny window", {"n_swa": 4}),
+        ("causal", {"is_causal": False}),
+        ("yarn", {"yarn_orig": 128}),
+        ("window", {"windows": "fs"}),
+        ("window", {"mask_id": 991}),
+        ("window", {"taps": (0, 3, 4)}),
     ],
-)  # fmt: skip
+)
 def test_the_reference_tells_settings_apart(
     pair: Callable[..., Pair], name: str, other: dict[str, Any]
 ) -> None:
@@ -287,7 +292,8 @@ def test_memory_is_as_planned(pair: Callable[..., Pair], tmp_path: Path) -> None
         file = open_drafter(write_small(tmp_path / f"again{n}", taps=(3, 0, 4), **changes))
         planned = dflash_bytes(file, 512, 1, 512, True)
         file.close()
-        assert 0 <= planned - both.drafter.n_bytes < 128 * 64  # the CPU aligns to less
+        taken = both.drafter.n_bytes
+        assert taken <= planned < 2 * taken
         assert "taps: outputs of layers 3, 0, 4" in both.drafter.describe()
 
 
