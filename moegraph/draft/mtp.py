@@ -18,12 +18,11 @@ from ..graphs.inputs import PAGED
 from ..graphs.mtp import build_chain, build_known_rows, build_tapped_rows
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, empty_draft
 
-# Most tokens of a chain; few chains are right for so long.
-MAX_DRAFT = 16
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
 
@@ -39,7 +38,9 @@ class MtpDrafter:
 
     name = "mtp"
 
-    def __init__(self, block: MtpBlock, max_rows: int, max_draft: int = MAX_DRAFT) -> None:
+    def __init__(
+        self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
+    ) -> None:
         """max_rows: known rows that are computed at a time.
 
         Raises:

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from helpers.mtp import MtpModel
 
+from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
+from moegraph.placement.drafters import mtp_bytes
+from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
@@ -226,6 +229,23 @@ def test_a_state_without_room_for_the_block_is_refused(
     assert engine.state.last_out is None
     with open_model(model_path("mini35b")) as file, pytest.raises(InternalError, match="MTP"):
         open_mtp(engine.stage, file)
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+@pytest.mark.parametrize("n_seq", [1, 3])
+def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq: int) -> None:
+    settings = {"n_seq": n_seq, "n_ubatch": 256}
+    with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
+        model.drafter.reserve()
+        taken = model.drafter.n_bytes + model.stage.taps.n_bytes
+        before = model.drafter.n_bytes
+        model.read(random_ids(400))
+        model.drafter.draft(0, 1, 16, 8)
+        model.decode(1)
+        assert model.drafter.n_bytes == before
+        with open_model(model_path(preset)) as file:
+            planned = mtp_bytes(file, EngineConfig(n_seq=n_seq, n_ctx=512), 512)
+    assert taken <= planned <= 1.5 * taken
 
 
 def test_it_is_a_drafter(model_path: ModelPath) -> None:
