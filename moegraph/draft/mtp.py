@@ -52,7 +52,7 @@ class MtpDrafter:
             raise InternalError("the target's state has no room for an MTP block")
         self._last_out: Tensor = state.last_out
         self._layer = block.stage.hp.n_layer - 1
-        self.taps = (self._layer,)
+        self.taps: tuple[int, ...] = (self._layer,)
         self.max_draft = max_draft
         self._is_paged = can_page(block.stage)
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
@@ -62,9 +62,8 @@ class MtpDrafter:
     @property
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
-        caches = (self._state.k[self._layer + 1], self._state.v[self._layer + 1])
-        kv = sum(C.ggml_nbytes(tensor) for tensor in caches)
-        return self._block.n_bytes + kv + self.memory.n_bytes + self._graphs.n_bytes
+        weights, kv = self._block.n_bytes, self._state.mtp_bytes
+        return weights + kv + self.memory.n_bytes + self._graphs.n_bytes
 
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config import EngineConfig
+from ..errors import ModelFileError
 from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_layer
+from ..modelfile.tensors import require_nextn
 from ..resident.layout import (
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
@@ -17,9 +19,39 @@ from ..resident.layout import (
     tap_bytes,
 )
 from ..units import round_up
+from .planner import Plan
 
 # Alignment of the tensors of a block, and its tables.
 _SMALL = 64 << 10
+
+
+# Most of the experts' bytes on the device that `auto` gives up for a drafter.
+_MOST_EXPERTS = 0.1
+
+
+def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
+    """Return whether the settings ask for drafts of the MTP block, if there is room for it.
+
+    Raises:
+        ModelFileError: they name it, and the file has no such block, or a damaged one.
+    """
+    if config.spec == "mtp":
+        require_nextn(model.path, model.hparams, model.tensors)
+        return True
+    if config.spec != "auto":
+        return False
+    try:
+        require_nextn(model.path, model.hparams, model.tensors)
+    except ModelFileError:
+        return False
+    return True
+
+
+def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
+    """Return whether `auto` loads a drafter: it must not cost many experts their place."""
+    if plain.all_resident:
+        return drafting.all_resident
+    return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
 
 
 def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:

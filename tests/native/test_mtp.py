@@ -18,6 +18,7 @@ from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.placement.drafters import mtp_bytes
+from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
@@ -255,3 +256,39 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         before = drafter.n_bytes
         model.drafter.reserve()
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
+
+
+def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
+    plain = open_engine("mini35b")
+    assert plain.memory()["drafters_bytes"] == 0
+    asked = open_engine("mini35b", spec="mtp", n_draft=3)
+    [drafter] = asked._loaded.drafters
+    assert isinstance(drafter, MtpDrafter) and asked.stage.taps.n_rows == 32
+    taken, planned = asked.memory(), asked.plan.bytes
+    assert 0 < taken["drafters_bytes"] <= planned["drafters"]
+    assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
+    ids = random_ids(50)
+    np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
+    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
+    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
+        open_engine("legacy32", spec="mtp")
+
+
+def test_auto_leaves_the_block_where_experts_need_the_memory(
+    model_path: ModelPath, open_engine: Callable[..., Any]
+) -> None:
+    with open_model(model_path("mini35b")) as file:
+        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        need = needed_bytes(file, config, 512)
+        drafters = mtp_bytes(file, config, 512)
+    for n_bytes, spec, loaded in (
+        (need.fixed + need.experts + drafters, "auto", True),
+        (need.fixed + need.experts + drafters - 1, "auto", False),
+        (need.fixed + need.staging + need.experts // 4, "auto", False),
+        (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
+    ):
+        engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
+        assert bool(engine._loaded.drafters) == loaded
+        assert engine.plan.total <= n_bytes
+        engine.close()
