@@ -99,7 +99,7 @@ class Generation:
             passes.reset(0)
         else:
             n_reused = self.prefixes.resume(0, self.ids)
-            self.marks = self.prefixes.worth(self.ids, self.marks)
+            self.marks = self.prefixes.begin(self.ids, self.marks, n_reused)
         self.n_reused = self.n_read = n_reused
         device.bind_cancel(self.cancel.flag)
         finished = False
@@ -158,8 +158,6 @@ class Generation:
                 self.progress("prefill", self.n_read, n)
 
         def meanwhile() -> None:
-            if self.prefixes and self.marks:
-                self.prefixes.prepare(len(self.marks))
             if not self.sequence.finish_reason:
                 self.passes.build_next(0, self.greedy, self._draws())
 
@@ -167,12 +165,11 @@ class Generation:
         tokens, draws = self.ids[n_reused:], self._draws()
         batch = SweepBatch(tokens, 0, self.keep_logits, self.greedy, draws, cuts)
         self.is_reading = True
-        output, snapshots = self.passes.read(batch, self.cancel, progress, meanwhile)
+        output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
         if self.prefixes:
-            for snapshot in snapshots:
-                self.prefixes.save(0, snapshot)
-                snapshot.close()
+            for states in saved:
+                self.prefixes.save(0, states)
             if n in self.marks:
                 self.prefixes.save(0)
         return output, output.logits if self.keep_logits else None

@@ -12,6 +12,7 @@ from ..resident.layout import PAGE
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .inputs import PassInputs, PassShape
+from .length import spans
 from .project import project
 
 _KV = ("attn_k.weight", "attn_v.weight")
@@ -137,12 +138,12 @@ def _attend_by_mask(
     if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
         cached_k, cached_v = state.k[il], state.v[il]
     else:
-        cached_k = _gathered(b, state.k_words[il], inp.kv_rows, state.k[il])
-        cached_v = _gathered(b, state.v_words[il], inp.kv_rows, state.v[il])
+        cached_k = _gathered(b, state.k_words[il], inp.kv_rows, state.k[il], shape.n_kv)
+        cached_v = _gathered(b, state.v_words[il], inp.kv_rows, state.v[il], shape.n_kv)
     out = b.flash_attn(
         b.permute(q, 0, 2, 1, 3),
-        b.permute(_heads(b, hp, shape, cached_k), 0, 2, 1, 3),
-        b.permute(_heads(b, hp, shape, cached_v), 0, 2, 1, 3),
+        _heads(b, hp, shape, cached_k),
+        _heads(b, hp, shape, cached_v),
         inp.kq_mask,
         scale,
         state.n_attention_parts,
@@ -155,19 +156,21 @@ def _merge_heads(b: Builder, t: Tensor) -> Tensor:
     return b.view(t, (t.ne[0] * t.ne[1], t.ne[2]), (t.nb[2],))
 
 
-def _gathered(b: Builder, words: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+def _gathered(b: Builder, words: Tensor, rows: Tensor, cache: Tensor, n_kv: int) -> Tensor:
     """Append a copy of rows I32 [n] of a cache, byte for byte: [n_embd_gqa, n], the cache's type.
 
-    words: the cache's memory as F32.
+    words: the cache's memory as F32. n: a multiple of n_kv.
     """
-    return b.retype(b.get_rows(words, rows), cache.type, cache.ne[0])
+    found = spans(b, n_kv, b.get_rows(words, rows), 1, 2, 3)
+    return spans(b, n_kv, b.retype(found, cache.type, cache.ne[0]), 1, 2, 3)
 
 
 def _heads(b: Builder, hp: HParams, shape: PassShape, rows: Tensor) -> Tensor:
-    """View rows of the pass's sequences as [d, n_head_kv, n_kv, n_seqs].
+    """View rows of the pass's sequences as [d, n_kv, n_head_kv, n_seqs].
 
     rows: [n_embd_gqa, at least n_kv * n_seqs], first all positions of the first sequence.
     """
-    d, row = hp.n_embd_head_k, rows.nb[1]
-    ne = (d, hp.n_head_kv, shape.n_kv, shape.n_seqs)
-    return b.view(rows, ne, (C.ggml_row_size(rows.type, d), row, row * shape.n_kv))
+    d, row, n_kv = hp.n_embd_head_k, rows.nb[1], shape.n_kv
+    ne = (d, hp.n_head_kv, n_kv, shape.n_seqs)
+    heads = b.view(rows, ne, (C.ggml_row_size(rows.type, d), row, row * n_kv))
+    return spans(b, n_kv, b.permute(spans(b, n_kv, heads, 2, 3), 0, 2, 1, 3), 1, 3)

@@ -189,7 +189,7 @@ def check_tensors(
         )
     for name, spec in expected.items():
         if name in tensors:
-            _check_tensor(path, tensors[name], spec)
+            check_tensor(path, tensors[name], spec)
     return _nextn_warnings(hp, tensors, merged) + _unknown_warnings(hp, tensors, expected)
 
 
@@ -213,7 +213,7 @@ def _check_variants(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, T
             )
 
 
-def _check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> None:
+def check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> None:
     """Check the shape and type of one tensor that runs."""
     if info.ne != spec.ne4:
         raise ModelFileError(
@@ -266,7 +266,7 @@ def require_nextn(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, Ten
         raise ModelFileError(f"{path}: prediction block {fault}; the file cannot draft with MTP")
     for name, spec in nextn_tensors(hp, merged).items():
         if f"blk.{il}.{name}" in tensors:
-            _check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
+            check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
 
 
 def _unknown_warnings(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InternalError, OutOfDeviceMemory, RequestError
+from ..errors import Cancelled, InternalError, NativeError, RequestError
 from ..experts.crossing import Choices, Crossing, Forecast, Group, by_popularity, units
 from ..experts.passplan import PassPlan
 from ..ggml.lib import C, ffi
@@ -31,6 +31,7 @@ from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
 from ..kinds import SHORT_PROMPT, Kind
+from ..resident.hostcopies import StatesCopy
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
@@ -52,7 +53,8 @@ class Sweep:
     """One prompt under way; `Sweeps.begin` makes it.
 
     n_steps, n_done: steps in total as far as is known, and those that are enqueued. output: the
-    results; valid after the last step.
+    results; valid after the last step. saved: the states at the cuts, in host memory; they are
+    complete after the last step, and the caller closes them.
     """
 
     def __init__(self, sweeps: Sweeps, batch: SweepBatch) -> None:
@@ -77,7 +79,7 @@ class Sweep:
         self._cancelled: Callable[[], bool] = bool
         self._books: list[tuple[int, int, int]] = []  # (layer, turn, rows) not recorded yet
         self._before: Snapshot | None = None
-        self.snapshots: list[Snapshot] = []
+        self.saved: list[StatesCopy] = []
         self.is_open = False
         self.output: Output | None = None
         self.n_steps = sweeps.stage.hp.n_layer * len(chunks)
@@ -95,8 +97,8 @@ class Sweep:
             self._before = state.snapshot(self.slot)
         for cut in self.batch.cuts:
             try:
-                self.snapshots.append(state.snapshots.empty(self.slot, cut))
-            except OutOfDeviceMemory:  # nothing but the snapshot depends on it
+                self.saved.append(state.copies.new_states(cut))
+            except NativeError:  # nothing but this copy depends on it
                 break
         state.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
 
@@ -356,13 +358,13 @@ class Sweep:
         memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
-        """Copy the recurrent states behind a chunk to the snapshot of that position."""
-        if il not in self._state.ssm:
+        """Copy the recurrent states after a chunk to the host, if it ends at a cut."""
+        state = self._state
+        if il not in state.ssm:
             return
-        for snapshot in self.snapshots:
-            if snapshot.n_past == chunk.first + chunk.n:
-                states = [self._state.conv[il], self._state.ssm[il]]
-                self._state.snapshots.fill(snapshot, states)
+        for copy in self.saved:
+            if copy.n_past == chunk.first + chunk.n:
+                state.copies.take_layer(copy, self.slot, [state.conv[il], state.ssm[il]])
 
     def _end_layer(self, il: int, part: list[Chunk]) -> None:
         s, n_rows = self._s, part[-1].row + part[-1].n
@@ -451,5 +453,7 @@ class Sweep:
         else:
             state.reset(self.slot)
         self.is_open = False
-        for snapshot in [*self.snapshots, *filter(None, [self._before])]:
-            snapshot.close()
+        for copy in self.saved:
+            copy.close()
+        if self._before:
+            self._before.close()
