@@ -380,16 +380,16 @@ class Sweep:
             self._books.append((il, il % 2, n_rows))
 
     def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
-        """Enqueue copies of the output of the part's last row, and of those before snapshots."""
+        """Enqueue copies of the output of the part's last row, and of those before cuts."""
         memory = self._s.memory
-        cuts = {snapshot.n_past: snapshot for snapshot in self.snapshots}
+        cuts = {copy.n_past: copy for copy in self.saved}
         for chunk in part:
-            snapshot = cuts.get(chunk.first + chunk.n)
-            if snapshot or chunk is part[-1]:
+            copy = cuts.get(chunk.first + chunk.n)
+            if copy or chunk is part[-1]:
                 row = chunk.row + chunk.n - 1
                 memory.copy(memory.hidden, row, last_out, self.slot, 1)
-            if snapshot:
-                self._state.snapshots.fill(snapshot, [last_out])
+            if copy:
+                self._state.copies.take_layer(copy, self.slot, [last_out])
 
     def _record_books(self, turn: int) -> None:
         """Record the choice in the last layer of this turn, which the device has computed."""
