@@ -27,7 +27,7 @@ def profiled(work: Callable[[], object], n_kernels: int = 12) -> dict[str, Any]:
     kernels: list[Span] = []
     copies: list[Span] = []
     by_name: dict[str, list[float]] = {}
-    for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in found.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CPU:
             continue
         name, start = event.name(), event.start_ns() / 1e6
