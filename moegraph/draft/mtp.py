@@ -137,9 +137,11 @@ class MtpDrafter:
         n = min(n, self.max_draft, state.n_ctx - n_past)
         if n < 1:
             return empty_draft()
-        built = self._chain(n, PAGED if self._is_paged else state.n_kv(n_past + n))
+        length = PAGED if self._is_paged else state.n_kv(n_past + n)
+        built = self._chain(n, length)
+        built.set_length(length)
         state.pool.grow(slot, n_past + n)
-        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv)
+        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
         self._launch(built, f"{n} tokens of the MTP block", built.outputs.reads, 2)
         C.ggml_backend_synchronize(self._device.compute.ptr)
         return self._draft(built.outputs, n, n_top)
@@ -182,8 +184,14 @@ class MtpDrafter:
 
         return self._graphs.get(("mtp taps", n), _N_NODES, build)
 
-    def _chain(self, n: int, n_kv: int) -> BuiltGraph:
-        """Return the graph of a chain of n tokens; its outputs: where the results arrive."""
+    def _chain(self, n: int, length: int) -> BuiltGraph:
+        """Return a graph of a chain of n tokens over `length` positions or more.
+
+        Its outputs: where the results arrive.
+        """
+        n_kv = length
+        if not (self._is_paged or self._device.can.streams):  # it can be shortened: length.py
+            n_kv = self._state.n_ctx
         n_nodes = n * (_N_NODES + 3 * self._block.stage.hp.n_expert_used)
         return self._graphs.get(
             ("mtp chain", n, n_kv), n_nodes, lambda b: self._build_chain(b, n, n_kv)
