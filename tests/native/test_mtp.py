@@ -136,11 +136,8 @@ def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None
         assert not model.cache()[2].any()
         model.read(ids, cuts=(70,))
         whole = model.cache()
-        [snapshot] = model.snapshots
-        states = model.state.copies.take_states(snapshot)
+        [states] = model.saved
         rows = model.state.copies.take_rows(0, 0, 70)
-        model.state.restore(snapshot)
-        assert_same(model.cache(), wanted)
         # another conversation, and then the copies in host memory
         model.state.reset(0)
         model.read(other)
@@ -150,8 +147,11 @@ def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None
         again = model.drafter.draft(0, int(ids[70]), 4, 2)
         np.testing.assert_array_equal(again.tokens, draft.tokens)
         np.testing.assert_array_equal(again.log_p, draft.log_p)
+        snapshot = model.state.snapshot(0)
         model.read(ids[70:])
         assert_same(model.cache(), whole)
+        model.state.restore(snapshot)
+        assert_same(model.cache(), wanted)
         snapshot.close()
         states.close()
 
