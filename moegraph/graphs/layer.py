@@ -44,6 +44,18 @@ def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
     return b.expand(b.name(b.norm(x, weights.head.norm, eps), "h_nextn"))
 
 
+def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> None:
+    """Keep what a drafter wants of layer il's input x and its norm; n_layer means the head.
+
+    x, norm: F32 [n_embd, n_tokens], both appended already. The input of a layer is the output of
+    the one before once it is complete, also where missing experts were added to it.
+    """
+    if il > 0:
+        stage.taps.keep(b, x, il - 1)
+    if il == stage.hp.n_layer:
+        stage.taps.keep(b, norm, il)
+
+
 def build_mixer_router(
     b: Builder,
     stage: Stage,

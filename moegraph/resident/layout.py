@@ -51,6 +51,11 @@ def draft_widths(hp: HParams) -> tuple[int, int, int]:
     return hp.conv_dim, hp.n_v_heads, hp.n_v_heads
 
 
+def tap_bytes(n_embd: int, n_taps: int, n_rows: int) -> int:
+    """Return the bytes that taps of passes of n_rows rows take; see `TapRows`."""
+    return n_taps * round_up(4 * n_embd * n_rows, _PART_ALIGNMENT)
+
+
 def paged_scratch_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
     """Return a bound on what attention over pages needs beside its result.
 

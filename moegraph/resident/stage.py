@@ -16,6 +16,7 @@ from ..modelfile.hparams import HParams
 from .bank import ExpertBanks
 from .state import State
 from .store import ExpertStore
+from .taps import TapRows
 from .weights import Loader, Weights
 
 
@@ -26,8 +27,9 @@ class Stage:
     The stage with the first layer has the token embedding, the one with the last layer the head.
     Every part has the layers of the stage alone, by their numbers in the model.
 
-    hp: of the whole model. store: the experts of the layers that are not full, in host memory.
-    mapped_bytes: tensors that passes read where the file is mapped.
+    hp: of the whole model. taps: what passes keep for a drafter. store: the experts of the layers
+    that are not full, in host memory. mapped_bytes: tensors that passes read where the file is
+    mapped.
     """
 
     device: Device
@@ -36,6 +38,7 @@ class Stage:
     weights: Weights
     banks: ExpertBanks
     state: State
+    taps: TapRows
     store: ExpertStore
     mapped_bytes: int
     _opened: ExitStack = field(repr=False)
@@ -106,6 +109,7 @@ def open_stage(
         kv = config.n_seq, config.type_k, config.type_v
         state = own(closing(State(device, hp, layers, n_ctx, *kv)))
         times.lap("state")
+        taps = own(closing(TapRows(device, hp)))
         partial = [il for il in layers if n_slots[il] < hp.n_expert]
         store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
         if partial:
@@ -114,4 +118,5 @@ def open_stage(
         if weights.embedding:
             in_place |= {weights.embedding.name}
         mapped = sum(file.tensors[name].nbytes for name in in_place)
-        return Stage(device, hp, layers, weights, banks, state, store, mapped, stack.pop_all())
+        parts = weights, banks, state, taps, store
+        return Stage(device, hp, layers, *parts, mapped, stack.pop_all())

@@ -36,7 +36,9 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "engine.ownership", "engine.prefixtree", "engine.sequence",
+    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.tree",
+    "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
+    "engine.stepclock",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
