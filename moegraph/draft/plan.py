@@ -64,12 +64,14 @@ class Plan:
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
+    is_trial: it is not what is best by what is known, but may be better.
     """
 
     source: str = ""
     n_draft: int = 0
     n_top: int = 1
     ddtree: DDTree | None = None
+    is_trial: bool = False
 
 
 PLAIN = Plan()
@@ -102,7 +104,7 @@ class Step:
     ranks: by depth, for the depths that the acceptance walk reached on the spine: which of the
         drafter's candidates the target drew there; 0 for the spine's token, -1 for none of them.
     log_p: the drafter's log probability of the spine's token, by depth; empty if it has none.
-    n_missing: distinct missing experts of the pass, summed over layers.
+    n_missing: distinct missing experts of the pass, summed over layers. is_trial: as in its plan.
     """
 
     source: str
@@ -118,3 +120,4 @@ class Step:
     verify_s: float = 0.0
     commit_s: float = 0.0
     n_missing: int = 0
+    is_trial: bool = False
