@@ -12,6 +12,7 @@ from ..ggml.handles import Context, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..units import format_bytes
+from .length import Span, set_length
 
 # Host memory of all graphs; the graphs of decode take 3 MiB with a 35B.
 _MAX_BYTES = 128 << 20
@@ -23,13 +24,24 @@ class BuiltGraph:
     outputs: what the build function returned, such as tensors to read or inputs to set.
     """
 
-    __slots__ = ("context", "graph", "outputs", "n_bytes")
+    __slots__ = ("context", "graph", "outputs", "n_bytes", "_spans", "_n_kv")
 
-    def __init__(self, context: Context, graph: Any, outputs: Any) -> None:
+    def __init__(self, context: Context, graph: Any, outputs: Any, spans: list[Span]) -> None:
         self.context = context
         self.graph = graph
         self.outputs = outputs
+        self._spans = spans
+        self._n_kv = 0
         self.n_bytes = C.ggml_used_mem(context.ptr)
+
+    def set_length(self, n_kv: int) -> None:
+        """Have attention read n_kv positions, at most as many as the graph was built for.
+
+        The device must not have recorded the graph, nor be running it.
+        """
+        if self._spans and n_kv != self._n_kv:
+            set_length(self._spans, n_kv)
+            self._n_kv = n_kv
 
 
 class GraphCache:
@@ -75,7 +87,7 @@ class GraphCache:
         outputs = build(builder)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
-        built = BuiltGraph(context, builder.graph, outputs)
+        built = BuiltGraph(context, builder.graph, outputs, builder.spans)
         self._graphs[key] = built
         self.n_built += 1
         self._n_host_bytes += built.n_bytes
