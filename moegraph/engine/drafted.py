@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..draft.acceptance import walk
-from ..draft.plan import Step
 from ..draft.tree import DraftTree
 from ..events import CancelToken
 from ..ggml.choose import DRAW_ROWS
@@ -19,7 +18,7 @@ from .passes import Passes
 from .rows import RowSampler
 from .sequence import Sequence
 from .speculation import Proposal, Speculation, step_of
-from .stepclock import StepClock
+from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
 
 
@@ -37,7 +36,8 @@ class DraftedSteps(Steps):
         self._proposal: Proposal | None = None  # before the pass in flight
         self._tree: DraftTree | None = None  # that this pass verifies; None: the anchor alone
         self._n_missing = 0  # until that pass
-        self._done: Step | None = None  # to be learned from while the device computes
+        # what there is to learn from the last step, while the device computes
+        self._done: tuple[Proposal | None, list[Drawn], StepSeconds, int] | None = None
 
     def first(self, output: Output) -> list[Drawn]:
         """Draw the first token, from the results of the prompt."""
@@ -89,8 +89,7 @@ class DraftedSteps(Steps):
             self._passes.commit({SEQ: path})
         speculation.committed(SEQ, tokens, path)
         n_missing = speculation.n_missing() - self._n_missing
-        taken = [one.token for one in drawn]
-        self._done = step_of(self._proposal, taken, self._clock.end(), n_missing)
+        self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:
             self._learn()
         return drawn
@@ -127,5 +126,7 @@ class DraftedSteps(Steps):
 
     def _learn(self) -> None:
         if self._done:
-            self._speculation.controller.observe(self._done)
+            proposal, drawn, seconds, n_missing = self._done
+            step = step_of(proposal, [one.token for one in drawn], seconds, n_missing)
+            self._speculation.controller.observe(step)
             self._done = None

@@ -93,7 +93,7 @@ class RowSampler:
         return self._fits and not self._needs_row and not is_lost
 
     def _describe(self, words: npt.NDArray[np.int32], ahead: Sequence[int]) -> None:
-        """Write into a copy of the words what drafted tokens before the row change."""
+        """Have words describe a row; a copy of our own if drafted tokens are before the row."""
         if self._n_ring:
             for i, token in enumerate(ahead):
                 self._put(words, self._n_taken + i, token)
