@@ -18,12 +18,11 @@ from ..graphs.inputs import PAGED
 from ..graphs.mtp import build_chain, build_known_rows, build_tapped_rows
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, empty_draft
 
-# Most tokens of a chain; few chains are right for so long.
-MAX_DRAFT = 16
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
 
@@ -39,7 +38,9 @@ class MtpDrafter:
 
     name = "mtp"
 
-    def __init__(self, block: MtpBlock, max_rows: int, max_draft: int = MAX_DRAFT) -> None:
+    def __init__(
+        self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
+    ) -> None:
         """max_rows: known rows that are computed at a time.
 
         Raises:
@@ -51,7 +52,7 @@ class MtpDrafter:
             raise InternalError("the target's state has no room for an MTP block")
         self._last_out: Tensor = state.last_out
         self._layer = block.stage.hp.n_layer - 1
-        self.taps = (self._layer,)
+        self.taps: tuple[int, ...] = (self._layer,)
         self.max_draft = max_draft
         self._is_paged = can_page(block.stage)
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
@@ -61,9 +62,8 @@ class MtpDrafter:
     @property
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
-        caches = (self._state.k[self._layer + 1], self._state.v[self._layer + 1])
-        kv = sum(C.ggml_nbytes(tensor) for tensor in caches)
-        return self._block.n_bytes + kv + self.memory.n_bytes + self._graphs.n_bytes
+        weights, kv = self._block.n_bytes, self._state.mtp_bytes
+        return weights + kv + self.memory.n_bytes + self._graphs.n_bytes
 
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later.
@@ -137,9 +137,11 @@ class MtpDrafter:
         n = min(n, self.max_draft, state.n_ctx - n_past)
         if n < 1:
             return empty_draft()
-        built = self._chain(n, PAGED if self._is_paged else state.n_kv(n_past + n))
+        length = PAGED if self._is_paged else state.n_kv(n_past + n)
+        built = self._chain(n, length)
+        built.set_length(length)
         state.pool.grow(slot, n_past + n)
-        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv)
+        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
         self._launch(built, f"{n} tokens of the MTP block", built.outputs.reads, 2)
         C.ggml_backend_synchronize(self._device.compute.ptr)
         return self._draft(built.outputs, n, n_top)
@@ -182,8 +184,14 @@ class MtpDrafter:
 
         return self._graphs.get(("mtp taps", n), _N_NODES, build)
 
-    def _chain(self, n: int, n_kv: int) -> BuiltGraph:
-        """Return the graph of a chain of n tokens; its outputs: where the results arrive."""
+    def _chain(self, n: int, length: int) -> BuiltGraph:
+        """Return a graph of a chain of n tokens over `length` positions or more.
+
+        Its outputs: where the results arrive.
+        """
+        n_kv = length
+        if not (self._is_paged or self._device.can.streams):  # it can be shortened: length.py
+            n_kv = self._state.n_ctx
         n_nodes = n * (_N_NODES + 3 * self._block.stage.hp.n_expert_used)
         return self._graphs.get(
             ("mtp chain", n, n_kv), n_nodes, lambda b: self._build_chain(b, n, n_kv)

@@ -16,6 +16,7 @@ from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.mtp import MtpBlock
 from ..units import round_up
 from .inputs import PAGED
+from .length import spans
 from .mtp import KnownRows, StepInputs
 from .paged import ROW_WORDS, fill_rows
 from .rows import fill_mask, gathered_rows
@@ -150,6 +151,7 @@ class MtpMemory:
             at += round_up(self._n_pages, _ALIGN)
         elif self._gathers:
             kv_rows = self._leaf(b, I32, (n_kv,), "inp_kv_rows", at + n * n_kv // 2)
+            spans(b, n_kv, kv_rows, 0, 1, 2, 3)
 
         def step(i: int) -> StepInputs:
             mask = rows = None
@@ -157,6 +159,7 @@ class MtpMemory:
                 rows = self._leaf(b, I32, (ROW_WORDS, 1), "inp_rows", at + i * ROW_WORDS)
             else:
                 mask = self._leaf(b, F16, (n_kv, 1, 1, 1), "inp_kq_mask", at + i * n_kv // 2)
+                spans(b, n_kv, mask, 0, 1, 2, 3)
             return StepInputs(
                 pos=self._leaf(b, I32, (1,), "inp_pos", pos + i),
                 kv_idx=self._leaf(b, I64, (1,), "inp_kv_idx", idx + 2 * i),
@@ -165,8 +168,11 @@ class MtpMemory:
 
         return token, slot, [step(i) for i in range(n)]
 
-    def send_chain(self, slot: int, token: int, n: int, n_kv: int) -> None:
-        """Upload the inputs of a chain of n steps; the sequence has pages for them."""
+    def send_chain(self, slot: int, token: int, n: int, n_kv: int, length: int) -> None:
+        """Upload the inputs of a chain of n steps; the sequence has pages for them.
+
+        n_kv: what its graph was built for. length: the positions that are read, at most n_kv.
+        """
         words, state = self._next_words(), self._state
         first = state.n_past[slot]
         places, idx = first + np.arange(n), 2 * _ALIGN + round_up(n, _ALIGN)
@@ -180,9 +186,10 @@ class MtpMemory:
             fill_rows(words[end - ROW_WORDS * n : end], [first], n, None)
         else:
             mask = words[at : at + n * n_kv // 2].view(np.float16)
-            fill_mask(mask.reshape(1, n, n_kv), [first])
+            fill_mask(mask.reshape(1, n, n_kv)[:, :, :length], [first])
             if self._gathers:
-                words[end - n_kv : end] = gathered_rows(state.pool, (slot,), n_kv)[0]
+                rows = words[end - n_kv : end]
+                rows[:length] = gathered_rows(state.pool, (slot,), length)[0]
         self._send(end)
 
     def _next_words(self) -> npt.NDArray[np.int32]:

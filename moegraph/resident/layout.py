@@ -29,6 +29,10 @@ N_STAGING = 16
 # Groups of the ring through which prompts send experts: one is computed, one has arrived, one is
 # under way, and one is given back.
 N_GROUPS = 4
+# Most tokens that the MTP block drafts at once; few drafts are right for so long.
+MAX_MTP_DRAFT = 16
+# Known rows whose K and V the MTP block computes at a time.
+MTP_ROWS = 256
 # Embeddings that an MTP block has for itself, after `blk.N.`.
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.

@@ -47,6 +47,8 @@ class State:
     pool: the pages of the sequences.
     spare_row: the last row of the caches.
     n_past: positions that each sequence holds.
+    kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
+        block; of the states.
     n_attention_parts: see `Device`.
 
     Raises:
@@ -78,7 +80,8 @@ class State:
             else:
                 self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
                 self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
-        has_mtp = hp.n_layer in layers
+        self._mtp = hp.n_layer
+        has_mtp = self._mtp in layers
         self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
         self._states = [*self.conv.values(), *self.ssm.values()]
         if self.last_out is not None:
@@ -150,7 +153,9 @@ class State:
         for rot in constants:
             matrix = hadamard(rot.ne[0])
             C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
-        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache)
+        mtp = (caches[il] for caches in (self.k, self.v) for il in caches if il == self._mtp)
+        self.mtp_bytes = sum(C.ggml_nbytes(t) for t in mtp)
+        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache) - self.mtp_bytes
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
 
     def n_kv(self, n_used: int) -> int:

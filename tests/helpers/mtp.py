@@ -73,7 +73,7 @@ class MtpModel:
         sweep.begin()
         while sweep.step():
             pass
-        self.snapshots = sweep.snapshots
+        self.saved = sweep.saved
         assert sweep.output
         return sweep.output
 

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from helpers.mtp import MtpModel
 
+from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
+from moegraph.placement.drafters import mtp_bytes
+from moegraph.placement.footprint import needed_bytes
+from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
@@ -132,11 +136,8 @@ def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None
         assert not model.cache()[2].any()
         model.read(ids, cuts=(70,))
         whole = model.cache()
-        [snapshot] = model.snapshots
-        states = model.state.copies.take_states(snapshot)
+        [states] = model.saved
         rows = model.state.copies.take_rows(0, 0, 70)
-        model.state.restore(snapshot)
-        assert_same(model.cache(), wanted)
         # another conversation, and then the copies in host memory
         model.state.reset(0)
         model.read(other)
@@ -146,8 +147,11 @@ def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None
         again = model.drafter.draft(0, int(ids[70]), 4, 2)
         np.testing.assert_array_equal(again.tokens, draft.tokens)
         np.testing.assert_array_equal(again.log_p, draft.log_p)
+        snapshot = model.state.snapshot(0)
         model.read(ids[70:])
         assert_same(model.cache(), whole)
+        model.state.restore(snapshot)
+        assert_same(model.cache(), wanted)
         snapshot.close()
         states.close()
 
@@ -228,6 +232,23 @@ def test_a_state_without_room_for_the_block_is_refused(
         open_mtp(engine.stage, file)
 
 
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+@pytest.mark.parametrize("n_seq", [1, 3])
+def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq: int) -> None:
+    settings = {"n_seq": n_seq, "n_ubatch": 256}
+    with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
+        model.drafter.reserve()
+        taken = model.drafter.n_bytes + model.stage.taps.n_bytes
+        before = model.drafter.n_bytes
+        model.read(random_ids(400))
+        model.drafter.draft(0, 1, 16, 8)
+        model.decode(1)
+        assert model.drafter.n_bytes == before
+        with open_model(model_path(preset)) as file:
+            planned = mtp_bytes(file, EngineConfig(n_seq=n_seq, n_ctx=512), 512)
+    assert taken <= planned <= 1.5 * taken
+
+
 def test_it_is_a_drafter(model_path: ModelPath) -> None:
     with MtpModel(model_path("mini35b")) as model:
         drafter: Drafter = model.drafter
@@ -235,3 +256,39 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         before = drafter.n_bytes
         model.drafter.reserve()
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
+
+
+def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
+    plain = open_engine("mini35b")
+    assert plain.memory()["drafters_bytes"] == 0
+    asked = open_engine("mini35b", spec="mtp", n_draft=3)
+    [drafter] = asked._loaded.drafters
+    assert isinstance(drafter, MtpDrafter) and asked.stage.taps.n_rows == 32
+    taken, planned = asked.memory(), asked.plan.bytes
+    assert 0 < taken["drafters_bytes"] <= planned["drafters"]
+    assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
+    ids = random_ids(50)
+    np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
+    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
+    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
+        open_engine("legacy32", spec="mtp")
+
+
+def test_auto_leaves_the_block_where_experts_need_the_memory(
+    model_path: ModelPath, open_engine: Callable[..., Any]
+) -> None:
+    with open_model(model_path("mini35b")) as file:
+        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        need = needed_bytes(file, config, 512)
+        drafters = mtp_bytes(file, config, 512)
+    for n_bytes, spec, loaded in (
+        (need.fixed + need.experts + drafters, "auto", True),
+        (need.fixed + need.experts + drafters - 1, "auto", False),
+        (need.fixed + need.staging + need.experts // 4, "auto", False),
+        (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
+    ):
+        engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
+        assert bool(engine._loaded.drafters) == loaded
+        assert engine.plan.total <= n_bytes
+        engine.close()
