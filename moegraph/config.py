@@ -336,9 +336,9 @@ class EngineConfig:
         0,
         (),
         "Drafted tokens of each sequence that one pass can verify without more device memory "
-        "(Python API only).",
+        "(Python API only). 0: as many as the other settings of drafts need.",
         minimum=0,
-        maximum=63,
+        maximum=MAX_VERIFY_ROWS - 1,
     )
     cpu_reference: bool = _setting(
         "flag",

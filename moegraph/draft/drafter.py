@@ -79,15 +79,17 @@ class Drafter(Protocol):
     Attributes:
         name: "mtp", "dflash", "dspark" or "lookup".
         max_draft: the most tokens that it can propose after the anchor.
-        n_bytes: device memory that it takes.
         taps: what the target's passes must keep of each row (`TapRows`): il is l_out of layer il,
             n_layer is h_nextn, the normed rows that the head gets.
     """
 
     name: str
     max_draft: int
-    n_bytes: int
     taps: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the device memory that it takes."""
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], whose rows were not tapped.

@@ -191,6 +191,8 @@ class Engine:
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
             "compute_bytes": self.runner.compute_bytes,
+            "drafters_bytes": sum(drafter.n_bytes for drafter in self._loaded.drafters)
+            + self.stage.taps.n_bytes,
         }
 
     def expert_stats(self) -> ExpertStats | None:

@@ -113,7 +113,7 @@ class Generation:
             passes.reset(SEQ)
         else:
             n_reused = self.prefixes.resume(SEQ, self.ids)
-            self.marks = self.prefixes.worth(self.ids, self.marks)
+            self.marks = self.prefixes.begin(self.ids, self.marks, n_reused)
         self.n_reused = self.n_read = n_reused
         if self.speculation:
             self.speculation.begin(SEQ, passes.held(SEQ))
@@ -180,8 +180,6 @@ class Generation:
                 self.progress("prefill", self.n_read, n)
 
         def meanwhile() -> None:
-            if self.prefixes and self.marks:
-                self.prefixes.prepare(len(self.marks))
             if not self.sequence.finish_reason:
                 self.passes.build_next(SEQ, self.greedy, self.steps.draws())
 
@@ -192,14 +190,13 @@ class Generation:
         if self.speculation and is_sweep:
             batch = replace(batch, taps=self.speculation.prompt_taps(SEQ, tokens))
         self.is_reading = True
-        output, snapshots = self.passes.read(batch, self.cancel, progress, meanwhile)
+        output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
         if self.speculation and not is_sweep:
             self.speculation.committed(SEQ, tokens.tolist(), range(len(tokens)))
         if self.prefixes:
-            for snapshot in snapshots:
-                self.prefixes.save(SEQ, snapshot)
-                snapshot.close()
+            for states in saved:
+                self.prefixes.save(SEQ, states)
             if n in self.marks:
                 self.prefixes.save(SEQ)
         return output

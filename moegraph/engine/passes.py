@@ -193,10 +193,10 @@ class Passes:
         cancel: CancelToken | None,
         progress: Callable[[int], None] = lambda n_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[Output, list[Snapshot]]:
+    ) -> tuple[Output, list[StatesCopy]]:
         """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
 
-        Returns its results, and the snapshots at the cuts, which the caller closes. progress:
+        Returns its results, and the states at the cuts, which the caller closes. progress:
         called with how many rows the work that is enqueued amounts to. meanwhile: called once,
         while the device computes.
         """
@@ -215,7 +215,7 @@ class Passes:
 
         output = self._prompts.run(sweep, cancel, after_step)
         progress(n)
-        return output, sweep.snapshots
+        return output, sweep.saved
 
     def _read_as_pass(
         self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]

@@ -30,13 +30,13 @@ class Routed:
 
 
 def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_tokens]; n_layer means the head.
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; the last layer's + 1: the head.
 
     Raises:
         InternalError: the stage has no head.
     """
     weights, eps = stage.weights, stage.hp.f_norm_rms_eps
-    if il < stage.hp.n_layer:
+    if il < stage.layers.stop:
         norm = b.norm(x, weights.layer(il)["attn_norm.weight"], eps)
         return b.expand(b.name(norm, "attn_norm", il))
     if weights.head is None:

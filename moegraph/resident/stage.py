@@ -79,6 +79,7 @@ def open_stage(
     n_prefetch_slots: int = 0,
     progress: Progress | None = None,
     times: Stopwatch | None = None,
+    has_mtp: bool = False,
 ) -> Stage:
     """Load consecutive layers of a model onto a device, which the stage closes.
 
@@ -87,7 +88,8 @@ def open_stage(
 
     n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
     config: its n_seq, type_k, type_v and host_pin count. n_ctx: positions of a sequence.
-    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases.
+    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases. has_mtp:
+    make room in the state for the MTP block (mtp.py), which follows these layers.
 
     Raises:
         InternalError: these are not consecutive layers of the model.
@@ -107,7 +109,8 @@ def open_stage(
             own(closing(banks))
         times.lap("banks")
         kv = config.n_seq, config.type_k, config.type_v
-        state = own(closing(State(device, hp, layers, n_ctx, *kv)))
+        cached = range(layers.start, layers.stop + has_mtp)
+        state = own(closing(State(device, hp, cached, n_ctx, *kv)))
         times.lap("state")
         taps = own(closing(TapRows(device, hp)))
         partial = [il for il in layers if n_slots[il] < hp.n_expert]

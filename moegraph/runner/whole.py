@@ -65,11 +65,14 @@ class WholeRunner(Runner):
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, results: Results) -> BuiltGraph:
-        return self.graphs.get(
-            (shape, results),
+        longest = self.longest(shape)
+        built = self.graphs.get(
+            (longest, results),
             n_nodes_whole(self.stage),
-            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, results),
+            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, longest, results),
         )
+        built.set_length(shape.n_kv)
+        return built
 
     def build_ahead(self, batch: Batch) -> None:
         """Build the graph of a pass that will be submitted later, also while one is in flight."""

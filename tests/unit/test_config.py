@@ -45,7 +45,7 @@ def test_the_defaults_are_valid_and_llama_cpps() -> None:
         ("n_seq", 0),
         ("n_seq", 257),
         ("n_draft", -1),
-        ("n_draft", 64),
+        ("n_draft", 65),
         ("spec", "eagle"),
         ("draft", None),
         ("draft_max", 0),
