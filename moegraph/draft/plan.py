@@ -36,7 +36,8 @@ class DraftSettings:
     draft_max: most drafted tokens on a path. p_min: a draft ends before the first token to which
     the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
     ddtree: how to build trees; None for a spine with leaves.
-    max_rows: rows of a verify pass that there is memory for.
+    max_rows: rows of a verify pass that there is memory for. is_timed: choices may depend on
+    measured times, and so differ from run to run.
     """
 
     spec: str = "auto"
@@ -45,6 +46,7 @@ class DraftSettings:
     budget: int | None = None
     ddtree: DDTree | None = None
     max_rows: int = 32
+    is_timed: bool = True
 
     @property
     def most_rows(self) -> int:
