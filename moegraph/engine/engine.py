@@ -28,6 +28,7 @@ from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
+from .drafters import open_speculation
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
@@ -35,7 +36,6 @@ from .ownership import Ownership
 from .passes import Passes
 from .prefixes import Prefixes
 from .sequence import Sequence
-from .speculation import Speculation
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -116,7 +116,7 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.state.copies, limit)
         self._stack.callback(self.prefixes.clear)
-        self.speculation: Speculation | None = None
+        self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.

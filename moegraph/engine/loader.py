@@ -22,7 +22,7 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
+from ..placement.drafters import is_worth_loading, mtp_bytes, wants_mtp, with_drafts
 from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
@@ -56,7 +56,8 @@ class LoadedModel:
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
     plan: the expert slots of each layer, and the memory that they and all else take. times: the
-    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
+    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`. config:
+    with `spec` and `n_draft` as they are used.
     """
 
     file: ModelFile
@@ -69,6 +70,7 @@ class LoadedModel:
     runner: Runner
     times: dict[str, float]
     drafters: tuple[Drafter, ...]
+    config: EngineConfig
 
 
 def load_model(
@@ -108,6 +110,7 @@ class _Loading:
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stage closes it too, and a second close does nothing; but planning may fail
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self.config = config = with_drafts(config, self.device.can.exact_sums)
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
@@ -145,7 +148,7 @@ class _Loading:
         self._times.lap("threads")
         return LoadedModel(
             self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
-            self._times.seconds, drafters,
+            self._times.seconds, drafters, config,
         )  # fmt: skip
 
     def _read_profile(self) -> ProfileFile | None:

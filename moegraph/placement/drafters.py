@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import EngineConfig
 from ..errors import ModelFileError
 from ..modelfile import ModelFile
@@ -25,8 +27,32 @@ from .planner import Plan
 _SMALL = 64 << 10
 
 
+# Rows of a verify pass besides the anchor, unless settings say how many.
+_N_DRAFT = 15
 # Most of the experts' bytes on the device that `auto` gives up for a drafter.
 _MOST_EXPERTS = 0.1
+
+
+def with_drafts(config: EngineConfig, on_cpu: bool) -> EngineConfig:
+    """Return settings whose `spec` and `n_draft` say what an engine does on a device.
+
+    The CPU rounds a row differently in passes of other widths, and `auto` goes by measured times.
+    So on the CPU, and with `deterministic`, nothing drafts unless a source is named: a text must
+    not depend on the time. Nor does `auto` take memory for the drafts of several sequences.
+    """
+    spec = config.spec
+    if spec == "auto" and (on_cpu or config.deterministic or config.n_seq > 1):
+        spec = "off"
+    if config.budget == 1:
+        spec = "off"
+    if spec == "off" or config.n_draft:
+        return replace(config, spec=spec)
+    n_draft = _N_DRAFT if config.draft_max is None else config.draft_max
+    if config.budget is not None:
+        n_draft = config.budget - 1
+    if config.ddtree:
+        n_draft = config.ddtree_budget
+    return replace(config, spec=spec, n_draft=n_draft)
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
