@@ -312,7 +312,9 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert (setting.minimum is None) == (setting.kind != "int")
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_draft", "spec"]
+    assert [s.name for s in listed.values() if not s.flags] == [
+        "n_seq", "n_draft", "spec", "draft_vocab"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])
