@@ -47,6 +47,11 @@ class DraftTree:
         """Return the row that continues a row with a token, or None."""
         return self._children.get((row, token))
 
+    def cut(self, n_rows: int) -> DraftTree:
+        """Return the first n_rows rows, at least the anchor."""
+        n = max(1, n_rows)
+        return self if n >= self.n_rows else DraftTree(self.tokens[:n], self.parents[:n])
+
     def ahead(self, row: int) -> tuple[int, ...]:
         """Return the drafted tokens from the anchor to a row, the row's own included."""
         found: list[int] = []
@@ -107,9 +112,9 @@ class DDTree:
         """Return how many tokens of each depth are compared in a tree over n_depth depths."""
         return 1 if self.chain_seed and self.budget <= n_depth else min(_MOST_TOP, self.budget)
 
-    def tree(self, anchor: int, draft: Draft, most_rows: int) -> DraftTree:
+    def tree(self, anchor: int, draft: Draft) -> DraftTree:
         """Return the tree of a draft, in the order in which nodes are found."""
-        budget = min(self.budget, most_rows - 1)
+        budget = self.budget
         tokens, parents = [anchor], [-1]
         given = draft.log_p
         known = np.zeros((draft.n_depth, 1)) if given is None else tempered(given, self.temperature)

@@ -49,32 +49,35 @@ def test_ddtree_has_the_likeliest_paths(seed: int) -> None:
     value = {p: sum(lp[depth, rank] for depth, rank in enumerate(p)) for p in every}
     order = sorted(every, key=lambda p: -value[p])
     for budget in (1, 2, 5, 17, 64):
-        tree = DDTree(budget, chain_seed=False).tree(ANCHOR, draft, 99)
+        tree = DDTree(budget, chain_seed=False).tree(ANCHOR, draft)
         check_tree(tree, draft)
         assert paths_of(tree) == order[:budget]
         # with the seed: the spine, then the likeliest of the others
-        seeded = DDTree(budget).tree(ANCHOR, draft, 99)
+        seeded = DDTree(budget).tree(ANCHOR, draft)
         check_tree(seeded, draft)
         spine = [(0,) * n for n in range(1, min(n_depth, budget) + 1)]
         others = [p for p in order if any(p)]
         assert paths_of(seeded) == (spine + others)[:budget]
-        assert DDTree(budget).tree(ANCHOR, draft, 4).n_rows == min(4, seeded.n_rows)
+        for n in (0, 1, 4, 99):
+            cut = seeded.cut(n)
+            check_tree(cut, draft)
+            assert paths_of(cut) == paths_of(seeded)[: max(0, n - 1)]
 
 
 def test_paths_that_are_equally_likely_come_in_the_order_of_ranks() -> None:
     tokens = np.arange(2) + 10 * np.arange(2)[:, None]
     draft = Draft(tokens.astype(np.int32), np.log(np.full((2, 2), 0.5)).astype(np.float32))
-    tree = DDTree(6, chain_seed=False).tree(ANCHOR, draft, 99)
+    tree = DDTree(6, chain_seed=False).tree(ANCHOR, draft)
     assert paths_of(tree) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_draft_without_probabilities_becomes_a_chain() -> None:
     draft = Draft(np.array([[5], [6], [7]], dtype=np.int32))
     for chain_seed in (True, False):
-        tree = DDTree(2, chain_seed=chain_seed).tree(ANCHOR, draft, 99)
+        tree = DDTree(2, chain_seed=chain_seed).tree(ANCHOR, draft)
         assert tree == DraftTree((ANCHOR, 5, 6), (-1, 0, 1))
     assert spine_tree(ANCHOR, draft, 2) == DraftTree((ANCHOR, 5, 6), (-1, 0, 1))
-    for nothing in (DDTree().tree(ANCHOR, empty_draft(), 99), spine_tree(ANCHOR, empty_draft(), 3)):
+    for nothing in (DDTree().tree(ANCHOR, empty_draft()), spine_tree(ANCHOR, empty_draft(), 3)):
         assert nothing == DraftTree((ANCHOR,), (-1,))
 
 
@@ -104,7 +107,7 @@ def test_probabilities_that_f32_loses_do_no_harm() -> None:
     draft = Draft(np.array([[1, 2], [13, 14]], dtype=np.int32), log_p)
     assert draft.problem(20) == ""
     for temperature in (0.0, 0.5, 1.0, 2.0):
-        tree = DDTree(4, temperature).tree(ANCHOR, draft, 99)
+        tree = DDTree(4, temperature).tree(ANCHOR, draft)
         assert tree.tokens[:3] == (ANCHOR, 1, 13) and tree.n_rows == 5
         assert np.isfinite(tempered(log_p, temperature)).all()
     assert best_leaves(log_p, 2) == (2, ())

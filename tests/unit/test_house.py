@@ -37,7 +37,8 @@ PURE = (
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
     "draft.acceptance", "draft.drafter", "draft.lookup", "draft.tree",
-    "engine.ownership", "engine.prefixtree", "engine.sequence",
+    "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
+    "engine.stepclock",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
