@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers import shared  # noqa: F401 - it finds the scripts
@@ -13,14 +14,14 @@ from helpers.modelfiles import Write, write
 from modelgen.calibrate import Calibration
 from modelgen.mix import Mix
 from modelgen.presets import PRESETS
-from modelgen.tensors import Plan
+from modelgen.tensors import Plan as Tensors
 
 from moegraph.config import EngineConfig
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import nextn_tensors, require_nextn
 from moegraph.placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
-from moegraph.placement.planner import Footprint, make_plan
+from moegraph.placement.planner import Footprint, Plan, make_plan
 
 __all__ = ["write"]
 
@@ -69,7 +70,7 @@ def test_settings_say_whether_a_whole_block_drafts(write: Write) -> None:
 
 
 def test_auto_gives_up_few_experts_for_a_block() -> None:
-    def plan(budget: int, drafters: int) -> object:
+    def plan(budget: int, drafters: int) -> Plan:
         need = Footprint(8, 2, (10,) * 10, 100, 20, 10, 30, staging=40, drafters=drafters)
         return make_plan(need, budget)
 
@@ -84,10 +85,10 @@ def test_auto_gives_up_few_experts_for_a_block() -> None:
 def test_the_benchmark_shape_may_have_a_block() -> None:
     preset = PRESETS["35b-a3b"]
     shape = replace(preset.shape, n_layer_nextn=1)
-    entries = {t.name: t.entry() for t in Plan(shape, Mix(preset.mix), Calibration()).tensors()}
+    entries = {t.name: t.entry() for t in Tensors(shape, Mix(preset.mix), Calibration()).tensors()}
     block = {n.removeprefix("blk.40."): e for n, e in entries.items() if n.startswith("blk.40.")}
     heads = {"n_embd_head_k": shape.head_dim, "n_embd_head_v": shape.head_dim}
-    hp = SimpleNamespace(**asdict(shape), **heads)
+    hp: Any = SimpleNamespace(**asdict(shape), **heads)
     for name, spec in nextn_tensors(hp, shape.merged_gate_up).items():
         if name in block:
             assert block[name].ne == spec.ne, name
