@@ -17,9 +17,9 @@ from moegraph.draft.dflash import DFlashDrafter
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import Builder
-from moegraph.graphs.dflash_memory import MAX_ROWS
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
+from moegraph.resident.draftlayout import MAX_ROWS
 from moegraph.resident.stage import Stage
 
 N_EMBD, N_TOP = 256, 100

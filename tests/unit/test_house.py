@@ -27,9 +27,9 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
-    "modelfile", "modelfile.hparams", "modelfile.summary",
+    "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.stream",
-    "resident.kvpool", "resident.layout",
+    "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
