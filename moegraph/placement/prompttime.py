@@ -76,14 +76,22 @@ def estimate_prompt(
         links = np.array([machine.stream(x) for x in n_sent])
         compute = _compute(machine, n, n_ubatch) / machine.n_layer
         hidden = compute * (1.0 - min(n_ubatch, n) / n)
-        waits = np.maximum(_MISSING_ROWS * missing * compute, links - hidden)
         link += float(links.sum())
-        seconds += float((compute + waits).sum())
+        seconds += float(sweep_seconds(compute, missing, links, hidden).sum())
     is_known = machine is not None and machine.prompt is not None
     return PromptEstimate(
         n_tokens, len(parts), round(sent), None if machine is None else link,
         seconds if is_known else None,
     )  # fmt: skip
+
+
+def sweep_seconds(compute: float, missing: Floats, link: Floats, hidden: float) -> Floats:
+    """Return the seconds of layers, by the law.
+
+    compute: of all rows of a layer. missing: share of the choices that miss. link: seconds of
+    sending. hidden: seconds of computing during which experts are sent.
+    """
+    return compute + np.maximum(_MISSING_ROWS * missing * compute, link - hidden)
 
 
 def compute_seconds(seconds: float, missing: float, link: float) -> float:
