@@ -103,9 +103,10 @@ def _at_once(engine: Engine) -> int:
 
 def predicted(engine: Engine, row: dict[str, Any], whole_s: float) -> float:
     """Return what the law of sweeps says of a sample; whole_s: with all experts resident."""
-    store, n = engine.runner.misses.store, row["prompt"]
+    misses: Any = getattr(engine.runner, "misses", None)
+    store, n = misses.store, row["prompt"]
     at_once = _at_once(engine)
-    per_byte = engine.runner.misses.link.seconds(at_once) / at_once
+    per_byte = misses.link.seconds(at_once) / at_once
     per_byte /= store.packing(store.layers[0]).n_bytes
     link = np.array(row["sent_bytes"] * per_byte * row["link_times"])
     hidden = whole_s * (1 - min(row["ubatch"], n) / n)
