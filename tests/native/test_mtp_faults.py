@@ -1,4 +1,4 @@
-"""The k-th native call of drafting with the MTP block fails: one error, and the next draft works."""
+"""The k-th native call of drafting with the MTP block fails: one error, and later drafts work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moegraph.modelfile import open_model
 from moegraph.resident.mtp import open_mtp
 
 ModelPath = Callable[[str], Path]
-NAMES = ["mg_launch", "ggml_backend_tensor_alloc", "mg_graph_alloc", "ggml_init", "ggml_gallocr_new",
+NAMES = ["mg_launch", "ggml_backend_tensor_alloc", "mg_graph_alloc", "ggml_init",
          "ggml_backend_buft_alloc_buffer"]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_a_failure_while_drafting_changes_no_later_draft(
             for got, want in zip(work(model), wanted, strict=True):
                 np.testing.assert_array_equal(got, want)
             before.close()
-    assert n_failures or name in ("ggml_gallocr_new",)
+    assert n_failures
 
 
 @pytest.mark.parametrize("name", FAULTS)
