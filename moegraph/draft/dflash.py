@@ -21,10 +21,11 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.dflash import DraftHead, DraftOutputs, build_context, build_draft
+from ..graphs.dflash import DraftOutputs, HeadMatrix, build_context, build_draft
 from ..graphs.dflash_memory import DraftMemory, Floats, Longs
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
+from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
@@ -44,13 +45,14 @@ class DFlashDrafter:
 
     def __init__(
         self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
-        as_stored: bool = False,
+        as_stored: bool = False, part: DraftHead | None = None,
     ) -> None:  # fmt: skip
         """Load a drafter that fits the target (`DraftFile.require_target`).
 
         stage: of the whole target. n_sweep: most rows of a part of a prompt. n_ctx: most positions
         that layers without a window see; None for the target's context. as_stored: BF16 weights
-        stay BF16.
+        stay BF16. part: the target's output matrix for some tokens, to propose no others; for a
+        drafter that `takes_part`. The caller closes it.
 
         Raises:
             OutOfDeviceMemory: it does not fit.
@@ -67,6 +69,7 @@ class DFlashDrafter:
             self._rings = DraftRings(stage.device, hp, n_ctx, state.n_seq)
             self._memory = DraftMemory(stage.device, hp, self._rings.shapes, n_sweep)
             self._graphs = GraphCache(stage.device)
+            self._part = part
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
             self._head = self._open_head()
             self._memory.send_mask(self._embed(hp.mask_id))
@@ -77,17 +80,20 @@ class DFlashDrafter:
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
         parts = self._weights, self._rings, self._memory, self._graphs
-        return sum(part.n_bytes for part in parts)
+        return sum(part.n_bytes for part in (*parts, self._part) if part)
 
-    def _open_head(self) -> DraftHead:
-        """Return what gives logits: the drafter's own head, or the target's."""
+    def _open_head(self) -> HeadMatrix:
+        """Return what gives logits: the drafter's own head, or the target's, or a part of it."""
+        if self._part:
+            self._d2t = self._part.ids
+            return HeadMatrix(self._part.output, self._part.table)
         head, output = self._stage.weights.head, self._weights.output
         if output is None:
             output = head.output if head else None
         if output is None:
             raise InternalError("a drafter needs a stage with all layers")
         d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
-        return DraftHead(output, d2t)
+        return HeadMatrix(output, d2t)
 
     def _embed(self, token: int) -> Floats:
         """Return the embedding of a token, F32 [n_embd]."""

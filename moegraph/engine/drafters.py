@@ -15,8 +15,11 @@ from ..draft.stepcost import Experts
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile, open_drafter
+from ..modelfile.vocab import frequent_ids
 from ..placement.drafters import Sources, tap_rows
 from ..placement.footprint import sweep_rows
+from ..resident.drafthead import DraftHead
+from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
 from ..runner import LayeredRunner, Runner
@@ -60,7 +63,12 @@ def open_drafters(
         if sources.draft:
             n_ctx = stage.state.n_ctx
             n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
-            dflash = DFlashDrafter(stage, sources.draft, n_sweep)
+            part = None
+            if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
+                ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)
+                part = DraftHead(stage.device, file, head_tensor(file), ids)
+                stack.enter_context(closing(part))
+            dflash = DFlashDrafter(stage, sources.draft, n_sweep, part=part)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):

@@ -29,7 +29,7 @@ class BlockInputs:
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class HeadMatrix:
     """What gives logits: output [n_embd, n_draft], the target's head or the drafter's own.
 
     d2t: I32 [1, n_draft], the target's token of each; None if they are the target's.
@@ -127,7 +127,7 @@ def _by_head(b: Builder, rows: Tensor, d: int, n_head: int) -> Tensor:
 
 def build_draft(
     b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
-    head: DraftHead, slot: int, n_draft: int,
+    head: HeadMatrix, slot: int, n_draft: int,
 ) -> DraftOutputs:  # fmt: skip
     """Append a whole draft of n_draft tokens after the anchor."""
     cur = build_block(b, hp, w, rings, inp, slot)
@@ -143,7 +143,7 @@ def build_draft(
 
 
 def _build_markov(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: DraftHead
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix
 ) -> tuple[Tensor, Tensor | None]:
     """Append the Markov head: each row's logits, given the token before; that is the likeliest.
 

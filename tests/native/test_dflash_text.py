@@ -112,6 +112,22 @@ def test_drafter_memory_is_planned(open_engine: Open, tmp_path: Path) -> None:
     assert taken <= engine.plan.bytes["drafters"] < 2 * taken
 
 
+def test_drafts_of_a_part_of_the_vocabulary(open_engine: Open, tmp_path: Path) -> None:
+    plain = open_engine(PRESET, cpu_reference=True)
+    path = write_small(tmp_path)
+    engine, all_of_it = (drafting(open_engine, path, draft_vocab=n) for n in (700, 0))
+    ids = prompt(plain, 30)
+    for one in (engine, all_of_it):
+        assert text(one, ids, None, 16) == text(plain, ids, None, 16)
+    few, every = (drafter_of(one).draft(0, 7, 7, 40) for one in (engine, all_of_it))
+    special = every.tokens >= 1019  # kept, as the first 695 tokens are
+    kept = special | (every.tokens < 695)
+    assert not kept.all() and few.problem(1024) == ""
+    for depth in range(7):
+        wanted = every.tokens[depth, kept[depth]]
+        np.testing.assert_array_equal(few.tokens[depth, : len(wanted)], wanted)
+
+
 def test_settings_that_cannot_be(open_engine: Open, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft FILE"):
         open_engine(PRESET, spec="dflash")
