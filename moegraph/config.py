@@ -253,7 +253,7 @@ class EngineConfig:
     )
     spec: str = _setting(
         "choice",
-        "auto",
+        "off",
         (),
         "What drafts tokens that the model then verifies, several in one pass; the text stays the "
         "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
