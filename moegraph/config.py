@@ -340,6 +340,16 @@ class EngineConfig:
         minimum=0,
         maximum=MAX_VERIFY_ROWS - 1,
     )
+    draft_vocab: int = _setting(
+        "int",
+        0,
+        (),
+        "Number of tokens, the most frequent ones, that drafts may consist of. Fewer make drafting "
+        "faster, and change no text. 0: all (Python API only).",
+        minimum=0,
+        maximum=1 << 24,
+        group="Draft",
+    )
     cpu_reference: bool = _setting(
         "flag",
         False,

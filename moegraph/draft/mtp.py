@@ -146,14 +146,14 @@ class MtpDrafter:
         C.ggml_backend_synchronize(self._device.compute.ptr)
         return self._draft(built.outputs, n, n_top)
 
-    @staticmethod
-    def _draft(outputs: _ChainResults, n: int, n_top: int) -> Draft:
+    def _draft(self, outputs: _ChainResults, n: int, n_top: int) -> Draft:
         """Return what a chain left: its tokens first, then the likeliest others of each step."""
         lists = [likeliest(row) for row in outputs.rows]
         n_top = min(n_top, *(max(1, len(ids)) for ids, *_ in lists))
         tokens, log_p = np.empty((n, n_top), dtype=np.int32), np.empty((n, n_top), dtype=np.float32)
-        for at, (ids, logs, largest) in enumerate(lists):
-            first = outputs.tokens[at]
+        part = self._block.part
+        for at, (rows, logs, largest) in enumerate(lists):
+            first, ids = outputs.tokens[at], part.ids[rows] if part else rows
             others = ids != first  # of equally likely ones, the list may begin with another
             tokens[at, 0], tokens[at, 1:] = first, ids[others][: n_top - 1]
             log_p[at, 0], log_p[at, 1:] = largest, logs[others][: n_top - 1]

@@ -34,7 +34,7 @@ def open_drafters(
     drafters: list[Drafter] = []
     with closed_on_failure():
         if has_mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file)))
+            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)

@@ -114,8 +114,8 @@ def build_chain(
 
     token I32 [1]: the last known token; before F32 [n_embd, 1]: l_out of the model's last layer at
     the position before it. n_kv: as in `PassShape`. keep_logits, keep_token: called with a step's
-    logits F32 [n_vocab, 1], or their argmax I32 [1], and the number of the step: they give the node
-    memory that lasts.
+    logits F32 [n_vocab, 1], or the likeliest token I32 [1], and the number of the step: they give
+    the node memory that lasts.
     """
     stage, shape = block.stage, PassShape(1, 1, n_kv, 1)
     il, eps = stage.layers.start, stage.hp.f_norm_rms_eps
@@ -128,5 +128,7 @@ def build_chain(
         h = b.name(b.norm(out, block.head.norm, eps), "h_nextn")
         logits = b.expand(b.name(b.mul_mat(block.head.output, h), "result_output"))
         keep_logits(logits, at)
-        token = b.expand(b.name(b.argmax(logits), "result_argmax"))
-        keep_token(token, at)
+        token = b.name(b.argmax(logits), "result_argmax")
+        if block.part:  # its rows are not numbered as the tokens are
+            token = b.get_rows(block.part.table, token)
+        keep_token(b.expand(token), at)

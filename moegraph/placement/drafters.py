@@ -17,6 +17,7 @@ from ..resident.layout import (
     PAGE,
     expert_tensors,
     is_dense,
+    mtp_output,
     paged_scratch_bytes,
     tap_bytes,
 )
@@ -89,9 +90,18 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
     infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
     infos = [info for info in infos if info.name.startswith("blk.")]
     weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
+    weights += _head_bytes(model, config.draft_vocab)
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1) + tap_bytes(hp.n_embd, 1, MAX_PAGED_ROWS)
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
+
+
+def _head_bytes(model: ModelFile, n_vocab: int) -> int:
+    """Return what a draft head of n_vocab tokens takes, and its table of tokens."""
+    if not 0 < n_vocab < model.hparams.n_vocab:
+        return 0
+    info = mtp_output(model)
+    return n_vocab * (info.nbytes // info.ne[1] + 4)
 
 
 def _graph_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:

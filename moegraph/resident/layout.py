@@ -84,6 +84,13 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
 
 
+def mtp_output(model: ModelFile) -> TensorInfo:
+    """Return the output matrix of the MTP block: its own, the model's, or the embeddings."""
+    own = f"blk.{model.hparams.n_layer}.nextn.shared_head_head.weight"
+    names = own, "output.weight", "token_embd.weight"
+    return next(model.tensors[name] for name in names if name in model.tensors)
+
+
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
     """Return parts, types and shapes of stacks; layers where they are equal share staging slots."""
     return tuple((part, info.type, info.ne[:2]) for part, info in infos.items())

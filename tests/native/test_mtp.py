@@ -18,6 +18,7 @@ from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
+from moegraph.modelfile.vocab import frequent_ids
 from moegraph.placement.drafters import mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS
@@ -26,6 +27,7 @@ from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
 
 ModelPath = Callable[[str], Path]
+TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
 EXACT: dict[str, Any] = {"cpu_reference": True}
 
 
@@ -214,6 +216,42 @@ def test_own_embeddings_and_head_are_used(model_path: ModelPath) -> None:
         assert norm > 0 and (drafts[0].log_p != drafts[1].log_p).all()
 
 
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+def test_a_part_of_the_vocabulary_drafts_as_the_whole(
+    model_path: ModelPath, no_leak: None, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    path, ids = model_path(preset), random_ids(40)
+    with MtpModel(path) as model:
+        model.read(ids)
+        wanted = model.drafter.draft(0, 3, 4, 1).tokens[:, 0]
+        rows, n_bytes = model.logits(4), model.drafter.n_bytes
+    part = np.unique([*wanted, *range(1, 1000, 3)]).astype(np.int32)
+    monkeypatch.setattr("moegraph.resident.mtp.frequent_ids", lambda *_: part)
+    with MtpModel(path, n_vocab=len(part)) as model:
+        model.read(ids)
+        draft = model.drafter.draft(0, 3, 4, 5)
+        found = model.logits(4)
+        np.testing.assert_array_equal(found, rows[:, part])
+        np.testing.assert_array_equal(draft.tokens[:, 0], wanted)
+        order = np.argsort(-found, axis=1, kind="stable")[:, :5]
+        np.testing.assert_array_equal(draft.tokens, part[order])
+        assert draft.problem(model.hp.n_vocab) == ""
+        assert model.drafter.n_bytes < n_bytes + len(part) * 4 * (model.hp.n_embd + 64)
+
+
+def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
+    with open_model(TINY) as file:
+        n_vocab, meta = file.hparams.n_vocab, file.metadata
+        kinds = np.array(meta.integers("tokenizer.ggml.token_type", n_vocab, 0, 9))
+        special = np.flatnonzero((kinds == 3) | (kinds == 4))
+        assert 0 < len(special) < 100
+        found = frequent_ids(meta, n_vocab, 200)
+        assert len(found) == 200 and set(special) <= set(found.tolist())
+        rest = np.setdiff1d(found, special)
+        np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
+        assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
+
+
 def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: None) -> None:
     with open_model(model_path("legacy32")) as file:
         with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
@@ -234,10 +272,12 @@ def test_a_state_without_room_for_the_block_is_refused(
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize("n_seq", [1, 3])
-def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq: int) -> None:
+@pytest.mark.parametrize(("n_seq", "n_vocab"), [(1, 0), (3, 0), (1, 700)])
+def test_the_plan_counts_what_it_takes(
+    model_path: ModelPath, preset: str, n_seq: int, n_vocab: int
+) -> None:
     settings = {"n_seq": n_seq, "n_ubatch": 256}
-    with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
+    with MtpModel(model_path(preset), MTP_ROWS, n_vocab=n_vocab, **settings) as model:
         model.drafter.reserve()
         taken = model.drafter.n_bytes + model.stage.taps.n_bytes
         before = model.drafter.n_bytes
@@ -246,7 +286,8 @@ def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq
         model.decode(1)
         assert model.drafter.n_bytes == before
         with open_model(model_path(preset)) as file:
-            planned = mtp_bytes(file, EngineConfig(n_seq=n_seq, n_ctx=512), 512)
+            config = EngineConfig(n_seq=n_seq, n_ctx=512, draft_vocab=n_vocab)
+            planned = mtp_bytes(file, config, 512)
     assert taken <= planned <= 1.5 * taken
 
 
