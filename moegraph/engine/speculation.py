@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..draft.drafter import Draft, Drafter
 from ..draft.plan import PLAIN, Plan, Shape, Step
+from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, spine_tree
 from .prefixtree import n_common
 from .stepclock import StepSeconds
@@ -31,6 +32,10 @@ Ids = npt.NDArray[np.int32]
 
 class Controller(Protocol):
     """Decides what each step drafts, and learns from what became of it."""
+
+    @property
+    def stats(self) -> SpecStats:
+        """What was drafted so far."""
 
     def begin(self) -> None:
         """Begin another text."""
