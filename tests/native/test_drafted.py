@@ -60,7 +60,7 @@ def speculate(engine: Engine, *drafters: Any, **controller: Any) -> AnyControlle
     chosen = AnyController(names, **controller)
     cache = engine.runner.cache if isinstance(engine.runner, LayeredRunner) else None
     engine.speculation = Speculation(
-        drafters, chosen, engine.hparams.n_vocab, engine.config.n_draft + 1,
+        drafters, chosen, engine.hparams.n_vocab, engine._loaded.config.n_draft + 1,
         lambda: cache.n_missing if cache else 0,
     )  # fmt: skip
     return chosen
@@ -94,6 +94,24 @@ def test_text_with_drafts_is_the_text_without(open_engine: Open, residency: str)
         assert sum(step.n_tokens for step in controller.steps) == len(plain) - 1
         n_accepted += sum(step.n_accepted for step in controller.steps)
     assert n_accepted > 20
+
+
+@pytest.mark.parametrize("residency", ["whole", "25"])
+def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
+    open_engine: Open, residency: str
+) -> None:
+    engine = open_engine("mini35b", cpu_reference=True, spec="mtp", **RESIDENCIES[residency])
+    (block,) = engine._loaded.drafters
+    for i, name in enumerate(("greedy", "penalties", "whole")):
+        ids, params = prompt(engine, 9 + 60 * i, seed=i).tolist(), SamplingParams(**SAMPLERS[name])
+        plain = plain_text(engine, ids, sampling=params)
+        # the block's weights are random; so it is right in what another drafter knows
+        known = scripted(engine, ids, plain, right=0.9, seed=i)
+        controller = speculate(engine, block, known, seed=i)
+        for reuse in (False, True):
+            assert events_of(engine, ids, sampling=params, reuse=reuse) == plain, name
+        assert {"mtp", "scripted", ""} == {step.source for step in controller.steps}
+        assert not engine.drain_messages()
 
 
 def test_text_ends_where_it_ends_without_drafts(open_engine: Open) -> None:
