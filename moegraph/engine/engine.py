@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
+from ..draft.dflash import DFlashDrafter
 from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
@@ -206,12 +207,18 @@ class Engine:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about threads, pinned memory, cache and profile, one line each."""
-        found, misses = [self.threads.warning], self._misses
+        """Warnings about threads, drafters, pinned memory, cache and profile, one line each."""
+        found, misses = [self.threads.warning, *self._loaded.warnings], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
             found += [*misses.warnings, profile]
         return [line for line in found if line]
+
+    @property
+    def drafter_lines(self) -> list[str]:
+        """What the drafter's file says: taps, mask token, block, window and rope, a line each."""
+        found = [one for one in self._loaded.drafters if isinstance(one, DFlashDrafter)]
+        return [line for drafter in found for line in drafter.describe()]
 
     def drain_messages(self) -> list[str]:
         """Return messages of the guard and about drafters since the last call, one line each."""

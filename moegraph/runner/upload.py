@@ -34,14 +34,15 @@ _NONE: dict[int, int] = {}
 class Uploader:
     """Enqueues copies of experts, and the graphs that add them.
 
-    n_bytes: bytes that crossed to the device, summed.
+    n_bytes: bytes that crossed to the device, summed. n_copies: how often each upload is done; more
+    than once only in benchmarks, which so make the link slower.
     """
 
     def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
         device, self._n_expert = stage.device, stage.hp.n_expert
-        self.n_bytes = 0
+        self.n_bytes, self.n_copies = 0, 1
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
         self._slots = HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids)
         self._uploaded = device.event()
@@ -71,7 +72,9 @@ class Uploader:
                 continue
             if n_uploaded % N_STAGING == 0:
                 self._wait_for_ring()
-            C.ggml_backend_tensor_set_async(upload, memory, source(il, expert), at, packing.n_bytes)
+            found = source(il, expert)
+            for _ in range(self.n_copies):
+                C.ggml_backend_tensor_set_async(upload, memory, found, at, packing.n_bytes)
             n_uploaded += 1
         self.n_bytes += packing.n_bytes * n_uploaded
 
