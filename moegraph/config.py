@@ -253,7 +253,7 @@ class EngineConfig:
     )
     spec: str = _setting(
         "choice",
-        "auto",
+        "off",
         (),
         "What drafts tokens that the model then verifies, several in one pass; the text stays the "
         "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
@@ -348,6 +348,7 @@ class EngineConfig:
         "faster, and change no text. 0: all (Python API only).",
         minimum=0,
         maximum=1 << 24,
+        group="Draft",
     )
     cpu_reference: bool = _setting(
         "flag",

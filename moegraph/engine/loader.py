@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -118,6 +118,8 @@ class _Loading:
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stage closes it too, and a second close does nothing; but planning may fail
         self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        if routing is not None:
+            config = replace(config, spec="off")  # it replaces the choices of single rows
         self.config = config = with_drafts(config, self.device.can.exact_sums)
         threads = CpuThreads(self.device, config)
         self._times.lap("device")

@@ -17,6 +17,7 @@ from ..resident.layout import (
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
     MTP_ROWS,
+    MTP_TAKEN,
     PAGE,
     expert_tensors,
     is_dense,
@@ -141,7 +142,9 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
     weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
     weights += _head_bytes(model, config.draft_vocab)
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
-    outputs = 4 * hp.n_embd * (config.n_seq + 1) + tap_bytes(hp.n_embd, 1, MAX_PAGED_ROWS)
+    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN) + tap_bytes(
+        hp.n_embd, 1, MAX_PAGED_ROWS
+    )
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
 
 

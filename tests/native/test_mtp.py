@@ -21,7 +21,7 @@ from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
 from moegraph.placement.drafters import mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MTP_ROWS
+from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
@@ -89,6 +89,31 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
         commit(model, tree, [-1, 0, 0, 2, 2], [0, 2, 4])
         commit(model, ids[50:60], list(range(-1, 9)), list(range(10)))
         assert_same(model.cache(), wanted)
+
+
+def test_tokens_without_drafts_are_caught_up_with(model_path: ModelPath, no_leak: None) -> None:
+    """More than may wait, of two sequences in turn."""
+    ids, other = random_ids(MTP_TAKEN + 60), random_ids(80, seed=2)
+    settings = {**EXACT, "n_seq": 2}
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids, 0)
+        model.read(other, 1)
+        wanted = model.cache(0), model.cache(1)
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids[:20], 0)
+        model.read(other[:20], 1)
+        for at in range(20, len(ids)):
+            model.decode(int(ids[at]), 0)
+            if at < 80:
+                model.decode(int(other[at]), 1)
+        assert_same(model.cache(1), wanted[1])
+        assert_same(model.cache(0), wanted[0])
+        # a cut, and what follows it
+        for token in (1, 2, 3):
+            model.decode(token, 1)
+        model.state.truncate(1, 81)
+        model.drafter.truncate(1, 81)
+        assert_same([a[:80] for a in model.cache(1)[:2]], wanted[1][:2])
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
