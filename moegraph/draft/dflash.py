@@ -7,7 +7,7 @@ block: the anchor, then mask tokens. Its rows attend to these K and V and to one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.dflash import DraftOutputs, HeadMatrix, build_context, build_draft
-from ..graphs.dflash_memory import DraftMemory, Floats, Longs
+from ..graphs.dflash import build_context, build_draft
+from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
+from ..graphs.dspark import HeadMatrix
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..resident.drafthead import DraftHead
@@ -38,7 +39,7 @@ _N_LAYER, _N_KEYS = 48, 16
 
 
 class DFlashDrafter:
-    """A drafter (`Drafter`) of DFlash and DSpark files.
+    """A drafter (`Drafter`) of DFlash files.
 
     hparams: what the file says.
     """
@@ -227,41 +228,63 @@ class DFlashDrafter:
         n = min(n, self.max_draft)
         if n < 1:
             return empty_draft()
+        results = self.run_block(slot, anchor, n, partial(self._draft_graph, slot, n))
+        tokens, log_p = likeliest_rows(results.rows[0], n_top)
+        return self.as_draft(tokens if self._d2t is None else self._d2t[tokens], log_p, results)
+
+    def run_block(
+        self, slot: int, anchor: int, n: int, graph: Callable[[tuple[int, ...]], BuiltGraph]
+    ) -> Results:
+        """Compute a block that proposes n tokens, and wait for its results.
+
+        graph: returns the graph for the rows of the rings that it reads.
+
+        Raises:
+            NativeError: the device failed.
+        """
         memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
-        built = self._draft_graph(slot, n, lengths)
+        built = graph(lengths)
         n_past = self._rings.spans[slot].n_past
         masks = memory.begin(self._embed(anchor), anchor, n_past, n_rows, lengths)
         self._rings.fill_masks(masks, slot, self.hparams.is_causal)
         memory.send(n_rows, lengths)
-        results: _Results = built.outputs
+        results: Results = built.outputs
         self._launch(built, f"a draft of {n} tokens", results.reads, results.n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)
-        tokens, log_p = likeliest_rows(results.rows, n_top)
-        if self._d2t is not None:
-            tokens = self._d2t[tokens]
-        sure = results.confidence
-        return Draft(tokens, log_p, None if sure is None else sure[: len(tokens)].copy())
+        return results
+
+    @staticmethod
+    def as_draft(tokens: Ids | list[Ids], log_p: Any, results: Results) -> Draft:
+        """Return the draft of rows of tokens and log probabilities, [n, n_top] each."""
+        sure, n = results.confidence, len(tokens)
+        return Draft(
+            np.asarray(tokens), np.asarray(log_p), None if sure is None else sure[:n].copy()
+        )
 
     def _n_rows(self, n: int) -> int:
         """Return the rows of a block that proposes n tokens."""
         return n if self.hparams.samples_anchor else n + 1
 
+    def _n_nodes(self, n: int) -> int:
+        """Return a bound on the nodes of the graph of a block that proposes n tokens."""
+        return _N_LAYER * self.hparams.n_layer + 24 * n + 32
+
     def _draft_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of a draft of n tokens; its outputs: where the results arrive."""
-        n_nodes = _N_LAYER * self.hparams.n_layer + 16 * n + 32
 
-        def build(b: Builder) -> _Results:
+        def build(b: Builder) -> Results:
             inp = self._memory.block_leaves(b, self._n_rows(n), n, lengths)
             args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
-            return self._results(build_draft(*args))
+            found = build_draft(*args)
+            return self._results([found.candidates], found.confidence)
 
-        return self._graphs.get(("draft", slot, n, lengths), n_nodes, build)
+        return self._graphs.get(("draft", slot, n, lengths), self._n_nodes(n), build)
 
-    def _results(self, outputs: DraftOutputs) -> _Results:
+    def _results(self, candidates: Sequence[Tensor], confidence: Tensor | None) -> Results:
         if self._host is None:
-            size = (outputs.candidates.nb[1] + 4) * self.hparams.block_size
+            size = (candidates[0].nb[1] + 4) * BEAM * self.hparams.block_size
             self._host = self._device.host_buffer(size)
-        return _Results(self._host, outputs)
+        return Results(self._host, candidates, confidence)
 
     def _launch(self, built: BuiltGraph, what: str, reads: Any = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
@@ -276,22 +299,29 @@ class DFlashDrafter:
                 part.close()
 
 
-class _Results:
+class Results:
     """Where the results of a draft arrive in host memory.
 
-    rows: I32 numpy [n, words], see `likeliest_rows`. confidence: F32 numpy [n], or None. reads: the
-    copies, n_reads of them.
+    rows: I32 numpy [n, words] each, see `likeliest_rows`. confidence: F32 numpy [n], or None.
+    reads: the copies, n_reads of them.
     """
 
-    def __init__(self, host: HostBuffer, outputs: DraftOutputs) -> None:
-        n_bytes, n = C.ggml_nbytes(outputs.candidates), outputs.candidates.ne[1]
-        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
-        copies = [{"src": outputs.candidates, "dst": host.address(), "size": n_bytes}]
+    def __init__(
+        self, host: HostBuffer, candidates: Sequence[Tensor], confidence: Tensor | None
+    ) -> None:
+        self.rows: list[Ids] = []
         self.confidence: npt.NDArray[np.float32] | None = None
-        if outputs.confidence is not None:
-            end = n_bytes + 4 * n
-            self.confidence = host.array[n_bytes:end].view(np.float32)
-            source = outputs.confidence
-            copies.append({"src": source, "dst": host.address(n_bytes), "size": 4 * n})
+        copies, at = [], 0
+        for tensor in (*candidates, confidence):
+            if tensor is None:
+                continue
+            n_bytes = C.ggml_nbytes(tensor)
+            copies.append({"src": tensor, "dst": host.address(at), "size": n_bytes})
+            part = host.array[at : at + n_bytes]
+            at += n_bytes
+            if tensor is confidence:
+                self.confidence = part.view(np.float32)
+            else:
+                self.rows.append(part.view(np.int32).reshape(tensor.ne[1], -1))
         self.n_reads = len(copies)
         self.reads = ffi.new("struct mg_readback[]", copies)

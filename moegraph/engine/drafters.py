@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
+from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
@@ -68,7 +69,8 @@ def open_drafters(
                 ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)
                 part = DraftHead(stage.device, file, head_tensor(file), ids)
                 stack.enter_context(closing(part))
-            dflash = DFlashDrafter(stage, sources.draft, n_sweep, part=part)
+            kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
+            dflash = kind(stage, sources.draft, n_sweep, part=part)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):

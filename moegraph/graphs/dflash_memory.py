@@ -19,8 +19,11 @@ from ..resident.draftlayout import MAX_ROWS
 from ..resident.ringshape import Mask, RingShape
 from ..units import round_up
 from .dflash import BlockInputs
+from .dspark import Scratch
 
 _ALIGN = 256
+# Most tokens of a depth of which it is known what follows them.
+BEAM = 4
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -41,12 +44,15 @@ class _Layout:
         self.anchor = round_up(self.token + 4, _ALIGN)
         self.masks = self.anchor + row  # embeddings of the mask token
         self.draws = round_up(self.anchor + row * n, _ALIGN)
-        self.rows = self.draws + 4 * DRAW_WORDS * n
+        self.n_draws = max(n, BEAM)
+        self.rows = self.draws + 4 * DRAW_WORDS * self.n_draws
         self.n_row_words = (2 + len(shapes)) * MAX_ROWS
         self.prompt = self.rows + 4 * self.n_row_words
         self.n_prompt_words = (1 + len(shapes)) * n_sweep
         self.fused = round_up(self.prompt + 4 * self.n_prompt_words, _ALIGN)
-        self.d2t = self.fused + row * n_sweep
+        self.scratch = self.fused + row * n_sweep
+        # before the table there are zeros, which a look-up of -1 reads: that is the argmax of NaN
+        self.d2t = self.scratch + round_up(8 * n * BEAM, _ALIGN) + _ALIGN
         self.size = self.d2t + 4 * hp.n_vocab_draft
 
     def kq_masks(self, n_rows: int, lengths: Sequence[int]) -> list[int]:
@@ -82,7 +88,7 @@ class DraftMemory:
         self._words_host = device.host_buffer(4 * max(at.n_row_words, at.n_prompt_words))
         self._words_sent = device.event()
         self.n_bytes = at.size
-        draws = np.full((hp.block_size, DRAW_WORDS), -1, np.int32)
+        draws = np.full((at.n_draws, DRAW_WORDS), -1, np.int32)
         draws[:, 0] = 0  # no temperature, no race
         self._set(at.draws, draws)
 
@@ -177,6 +183,11 @@ class DraftMemory:
         """Return leaves of n words each: n_more of them, and one of each ring."""
         n_parts = n_more + self._n_rings
         return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(n_parts)]
+
+    def scratch(self, b: Builder, i: int, m: int) -> Scratch:
+        """Return memory for ids of m tokens, at most BEAM, after the i-th row of a block."""
+        at = self._at.scratch + 8 * BEAM * i
+        return Scratch(self._leaf(b, at, F32, m), self._leaf(b, at + 4 * BEAM, I32, m))
 
     def fused(self, b: Builder, row: int, n: int) -> Tensor:
         """Return a leaf of rows [row, row + n) of a prompt's fused features, F32 [n_embd, n]."""

@@ -12,6 +12,7 @@ import numpy as np
 from moegraph.config import EngineConfig
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Draft
+from moegraph.draft.dspark import DSparkDrafter
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
@@ -42,7 +43,8 @@ class FedDrafter:
             opened = Device(device, 1)
             self.stage = own(closing(open_stage(opened, self.model, layers, slots, config, n_ctx)))
             self.stage.taps.reserve(self.file.hparams.taps, MAX_ROWS)
-            self.drafter = own(closing(DFlashDrafter(self.stage, self.file, n_ctx, **settings)))
+            kind = DSparkDrafter if self.file.hparams.markov_rank else DFlashDrafter
+            self.drafter = own(closing(kind(self.stage, self.file, n_ctx, **settings)))
             self.drafter.reserve()
             self._opened = stack.pop_all()
 
