@@ -39,6 +39,8 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
         return None
     file = stack.enter_context(closing(open_drafter(config.draft)))
     file.require_target(model)
+    if config.draft_swa:
+        file.hparams = file.hparams.with_window(config.draft_swa)
     return file
 
 
@@ -70,7 +72,7 @@ def open_drafters(
                 part = DraftHead(stage.device, file, head_tensor(file), ids)
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
-            dflash = kind(stage, sources.draft, n_sweep, part=part)
+            dflash = kind(stage, sources.draft, n_sweep, config.draft_ctx_max or None, part=part)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):

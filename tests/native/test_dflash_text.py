@@ -13,6 +13,7 @@ from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
 from moegraph.draft.dflash import DFlashDrafter
+from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
@@ -34,7 +35,10 @@ def drafting(open_engine: Open, path: Path, seed: int = 0, **settings: Any) -> E
     settings = {"n_draft": 15, **settings}
     engine = open_engine(PRESET, cpu_reference=True, spec="dflash", draft=str(path), **settings)
     [drafter] = engine._loaded.drafters
-    controller = AnyController([drafter.name], seed=seed)
+    shapes = ["plain", "chain", "leaves", "ddtree"]
+    if isinstance(drafter, DSparkDrafter):
+        shapes += ["tree", "tree"]
+    controller = AnyController([drafter.name], shapes, seed)
     engine.speculation = Speculation([drafter], controller, engine.hparams.n_vocab, 16)
     return engine
 
@@ -126,6 +130,22 @@ def test_drafts_of_a_part_of_the_vocabulary(open_engine: Open, tmp_path: Path) -
     for depth in range(7):
         wanted = every.tokens[depth, kept[depth]]
         np.testing.assert_array_equal(few.tokens[depth, : len(wanted)], wanted)
+
+
+def test_windows_and_contexts_that_settings_limit(open_engine: Open, tmp_path: Path) -> None:
+    path = write_small(tmp_path, windows="fff", n_swa=0)
+    plain = open_engine(PRESET, cpu_reference=True)
+    ids = prompt(plain, 400)
+    sizes = []
+    for settings in ({}, {"draft_swa": 30}, {"draft_swa": 30, "draft_ctx_max": 100}):
+        engine = drafting(open_engine, path, **settings)
+        assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
+        drafter = drafter_of(engine)
+        sizes.append(sum(shape.n_cells for shape in drafter._rings.shapes))
+        if "draft_swa" in settings:
+            assert drafter.hparams.sliding == (True, True, False) and drafter.hparams.n_swa == 30
+        assert drafter.n_bytes + engine.stage.taps.n_bytes <= engine.plan.bytes["drafters"]
+    assert sizes[0] > 500 and sizes[1] > sizes[0] > sizes[2] > 400
 
 
 def test_settings_that_cannot_be(open_engine: Open, tmp_path: Path) -> None:
