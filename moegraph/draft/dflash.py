@@ -27,7 +27,7 @@ from ..graphs.dspark import HeadMatrix
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..resident.drafthead import DraftHead
-from ..resident.draftlayout import CHUNK
+from ..resident.draftlayout import CHUNK, N_WAITING
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
@@ -75,6 +75,7 @@ class DFlashDrafter:
             self._head = self._open_head()
             self._memory.send_mask(self._embed(hp.mask_id))
         self._host: HostBuffer | None = None  # for results of the longest draft
+        self._waiting = 0  # the sequence whose tokens wait for K and V
         self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
     @property
@@ -124,8 +125,7 @@ class DFlashDrafter:
             OutOfDeviceMemory: the intermediates do not fit.
         """
         self._draft_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
-        if self._stage.taps.layers:
-            self._commit_graph(self._n_rows(self.max_draft))
+        self._keys_graph(N_WAITING)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""
@@ -141,6 +141,7 @@ class DFlashDrafter:
         span.truncate(first)
         if span.n_past < first:
             span.restart(first)
+        self._make_keys()
         return {il: partial(self._read_rows, slot, il) for il in self.taps}
 
     def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
@@ -195,25 +196,54 @@ class DFlashDrafter:
         build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
 
     def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Enqueue K and V of tokens that a sequence took; rows: theirs in the last pass."""
-        n, span = len(rows), self._rings.spans[slot]
+        """Keep the taps of tokens that a sequence took; rows: theirs in the last pass.
+
+        K and V are made of them before the next draft, or when there are many.
+        """
+        if slot != self._waiting:
+            self._make_keys()
+            self._waiting = slot
+        span, rows = self._rings.spans[slot], list(rows)
+        while rows:
+            if span.n_waiting == N_WAITING:
+                self._make_keys()
+            n = 1  # rows that follow one another are one copy
+            while n < min(len(rows), N_WAITING - span.n_waiting) and rows[n] == rows[0] + n:
+                n += 1
+            for il in self.taps:
+                self._stage.taps.copy(il, rows[0], n, self._memory.waiting[il], span.n_waiting)
+            span.grow(n)
+            span.n_waiting += n
+            del rows[:n]
+
+    def _make_keys(self) -> None:
+        """Enqueue K and V of the tokens that wait for them."""
+        span = self._rings.spans[self._waiting]
+        n = span.n_waiting
         if not n:
             return
-        built, places = self._commit_graph(n), span.n_past + np.arange(n)
-        self._memory.send_rows(np.array(rows), places, self._cells(slot, places))
+        n_padded = min(N_WAITING, 1 << (n - 1).bit_length())
+        built, places = self._keys_graph(n_padded), np.zeros(n_padded, np.int64)
+        places[:n] = span.n_past - n + np.arange(n)
+        cells = self._cells(self._waiting, places)
+        for kind, rows in enumerate(cells):
+            rows[n:] = self._rings.spare_row(kind, self._waiting)
+        self._memory.send_rows(places, cells)
         self._launch(built, "the drafter over accepted tokens")
-        span.grow(n)
+        span.n_waiting = 0
 
-    def _commit_graph(self, n: int) -> BuiltGraph:
+    def _keys_graph(self, n: int) -> BuiltGraph:
+        """Return the graph of K and V of the first n tokens that wait for them."""
         n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
-        return self._graphs.get(("commit", n), n_nodes, lambda b: self._build_commit(b, n))
+        return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
 
-    def _build_commit(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of n rows of the last pass, and make K and V of them."""
-        ids, pos, cells = self._memory.row_leaves(b, n)
+    def _build_keys(self, b: Builder, n: int) -> None:
+        """Append: fuse the taps of waiting tokens, and make K and V of them."""
+        pos, cells = self._memory.row_leaves(b, n)
         total = None
         for il in self.taps:  # in the order of a prompt, so that sums are the same
-            x = b.get_rows(self._stage.taps.leaf(b, il), ids)
+            waiting = self._memory.waiting[il]
+            x = b.view(waiting, (waiting.ne[0], n), (waiting.nb[1],))
             total = self._add_tap(b, total, x, il)
         if total is None:
             raise InternalError("a drafter without taps")
@@ -242,6 +272,7 @@ class DFlashDrafter:
         Raises:
             NativeError: the device failed.
         """
+        self._make_keys()
         memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
         built = graph(lengths)
         n_past = self._rings.spans[slot].n_past

@@ -20,8 +20,10 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
-from moegraph.resident.draftlayout import MAX_ROWS
+from moegraph.resident.draftlayout import N_WAITING
 from moegraph.resident.stage import open_stage
+
+N_ROWS = 2 * N_WAITING  # of a pass
 
 
 class FedDrafter:
@@ -42,7 +44,7 @@ class FedDrafter:
             layers = range(hp.n_layer)
             opened = Device(device, 1)
             self.stage = own(closing(open_stage(opened, self.model, layers, slots, config, n_ctx)))
-            self.stage.taps.reserve(self.file.hparams.taps, MAX_ROWS)
+            self.stage.taps.reserve(self.file.hparams.taps, N_ROWS)
             kind = DSparkDrafter if self.file.hparams.markov_rank else DFlashDrafter
             self.drafter = own(closing(kind(self.stage, self.file, n_ctx, **settings)))
             self.drafter.reserve()
@@ -63,8 +65,8 @@ class FedDrafter:
 
     def take(self, features: np.ndarray, slot: int = 0) -> None:
         """Have a sequence take tokens with features [n, n_taps * n_embd], as passes do."""
-        for at in range(0, len(features), MAX_ROWS):
-            part = features[at : at + MAX_ROWS]
+        for at in range(0, len(features), N_ROWS):
+            part = features[at : at + N_ROWS]
             with Context(64) as context:
                 for il in self.stage.taps.layers:
                     leaf, data = self.stage.taps.leaf(Builder(context, 4), il), self._of(part, il)

@@ -24,7 +24,7 @@ from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
-from moegraph.resident.draftlayout import dflash_bytes
+from moegraph.resident.draftlayout import N_WAITING, dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -362,3 +362,46 @@ def test_a_drafter_that_computes_nan_says_so(
     if isinstance(both.drafter, DSparkDrafter):
         spine, tree = both.drafter.tree(0, 7, 5, 9)
         assert spine.problem(N_VOCAB) and max(tree.tokens) < N_VOCAB
+
+
+def test_tokens_wait_for_the_next_draft(pair: Callable[..., Pair]) -> None:
+    """Many plain tokens, then a draft; tokens that are taken back while they wait."""
+    both = pair()
+    both.prompt(10)
+    spans, drafter = both.drafter._rings.spans, both.drafter
+    both.decode(70)
+    assert spans[0].n_waiting == 70 - N_WAITING
+    both.check()
+    assert spans[0].n_waiting == 0
+    both.decode(5)
+    assert spans[0].n_waiting == 5
+    drafter.truncate(0, 82)
+    assert (spans[0].n_waiting, spans[0].n_past) == (2, 82)
+    drafter.truncate(0, 60)
+    assert (spans[0].n_waiting, spans[0].n_past) == (0, 60)
+    got = drafter.draft(0, 7, 7, 3)
+    log_p, _ = both.reference.draft(7, 60, 7)
+    wanted = np.take_along_axis(log_p, got.tokens.astype(np.int64), 1)
+    np.testing.assert_allclose(got.log_p, wanted, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mg_launch", "mg_graph_alloc", "ggml_init"])
+def test_faults_while_drafting(pair: Callable[..., Pair], name: str) -> None:
+    """After any native call that fails, the same draft is right."""
+    both = pair(markov_rank=32)
+    both.prompt(20)
+    both.decode(3)
+    result, error = FAULTS[name]
+    n_failed = 0
+    for at in range(1, 9):
+        with faulty(name, at, result) as library:
+            try:
+                both.drafter.draft(0, 7, 1 + at % 7, 3)
+                both.drafter.tree(0, 7, 1 + at % 7, 3)
+            except error:
+                n_failed += 1
+            assert library.n_calls >= at or n_failed
+        both.drafter._graphs.clear()  # so that they are built again
+        both.decode(1)
+        both.check()
+    assert n_failed >= 2

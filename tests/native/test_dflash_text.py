@@ -58,6 +58,7 @@ def text(engine: Engine, ids: np.ndarray, sampling: SamplingParams | None, n: in
 
 def cache(engine: Engine, first: int, n_past: int) -> list[np.ndarray]:
     """Return K and V of every layer at positions [first, n_past), as far as rings hold them."""
+    drafter_of(engine)._make_keys()  # of tokens that wait for the next draft
     rings, found = drafter_of(engine)._rings, []
     for il, kind in enumerate(rings.kind):
         places = np.arange(max(first, n_past - rings.shapes[kind].n_cells), n_past)
