@@ -176,8 +176,11 @@ class MtpDrafter:
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
         self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
-        self._launch(built, f"{n} tokens of the MTP block", built.outputs.reads, 2)
+        reads, n_reads = built.outputs.reads, len(built.outputs.parts)
+        self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)
+        if self._block.experts:
+            self._block.experts.note(built.outputs.parts[2])
         return self._draft(built.outputs, n, n_top)
 
     def _draft(self, outputs: _ChainResults, n: int, n_top: int) -> Draft:
@@ -240,15 +243,16 @@ class MtpDrafter:
         memory = self.memory
         token, slot, steps = memory.chain_leaves(b, n, n_kv)
         before = b.get_rows(self._last_out, slot)
-        build_chain(
-            b, self._block, token, before, steps, n_kv, memory.keep_logits, memory.keep_token
-        )
-        logits, tokens, draws = memory.result_leaves(b, n)
-        candidates = b.expand(b.name(b.candidates(logits, draws), "result_candidates"))
-        C.ggml_set_output(candidates)
+        keep = memory.keep_logits, memory.keep_token, memory.keep_ids
+        build_chain(b, self._block, token, before, steps, n_kv, *keep)
+        leaf = memory.result_leaves(b, n)
+        listed = b.candidates(leaf["logits"], leaf["draws"])
+        C.ggml_set_output(b.expand(b.name(listed, "result_candidates")))
+        parts = [listed, leaf["tokens"], *([leaf["ids"]] if self._block.experts else [])]
         if self._host is None:
-            self._host = self._device.host_buffer((candidates.nb[1] + 4) * self.max_draft)
-        return _ChainResults(self._host, candidates, tokens, n_kv)
+            n_bytes = sum(C.ggml_nbytes(part) for part in parts) // n
+            self._host = self._device.host_buffer(n_bytes * self.max_draft)
+        return _ChainResults(self._host, parts, n_kv)
 
     def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
@@ -268,18 +272,27 @@ class MtpDrafter:
 class _ChainResults:
     """Where the results of a chain arrive in host memory.
 
-    rows: I32 numpy [n, words of a row], see `likeliest`. tokens: I32 numpy [n]. reads: the copies.
+    parts: I32 numpy: rows [n, words of a row], see `likeliest`; tokens [n, 1]; the experts of each
+    step [n, n_expert_used], if the host needs them. reads: the copies.
     """
 
-    def __init__(self, host: HostBuffer, candidates: Tensor, tokens: Tensor, n_kv: int) -> None:
-        n, n_bytes = tokens.ne[0], C.ggml_nbytes(candidates)
+    def __init__(self, host: HostBuffer, parts: Sequence[Tensor], n_kv: int) -> None:
+        n, at, reads = parts[1].ne[0], 0, []
         self.n_kv = n_kv
-        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
-        self.tokens = host.array[n_bytes : n_bytes + 4 * n].view(np.int32)
-        self.reads = ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": candidates, "dst": host.address(), "size": n_bytes},
-                {"src": tokens, "dst": host.address(n_bytes), "size": 4 * n},
-            ],
-        )
+        self.parts: list[npt.NDArray[np.int32]] = []
+        for part in parts:
+            size = C.ggml_nbytes(part)
+            reads.append({"src": part, "dst": host.address(at), "size": size})
+            self.parts.append(host.array[at : at + size].view(np.int32).reshape(n, -1))
+            at += size
+        self.reads = ffi.new("struct mg_readback[]", reads)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """The candidates of each step."""
+        return self.parts[0]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The likeliest token of each step."""
+        return self.parts[1][:, 0]

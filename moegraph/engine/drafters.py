@@ -15,20 +15,27 @@ from ..resident.stage import Stage
 
 
 def open_drafters(
-    stage: Stage, file: ModelFile, config: EngineConfig, has_mtp: bool, stack: ExitStack
+    stage: Stage,
+    file: ModelFile,
+    config: EngineConfig,
+    has_mtp: bool,
+    n_kept: int | None,
+    stack: ExitStack,
 ) -> tuple[Drafter, ...]:
     """Open the drafters of a stage with all layers, before graphs of its passes are built.
 
-    has_mtp: the MTP block drafts; the stage was opened for it. stack: gets the calls that free
-    everything.
+    has_mtp: the MTP block drafts; the stage was opened for it. n_kept: as in `open_mtp`. stack:
+    gets the calls that free everything.
 
     Raises:
-        ModelFileError, OutOfDeviceMemory, NativeError: as in `open_mtp` and `MtpDrafter`.
+        ModelFileError, OutOfDeviceMemory, NativeError, ConfigError: as in `open_mtp` and
+            `MtpDrafter`.
     """
     drafters: list[Drafter] = []
     with closed_on_failure():
         if has_mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
+            block = open_mtp(stage, file, config.draft_vocab, n_kept)
+            stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)

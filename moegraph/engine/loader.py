@@ -22,7 +22,7 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
+from ..placement.drafters import is_worth_loading, kept_experts, mtp_bytes, wants_mtp
 from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
@@ -112,7 +112,7 @@ class _Loading:
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
-        plan, has_mtp = self._choose_plan()
+        plan, has_mtp, n_kept = self._choose_plan()
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
@@ -127,7 +127,7 @@ class _Loading:
                 n_prefetch_slots, progress, self._times, has_mtp,
             )
         )  # fmt: skip
-        drafters = open_drafters(stage, self.file, config, has_mtp, self._stack)
+        drafters = open_drafters(stage, self.file, config, has_mtp, n_kept, self._stack)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -160,24 +160,40 @@ class _Loading:
         self._stack.callback(part.close)
         return part
 
-    def _choose_plan(self) -> tuple[Plan, bool]:
-        """Return how many expert slots each layer gets, and whether the MTP block is loaded.
+    def _choose_plan(self) -> tuple[Plan, bool, int | None]:
+        """Return the expert slots of each layer, and whether the MTP block is loaded.
+
+        Then also how many of its experts stay on the device; None for all, which is so if all of
+        the model's do, or if its experts cannot be fetched.
 
         Raises:
             ModelFileError: the settings ask for the MTP block, and the file lacks it.
         """
         config = self.config
         if not wants_mtp(self.file, config):
-            return self._make_plan(0), False
-        n_bytes = mtp_bytes(self.file, config, self.n_ctx)
+            return self._make_plan(0), False, None
         if config.spec == "mtp":
-            return self._make_plan(n_bytes), True
+            return self._drafting_plan()
         plain = self._make_plan(0)
         try:
-            drafting = self._make_plan(n_bytes)
+            drafting, _, n_kept = self._drafting_plan()
         except (ConfigError, OutOfDeviceMemory):
-            return plain, False
-        return (drafting, True) if is_worth_loading(drafting, plain) else (plain, False)
+            return plain, False, None
+        is_worth = is_worth_loading(drafting, plain)
+        return (drafting, True, n_kept) if is_worth else (plain, False, None)
+
+    def _drafting_plan(self) -> tuple[Plan, bool, int | None]:
+        """Return the plan with the MTP block."""
+        n_kept: int | None = kept_experts(self.hparams.n_expert)
+        n_bytes, fewer = (mtp_bytes(self.file, self.config, self.n_ctx, n) for n in (None, n_kept))
+        try:
+            plan = self._make_plan(n_bytes)
+            if plan.all_resident or self.config.host_pin == "none":
+                return plan, True, None
+        except OutOfDeviceMemory:
+            if self.config.host_pin == "none":
+                raise
+        return self._make_plan(fewer), True, n_kept
 
     def _make_plan(self, drafters: int) -> Plan:
         """Return how many expert slots each layer gets beside the bytes of drafters."""

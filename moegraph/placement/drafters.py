@@ -14,6 +14,7 @@ from ..resident.layout import (
     MTP_ROWS,
     MTP_TAKEN,
     PAGE,
+    Packing,
     expert_tensors,
     is_dense,
     mtp_output,
@@ -56,16 +57,26 @@ def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
     return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
 
 
-def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
+def kept_experts(n_expert: int) -> int:
+    """Return how many experts of the MTP block stay on the device if not all layers are full."""
+    return n_expert // 4
+
+
+def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | None = None) -> int:
     """Return a bound on the device memory that drafting with a model's MTP block takes.
 
-    That is its weights with all experts, its K and V, the last outputs, and its graphs.
+    That is its weights, its K and V, the last outputs, and its graphs. n_kept: experts that stay on
+    the device, others being fetched; None: all stay.
     """
     hp, il, padded = model.hparams, model.hparams.n_layer, round_up(n_ctx, PAGE)
     infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
-    infos = [info for info in infos if info.name.startswith("blk.")]
-    weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
+    weights = sum(info.nbytes for info in infos if info.name.startswith("blk."))
     weights += _head_bytes(model, config.draft_vocab)
+    experts = expert_tensors(model, il)
+    if n_kept is None or n_kept + hp.n_expert_used >= hp.n_expert:
+        weights += sum(info.nbytes for info in experts.values())
+    else:
+        weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN) + tap_bytes(
         hp.n_embd, 1, MAX_PAGED_ROWS

@@ -1,8 +1,7 @@
 """The prediction (MTP) block of a model: one more layer, which drafts tokens.
 
-It is a stage of one layer, layer n_layer, on the device of the model, and all its experts are
-resident. Its K and V belong to the state of the model and are in the same pages, so they go where
-those of the other layers go.
+It is a stage of one layer, layer n_layer, on the device of the model. Its K and V belong to the
+state of the model and are in the same pages, so they go where those of the other layers go.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ..modelfile.vocab import frequent_ids
 from .bank import ExpertBanks
 from .drafthead import DraftHead
 from .layout import NEXTN_EMBD, mtp_output
+from .mtpexperts import BlockExperts
 from .reading import PIECE_BYTES, Readers
 from .stage import Stage
 from .store import ExpertStore
@@ -75,12 +75,13 @@ class MtpBlock:
     """What drafts with the MTP block of a model.
 
     stage: the block as a stage of layer n_layer alone; device, state and taps are the model's.
-    embeddings: of the tokens. head: the norm after the block, and the output matrix. part: which
-    tokens that is for, or None for all. output_norm: of the model, F32 [n_embd]: the block takes
-    the model's output after it.
+    experts: which of them are on the device; None if all are. embeddings: of the tokens. head: the
+    norm after the block, and the output matrix. part: which tokens that is for, or None for all.
+    output_norm: of the model, F32 [n_embd]: the block takes the model's output after it.
     """
 
     stage: Stage
+    experts: BlockExperts | None
     embeddings: EmbeddingTable
     head: HeadWeights
     part: DraftHead | None
@@ -103,16 +104,19 @@ class MtpBlock:
         self._opened.close()
 
 
-def open_mtp(stage: Stage, file: ModelFile, n_vocab: int = 0) -> MtpBlock:
+def open_mtp(
+    stage: Stage, file: ModelFile, n_vocab: int = 0, n_kept: int | None = None
+) -> MtpBlock:
     """Load the MTP block of a model onto the device of the stage with all its other layers.
 
-    n_vocab: draft only so many tokens, the most frequent ones; 0: all.
+    n_vocab: draft only so many tokens, the most frequent ones; 0: all. n_kept: how many experts
+    stay on the device, the others being fetched from pinned memory; None: all.
 
     Raises:
         InternalError: the stage has no head, or its state no room for the block.
         ModelFileError, UnsupportedModel: the file has no such block, or it is damaged.
         OutOfDeviceMemory: it does not fit.
-        NativeError: the memory for the embeddings cannot be pinned.
+        NativeError, ConfigError: the memory for embeddings or experts cannot be pinned.
     """
     hp, device, head = file.hparams, stage.device, stage.weights.head
     require_nextn(file.path, hp, file.tensors)
@@ -124,12 +128,17 @@ def open_mtp(stage: Stage, file: ModelFile, n_vocab: int = 0) -> MtpBlock:
         own = stack.enter_context
         with closing(Loader(device, file)) as loader:
             weights = own(closing(Weights(loader, file, layers)))
-            n_slots = [hp.n_expert] * (il + 1)
-            banks = own(closing(ExpertBanks(device, loader, file, layers, n_slots)))
+            n_each = hp.n_expert if n_kept is None else n_kept + hp.n_expert_used
+            is_full, n_slots = n_each >= hp.n_expert, [min(n_each, hp.n_expert)] * (il + 1)
+            banks = ExpertBanks(device, loader, file, layers, n_slots, has_staging=False)
+            own(closing(banks))
             names = f"blk.{il}.{NEXTN_EMBD}", "token_embd.weight"
             info = next(file.tensors[name] for name in names if name in file.tensors)
             table = own(closing(EmbeddingTable(device, loader, file, info)))
-        store = own(closing(ExpertStore(device, file, [], "none")))
+        store = own(closing(ExpertStore(device, file, [] if is_full else [il], "all")))
+        experts = None
+        if not is_full:
+            experts = own(closing(BlockExperts(device, banks, store, il, hp.n_expert_used)))
         mapped = sum(file.tensors[name].nbytes for name in loader.in_place)
         mine = weights, banks, stage.state, stage.taps, store
         block = Stage(device, hp, layers, *mine, mapped, ExitStack())
@@ -141,4 +150,4 @@ def open_mtp(stage: Stage, file: ModelFile, n_vocab: int = 0) -> MtpBlock:
             part = own(closing(DraftHead(device, file, mtp_output(file), ids)))
             output = part.output
         parts = HeadWeights(norm, output), part, head.norm
-        return MtpBlock(block, table, *parts, stack.pop_all())
+        return MtpBlock(block, experts, table, *parts, stack.pop_all())
