@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from ..config import EngineConfig
-from ..errors import ModelFileError
+from ..errors import ConfigError, ModelFileError
+from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
+from ..modelfile.draftfile import DraftFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
+from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,
-    MAX_PAGED_ROWS,
     MTP_ROWS,
     MTP_TAKEN,
     PAGE,
@@ -22,14 +26,39 @@ from ..resident.layout import (
     tap_bytes,
 )
 from ..units import round_up
+from .footprint import sweep_rows
 from .planner import Plan
 
 # Alignment of the tensors of a block, and its tables.
 _SMALL = 64 << 10
 
 
+# Rows of a verify pass besides the anchor, unless settings say how many.
+_N_DRAFT = 15
 # Most of the experts' bytes on the device that `auto` gives up for a drafter.
 _MOST_EXPERTS = 0.1
+
+
+def with_drafts(config: EngineConfig, on_cpu: bool) -> EngineConfig:
+    """Return settings whose `spec` and `n_draft` say what an engine does on a device.
+
+    The CPU rounds a row differently in passes of other widths, and `auto` goes by measured times.
+    So on the CPU, and with `deterministic`, nothing drafts unless a source is named: a text must
+    not depend on the time. Nor does `auto` take memory for the drafts of several sequences.
+    """
+    spec = config.spec
+    if spec == "auto" and (on_cpu or config.deterministic or config.n_seq > 1):
+        spec = "off"
+    if config.budget == 1:
+        spec = "off"
+    if spec == "off" or config.n_draft:
+        return replace(config, spec=spec)
+    n_draft = _N_DRAFT if config.draft_max is None else config.draft_max
+    if config.budget is not None:
+        n_draft = config.budget - 1
+    if config.ddtree:
+        n_draft = config.ddtree_budget
+    return replace(config, spec=spec, n_draft=n_draft)
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
@@ -48,6 +77,67 @@ def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
     except ModelFileError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What is loaded to draft tokens: the model's MTP block, and a file that `draft` names.
+
+    n_kept: how many experts of the block stay on the device, the others being fetched; None: all.
+    """
+
+    mtp: bool = False
+    draft: DraftFile | None = None
+    n_kept: int | None = None
+
+
+def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) -> list[Sources]:
+    """Return what may be loaded, best first; `auto` takes the first that is worth its memory.
+
+    The MTP block comes with all its experts, then with few, if the others can be fetched.
+
+    Raises:
+        ConfigError: the settings name dflash, and no file.
+        ModelFileError: as in `wants_mtp`.
+    """
+    if config.spec == "dflash":
+        if draft is None:
+            raise ConfigError("--spec dflash needs the drafter's file; name it with --draft FILE")
+        return [Sources(draft=draft)]
+    mtp = wants_mtp(model, config)
+    found = [Sources(mtp, draft), Sources(False, draft), Sources(mtp)]
+    if config.spec != "auto":
+        found = [Sources(mtp)]
+    if config.host_pin != "none":
+        few = kept_experts(model.hparams.n_expert)
+        found = [one for each in found for one in (each, replace(each, n_kept=few))]
+    found = [one if one.mtp else replace(one, n_kept=None) for one in found]
+    return list(dict.fromkeys(one for one in found if one.mtp or one.draft))
+
+
+def is_fitting(plan: Plan, sources: Sources) -> bool:
+    """Return whether a plan has room for all that its drafters keep on the device.
+
+    Where not all experts of the model are there, those of the MTP block give them room.
+    """
+    return plan.all_resident or not sources.mtp or sources.n_kept is not None
+
+
+def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
+    """Return a bound on the device memory that drafters take; config: after `with_drafts`."""
+    total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0
+    if sources.draft:
+        hp, padded = model.hparams, round_up(n_ctx, PAGE)
+        n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
+        n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
+        total += dflash_bytes(sources.draft, hp.n_vocab, padded, config.n_seq, n_sweep)
+        total += tap_bytes(hp.n_embd, n_taps, n_rows)
+    return total
+
+
+def tap_rows(config: EngineConfig) -> int:
+    """Return the rows of the longest pass that keeps taps; config: after `with_drafts`."""
+    return max(SHORT_PROMPT, config.n_seq * (config.n_draft + 1))
 
 
 def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
@@ -78,9 +168,8 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
     else:
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
-    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN) + tap_bytes(
-        hp.n_embd, 1, MAX_PAGED_ROWS
-    )
+    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN)
+    outputs += tap_bytes(hp.n_embd, 1, tap_rows(config))
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
 
 

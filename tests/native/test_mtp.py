@@ -14,11 +14,12 @@ from helpers.mtp import MtpModel
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
+from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
-from moegraph.placement.drafters import kept_experts, mtp_bytes
+from moegraph.placement.drafters import kept_experts, mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
@@ -366,8 +367,21 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
 
 
-def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
-    plain = open_engine("mini35b")
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` means something: on the CPU nothing drafts unless it is named."""
+    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
+
+
+def has_block(engine: Any) -> bool:
+    """Return whether an engine has the MTP block."""
+    return any(isinstance(drafter, MtpDrafter) for drafter in engine._loaded.drafters)
+
+
+def test_an_engine_loads_the_block_if_asked(
+    open_engine: Callable[..., Any], as_on_a_gpu: None
+) -> None:
+    plain = open_engine("mini35b", spec="off")
     assert plain.memory()["drafters_bytes"] == 0
     asked = open_engine("mini35b", spec="mtp", n_draft=3)
     [drafter] = asked._loaded.drafters
@@ -377,17 +391,17 @@ def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> 
     assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
     ids = random_ids(50)
     np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
-    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
-    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    assert has_block(open_engine("mini35b", spec="auto"))
+    assert not has_block(open_engine("legacy32", spec="auto"))
     with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
         open_engine("legacy32", spec="mtp")
 
 
 def test_auto_leaves_the_block_where_experts_need_the_memory(
-    model_path: ModelPath, open_engine: Callable[..., Any]
+    model_path: ModelPath, open_engine: Callable[..., Any], as_on_a_gpu: None
 ) -> None:
     with open_model(model_path("mini35b")) as file:
-        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
         need = needed_bytes(file, config, 512)
         kept = kept_experts(file.hparams.n_expert)
         drafters, fewer = (mtp_bytes(file, config, 512, n) for n in (None, kept))
@@ -395,14 +409,15 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
     least, quarter = need.fixed + need.staging, need.experts // 4
     for n_bytes, settings, loaded in (
         (need.fixed + need.experts + drafters, {"spec": "auto"}, None),
-        (need.fixed + need.experts + drafters - 1, {"spec": "auto"}, False),
+        (need.fixed + need.experts + drafters - 1, {"spec": "auto"}, kept),
+        (need.fixed + need.experts + fewer - 1, {"spec": "auto"}, False),
         (least + quarter, {"spec": "auto"}, False),
         (least + quarter + fewer, {"spec": "mtp"}, kept),
         (least + quarter + drafters, {"spec": "mtp", "host_pin": "none"}, None),
     ):
         settings = {"vram": f"{n_bytes}B", "miss": "stream", "host_pin": "all", **settings}
         engine = open_engine("mini35b", **settings)
-        assert bool(engine._loaded.drafters) == (loaded is not False)
+        assert has_block(engine) == (loaded is not False)
         if loaded is not False:
             experts = engine._loaded.drafters[0]._block.experts
             assert (experts and experts.n_kept) == loaded
