@@ -18,6 +18,7 @@ from ..ggml.ops import Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..modelfile.tensors import require_nextn
 from ..modelfile.vocab import frequent_ids
+from ..units import round_up
 from .bank import ExpertBanks
 from .drafthead import DraftHead
 from .layout import NEXTN_EMBD, mtp_output
@@ -26,6 +27,9 @@ from .reading import PIECE_BYTES, Readers
 from .stage import Stage
 from .store import ExpertStore
 from .weights import HeadWeights, LayerWeights, Loader, Weights, new_tensor
+
+# Bytes; tensors begin at a multiple.
+_ALIGN = 128
 
 
 class EmbeddingTable:
@@ -51,13 +55,16 @@ class EmbeddingTable:
             self._parts = [tensors]
             self.tensor: Tensor = tensors.tensors[info.name]
             return
-        memory = device.host_buffer(info.nbytes, must_pin=True)
+        # the row before the first one is read too: on CUDA, the argmax of NaN is -1
+        start = round_up(info.nbytes // info.ne[1], _ALIGN)
+        memory = device.host_buffer(start + info.nbytes, must_pin=True)
+        memory.array[:start] = 0
         context = Context(1)
         self._parts = [memory, context]
         self.pinned_bytes = memory.array.nbytes
         self.tensor = new_tensor(context, info.name, info)
-        place(memory, self.tensor, 0)
-        out = memory.array[: info.nbytes]
+        place(memory, self.tensor, start)
+        out = memory.array[start : start + info.nbytes]
         with Readers(model) as readers:
             starts = range(0, info.nbytes, PIECE_BYTES)
             reads = [readers.read(info, out[at : at + PIECE_BYTES], at) for at in starts]

@@ -16,6 +16,7 @@ from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError
+from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
@@ -315,6 +316,24 @@ def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
         rest = np.setdiff1d(found, special)
         np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
         assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
+
+
+@pytest.mark.parametrize("n_vocab", [0, 300])
+def test_drafts_of_nan_are_told_from_others(model_path: ModelPath, n_vocab: int) -> None:
+    """Of a model without quantized products, because those hide NaN."""
+    with MtpModel(model_path("float32"), n_vocab=n_vocab) as model:
+        model.read(random_ids(30))
+        wanted = model.drafter.draft(0, 3, 4, 2)
+        snapshot = model.state.snapshot(0)
+        bad = np.full(model.hp.n_embd, np.nan, dtype=np.float32)
+        C.ggml_backend_tensor_set(model.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
+        draft = model.drafter.draft(0, 3, 4, 2)
+        assert draft.problem(model.hp.n_vocab) == "its probabilities are not numbers"
+        model.state.restore(snapshot)
+        again = model.drafter.draft(0, 3, 4, 2)
+        np.testing.assert_array_equal(again.tokens, wanted.tokens)
+        np.testing.assert_array_equal(again.log_p, wanted.log_p)
+        snapshot.close()
 
 
 def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: None) -> None:
