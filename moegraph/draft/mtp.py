@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..ggml.choose import likeliest
+from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -181,20 +181,17 @@ class MtpDrafter:
         C.ggml_backend_synchronize(self._device.compute.ptr)
         if self._block.experts:
             self._block.experts.note(built.outputs.parts[2])
-        return self._draft(built.outputs, n, n_top)
+        return self._draft(built.outputs, n_top)
 
-    def _draft(self, outputs: _ChainResults, n: int, n_top: int) -> Draft:
-        """Return what a chain left: its tokens first, then the likeliest others of each step."""
-        lists = [likeliest(row) for row in outputs.rows]
-        n_top = min(n_top, *(max(1, len(ids)) for ids, *_ in lists))
-        tokens, log_p = np.empty((n, n_top), dtype=np.int32), np.empty((n, n_top), dtype=np.float32)
-        part = self._block.part
-        for at, (rows, logs, largest) in enumerate(lists):
-            first, ids = outputs.tokens[at], part.ids[rows] if part else rows
-            others = ids != first  # of equally likely ones, the list may begin with another
-            tokens[at, 0], tokens[at, 1:] = first, ids[others][: n_top - 1]
-            log_p[at, 0], log_p[at, 1:] = largest, logs[others][: n_top - 1]
-        return Draft(tokens, log_p)
+    def _draft(self, outputs: _ChainResults, n_top: int) -> Draft:
+        """Return what a chain left, up to a step whose likeliest tokens are not known."""
+        tokens, log_p = likeliest_rows(outputs.rows, n_top)
+        if self._block.part:
+            tokens = self._block.part.ids[tokens]
+        # of equally likely tokens, the chain may have gone on with another
+        is_other = (tokens[:, 0] != outputs.tokens[: len(tokens)]) & ~np.isnan(log_p[:, 0])
+        n = int(is_other.argmax()) if is_other.any() else len(tokens)
+        return Draft(tokens[:n], log_p[:n])
 
     def _padded(self, n: int) -> int:
         """Return for how many rows the graph of n known rows is."""
@@ -272,8 +269,8 @@ class MtpDrafter:
 class _ChainResults:
     """Where the results of a chain arrive in host memory.
 
-    parts: I32 numpy: rows [n, words of a row], see `likeliest`; tokens [n, 1]; the experts of each
-    step [n, n_expert_used], if the host needs them. reads: the copies.
+    parts: I32 numpy: rows [n, words of a row], see `likeliest_rows`; tokens [n, 1]; the experts of
+    each step [n, n_expert_used], if the host needs them. reads: the copies.
     """
 
     def __init__(self, host: HostBuffer, parts: Sequence[Tensor], n_kv: int) -> None:

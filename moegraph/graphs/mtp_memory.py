@@ -141,7 +141,7 @@ class MtpMemory:
         words[: self._n_known(n_padded)] = 0
         words[:n], words[room : room + n] = tokens, places
         rows = words[2 * room : 2 * room + 2 * n_padded].view(np.int64)
-        rows[:n], rows[n:] = self._state.pool.rows(np.array(slot), places), self._state.spare_row
+        rows[:n], rows[n:] = self._state.pool.run(slot, first, n), self._state.spare_row
         words[4 * room : 4 * room + len(sources)] = sources
         words[5 * room], words[5 * room + _ALIGN] = sources[-1], slot
         self._send(self._n_known(n_padded))
@@ -185,7 +185,7 @@ class MtpMemory:
         places, idx = first + np.arange(n), 2 * _ALIGN + round_up(n, _ALIGN)
         words[0], words[_ALIGN] = token, slot
         words[2 * _ALIGN : 2 * _ALIGN + n] = places
-        words[idx : idx + 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
+        words[idx : idx + 2 * n].view(np.int64)[:] = state.pool.run(slot, first, n)
         at = self._attention(n)
         end = at + self._n_attention(n, n_kv)
         if n_kv == PAGED:
