@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, OutOfDeviceMemory
+from ..errors import ConfigError, NativeError, OutOfDeviceMemory
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -141,7 +141,7 @@ class _Loading:
                 n_prefetch_slots, progress, self._times, sources.mtp,
             )
         )  # fmt: skip
-        drafters = open_drafters(stage, self.file, config, sources, self._stack)
+        drafters = self._open_drafters(stage, config, sources)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -203,6 +203,19 @@ class _Loading:
                 f"{draft.path}: not loaded, to leave experts their memory; --spec dflash loads it"
             )
         return drafting, sources
+
+    def _open_drafters(
+        self, stage: Stage, config: EngineConfig, sources: Sources
+    ) -> tuple[Drafter, ...]:
+        """Open what drafts; `auto` goes on without what fails, and warns."""
+        try:
+            return open_drafters(stage, self.file, config, sources, self._stack)
+        except (NativeError, ConfigError) as error:
+            if config.spec != "auto":
+                raise
+            self._warnings.append(f"no drafts by a model: {error}")
+            stage.taps.close()
+            return open_drafters(stage, self.file, config, Sources(), self._stack)
 
     def _plan_named(self, choices: list[Sources]) -> tuple[Plan, Sources]:
         """Return the plan for what the settings name, as the first of choices that fits."""

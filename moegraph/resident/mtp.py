@@ -10,8 +10,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InternalError
+from ..errors import InternalError, NativeError
 from ..ggml.device import Device
+from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context, closed_on_failure
 from ..ggml.memory import place
 from ..ggml.ops import Tensor
@@ -21,6 +22,7 @@ from ..modelfile.vocab import frequent_ids
 from ..units import round_up
 from .bank import ExpertBanks
 from .drafthead import DraftHead
+from .expertcopies import shortage
 from .layout import NEXTN_EMBD, mtp_output
 from .mtpexperts import BlockExperts
 from .reading import PIECE_BYTES, Readers
@@ -45,7 +47,7 @@ class EmbeddingTable:
         """Load the table.
 
         Raises:
-            NativeError: the memory cannot be pinned.
+            NativeError: there is too little host memory, or it cannot be pinned.
             ModelFileError: the file is shorter than its header says.
         """
         self._parts: list[Any] = []
@@ -57,6 +59,9 @@ class EmbeddingTable:
             return
         # the row before the first one is read too: on CUDA, the argmax of NaN is -1
         start = round_up(info.nbytes // info.ne[1], _ALIGN)
+        short = shortage(start + info.nbytes, host_memory().available)
+        if short:
+            raise NativeError(f"drafts need the embeddings in pinned memory, {short}")
         memory = device.host_buffer(start + info.nbytes, must_pin=True)
         memory.array[:start] = 0
         context = Context(1)

@@ -15,7 +15,7 @@ from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.engine import loader
-from moegraph.errors import InternalError, ModelFileError
+from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
@@ -443,3 +443,22 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
             assert 0 < engine.memory()["drafters_bytes"] <= engine.plan.bytes["drafters"]
         assert engine.plan.total <= n_bytes
         engine.close()
+
+
+@pytest.mark.parametrize("part", ["EmbeddingTable", "Weights", "ExpertBanks"])
+def test_auto_goes_on_without_a_block_that_cannot_be_loaded(
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, part: str
+) -> None:
+    ids = random_ids(30)
+    wanted = open_engine("mini35b").forward_logits(ids)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OutOfDeviceMemory("no room for it")
+
+    monkeypatch.setattr(f"moegraph.resident.mtp.{part}", fails)
+    engine = open_engine("mini35b", spec="auto")
+    assert not has_block(engine) and engine.stage.taps.layers == ()
+    assert engine.warnings == ["no drafts by a model: no room for it"]
+    np.testing.assert_array_equal(engine.forward_logits(ids), wanted)
+    with pytest.raises(OutOfDeviceMemory):
+        open_engine("mini35b", spec="mtp")
