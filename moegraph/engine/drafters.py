@@ -59,7 +59,8 @@ def open_drafters(
     drafters: list[Drafter] = []
     with closed_on_failure():
         if sources.mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
+            block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
+            stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)
