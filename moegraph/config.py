@@ -253,7 +253,7 @@ class EngineConfig:
     )
     spec: str = _setting(
         "choice",
-        "auto",
+        "off",
         (),
         "What drafts tokens that the model then verifies, several in one pass; the text stays the "
         "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
@@ -339,6 +339,16 @@ class EngineConfig:
         "(Python API only). 0: as many as the other settings of drafts need.",
         minimum=0,
         maximum=MAX_VERIFY_ROWS - 1,
+    )
+    draft_vocab: int = _setting(
+        "int",
+        0,
+        (),
+        "Number of tokens, the most frequent ones, that drafts may consist of. Fewer make drafting "
+        "faster, and change no text. 0: all (Python API only).",
+        minimum=0,
+        maximum=1 << 24,
+        group="Draft",
     )
     cpu_reference: bool = _setting(
         "flag",

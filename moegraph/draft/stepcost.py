@@ -167,18 +167,18 @@ class DraftCost:
         """fixed, per_token: the law, in plain steps."""
         self._fixed, self._per_token = fixed, per_token
         self._ends = (1, max(max_draft, 2))
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # weights, n, n * n, seconds, n * seconds
-        self._unmeasured = True
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, n, n * n, seconds, n * seconds
+        self._is_new = True
 
     def observe(self, n_draft: int, seconds: float, plain_s: float) -> None:
         """Count a draft of n_draft depths."""
-        if self._unmeasured:
-            self._unmeasured = False
+        if self._is_new:
+            self._is_new = False
             if seconds > _OUTLIER * max(self(n_draft, plain_s), 0.1 * plain_s):
                 return
         kept = 1.0 - 1.0 / (4 * _MEMORY)
         found = (1.0, n_draft, n_draft * n_draft, seconds, n_draft * seconds)
-        self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))  # type: ignore[assignment]
+        self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))
 
     def __call__(self, n_draft: int, plain_s: float) -> float:
         """Return the seconds of a draft of n_draft depths; plain_s: of a plain step."""

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
-from helpers.scripted_drafts import AnyController, ScriptedDrafter
+from helpers.scripted_drafts import AnyController, ScriptedDrafter, ScriptedTrees
 from helpers.shared import prompt
 
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.engine import Engine
+from moegraph.draft.tree import DraftTree
+from moegraph.engine import Engine, loader
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
+from moegraph.placement.drafters import with_drafts
 from moegraph.runner import LayeredRunner, NotFinite
 from moegraph.sampling import SamplingParams
 
@@ -36,13 +38,17 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "long-penalties": {"repeat_penalty": 1.1, "repeat_last_n": 100_000, "seed": 6,
                        "logit_bias": dict.fromkeys(range(500), 0.1)},
 }  # fmt: skip
-# of the 8 x 32 experts of legacy32
+# Slots for a share of the experts: of legacy32, then of mini35b.
 RESIDENCIES: dict[str, dict[str, Any]] = {
     "whole": {"mode": "whole"},
     "60": {"cache_slots": 154, "pin_layers": 0, "miss": "stream"},
     "25": {"cache_slots": 64, "pin_layers": 0, "miss": "cpu"},
 }
-
+MINI: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "60": {"cache_slots": 77, "pin_layers": 0, "miss": "stream"},
+    "25": {"cache_slots": 32, "pin_layers": 0, "miss": "cpu"},
+}
 FAULTY = [RESIDENCIES["whole"], {"cache_slots": 64, "pin_layers": 0, "miss": "stream"}]
 
 
@@ -100,7 +106,7 @@ def test_text_with_drafts_is_the_text_without(open_engine: Open, residency: str)
 def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
     open_engine: Open, residency: str
 ) -> None:
-    engine = open_engine("mini35b", cpu_reference=True, spec="mtp", **RESIDENCIES[residency])
+    engine = open_engine("mini35b", cpu_reference=True, spec="mtp", **MINI[residency])
     (block,) = engine._loaded.drafters
     for i, name in enumerate(("greedy", "penalties", "whole")):
         ids, params = prompt(engine, 9 + 60 * i, seed=i).tolist(), SamplingParams(**SAMPLERS[name])
@@ -112,6 +118,64 @@ def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
             assert events_of(engine, ids, sampling=params, reuse=reuse) == plain, name
         assert {"mtp", "scripted", ""} == {step.source for step in controller.steps}
         assert not engine.drain_messages()
+
+
+def test_trees_that_a_drafter_builds_give_the_text_without(open_engine: Open) -> None:
+    engine = open_engine(cpu_reference=True, n_draft=12, n_ctx=256, mode="whole")
+    for i, name in enumerate(("greedy", "penalties")):
+        params = SamplingParams(**SAMPLERS[name])
+        ids = prompt(engine, 220 if i else 9, seed=i).tolist()  # the context ends
+        plain = plain_text(engine, ids, sampling=params, max_tokens=None if i else 40)
+        text = [*ids, *[event[0] for event in plain]]
+        drafter = ScriptedTrees(text, engine.hparams.n_vocab, seed=i)
+        controller = speculate(engine, drafter, LookUp(), shapes=["tree"], seed=i)
+        assert events_of(engine, ids, sampling=params, max_tokens=None if i else 40) == plain
+        assert max(step.n_rows for step in controller.steps) == 13
+        assert sum(step.n_accepted for step in controller.steps) > 5
+    wrong = Draft(np.array([[3]], np.int32)), DraftTree((1, 3, 1024), (-1, 0, 0))
+    drafter.tree = lambda *_: wrong  # type: ignore[method-assign]
+    assert events_of(engine, ids, sampling=params, max_tokens=None) == plain
+    assert ["its tree has tokens that the model lacks" in s for s in engine.drain_messages()] == [
+        True
+    ]
+
+
+# and the rows of a verify pass that there must be memory for
+SETTINGS: list[tuple[dict[str, Any], int]] = [
+    ({"spec": "lookup"}, 16),
+    ({"spec": "lookup", "budget": 3}, 3),
+    ({"spec": "mtp", "draft_max": 2}, 3),
+    ({"spec": "mtp", "budget": 6}, 6),
+    ({"spec": "mtp", "ddtree": True, "ddtree_budget": 9, "ddtree_no_chain_seed": True}, 10),
+    ({"spec": "auto"}, 16),
+    ({"spec": "off"}, 0),
+]
+
+
+@pytest.mark.parametrize("residency", ["whole", "60"])
+def test_settings_decide_what_an_engine_drafts(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, residency: str
+) -> None:
+    """And the text stays what it is."""
+    # `auto` means something on a GPU only
+    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
+    texts = []
+    for settings, n_rows in SETTINGS:
+        engine = open_engine("mini35b", cpu_reference=True, **MINI[residency], **settings)
+        ids = np.concatenate([prompt(engine, 40), prompt(engine, 30)]).tolist()
+        params = SamplingParams(temperature=0.5, seed=1)
+        texts.append(events_of(engine, ids, sampling=params, max_tokens=30))
+        speculation, spec = engine.speculation, settings["spec"]
+        if spec == "off":
+            assert speculation is None
+            break
+        assert speculation is not None and not engine.drain_messages()
+        names = ["mtp", "lookup"] if spec == "auto" else [spec]
+        assert list(speculation.drafters) == names
+        assert spec != "mtp" or speculation.controller.stats.steps > 0
+        assert speculation.max_rows == n_rows <= engine.state.drafts.n_rows
+        engine.close()
+    assert texts == [texts[0]] * len(SETTINGS)
 
 
 def test_text_ends_where_it_ends_without_drafts(open_engine: Open) -> None:
@@ -316,7 +380,7 @@ MARGIN = 0.5
 def test_by_default_text_parts_only_where_two_tokens_are_nearly_as_likely(
     open_engine: Open, residency: str
 ) -> None:
-    engine = open_engine("mini35b", n_draft=12, deterministic=True, **RESIDENCIES[residency])
+    engine = open_engine("mini35b", n_draft=12, deterministic=True, **MINI[residency])
     n_parted = n_accepted = 0
     for seed in range(5):
         ids = prompt(engine, 12, seed).tolist()

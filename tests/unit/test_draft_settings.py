@@ -13,11 +13,12 @@ from moegraph.placement.drafters import with_drafts
 @pytest.mark.parametrize(
     ("settings", "on_cpu", "expected"),
     [
-        ({}, False, ("auto", 15)),
+        ({}, False, ("off", 0)),
+        ({"spec": "auto"}, False, ("auto", 15)),
         # a text must not depend on measured times, nor `auto` take memory for many sequences
-        ({}, True, ("off", 0)),
-        ({"deterministic": True}, False, ("off", 0)),
-        ({"n_seq": 2}, False, ("off", 0)),
+        ({"spec": "auto"}, True, ("off", 0)),
+        ({"spec": "auto", "deterministic": True}, False, ("off", 0)),
+        ({"spec": "auto", "n_seq": 2}, False, ("off", 0)),
         # a source that is named drafts everywhere
         ({"spec": "lookup"}, True, ("lookup", 15)),
         ({"spec": "mtp", "deterministic": True, "n_seq": 2}, True, ("mtp", 15)),

@@ -27,16 +27,16 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
-    "modelfile", "modelfile.hparams", "modelfile.summary",
+    "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.stream",
-    "resident.kvpool", "resident.layout",
+    "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.tree",
+    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.taken", "draft.tree",
     "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
     "engine.stepclock",
 )  # fmt: skip
