@@ -194,7 +194,7 @@ class TestBench:
             "--prefetch": "auto,off", "-c": "1024,2048", "-ub": "64-256*2",
             "--spec": "off,lookup", "--draft-max": "2,4", "--draft-p-min": "0,0.5",
             "--budget": "2,8", "--ddtree-budget": "8,22", "--ddtree-temp": "0.5,1",
-            "--draft-vocab": "0,32000",
+            "--draft-vocab": "0,32000", "--draft-swa": "0,512", "--draft-ctx-max": "0,2048",
         }  # fmt: skip
         drafts = ("--run", "1", "--spec", "lookup")
         names = {setting.name for setting in benchlists.swept_settings()}
