@@ -36,7 +36,9 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.taken", "draft.tree",
+    "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
+    "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost", "draft.taken",
+    "draft.tree",
     "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
     "engine.stepclock",
 )  # fmt: skip
