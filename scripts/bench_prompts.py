@@ -5,7 +5,8 @@ A share of the experts, in percent, has a slot on the device; "whole": all of th
 LENGTH tokens continues a sequence of DEPTH positions. One line of JSON for each sample: seconds,
 tokens per second, expert bytes sent, and the host's seconds by phase: building graphs and copies,
 launching, waiting for the device, and handling missing experts. The first sample of each test is
-marked as such, because graphs are built in it.
+marked as such, because graphs are built in it. With --profile, one more sample says what the GPU
+did (PyTorch must be installed).
 
 --link-times N really sends each expert N times, so that one sees what cards on slower links will
 see. If "whole" is measured first, "predicted_s" is what the law of `moegraph simulate` says for the
@@ -28,6 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 import numpy as np
+from _kernels import profiled
 
 from moegraph import Engine, EngineConfig
 from moegraph.placement.prompttime import sweep_seconds
@@ -44,6 +46,7 @@ def parser() -> bench.Parser:
     p.add_argument("--link-times", type=bench.positive, nargs="+", default=[1], metavar="N")
     p.add_argument("--ubatch", type=bench.positive, default=2048)
     p.add_argument("--mode", default="auto", choices=("auto", "layered", "whole"))
+    p.add_argument("--profile", action="store_true", help="milliseconds of kernels and copies")
     return p
 
 
@@ -100,9 +103,10 @@ def _at_once(engine: Engine) -> int:
 
 def predicted(engine: Engine, row: dict[str, Any], whole_s: float) -> float:
     """Return what the law of sweeps says of a sample; whole_s: with all experts resident."""
-    store, n = engine.runner.misses.store, row["prompt"]
+    misses: Any = getattr(engine.runner, "misses", None)
+    store, n = misses.store, row["prompt"]
     at_once = _at_once(engine)
-    per_byte = engine.runner.misses.link.seconds(at_once) / at_once
+    per_byte = misses.link.seconds(at_once) / at_once
     per_byte /= store.packing(store.layers[0]).n_bytes
     link = np.array(row["sent_bytes"] * per_byte * row["link_times"])
     hidden = whole_s * (1 - min(row["ubatch"], n) / n)
@@ -121,11 +125,14 @@ class Samples:
         self.whole_s: dict[tuple[int, int], float] = {}
 
     def take(self, engine: Engine, setting: str, n: int, depth: int, times: int, at: int) -> None:
-        """Time a prompt; at: the number of the sample."""
+        """Time a prompt; at: the number of the sample, of which the last may be profiled."""
         row = {"setting": setting, "mode": engine.mode, "prompt": n, "depth": depth,
-               "ubatch": self._args.ubatch, "link_times": times, "first": at == 0,
-               **sample(engine, n, depth, at)}  # fmt: skip
-        if setting == "whole" and at:
+               "ubatch": self._args.ubatch, "link_times": times, "first": at == 0}  # fmt: skip
+        if at > self._args.samples:
+            row["gpu_ms"] = profiled(lambda: row.update(sample(engine, n, depth, at)))
+        else:
+            row |= sample(engine, n, depth, at)
+        if setting == "whole" and 0 < at <= self._args.samples:
             known = self.whole_s.get((n, depth), row["seconds"])
             self.whole_s[n, depth] = min(known, row["seconds"])
         elif (n, depth) in self.whole_s:
@@ -149,7 +156,7 @@ def main() -> int:
                     misses.slow_link(times)
                 for depth in args.depth:
                     for n in args.prompt:
-                        for at in range(args.samples + 1):
+                        for at in range(args.samples + 1 + args.profile):
                             samples.take(engine, setting, n, depth, times, at)
     return 0
 

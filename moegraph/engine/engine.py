@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
+from ..draft.dflash import DFlashDrafter
 from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
@@ -28,6 +29,7 @@ from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
+from .drafters import open_speculation
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
@@ -115,6 +117,7 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.state.copies, limit)
         self._stack.callback(self.prefixes.clear)
+        self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -189,6 +192,8 @@ class Engine:
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
             "compute_bytes": self.runner.compute_bytes,
+            "drafters_bytes": sum(drafter.n_bytes for drafter in self._loaded.drafters)
+            + self.stage.taps.n_bytes,
         }
 
     def expert_stats(self) -> ExpertStats | None:
@@ -202,19 +207,26 @@ class Engine:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about threads, pinned memory, cache and profile, one line each."""
-        found, misses = [self.threads.warning], self._misses
+        """Warnings about threads, drafters, pinned memory, cache and profile, one line each."""
+        found, misses = [self.threads.warning, *self._loaded.warnings], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
             found += [*misses.warnings, profile]
         return [line for line in found if line]
 
+    @property
+    def drafter_lines(self) -> list[str]:
+        """What the drafter's file says: taps, mask token, block, window and rope, a line each."""
+        found = [one for one in self._loaded.drafters if isinstance(one, DFlashDrafter)]
+        return [line for drafter in found for line in drafter.describe()]
+
     def drain_messages(self) -> list[str]:
-        """Return the guard's messages since the last call, one line each."""
+        """Return messages of the guard and about drafters since the last call, one line each."""
+        found = self.speculation.drain_messages() if self.speculation else []
         guard = self._misses.residency.guard if self._misses else None
-        if not guard:
-            return []
-        found, guard.messages = guard.messages, []
+        if guard:
+            found += guard.messages
+            guard.messages = []
         return found
 
     def hand_over(self) -> None:
@@ -427,7 +439,7 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
-            self.prefixes if reuse else None, marks,
+            self.prefixes if reuse else None, marks, self.speculation,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
 

@@ -15,6 +15,8 @@ from .inputs import PassInputs, PassShape
 from .length import spans
 from .project import project
 
+_KV = ("attn_k.weight", "attn_v.weight")
+
 
 def build_attention(
     b: Builder,
@@ -30,20 +32,19 @@ def build_attention(
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn.
     """
-    d, n_head, n_head_kv, n_tokens = hp.n_embd_head_k, hp.n_head, hp.n_head_kv, shape.n_tokens
+    d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, shape.n_tokens
 
-    q_full, k, v = project(b, w, ("attn_q.weight", "attn_k.weight", "attn_v.weight"), cur)
+    q_full, k, v = project(b, w, ("attn_q.weight", *_KV), cur)
     q_full = b.name(q_full, "Qcur_full", il)
 
     # each head of q_full: d query elements, then d gate elements
     strides = (8 * d, 8 * d * n_head)
     q = b.view(q_full, (d, n_head, n_tokens), strides)
     q = b.name(b.norm(q, w["attn_q_norm.weight"], hp.f_norm_rms_eps), "Qcur_normed", il)
-    k = b.reshape(k, d, n_head_kv, n_tokens)
-    k = b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
+    k = _normed_keys(b, hp, w, k, il)
     gate = b.view(q_full, (d, n_head, n_tokens), strides, 4 * d)
     gate = b.name(b.cont(gate, d * n_head, n_tokens), "gate_reshaped", il)
-    v = b.name(b.reshape(v, d, n_head_kv, n_tokens), "Vcur", il)
+    v = _value_heads(b, hp, v, il)
 
     q = b.name(b.rope(q, inp.pos, hp), "Qcur", il)
     k = b.name(b.rope(k, inp.pos, hp), "Kcur", il)
@@ -53,6 +54,47 @@ def build_attention(
     gate = b.name(b.sigmoid(gate), "gate_sigmoid", il)
     cur = b.name(b.mul(cur, gate), "attn_gated", il)
     return b.name(b.mul_mat(w["attn_output.weight"], cur), "attn_output", il)
+
+
+def build_keys_values(
+    b: Builder, hp: HParams, w: LayerWeights, state: State, pos: Tensor, kv_idx: Tensor,
+    cur: Tensor, il: int,
+) -> None:  # fmt: skip
+    """Append only the writes of K and V of rows F32 [n_embd, n_tokens], as `build_attention` does.
+
+    pos I32 [n_tokens]; kv_idx I64 [n_tokens], rows of the caches.
+    """
+    k, v = project(b, w, _KV, cur)
+    k = b.name(b.rope(_normed_keys(b, hp, w, k, il), pos, hp), "Kcur", il)
+    _write(b, state, *_rotated(b, state, k, _value_heads(b, hp, v, il)), kv_idx, il)
+
+
+def _normed_keys(b: Builder, hp: HParams, w: LayerWeights, k: Tensor, il: int) -> Tensor:
+    """Append the norm of the heads of K: F32 [d, n_head_kv, n_tokens]."""
+    k = b.reshape(k, hp.n_embd_head_k, hp.n_head_kv, k.ne[1])
+    return b.name(b.norm(k, w["attn_k_norm.weight"], hp.f_norm_rms_eps), "Kcur_normed", il)
+
+
+def _value_heads(b: Builder, hp: HParams, v: Tensor, il: int) -> Tensor:
+    return b.name(b.reshape(v, hp.n_embd_head_v, hp.n_head_kv, v.ne[1]), "Vcur", il)
+
+
+def _rotated(b: Builder, state: State, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Append the rotations of quantized K and V."""
+    if state.rot_k is not None:
+        k = b.mul_mat_hadamard(state.rot_k, k)
+    if state.rot_v is not None:
+        v = b.mul_mat_hadamard(state.rot_v, v)
+    return k, v
+
+
+def _write(b: Builder, state: State, k: Tensor, v: Tensor, kv_idx: Tensor, il: int) -> None:
+    """Append the writes of K and V to rows kv_idx of the caches."""
+    # K last: CUDA fuses rope, view and set_rows only if they follow one another
+    for t in (v, k):
+        b.expand(t)
+    b.expand(b.set_rows(state.k[il], _merge_heads(b, k), kv_idx))
+    b.expand(b.set_rows(state.v[il], _merge_heads(b, v), kv_idx))
 
 
 def _attend(
@@ -68,14 +110,9 @@ def _attend(
     q, k, v = qkv
     if state.rot_k is not None:
         q = b.mul_mat_hadamard(state.rot_k, q)
-        k = b.mul_mat_hadamard(state.rot_k, k)
-    if state.rot_v is not None:
-        v = b.mul_mat_hadamard(state.rot_v, v)
-    # K last: CUDA fuses rope, view and set_rows only if they follow one another
-    for t in (q, v, k):
-        b.expand(t)
-    b.expand(b.set_rows(state.k[il], _merge_heads(b, k), inp.kv_idx))
-    b.expand(b.set_rows(state.v[il], _merge_heads(b, v), inp.kv_idx))
+    k, v = _rotated(b, state, k, v)
+    b.expand(q)
+    _write(b, state, k, v, inp.kv_idx, il)
 
     scale = 1.0 / math.sqrt(hp.n_embd_head_k)
     if inp.pages is not None and inp.rows is not None:

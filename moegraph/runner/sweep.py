@@ -372,11 +372,25 @@ class Sweep:
         tap = self.batch.taps.get(il)
         if tap:
             tap(s.memory.hidden, n_rows, part[0].first)
+        if self._state.last_out is not None and il == s.stage.layers[-1]:
+            self._keep_last_out(self._state.last_out, part)
         if s.residency is not None:
             done = s.layer_done[il % 2]
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
             self._books.append((il, il % 2, n_rows))
+
+    def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
+        """Enqueue copies of the output of the part's last row, and of those before cuts."""
+        memory = self._s.memory
+        cuts = {copy.n_past: copy for copy in self.saved}
+        for chunk in part:
+            copy = cuts.get(chunk.first + chunk.n)
+            if copy or chunk is part[-1]:
+                row = chunk.row + chunk.n - 1
+                memory.copy(memory.hidden, row, last_out, self.slot, 1)
+            if copy:
+                self._state.copies.take_layer(copy, self.slot, [last_out])
 
     def _record_books(self, turn: int) -> None:
         """Record the choice in the last layer of this turn, which the device has computed."""

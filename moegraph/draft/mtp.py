@@ -1,0 +1,285 @@
+"""Drafts with the prediction (MTP) block of the target's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..ggml.choose import likeliest
+from ..ggml.device import HostBuffer
+from ..ggml.handles import Context
+from ..ggml.lib import C, ffi
+from ..ggml.ops import Builder, Tensor
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.inputs import PAGED
+from ..graphs.mtp import build_chain, build_known_rows, build_taken_rows
+from ..graphs.mtp_memory import MtpMemory
+from ..graphs.paged import can_page
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
+from ..resident.mtp import MtpBlock
+from ..runner.sweep_batch import Tap
+from .drafter import Draft, Ids, empty_draft
+from .taken import Taken
+
+# Nodes of one step of a chain, without its experts, and more than those of known rows.
+_N_NODES = 128
+
+
+class MtpDrafter:
+    """A drafter (`Drafter`) that runs the MTP block as chains of tokens.
+
+    Its K and V are in the target's caches, and the output that a chain starts from is one of the
+    target's states. So whatever the target does to a sequence, such as to forget positions or to
+    restore a beginning of a prompt, it does to the drafter's part too. Positions of passes that
+    the drafter was not told of have zeros for K and V.
+
+    Where no tokens are drafted, an accepted token costs only a copy of its row: K and V are
+    computed when they are needed (`catch_up`).
+    """
+
+    name = "mtp"
+
+    def __init__(
+        self, block: MtpBlock, max_rows: int = MTP_ROWS, max_draft: int = MAX_MTP_DRAFT
+    ) -> None:
+        """max_rows: known rows that are computed at a time.
+
+        Raises:
+            OutOfDeviceMemory: its memory does not fit.
+        """
+        self._block, self._device = block, block.stage.device
+        state = self._state = block.stage.state
+        if state.last_out is None:
+            raise InternalError("the target's state has no room for an MTP block")
+        self._last_out: Tensor = state.last_out
+        self._layer = block.stage.hp.n_layer - 1
+        self.taps: tuple[int, ...] = (self._layer,)
+        self.max_draft = max_draft
+        self._is_paged = can_page(block.stage)
+        self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
+        self._graphs = GraphCache(self._device)
+        self._host: HostBuffer | None = None  # for results of the longest chain
+        self._taken = Taken(MTP_TAKEN)
+        self._context = Context(2, 1)
+        self._tap: Tensor | None = None  # once there is memory for it
+
+    @property
+    def n_bytes(self) -> int:
+        """Device memory of weights, K and V, and graphs."""
+        weights, kv = self._block.n_bytes, self._state.mtp_bytes
+        return weights + kv + self.memory.n_bytes + self._graphs.n_bytes
+
+    def reserve(self) -> None:
+        """Build the largest graphs, so that their memory never grows later.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
+        self._known(self.memory.max_rows)
+        n_kv = PAGED if self._is_paged else self._state.n_ctx
+        self._chain(self.max_draft, n_kv)
+
+    def restart(self, slot: int, ids: Ids) -> None:
+        """Forget what waits; what was restored has the drafter's K and V too."""
+        self._taken.cut(slot, 0)
+
+    def truncate(self, slot: int, n_past: int) -> None:
+        """Forget what waits from n_past on; the target's state has done so with K and V."""
+        self._taken.cut(slot, n_past)
+
+    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+        """Return what a sweep calls to extend K and V over a prompt."""
+        self.catch_up(slot)
+        tokens = np.asarray(ids, dtype=np.int32)
+        return {self._layer: partial(self._read_rows, slot, tokens, first)}
+
+    def _read_rows(
+        self, slot: int, ids: npt.NDArray[np.int32], start: int, hidden: Tensor, n: int, first: int
+    ) -> None:
+        """Enqueue K and V of n positions from first on; hidden: l_out of the last layer there.
+
+        ids: the tokens of the positions from start on.
+        """
+        memory, most = self.memory, self.memory.max_rows
+        for at in range(0, n, most):
+            m = min(most, n - at)
+            skipped = 0
+            if at == 0:  # the position before these was computed earlier
+                self._copy(self._last_out, slot, memory.before, 0, 1)
+                skipped = 1
+            self._copy(hidden, at - 1 + skipped, memory.before, skipped, m - skipped)
+            n_padded = self._padded(m)
+            built = self._known(n_padded)
+            tokens = ids[first - start + at :][:m]
+            memory.send_known(slot, tokens, first + at, n_padded)
+            self._launch(built, "the MTP block over a prompt")
+
+    def _copy(self, source: Tensor, row: int, to: Tensor, to_row: int, n: int) -> None:
+        """Enqueue a copy of n rows F32 [n_embd, ...]."""
+        stream, size = self._device.compute.ptr, to.nb[1]
+        if n:
+            C.mg_copy_bytes(stream, source, size * row, to, size * to_row, size * n)
+
+    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Enqueue copies of the rows of tokens that the target's sequence has just taken."""
+        n = len(tokens)
+        first = self._state.n_past[slot] - n
+        if self._taken.room() < n:
+            for other in self._taken.slots:
+                self._compute(other, first if other == slot else self._state.n_past[other])
+        if not self._tap:
+            self._tap = self._tapped_rows()
+        to = self._taken.add(slot, first, list(tokens))
+        at = 0
+        while at < n:
+            end = at + 1
+            while end < n and rows[end] == rows[end - 1] + 1:
+                end += 1
+            self._copy(self._tap, rows[at], self.memory.taken, to + at, end - at)
+            at = end
+
+    def catch_up(self, slot: int) -> None:
+        """Enqueue K and V of the tokens that a sequence took."""
+        self._compute(slot, self._state.n_past[slot])
+
+    def _compute(self, slot: int, n_past: int) -> None:
+        """Enqueue K and V of what waits of a sequence, if that ends before position n_past."""
+        run, most = self._taken.take(slot, n_past), self.memory.max_rows
+        if run is None:
+            return
+        n = len(run.tokens)
+        for at in range(0, n, most):
+            m = min(most, n - at)
+            n_padded = self._padded(m)
+            built = self._accepted(n_padded)
+            ids, rows = np.array(run.tokens[at : at + m], dtype=np.int32), run.rows[at : at + m]
+            self.memory.send_known(slot, ids, run.first + at, n_padded, rows)
+            self._launch(built, "the MTP block over accepted tokens")
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+        """Propose at most n tokens after the anchor: one chain, and one wait.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        state, n_past = self._state, self._state.n_past[slot]
+        n = min(n, self.max_draft, state.n_ctx - n_past)
+        if n < 1:
+            return empty_draft()
+        length = PAGED if self._is_paged else state.n_kv(n_past + n)
+        self.catch_up(slot)
+        built = self._chain(n, length)
+        built.set_length(length)
+        state.pool.grow(slot, n_past + n)
+        self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
+        self._launch(built, f"{n} tokens of the MTP block", built.outputs.reads, 2)
+        C.ggml_backend_synchronize(self._device.compute.ptr)
+        return self._draft(built.outputs, n, n_top)
+
+    def _draft(self, outputs: _ChainResults, n: int, n_top: int) -> Draft:
+        """Return what a chain left: its tokens first, then the likeliest others of each step."""
+        lists = [likeliest(row) for row in outputs.rows]
+        n_top = min(n_top, *(max(1, len(ids)) for ids, *_ in lists))
+        tokens, log_p = np.empty((n, n_top), dtype=np.int32), np.empty((n, n_top), dtype=np.float32)
+        part = self._block.part
+        for at, (rows, logs, largest) in enumerate(lists):
+            first, ids = outputs.tokens[at], part.ids[rows] if part else rows
+            others = ids != first  # of equally likely ones, the list may begin with another
+            tokens[at, 0], tokens[at, 1:] = first, ids[others][: n_top - 1]
+            log_p[at, 0], log_p[at, 1:] = largest, logs[others][: n_top - 1]
+        return Draft(tokens, log_p)
+
+    def _padded(self, n: int) -> int:
+        """Return for how many rows the graph of n known rows is."""
+        return min(self.memory.max_rows, 1 << (n - 1).bit_length())
+
+    def _known(self, n: int) -> BuiltGraph:
+        """Return the graph of K and V of n known rows, whose outputs are in `before`."""
+        memory = self.memory
+        return self._graphs.get(
+            ("mtp rows", n),
+            _N_NODES,
+            lambda b: build_known_rows(
+                b, self._block, memory.known_leaves(b, n), memory.rows_leaf(b, "before", n)
+            ),
+        )
+
+    def _accepted(self, n: int) -> BuiltGraph:
+        """Return the graph of K and V of n accepted rows, whose outputs are in `taken`."""
+
+        def build(b: Builder) -> None:
+            taken = self.memory.rows_leaf(b, "taken", MTP_TAKEN)
+            rows = self.memory.known_leaves(b, n)
+            build_taken_rows(b, self._block, rows, self._last_out, taken)
+
+        return self._graphs.get(("mtp accepted", n), _N_NODES, build)
+
+    def _tapped_rows(self) -> Tensor:
+        """Return the tap of the last layer, F32 [n_embd, rows of a pass]."""
+        b = Builder(self._context, 1)
+        return self._block.stage.taps.leaf(b, self._layer)
+
+    def _chain(self, n: int, length: int) -> BuiltGraph:
+        """Return a graph of a chain of n tokens over `length` positions or more.
+
+        Its outputs: where the results arrive.
+        """
+        n_kv = length
+        if not (self._is_paged or self._device.can.streams):  # it can be shortened: length.py
+            n_kv = self._state.n_ctx
+        n_nodes = n * (_N_NODES + 3 * self._block.stage.hp.n_expert_used)
+        return self._graphs.get(
+            ("mtp chain", n, n_kv), n_nodes, lambda b: self._build_chain(b, n, n_kv)
+        )
+
+    def _build_chain(self, b: Builder, n: int, n_kv: int) -> _ChainResults:
+        memory = self.memory
+        token, slot, steps = memory.chain_leaves(b, n, n_kv)
+        before = b.get_rows(self._last_out, slot)
+        build_chain(
+            b, self._block, token, before, steps, n_kv, memory.keep_logits, memory.keep_token
+        )
+        logits, tokens, draws = memory.result_leaves(b, n)
+        candidates = b.expand(b.name(b.candidates(logits, draws), "result_candidates"))
+        C.ggml_set_output(candidates)
+        if self._host is None:
+            self._host = self._device.host_buffer((candidates.nb[1] + 4) * self.max_draft)
+        return _ChainResults(self._host, candidates, tokens, n_kv)
+
+    def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
+        status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
+        if status:
+            self._device.check(status, what)
+
+    def close(self) -> None:
+        """Wait for the device, then free everything but the block."""
+        self._device.synchronize()
+        self._graphs.close()
+        if self._host:
+            self._host.close()
+        self._context.close()
+        self.memory.close()
+
+
+class _ChainResults:
+    """Where the results of a chain arrive in host memory.
+
+    rows: I32 numpy [n, words of a row], see `likeliest`. tokens: I32 numpy [n]. reads: the copies.
+    """
+
+    def __init__(self, host: HostBuffer, candidates: Tensor, tokens: Tensor, n_kv: int) -> None:
+        n, n_bytes = tokens.ne[0], C.ggml_nbytes(candidates)
+        self.n_kv = n_kv
+        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
+        self.tokens = host.array[n_bytes : n_bytes + 4 * n].view(np.int32)
+        self.reads = ffi.new(
+            "struct mg_readback[2]",
+            [
+                {"src": candidates, "dst": host.address(), "size": n_bytes},
+                {"src": tokens, "dst": host.address(n_bytes), "size": 4 * n},
+            ],
+        )
