@@ -59,7 +59,7 @@ def open_drafters(
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
-            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
             dflash = DFlashDrafter(stage, sources.draft, n_sweep)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
