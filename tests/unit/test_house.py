@@ -314,7 +314,7 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
     assert [s.name for s in listed.values() if not s.flags and s.group != "Draft"] == [
-        "n_seq", "n_draft", "draft_vocab",
+        "n_seq", "n_draft",
     ]  # fmt: skip
 
 
