@@ -126,6 +126,9 @@ class DFlashDrafter:
         """
         self._draft_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
         self._keys_graph(N_WAITING)
+        n = min(self._chunk, self._memory.features.ne[1])
+        self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
+        self._prompt_graph(0, n)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""
@@ -147,22 +150,29 @@ class DFlashDrafter:
     def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
         """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
         chunks = [(row, min(self._chunk, n - row)) for row in range(0, n, self._chunk)]
-        source = int(ffi.cast("intptr_t", hidden.data))
         for row, m in chunks:
-            fuse = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=m)
-            built = self._graphs.get(("fuse", source, il, row, m), 8 * len(self._weights.fc), fuse)
+            built = self._fuse_graph(hidden, il, row, m)
             self._launch(built, "the drafter's features of a prompt")
         if il != self.taps[-1]:
             return
         places = first + np.arange(n)
         self._memory.send_prompt(places, self._cells(slot, places))
         for row, m in chunks:
-            keys = partial(self._build_prompt, row=row, n=m)
-            built = self._graphs.get(("prompt", row, m), _N_KEYS * self.hparams.n_layer + 16, keys)
-            self._launch(built, "the drafter's K and V of a prompt")
+            self._launch(self._prompt_graph(row, m), "the drafter's K and V of a prompt")
         span = self._rings.spans[slot]
         span.truncate(first)
         span.grow(n)
+
+    def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
+        """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""
+        key = "fuse", int(ffi.cast("intptr_t", hidden.data)), il, row, n
+        build = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=n)
+        return self._graphs.get(key, 8 * len(self._weights.fc), build)
+
+    def _prompt_graph(self, row: int, n: int) -> BuiltGraph:
+        """Return the graph of K and V of rows [row, row + n) of the features."""
+        build = partial(self._build_prompt, row=row, n=n)
+        return self._graphs.get(("prompt", row, n), _N_KEYS * self.hparams.n_layer + 16, build)
 
     def _cells(self, slot: int, places: Longs) -> list[Ids]:
         """Return where K and V of positions go in each ring."""

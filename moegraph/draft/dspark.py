@@ -22,6 +22,11 @@ _N_TOP = 8
 class DSparkDrafter(DFlashDrafter):
     """A drafter (`TreeDrafter`) of DSpark files."""
 
+    def reserve(self) -> None:
+        """Build the largest graphs; see `DFlashDrafter`."""
+        super().reserve()
+        self._lists_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
+
     def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
         """Propose the likeliest paths after the anchor, the likeliest rows first.
 

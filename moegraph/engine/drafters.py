@@ -59,7 +59,8 @@ def open_drafters(
     drafters: list[Drafter] = []
     with closed_on_failure():
         if sources.mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
+            block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
+            stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)
@@ -72,7 +73,8 @@ def open_drafters(
                 part = DraftHead(stage.device, file, head_tensor(file), ids)
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
-            dflash = kind(stage, sources.draft, n_sweep, config.draft_ctx_max or None, part=part)
+            seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
+            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):

@@ -65,6 +65,7 @@ class _Layout:
 class DraftMemory:
     """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
 
+    features: F32 [n_embd, n_sweep], fused outputs of the taps for a part of a prompt.
     waiting: for each tap, by layer, F32 [n_embd, N_WAITING]: outputs of tokens that wait for their
     K and V. n_bytes: device memory.
     """
@@ -84,9 +85,11 @@ class DraftMemory:
         self._buffer = device.buffer(at.size, what, "lower -c or use --spec off")
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
         layers = sorted(set(hp.taps))
-        self._context = Context(2 + len(layers))
+        self._context = Context(3 + len(layers))
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, at.size // 4)
         place(self._buffer, self._all, 0)
+        self.features: Tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
+        place(self._buffer, self.features, at.fused)
         self.waiting: dict[int, Tensor] = {}
         for k, il in enumerate(layers):
             tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, N_WAITING)
@@ -197,7 +200,7 @@ class DraftMemory:
         return Scratch(self._leaf(b, at, F32, m), self._leaf(b, at + 4 * BEAM, I32, m))
 
     def fused(self, b: Builder, row: int, n: int) -> Tensor:
-        """Return a leaf of rows [row, row + n) of a prompt's fused features, F32 [n_embd, n]."""
+        """Return a leaf of rows [row, row + n) of `features`, F32 [n_embd, n]."""
         n_embd = self._hp.n_embd
         return self._leaf(b, self._at.fused + 4 * n_embd * row, F32, n_embd, n)
 

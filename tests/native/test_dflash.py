@@ -405,3 +405,14 @@ def test_faults_while_drafting(pair: Callable[..., Pair], name: str) -> None:
         both.decode(1)
         both.check()
     assert n_failed >= 2
+
+
+def test_reserved_memory_never_grows(pair: Callable[..., Pair]) -> None:
+    both = pair(markov_rank=32, windows="sf")
+    before = both.drafter.n_bytes
+    both.prompt(300)
+    both.decode(70)
+    for n in (1, 4, 8):
+        both.check(n)
+        both.drafter.tree(0, 7, n, 20)
+    assert both.drafter.n_bytes == before

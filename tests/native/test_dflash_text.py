@@ -112,9 +112,14 @@ def test_the_controller_of_the_engine_drafts(open_engine: Open, tmp_path: Path) 
 
 
 def test_drafter_memory_is_planned(open_engine: Open, tmp_path: Path) -> None:
-    engine = open_engine(PRESET, spec="dflash", draft=str(write_small(tmp_path)))
-    taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
-    assert taken <= engine.plan.bytes["drafters"] < 2 * taken
+    sizes = []
+    for keep in (False, True):
+        path = write_small(tmp_path, matrices="BF16", n_ff=2048)
+        engine = open_engine(PRESET, spec="dflash", draft=str(path), draft_keep_bf16=keep)
+        taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
+        sizes.append(taken)
+        assert taken <= engine.plan.bytes["drafters"] < 2 * taken
+    assert sizes[1] > sizes[0] + 2_000_000
 
 
 def test_drafts_of_a_part_of_the_vocabulary(open_engine: Open, tmp_path: Path) -> None:
