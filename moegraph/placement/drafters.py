@@ -39,15 +39,13 @@ _N_DRAFT = 15
 _MOST_EXPERTS = 0.1
 
 
-def with_drafts(config: EngineConfig, on_cpu: bool) -> EngineConfig:
-    """Return settings whose `spec` and `n_draft` say what an engine does on a device.
+def with_drafts(config: EngineConfig) -> EngineConfig:
+    """Return settings whose `spec` and `n_draft` say what an engine does.
 
-    The CPU rounds a row differently in passes of other widths, and `auto` goes by measured times.
-    So on the CPU, and with `deterministic`, nothing drafts unless a source is named: a text must
-    not depend on the time. Nor does `auto` take memory for the drafts of several sequences.
+    `auto` takes no memory for the drafts of several sequences.
     """
     spec = config.spec
-    if spec == "auto" and (on_cpu or config.deterministic or config.n_seq > 1):
+    if spec == "auto" and config.n_seq > 1:
         spec = "off"
     if config.budget == 1:
         spec = "off"
