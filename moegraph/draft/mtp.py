@@ -27,6 +27,8 @@ from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
+# Longest draft that is usual; launches until a graph is captured.
+_USUAL, _N_CAPTURED = 8, 3
 
 
 class MtpDrafter:
@@ -82,6 +84,19 @@ class MtpDrafter:
         self._known(self.memory.max_rows)
         n_kv = PAGED if self._is_paged else self._state.n_ctx
         self._chain(self.max_draft, n_kv)
+
+    def warm_up(self) -> None:
+        """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
+        state = self._state
+        for _ in range(_N_CAPTURED):
+            for n in range(1, min(_USUAL, self.max_draft) + 1):
+                self.draft(0, 0, n, 1)
+            for n in (1, 2, 4, _USUAL):  # sequence 0 has pages for as many by now
+                built = self._accepted(n)
+                tokens = np.zeros(n, dtype=np.int32)
+                self.memory.send_known(0, tokens, 0, n, range(n))
+                self._launch(built, "the MTP block over accepted tokens")
+        state.reset(0)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget what waits; what was restored has the drafter's K and V too."""
