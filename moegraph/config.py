@@ -331,6 +331,35 @@ class EngineConfig:
         "choice at every depth.",
         group="Draft",
     )
+    draft_swa: int = _setting(
+        "int",
+        0,
+        ("--draft-swa",),
+        "Let all layers but the last of a DFlash drafter reach back N positions only, which saves "
+        "memory and time. 0: what its file says.",
+        metavar="N",
+        minimum=0,
+        maximum=1 << 30,
+        group="Draft",
+    )
+    draft_ctx_max: int = _setting(
+        "int",
+        0,
+        ("--draft-ctx-max",),
+        "Most positions that the layers of a DFlash drafter without a window see. 0: all.",
+        metavar="N",
+        minimum=0,
+        maximum=1 << 30,
+        group="Draft",
+    )
+    draft_keep_bf16: bool = _setting(
+        "flag",
+        False,
+        ("--draft-keep-bf16",),
+        "Keep BF16 weights of a DFlash drafter as they are. Otherwise they become Q8_0, which is "
+        "half the size and twice as fast.",
+        group="Draft",
+    )
     n_draft: int = _setting(
         "int",
         0,

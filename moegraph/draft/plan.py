@@ -66,7 +66,8 @@ class Plan:
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
-    is_trial: it is not what is best by what is known, but may be better.
+    n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
+    not. is_trial: it is not what is best by what is known, but may be better.
     """
 
     source: str = ""
@@ -74,6 +75,7 @@ class Plan:
     n_top: int = 1
     ddtree: DDTree | None = None
     is_trial: bool = False
+    n_nodes: int = 0
 
 
 PLAIN = Plan()

@@ -131,8 +131,12 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
         n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
-        total += dflash_bytes(sources.draft, hp.n_vocab, padded, config.n_seq, n_sweep)
+        seen = min(config.draft_ctx_max or padded, padded)
+        sizes = hp.n_vocab, seen, config.n_seq, n_sweep
+        total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
         total += tap_bytes(hp.n_embd, n_taps, n_rows)
+        if sources.draft.takes_part:
+            total += _head_bytes(model, config.draft_vocab)
     return total
 
 
