@@ -36,7 +36,8 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.taken", "draft.tree",
+    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.race", "draft.taken",
+    "draft.tree",
     "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
     "engine.stepclock",
 )  # fmt: skip
