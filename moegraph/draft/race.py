@@ -11,18 +11,46 @@ The text is what it would be without drafts all the same. Only what is drafted c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ..sampling import SamplingParams, gumbel
-from .drafter import Draft
+from .drafter import Draft, Drafter
 
 # Tokens of each depth that take part. More of them seldom win.
 N_RUNNERS = 40
 _LEAST = -100.0  # log p
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of the next draws.
+
+    temperature: what logits are divided by, above 0. keys: of the draws, the first one being that
+    of the token after the anchor.
+    """
+
+    temperature: float
+    keys: Sequence[int]
+
+
+@runtime_checkable
+class RacingDrafter(Drafter, Protocol):
+    """A drafter whose drafts can follow the winners of races, not its likeliest tokens."""
+
+    def draft_drawn(self, slot: int, anchor: int, n: int, n_top: int, noise: Noise) -> Draft:
+        """Propose the tokens that would be drawn if the drafter were right, as `draft` does.
+
+        The first token of each depth is the winner of its race, and later depths follow it. The
+        others are the likeliest ones.
+
+        Raises:
+            NativeError: the device failed.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,6 +62,10 @@ class Race:
 
     params: SamplingParams
     key: Callable[[int], int]
+
+    def noise(self, n: int) -> Noise:
+        """Return the random numbers of the next n draws."""
+        return Noise(self.params.temperature, [self.key(depth) for depth in range(n)])
 
     def run(self, draft: Draft, n_top: int) -> Draft:
         """Return a draft whose tokens are in the order in which they will probably win.
