@@ -47,7 +47,7 @@ _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
 _PLAN_INTERVAL, _FIRST_PLANS = 4, 16
 # What is kept of counts of acceptance when another text begins, and at each plan without their
 # drafter.
-_KEPT_BEGIN, _KEPT_IDLE = 0.25, 0.99
+_KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.99
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Controller:
     ) -> None:
         """experts: None if none can be missing."""
         self.settings = settings
-        most = settings.most_rows
-        self.widths = tuple(sorted({w for w in (*WIDTHS, most) if 1 < w <= most}))
+        most, longest = settings.most_rows, [source.max_draft + 1 for source in sources]
+        self.widths = tuple(sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most}))
         self.passes = PassCost(self.widths, experts)
         spec = settings.spec
         wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
@@ -118,7 +118,7 @@ class Controller:
         """Begin another text: costs stay known, acceptance counts less."""
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
-            drafter.n_known = 0
+            drafter.n_known = min(drafter.n_known, _KNOWN // 2)
         self._interval = self._since_trial = _INTERVAL
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
@@ -163,7 +163,7 @@ class Controller:
             return plan
         tokens = grow(drafter.acceptance.rates[:n], (), n).tokens[-1]
         pays = n > 0 and tokens * plain_s > self._seconds(drafter, n)
-        return replace(plan, n_draft=n) if pays else PLAIN
+        return replace(plan, n_draft=n, n_nodes=0) if pays else PLAIN
 
     def _fixed_plan(self, drafter: _Drafter) -> Plan:
         """Return the plan of a source that must draft."""
@@ -172,8 +172,9 @@ class Controller:
             n_top = settings.ddtree.n_top(drafter.most)
             return Plan(source.name, drafter.most, n_top, settings.ddtree)
         if self._is_length_given:
-            return Plan(source.name, drafter.most, 1)
-        return Plan(source.name, max(drafter.plan.n_draft, 1), source.n_top)
+            n_nodes = settings.budget - 1 if settings.budget and source.has_tree else 0
+            return Plan(source.name, drafter.most, 1, n_nodes=n_nodes)
+        return replace(drafter.plan, source=source.name, n_draft=max(drafter.plan.n_draft, 1))
 
     @property
     def _is_length_given(self) -> bool:
@@ -349,7 +350,7 @@ class Controller:
         plain_s, source = self.passes.plain_s, drafter.source
         fixed_s = drafter.cost(1, plain_s)
         token_s = drafter.cost(2, plain_s) - fixed_s
-        value, plan_depth, depth, done = 0.0, 0, 0, 0
+        value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
         for width in self.widths:
             if width > len(growth.tokens):
                 break
@@ -358,8 +359,28 @@ class Controller:
             done = width - 1
             seconds = fixed_s + (depth - 1) * token_s + self.passes.seconds[width]
             if growth.tokens[width - 1] > value * seconds:
-                value, plan_depth = growth.tokens[width - 1] / seconds, depth
-        return value, Plan(source.name, plan_depth, source.n_top)
+                value = growth.tokens[width - 1] / seconds
+                plan_depth, best_width = depth, width
+        # where leaves are worth their rows, a drafter that knows what follows them does better
+        has_leaves = best_width > plan_depth + 1
+        n_nodes = best_width - 1 if has_leaves and source.has_tree else 0
+        return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes)
+
+    @property
+    def likely_rows(self) -> tuple[int, ...]:
+        """Rows of the verify passes that the next steps will probably have, at most three."""
+        if not self._ranked:
+            return ()
+        settings, best = self.settings, self._ranked[0]
+        if settings.ddtree or (settings.budget and settings.is_fixed):
+            return (settings.most_rows,)
+        if settings.is_fixed and settings.draft_max:
+            return (best.most + 1,)
+        wanted = [best.plan.n_draft + 1, best.plan.n_draft, _TRIAL_DRAFT + 1]
+        if best.plan is PLAIN:
+            wanted = [_TRIAL_DRAFT + 1, 4, 6]
+        found = [w for w in self.widths if any(w == n for n in wanted)]
+        return tuple(found)
 
 
 def confidence(draft: Draft) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
-from moegraph.draft.plan import DraftSettings, Plan, Shape, Source, Step
+from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from moegraph.draft.stepcost import Experts
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
@@ -109,11 +109,14 @@ def simulate(world: World, controller: Controller | None, fixed: Plan | None = N
     return seconds
 
 
-def _step(world, text, tools, controller, fixed, rng, n_left, at) -> Step:  # type: ignore[no-untyped-def]
+def _step(
+    world: World, text: Text, tools: dict[str, Tool], controller: Controller | None,
+    fixed: Plan | None, rng: random.Random, n_left: int, at: float,
+) -> Step:  # fmt: skip
     without: tuple[str, ...] = ()
     drafter_s = 0.0
     while True:
-        plan = controller.choose(n_left, without) if controller else fixed
+        plan = controller.choose(n_left, without) if controller else fixed or PLAIN
         if not plan.source or plan.n_draft < 1:
             return _plain(world, rng, at, "", drafter_s)
         tool, rates = tools[plan.source], text.rates[plan.source]
@@ -140,13 +143,19 @@ def _step(world, text, tools, controller, fixed, rng, n_left, at) -> Step:  # ty
     return _verify(world, rates, rng, at, plan, shape, true, draft, drafter_s)
 
 
-def _plain(world, rng, at, source, drafter_s, n_draft=0, is_trial=False) -> Step:  # type: ignore[no-untyped-def]
+def _plain(
+    world: World, rng: random.Random, at: float, source: str, drafter_s: float, n_draft: int = 0,
+    is_trial: bool = False,
+) -> Step:  # fmt: skip
     seconds, n_missing = world.pass_s(1, rng, at)
     return Step(source, seconds + drafter_s, n_draft=n_draft, drafter_s=drafter_s,
                 n_missing=n_missing, is_trial=is_trial)  # fmt: skip
 
 
-def _verify(world, rates, rng, at, plan, shape, true, draft, drafter_s) -> Step:  # type: ignore[no-untyped-def]
+def _verify(
+    world: World, rates: Rates, rng: random.Random, at: float, plan: Plan, shape: Shape,
+    true: list[float], draft: Draft, drafter_s: float,
+) -> Step:  # fmt: skip
     seconds, n_missing = world.pass_s(shape.n_rows, rng, at)
     ranks: list[int] = []
     accepted = 0

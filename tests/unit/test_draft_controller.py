@@ -83,7 +83,7 @@ def speeds(it: World) -> tuple[float, float]:
     controller = warm(it)
     ours = best = plain = 0.0
     best_plan = best_fixed(replace(it, seed=9))
-    for it.seed in (1, 2, 3):
+    for it.seed in (1, 2, 3, 4):
         ours += simulate(it, controller)
         best += simulate(it, None, best_plan)
         plain += simulate(it, None, PLAIN)
@@ -214,6 +214,36 @@ def test_a_draft_is_no_longer_than_the_text_may_become() -> None:
     assert controller.choose(9, without=("mtp",)) == PLAIN
 
 
+def test_a_drafter_that_knows_what_follows_leaves_builds_the_tree_itself() -> None:
+    source = replace(DFLASH.source, name="dspark", n_top=3, has_tree=True)
+    controller = Controller([source], DraftSettings("dspark", budget=12))
+    assert controller.choose(100) == Plan("dspark", 11, n_nodes=11)
+    controller = Controller([source], DraftSettings())
+    for _ in range(3):
+        controller.observe(Step("", STEP))
+    # the spine is mostly wrong, and then its first alternative is right
+    for _ in range(200):
+        controller.observe(Step("dspark", 1.2 * STEP, 2, 4, 3, 1, 1, (1,), (), 0.1 * STEP))
+    controller.observe(Step("", STEP))
+    plan = controller.choose(100)
+    assert plan.source == "dspark" and plan.n_nodes > plan.n_draft
+
+
+def test_rows_of_the_next_passes_are_told_in_advance() -> None:
+    controller = Controller([MTP.source], DraftSettings("mtp", budget=6))
+    assert controller.likely_rows == (6,)
+    assert Controller([MTP.source], DraftSettings("mtp", draft_max=3)).likely_rows == (4,)
+    assert Controller([DFLASH.source], DraftSettings(ddtree=DDTree(22))).likely_rows == (23,)
+    assert Controller([], DraftSettings()).likely_rows == ()
+    assert len(Controller([MTP.source], DraftSettings()).likely_rows) == 3
+    it = world([Text(800, STRUCTURED)], "mtp", RESIDENT)
+    controller = warm(it)
+    for _ in range(4):
+        plan = controller.choose(100)
+        controller.observe(Step(plan.source, 2 * STEP, 5, 5, 4, 4, 4, (0,) * 4))
+    assert controller.choose(100).n_draft + 1 in controller.likely_rows
+
+
 def test_where_times_do_not_count_two_runs_choose_the_same() -> None:
     def chosen(noise: float) -> list[Plan]:
         controller = Controller([MTP.source, DFLASH.source], DraftSettings(is_timed=False))
@@ -244,6 +274,6 @@ def test_the_settings_of_an_engine_become_those_of_its_controller() -> None:
     assert settings.spec == "dspark" and settings.is_timed
     assert settings.ddtree == DDTree(22, 0.5, True) and settings.most_rows == 23
     assert open_controller(drafters, EngineConfig(budget=1), 32).choose(9) == PLAIN
-    config = EngineConfig(deterministic=True, draft_p_min=0.5, draft_max=4)
+    config = EngineConfig(spec="auto", deterministic=True, draft_p_min=0.5, draft_max=4)
     settings = open_controller(drafters, config, 8).settings
     assert settings == DraftSettings("auto", 4, 0.5, max_rows=8, is_timed=False)
