@@ -28,12 +28,7 @@ from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-<<<<<<< HEAD
-from .drafter import Draft, Ids, empty_draft
-from .race import Noise
-=======
 from .drafter import Draft, Ids, Race, empty_draft
->>>>>>> main
 from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
@@ -189,26 +184,19 @@ class MtpDrafter:
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
 
-        Raises:
-            NativeError: the device failed.
-        """
-        results = self._run(slot, anchor, n)
-        return self._draft(results, n_top) if results else empty_draft()
-
-    def draft_drawn(self, slot: int, anchor: int, n: int, n_top: int, noise: Noise) -> Draft:
-        """Propose the winners of races; the likeliest tokens if only a part can be drafted.
+        With a race, each depth begins with its winner, and later depths follow it; but if only a
+        part of the vocabulary is drafted, then as without, because a race is about all tokens.
 
         Raises:
             NativeError: the device failed.
         """
-        if self._block.part:  # races are about all tokens
-            return self.draft(slot, anchor, n, n_top)
-        results = self._run(slot, anchor, n, noise)
-        return _drawn(results, n_top) if results else empty_draft()
+        race = None if self._block.part else race
+        results = self._run(slot, anchor, n, race)
+        if results is None:
+            return empty_draft()
+        return _drawn(results, n_top) if race else self._draft(results, n_top)
 
-    def _run(
-        self, slot: int, anchor: int, n: int, noise: Noise | None = None
-    ) -> _ChainResults | None:
+    def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> _ChainResults | None:
         """Compute a chain and wait; None if there is no room for one."""
         state, n_past = self._state, self._state.n_past[slot]
         n = min(n, self.max_draft, state.n_ctx - n_past)
@@ -216,12 +204,13 @@ class MtpDrafter:
             return None
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
         self.catch_up(slot)
-        built = self._chain(n, length, noise is not None)
+        built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
         self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
-        if noise:
-            self.memory.send_races(noise.temperature, noise.keys[:n])
+        if race:
+            keys = [race.key(depth) for depth in range(n)]
+            self.memory.send_races(race.params.temperature, keys)
         reads, n_reads = built.outputs.reads, len(built.outputs.parts)
         self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)

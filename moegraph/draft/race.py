@@ -11,64 +11,19 @@ The text is what it would be without drafts all the same. Only what is drafted c
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
-
-from ..sampling import SamplingParams, gumbel
-from .drafter import Draft, Drafter
-=======
 import numpy as np
 import numpy.typing as npt
 
 from ..sampling import gumbel
 from .drafter import Draft, Race
->>>>>>> main
 
 # Tokens of each depth that take part. More of them seldom win.
 N_RUNNERS = 40
 _LEAST = -100.0  # log p
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True)
-class Noise:
-    """The random numbers of the next draws.
-
-    temperature: what logits are divided by, above 0. keys: of the draws, the first one being that
-    of the token after the anchor.
-    """
-
-    temperature: float
-    keys: Sequence[int]
-
-
-@runtime_checkable
-class RacingDrafter(Drafter, Protocol):
-    """A drafter whose drafts can follow the winners of races, not its likeliest tokens."""
-
-    def draft_drawn(self, slot: int, anchor: int, n: int, n_top: int, noise: Noise) -> Draft:
-        """Propose the tokens that would be drawn if the drafter were right, as `draft` does.
-
-        The first token of each depth is the winner of its race, and later depths follow it. The
-        others are the likeliest ones.
-
-        Raises:
-            NativeError: the device failed.
-        """
-
-
-@dataclass(frozen=True)
-class Race:
-    """What is known of the next draws of a sampler.
-=======
 def raced(draft: Draft, race: Race, n_top: int) -> Draft:
     """Return a draft whose tokens are in the order in which they will probably win.
->>>>>>> main
 
     n_top: tokens of each depth to keep. The log_p of the result are probabilities to win. The draft
     ends with the first depth that another token than its first one wins, because what it has for
@@ -91,14 +46,6 @@ def raced(draft: Draft, race: Race, n_top: int) -> Draft:
     )
 
 
-<<<<<<< HEAD
-    def noise(self, n: int) -> Noise:
-        """Return the random numbers of the next n draws."""
-        return Noise(self.params.temperature, [self.key(depth) for depth in range(n)])
-
-    def run(self, draft: Draft, n_top: int) -> Draft:
-        """Return a draft whose tokens are in the order in which they will probably win.
-=======
 def _scores(
     log_p: npt.NDArray[np.float64], tokens: npt.NDArray[np.int32], race: Race
 ) -> npt.NDArray[np.float64]:
@@ -107,7 +54,6 @@ def _scores(
     with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest tokens
         scores: npt.NDArray[np.float64] = less / race.params.temperature + gumbel(keys, tokens)
     return scores
->>>>>>> main
 
 
 def _kept(log_p: npt.NDArray[np.float64], race: Race) -> npt.NDArray[np.bool_]:

@@ -18,11 +18,7 @@ import numpy.typing as npt
 
 from ..draft.drafter import Draft, Drafter, Race
 from ..draft.plan import PLAIN, Plan, Shape, Step
-<<<<<<< HEAD
-from ..draft.race import N_RUNNERS, Race, RacingDrafter
-=======
 from ..draft.race import N_RUNNERS, raced
->>>>>>> main
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
@@ -181,14 +177,7 @@ class Speculation:
             draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
-<<<<<<< HEAD
-            if race and isinstance(drafter, RacingDrafter):
-                draft = drafter.draft_drawn(slot, anchor, n, n_top, race.noise(n))
-            else:
-                draft = drafter.draft(slot, anchor, n, n_top)
-=======
             draft = drafter.draft(slot, anchor, n, n_top, race)
->>>>>>> main
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 from helpers.mtp import MtpModel
 
-from moegraph.draft.race import Noise, Race, RacingDrafter
+from moegraph.draft.drafter import Race
+from moegraph.draft.race import raced
 from moegraph.sampling import SamplingParams, gumbel
 
 ModelPath = Callable[[str], Path]
+# of the draws after the anchor
 KEYS = [(0x9E3779B97F4A7C15 * n) % (1 << 64) for n in range(3, 19)]
+
+
+def race_at(temperature: float) -> Race:
+    """Return races over all tokens."""
+    params = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    return Race(params, lambda depth: KEYS[depth])
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])
@@ -23,8 +31,7 @@ def test_each_step_goes_on_with_the_winner(
 ) -> None:
     with MtpModel(model_path(preset), n_kept=8) as model:
         model.read(np.arange(1, 60, dtype=np.int32))
-        assert isinstance(model.drafter, RacingDrafter)
-        draft = model.drafter.draft_drawn(0, 5, 9, 4, Noise(temperature, KEYS))
+        draft = model.drafter.draft(0, 5, 9, 4, race_at(temperature))
         rows = model.logits(9).astype(np.float64)
         ids = np.arange(model.hp.n_vocab)
         for at, row in enumerate(rows):
@@ -38,7 +45,7 @@ def test_each_step_goes_on_with_the_winner(
         )
         if temperature == 3.0:
             assert (draft.tokens[:, 0] != rows.argmax(axis=1)).any()
-        again = model.drafter.draft_drawn(0, 5, 4, 4, Noise(temperature, KEYS))
+        again = model.drafter.draft(0, 5, 4, 4, race_at(temperature))
         np.testing.assert_array_equal(again.tokens, draft.tokens[:4])
         assert draft.problem(model.hp.n_vocab) == ""
 
@@ -49,7 +56,7 @@ def test_races_without_noise_are_won_by_the_likeliest(model_path: ModelPath) -> 
         model.read(np.arange(1, 60, dtype=np.int32))
         plain = model.drafter.draft(0, 5, 9, 4)
         rows = model.logits(9)
-        drawn = model.drafter.draft_drawn(0, 5, 9, 4, Noise(1e-3, KEYS))
+        drawn = model.drafter.draft(0, 5, 9, 4, race_at(1e-3))
         np.testing.assert_array_equal(drawn.tokens, plain.tokens)
         np.testing.assert_array_equal(model.logits(9), rows)
         np.testing.assert_allclose(drawn.log_p, plain.log_p, atol=1e-5)
@@ -57,19 +64,18 @@ def test_races_without_noise_are_won_by_the_likeliest(model_path: ModelPath) -> 
 
 def test_the_whole_draft_survives_the_samplers_own_race(model_path: ModelPath) -> None:
     """Without truncation of the distribution: every depth's first token wins there too."""
-    params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    race = Race(params, lambda depth: KEYS[depth])
+    race = race_at(1.0)
     with MtpModel(model_path("mini35b")) as model:
         model.read(np.arange(1, 60, dtype=np.int32))
-        drawn = model.drafter.draft_drawn(0, 5, 12, 40, race.noise(12))
-        assert race.run(drawn, 3).n_depth == 12
+        drawn = model.drafter.draft(0, 5, 12, 40, race)
+        assert raced(drawn, race, 3).n_depth == 12
         likeliest = model.drafter.draft(0, 5, 12, 40)
-        assert race.run(likeliest, 3).n_depth < 12
+        assert raced(likeliest, race, 3).n_depth < 12
 
 
 def test_a_part_of_the_vocabulary_has_no_races(model_path: ModelPath) -> None:
     with MtpModel(model_path("mini35b"), n_vocab=320) as model:
         model.read(np.arange(1, 60, dtype=np.int32))
         plain = model.drafter.draft(0, 5, 5, 3)
-        drawn = model.drafter.draft_drawn(0, 5, 5, 3, Noise(1.0, KEYS))
+        drawn = model.drafter.draft(0, 5, 5, 3, race_at(1.0))
         np.testing.assert_array_equal(drawn.tokens, plain.tokens)
