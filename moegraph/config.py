@@ -16,8 +16,11 @@ EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
 SPEC_SOURCES = ("mtp", "dflash", "lookup")
 # Most rows of a verify pass: operations on trees take this many.
 MAX_VERIFY_ROWS = 65
+# Prompt tokens that are computed at a time on the CPU, as in llama.cpp.
+CPU_ROWS = 512
 # The headings of --help, in order.
-GROUPS = ("Common", "Sampling", "Context", "Expert", "Draft", "Diagnostic")
+DRAFT_GROUP = "Draft"
+GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -84,17 +87,18 @@ class EngineConfig:
     n_ctx: int = _setting(
         "int",
         4096,
-        ("-c", "--ctx-size"),
+        ("-c", "--max-ctx", "--ctx-size"),
         "Context length in tokens. 0: the length that the model was trained with.",
         minimum=0,
         maximum=1 << 22,
         group="Context",
     )
-    n_ubatch: int = _setting(
+    n_ubatch: int | None = _setting(
         "int",
-        512,
+        None,
         ("-ub", "--ubatch-size"),
-        "Maximum number of prompt tokens in one pass.",
+        f"Prompt tokens that are computed at a time. Default: {CPU_ROWS} on the CPU; on a GPU up "
+        "to 2048, the fastest number that takes little memory from experts.",
         minimum=1,
         maximum=1 << 16,
         group="Context",
@@ -254,82 +258,82 @@ class EngineConfig:
     spec: str = _setting(
         "choice",
         "off",
-        (),
+        ("--spec",),
         "What drafts tokens that the model then verifies, several in one pass; the text stays the "
         "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
         choices=("auto", "off", *SPEC_SOURCES),
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft: str = _setting(
         "path",
         "",
-        (),
+        ("-md", "--model-draft", "--draft"),
         "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors).",
         metavar="FILE",
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft_max: int | None = _setting(
         "int",
         None,
-        (),
+        ("--spec-draft-n-max", "--draft-max"),
         "Maximum number of drafted tokens that follow one another. Default: what the drafter can; "
         "--spec auto chooses up to that.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS - 1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft_p_min: float = _setting(
         "float",
         0.0,
-        (),
+        ("--spec-draft-p-min", "--draft-p-min"),
         "A draft ends before a token that the drafter gives a smaller probability.",
         minimum=0,
         maximum=1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     budget: int | None = _setting(
         "int",
         None,
-        (),
+        ("--budget",),
         "Rows of a pass that verifies a draft, the last token of the text included. 1: no drafts. "
         "Default: chosen, up to the drafter's length.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree: bool = _setting(
         "flag",
         False,
-        (),
+        ("--ddtree",),
         "Verify a tree of the likeliest paths (DDTree) instead of one path with a few leaves.",
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_budget: int = _setting(
         "int",
         64,
-        (),
+        ("--ddtree-budget",),
         "Drafted tokens in a DDTree.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS - 1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_temp: float = _setting(
         "float",
         1.0,
-        (),
+        ("--ddtree-temp",),
         "Temperature of the drafter's probabilities by which a DDTree compares paths. Sampling is "
         "not affected.",
         minimum=0,
         maximum=100,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_no_chain_seed: bool = _setting(
         "flag",
         False,
-        (),
+        ("--ddtree-no-chain-seed",),
         "Begin a DDTree with the likeliest path of each length, not with the drafter's first "
         "choice at every depth.",
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft_swa: int = _setting(
         "int",
@@ -372,12 +376,12 @@ class EngineConfig:
     draft_vocab: int = _setting(
         "int",
         0,
-        (),
+        ("--draft-vocab",),
         "Number of tokens, the most frequent ones, that drafts may consist of. Fewer make drafting "
-        "faster, and change no text. 0: all (Python API only).",
+        "faster, and change no text. 0: all.",
         minimum=0,
         maximum=1 << 24,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     cpu_reference: bool = _setting(
         "flag",
@@ -386,6 +390,11 @@ class EngineConfig:
         "Use CPU kernels whose results do not depend on the batch width or the number of threads.",
         group="Diagnostic",
     )
+
+    @property
+    def n_rows(self) -> int:
+        """Return n_ubatch, or what it is on the CPU if nothing is set."""
+        return CPU_ROWS if self.n_ubatch is None else self.n_ubatch
 
     def problems(self) -> list[str]:
         """Return every problem of this config as one line each; empty when it is valid."""

@@ -17,7 +17,8 @@ class Source:
 
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
-    n_top: candidates that it can name at each depth.
+    n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
+    it knows what follows each token (`TreeDrafter`).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Source:
     per_token: float = 0.0
     accept: float = 0.7
     n_top: int = 1
+    has_tree: bool = False
 
 
 @dataclass(frozen=True)

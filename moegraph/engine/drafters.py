@@ -59,13 +59,14 @@ def open_drafters(
     drafters: list[Drafter] = []
     with closed_on_failure():
         if sources.mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
+            block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
+            stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
-            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
             part = None
             if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
                 ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)

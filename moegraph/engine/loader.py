@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, OutOfDeviceMemory
+from ..errors import ConfigError, NativeError, OutOfDeviceMemory
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -22,9 +22,11 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
+from ..placement.chunksize import choose_rows
 from ..placement.drafters import (
     Sources,
     drafters_bytes,
+    is_fitting,
     is_worth_loading,
     sources_of,
     with_drafts,
@@ -125,6 +127,7 @@ class _Loading:
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
+        self.config = config = replace(config, n_ubatch=self._choose_rows())
         plan, sources = self._choose_plan()
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
@@ -140,7 +143,7 @@ class _Loading:
                 n_prefetch_slots, progress, self._times, sources.mtp,
             )
         )  # fmt: skip
-        drafters = open_drafters(stage, self.file, config, sources, self._stack)
+        drafters = self._open_drafters(stage, config, sources)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -186,14 +189,14 @@ class _Loading:
         self._warnings += draft.warnings if draft else ()
         choices = sources_of(self.file, config, draft)
         if config.spec != "auto" and choices:
-            return self._make_plan(choices[0]), choices[0]
+            return self._plan_named(choices)
         plain = self._make_plan(Sources())
         for sources in choices:
             try:
                 drafting = self._make_plan(sources)
             except (ConfigError, OutOfDeviceMemory):
                 continue
-            if is_worth_loading(drafting, plain):
+            if is_fitting(drafting, sources) and is_worth_loading(drafting, plain):
                 break
         else:
             drafting, sources = plain, Sources()
@@ -203,15 +206,50 @@ class _Loading:
             )
         return drafting, sources
 
+    def _choose_rows(self) -> int:
+        """Return the rows of a chunk of a prompt."""
+        config, own_memory = self.config, self.device.can.own_memory
+        return choose_rows(
+            config,
+            self._budget()[0] if own_memory else None,
+            lambda n: needed_bytes(self.file, replace(config, n_ubatch=n), self.n_ctx),
+        )
+
+    def _budget(self) -> tuple[int | None, str]:
+        """Return the device memory that the plan may use, None without a limit, and who says so."""
+        if self.config.vram != "auto":
+            return parse_bytes(self.config.vram, "g") - self.device.context_bytes, "--vram"
+        if not self.device.can.own_memory:
+            return None, "--vram"
+        free = self.device.memory()[0]
+        return free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
+
+    def _open_drafters(
+        self, stage: Stage, config: EngineConfig, sources: Sources
+    ) -> tuple[Drafter, ...]:
+        """Open what drafts; `auto` goes on without what fails, and warns."""
+        try:
+            return open_drafters(stage, self.file, config, sources, self._stack)
+        except (NativeError, ConfigError) as error:
+            if config.spec != "auto":
+                raise
+            self._warnings.append(f"no drafts by a model: {error}")
+            stage.taps.close()
+            return open_drafters(stage, self.file, config, Sources(), self._stack)
+
+    def _plan_named(self, choices: list[Sources]) -> tuple[Plan, Sources]:
+        """Return the plan for what the settings name, as the first of choices that fits."""
+        for sources in choices[:-1]:
+            with suppress(OutOfDeviceMemory):
+                plan = self._make_plan(sources)
+                if is_fitting(plan, sources):
+                    return plan, sources
+        return self._make_plan(choices[-1]), choices[-1]
+
     def _make_plan(self, sources: Sources) -> Plan:
         """Return how many expert slots each layer gets beside what drafters take."""
-        config, free = self.config, self.device.memory()[0]
+        config, (budget, source) = self.config, self._budget()
         drafters = drafters_bytes(self.file, config, self.n_ctx, sources)
-        budget, source = None, "--vram"
-        if config.vram != "auto":
-            budget = parse_bytes(config.vram, "g") - self.device.context_bytes
-        elif self.device.can.own_memory:
-            budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
         return make_plan(
             needed_bytes(self.file, config, self.n_ctx, drafters),
             budget,
@@ -237,7 +275,7 @@ def open_runner(
     Raises:
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
     """
-    n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
+    n_ubatch = min(config.n_rows, stage.state.n_ctx)
     n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
     with closed_on_failure():
         if stage.is_full and routing is None and config.mode != "layered":
@@ -270,7 +308,7 @@ def _open_misses(
         cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-    max_rows = config.n_ubatch * config.n_seq
+    max_rows = config.n_rows * config.n_seq
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
     for il, (_, shares) in enumerate(starts):
         if shares is not None:

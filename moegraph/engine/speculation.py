@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter
+from ..draft.drafter import Draft, Drafter, Race
 from ..draft.plan import PLAIN, Plan, Shape, Step
+from ..draft.race import N_RUNNERS, raced
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
@@ -141,10 +142,13 @@ class Speculation:
         told.extend(tokens)
         self._told[slot] = told
 
-    def propose(self, slot: int, anchor: int, n_left: int, n_room: int) -> Proposal | None:
+    def propose(
+        self, slot: int, anchor: int, n_left: int, n_room: int, race: Race | None = None
+    ) -> Proposal | None:
         """Return the rows of the next pass of a sequence; None if nothing was drafted.
 
-        n_left: tokens until the text must end. n_room: positions that the context still has.
+        n_left: tokens until the text must end. n_room: positions that the context still has. race:
+        of the sampler that will draw; None if it is greedy.
 
         Raises:
             NativeError: the device failed.
@@ -155,7 +159,7 @@ class Speculation:
             plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
-            drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows)
+            drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows, race)
             if drafted is None:
                 without.add(plan.source)
                 continue
@@ -164,7 +168,7 @@ class Speculation:
         return None
 
     def _draft(
-        self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int
+        self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int, race: Race | None
     ) -> tuple[Draft, DraftTree] | None:
         """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
@@ -172,7 +176,8 @@ class Speculation:
         if plan.n_nodes and isinstance(drafter, TreeDrafter):
             draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
         else:
-            draft = drafter.draft(slot, anchor, n, plan.n_top)
+            n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
+            draft = drafter.draft(slot, anchor, n, n_top, race)
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -186,6 +191,8 @@ class Speculation:
         draft = draft.cut(n)
         if not draft.n_depth:
             return None
+        if race and tree is None:
+            draft = raced(draft, race, plan.n_top)
         return draft, tree or self._tree(anchor, plan, draft)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
