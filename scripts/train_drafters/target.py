@@ -146,7 +146,7 @@ class Target:
         with self.autocast():
             for t in range(time - 1):
                 logits = self._step(ids[:, t], t, states).float()
-                noise = -torch.empty_like(logits).exponential_().log()
+                noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-20).log()
                 drawn = (logits + temperature[:, None] * noise).argmax(-1)
                 ids[:, t + 1] = torch.where(t + 1 < n_prompt, ids[:, t + 1], drawn)
         return ids

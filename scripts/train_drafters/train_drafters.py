@@ -1,6 +1,6 @@
 """Train an MTP block and a DFlash drafter for a model, together, within a wall-clock budget.
 
-    python train_drafters.py MODEL.gguf CORPUS_DIR OUT_DIR [--seconds 300] [--generate 0.2]
+    python train_drafters.py MODEL.gguf CORPUS_DIR OUT_DIR [--seconds 300] [--generate 0.15]
 
 Reads train.u16.xz and heldout.u16.xz of encode_text.py. First the model itself continues text of
 the corpus, because drafters meet its own text, not ours. Then every step runs the model over a
@@ -15,7 +15,9 @@ import json
 import lzma
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,7 @@ from target import Features, Target
 from torch import Tensor
 
 MTP_WEIGHTS = (1.0, 0.8, 0.6)
+TIMED_STEPS = range(8, 16)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,15 @@ class Recipe:
     generated_time: int = 640
     own_share: float = 0.7
     greedy_share: float = 0.5
-    mtp_rate: float = 1.5e-3
-    dflash_rate: float = 2.5e-3
+    mtp_rate: float = 1.2e-3
+    dflash_rate: float = 2e-3
     warmup_steps: int = 100
     weight_decay: float = 0.05
     clip: float = 1.0
+
+    def halved(self) -> Recipe:
+        """Return a recipe with half the batch, for a device that is slow or short of memory."""
+        return replace(self, batch=max(2, self.batch // 2), long_batch=max(1, self.long_batch // 2))
 
     def shrunk(self, by: int) -> Recipe:
         """Return a recipe for dry runs: smaller batches, shorter sequences."""
@@ -85,6 +92,10 @@ class Text:
         starts = torch.randint(self.tokens.numel() - length, (batch, 1), device=device)
         return self.tokens[starts + torch.arange(length, device=device)].long()
 
+    def extend(self, tokens: Tensor) -> None:
+        """Add tokens to the corpus."""
+        self.tokens = torch.cat([self.tokens, tokens])
+
     def generate(self, target: Target) -> None:
         """Add one batch of the model's own continuations, half of them greedy."""
         r = self.recipe
@@ -96,9 +107,8 @@ class Text:
         text = target.generate(ids, n_prompt, torch.where(greedy, 0.0, warm))
         self.own = torch.cat([self.own, text.to(torch.int16)])
 
-    def batch(self, step: int) -> Tensor:
+    def batch(self, step: int, r: Recipe) -> Tensor:
         """Return the ids [batch, time] of a step: mixed, or long windows of the corpus."""
-        r = self.recipe
         if step % r.long_every == r.long_every - 1:
             return self.windows(r.long_batch, r.long_time)
         n_own = round(r.batch * r.own_share) if len(self.own) else 0
@@ -227,6 +237,7 @@ class Run:
                 trainee.load(args.init / f"{name}.safetensors")
         self.log: list[dict[str, float]] = []
         self.n_step = 0
+        self.parts: dict[str, float] = {}
 
     def elapsed(self) -> float:
         """Return the seconds since the run was made."""
@@ -238,45 +249,92 @@ class Run:
         self.log.append(entry)
         print(json.dumps(entry), flush=True)
 
+    def synchronize(self) -> None:
+        """Wait for the device, so that clocks tell the truth."""
+        if self.args.device == "cuda":
+            torch.cuda.synchronize()
+
     def generate(self, until: float) -> None:
-        """Let the model write until the given second, at least one batch unless it is 0."""
+        """Let the model write until the given second."""
         while self.elapsed() < until:
             self.text.generate(self.target)
-            if self.args.device == "cuda":
-                torch.cuda.synchronize()
+            self.synchronize()
             self.say(own_tokens=self.text.own.numel())
+
+    def read_more(self) -> None:
+        """Add the tokens of --more to the corpus once that file is there."""
+        if self.args.more and self.args.more.exists():
+            self.text.extend(read_tokens(self.args.more, self.args.device))
+            self.args.more = None
+            self.say(corpus_tokens=self.text.tokens.numel())
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add up the time of a part of the steps TIMED_STEPS."""
+        if self.n_step not in TIMED_STEPS:
+            yield
+            return
+        self.synchronize()
+        start = time.time()
+        yield
+        self.synchronize()
+        self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (time.time() - start)
 
     def step(self, progress: float) -> tuple[Tensor, Tensor]:
         """Take one step with both drafters; return their losses."""
-        ids = self.text.batch(self.n_step)
-        features = self.target.features(ids)
-        with torch.no_grad():
+        ids = self.text.batch(self.n_step, self.recipe)
+        with self.timed("target_ms"), torch.no_grad():
+            features = self.target.features(ids)
             logits = self.target.logits(features.hidden)
-        first = mtp_loss(self.mtp, self.target, ids, features.hidden, logits)
-        self.trainees["mtp"].step(first, self.n_step, progress)
-        n_anchor = self.recipe.n_anchor * ids.shape[1] // self.recipe.time
-        second = dflash_loss(self.dflash, self.target, ids, features, logits, n_anchor)
-        self.trainees["dflash"].step(second, self.n_step, progress)
+        with self.timed("mtp_ms"):
+            first = mtp_loss(self.mtp, self.target, ids, features.hidden, logits)
+            self.trainees["mtp"].step(first, self.n_step, progress)
+        with self.timed("dflash_ms"):
+            n_anchor = max(1, self.recipe.n_anchor * ids.shape[1] // self.recipe.time)
+            second = dflash_loss(self.dflash, self.target, ids, features, logits, n_anchor)
+            self.trainees["dflash"].step(second, self.n_step, progress)
         self.n_step += 1
         return first.detach(), second.detach()
+
+    def adapt(self) -> None:
+        """After the timed steps: say how long their parts took, halve a batch that is too slow."""
+        if self.n_step != TIMED_STEPS[-1] + 1:
+            return
+        mean = {k: round(v / len(TIMED_STEPS), 1) for k, v in self.parts.items()}
+        self.say(**mean)
+        if sum(mean.values()) > self.args.slow_ms:
+            self.recipe = self.recipe.halved()
+            self.say(batch=self.recipe.batch)
 
     def train(self, until: float) -> None:
         """Train until the given second, with a checkpoint every minute."""
         start = self.elapsed()
         said = saved = start
         while (now := self.elapsed()) < until and self.n_step < self.args.max_steps:
-            mtp, dflash = self.step((now - start) / (until - start))
-            if self.n_step % 4 == 0 and self.args.device == "cuda":
-                torch.cuda.synchronize()  # the schedule follows the clock, so wait for the device
+            try:
+                losses = self.step((now - start) / (until - start))
+            except torch.OutOfMemoryError:
+                self.recipe = self.recipe.halved()
+                torch.cuda.empty_cache()
+                self.say(out_of_memory=1, batch=self.recipe.batch)
+                continue
+            self.adapt()
+            if self.n_step % 4 == 0:
+                self.synchronize()  # the schedule follows the clock, so wait for the device
             if now - said > self.args.log_seconds or self.n_step == 1:
                 said = now
-                losses = {"mtp": round(mtp.item(), 4), "dflash": round(dflash.item(), 4)}
-                if not all(map(math.isfinite, losses.values())):
-                    raise SystemExit(f"loss is not finite at step {self.n_step}: {losses}")
-                self.say(step=self.n_step, **losses)
+                self.say_losses(*losses)
+                self.read_more()
             if now - saved > 60:
                 saved = now
                 self.save()
+
+    def say_losses(self, mtp: Tensor, dflash: Tensor) -> None:
+        """Log a step; stop if a loss is not finite."""
+        losses = {"mtp": round(mtp.item(), 4), "dflash": round(dflash.item(), 4)}
+        if not all(map(math.isfinite, losses.values())):
+            raise SystemExit(f"loss is not finite at step {self.n_step}: {losses}")
+        self.say(step=self.n_step, **losses)
 
     def save(self) -> None:
         """Write both drafters."""
@@ -308,7 +366,9 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0, help="all but the evaluation")
-    parser.add_argument("--generate", type=float, default=0.2, help="share spent on its own text")
+    parser.add_argument("--generate", type=float, default=0.15, help="share spent on its own text")
+    parser.add_argument("--more", type=Path, help="tokens to add once this file is there")
+    parser.add_argument("--slow-ms", type=float, default=160.0, help="step that halves the batch")
     parser.add_argument("--init", type=Path, help="continue from the drafters in this folder")
     parser.add_argument("--taps", type=int, nargs="+", default=[1, 3, 5, 6])
     parser.add_argument("--block", type=int, default=BlockShape.block_size)
@@ -323,6 +383,7 @@ def main() -> None:
     run = Run(args)
     run.say(ready=1)
     run.generate(args.generate * args.seconds)
+    run.read_more()
     run.train(args.seconds)
     run.save()
     run.report()
