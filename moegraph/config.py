@@ -257,6 +257,14 @@ class EngineConfig:
         minimum=0,
         maximum=63,
     )
+    spec: str = _setting(
+        "choice",
+        "off",
+        (),
+        "What drafts tokens. mtp: the model's prediction block. auto: that block, if there is one "
+        "and it fits beside the experts (Python API only).",
+        choices=("off", "auto", "mtp"),
+    )
     cpu_reference: bool = _setting(
         "flag",
         False,

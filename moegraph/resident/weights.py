@@ -99,7 +99,7 @@ class Loader:
         if in_place:
             join = ()
         context = Context(len(infos) + len(join) + 1)
-        tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
+        tensors = {info.name: new_tensor(context, info.name, info) for info in infos}
         joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
         if in_place:
             # the spans of different sets overlap in the file
@@ -173,7 +173,8 @@ class Loader:
             self._staging.close()
 
 
-def _new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+def new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+    """Make a tensor of the type and shape that a file has."""
     ne = list(info.ne[: info.n_dims])
     tensor = C.ggml_new_tensor(context.ptr, int(info.type), info.n_dims, ne)
     C.ggml_set_name(tensor, name.encode())
