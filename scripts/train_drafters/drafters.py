@@ -221,19 +221,6 @@ def block_mask(anchors: Tensor, visible: Tensor, time: int) -> Tensor:
     return torch.cat([context, own], -1)[:, None]
 
 
-def depth_weights(size: int, device: str) -> Tensor:
-    """Return the weight of each row of a block, [block]: earlier rows decide more; row 0 none."""
-    depth = torch.arange(size, device=device).float()
-    return torch.where(depth > 0, torch.exp(-(depth - 1) / (size / 2)), depth)
-
-
-def soft_loss(logits: Tensor, target_logits: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean cross entropy, in nats, against the target's distribution."""
-    wanted = target_logits.float().softmax(-1)
-    loss = -(wanted * logits.float().log_softmax(-1)).sum(-1)
-    return (loss * weight).sum() / weight.sum()
-
-
 def n_parameters(module: nn.Module) -> int:
     """Return the number of trainable values."""
     return sum(math.prod(p.shape) for p in module.parameters())
