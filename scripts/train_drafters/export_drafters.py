@@ -11,27 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from gguf_parts import ARCH, copy_fields, finish, value
 from safetensors.numpy import load_file
 
-ARCH = "qwen35moe"
 DESCRIPTION = "trained on the model's own features and text; see scripts/train_drafters of moegraph"
-
-
-def copy_fields(
-    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, prefix: str, skip: Iterable[str] = ()
-) -> None:
-    """Copy all keys that begin with prefix, except those to skip."""
-    for key, field in reader.fields.items():
-        if key.startswith(prefix) and key not in skip and field.types:
-            sub = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub)
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, x: np.ndarray) -> None:
@@ -44,15 +33,6 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, x: np.ndarray) -> None:
         writer.add_tensor(name, quantized, raw_dtype=Type.Q8_0)
 
 
-def finish(writer: gguf.GGUFWriter, path: Path) -> None:
-    """Write the file and say its size."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
-
-
 def describe(writer: gguf.GGUFWriter, name: str) -> None:
     """Write the general keys."""
     writer.add_name(name)
@@ -60,14 +40,6 @@ def describe(writer: gguf.GGUFWriter, name: str) -> None:
     writer.add_license("MIT")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
-
-def value(reader: gguf.GGUFReader, key: str) -> Any:
-    """Return the value of a key that must be there."""
-    field = reader.get_field(key)
-    if field is None:
-        raise SystemExit(f"the model has no key {key}")
-    return field.contents()
 
 
 def write_mtp(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import gguf
-from export_drafters import ARCH, copy_fields, finish, value
+from gguf_parts import ARCH, copy_fields, finish, value
 
 COUNT, NEXTN = f"{ARCH}.block_count", f"{ARCH}.nextn_predict_layers"
 
