@@ -47,6 +47,14 @@ class DraftFile:
         """
         self._source.read(info, out, start)
 
+    def map(self, info: TensorInfo) -> np.ndarray:
+        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes].
+
+        Raises:
+            ModelFileError: the file is now shorter than it was, or cannot be mapped.
+        """
+        return self._source.map(info)
+
     def ids(self, name: str) -> np.ndarray:
         """Return a tensor of type I64 as numpy [n]."""
         raw = np.empty(self.tensors[name].nbytes, np.uint8)

@@ -8,6 +8,7 @@ reader accepts what the format's own library accepts: tensors that follow each o
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 import weakref
@@ -144,6 +145,19 @@ class SafetensorsFile:
         except OSError as error:
             text = f"{self.path}: cannot read {info.name}: {_words(error)}"
             raise ModelFileError(text) from error
+
+    def map(self, info: TensorInfo) -> np.ndarray:
+        """Return a read-only view of a tensor's bytes in the mapped file, U8 [nbytes].
+
+        Raises:
+            ModelFileError: the file was written to, or cannot be mapped.
+        """
+        self.check_unchanged()
+        try:
+            mapped = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelFileError(f"{self.path}: cannot map the file: {_words(error)}") from error
+        return np.frombuffer(mapped, np.uint8, info.nbytes, info.offset)
 
     def check_unchanged(self) -> None:
         """Refuse a file that was written to after it was opened, by size and modification time.

@@ -33,6 +33,8 @@ N_GROUPS = 4
 MAX_MTP_DRAFT = 16
 # Known rows whose K and V the MTP block computes at a time.
 MTP_ROWS = 256
+# Accepted rows that may wait for that; no verify pass has more.
+MTP_TAKEN = 128
 # Embeddings that an MTP block has for itself, after `blk.N.`.
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
@@ -82,6 +84,13 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     """Return a layer's expert stacks by part: gate, up and down, or gate_up and down."""
     names = {part: f"blk.{il}.ffn_{part}_exps.weight" for part in PARTS}
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
+
+
+def mtp_output(model: ModelFile) -> TensorInfo:
+    """Return the output matrix of the MTP block: its own, the model's, or the embeddings."""
+    own = f"blk.{model.hparams.n_layer}.nextn.shared_head_head.weight"
+    names = own, "output.weight", "token_embd.weight"
+    return next(model.tensors[name] for name in names if name in model.tensors)
 
 
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:

@@ -18,8 +18,10 @@ from ..ggml.memory import place
 from ..ggml.ops import Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..modelfile.tensors import require_nextn
+from ..modelfile.vocab import frequent_ids
 from .bank import ExpertBanks
-from .layout import NEXTN_EMBD
+from .drafthead import DraftHead
+from .layout import NEXTN_EMBD, mtp_output
 from .reading import PIECE_BYTES, Readers
 from .stage import Stage
 from .store import ExpertStore
@@ -73,13 +75,15 @@ class MtpBlock:
     """What drafts with the MTP block of a model.
 
     stage: the block as a stage of layer n_layer alone; device, state and taps are the model's.
-    embeddings: of the tokens. head: the norm after the block, and the output matrix. output_norm:
-    of the model, F32 [n_embd]: the block takes the model's output behind it.
+    embeddings: of the tokens. head: the norm after the block, and the output matrix. part: which
+    tokens that is for, or None for all. output_norm: of the model, F32 [n_embd]: the block takes
+    the model's output after it.
     """
 
     stage: Stage
     embeddings: EmbeddingTable
     head: HeadWeights
+    part: DraftHead | None
     output_norm: Tensor
     _opened: ExitStack = field(repr=False)
 
@@ -91,15 +95,18 @@ class MtpBlock:
     @property
     def n_bytes(self) -> int:
         """Device memory of the weights."""
-        return self.stage.weights.n_bytes + self.stage.banks.n_bytes
+        part = self.part.n_bytes if self.part else 0
+        return self.stage.weights.n_bytes + self.stage.banks.n_bytes + part
 
     def close(self) -> None:
         """Free the weights; the model's device and state stay open."""
         self._opened.close()
 
 
-def open_mtp(stage: Stage, file: ModelFile) -> MtpBlock:
+def open_mtp(stage: Stage, file: ModelFile, n_vocab: int = 0) -> MtpBlock:
     """Load the MTP block of a model onto the device of the stage with all its other layers.
+
+    n_vocab: draft only so many tokens, the most frequent ones; 0: all.
 
     Raises:
         InternalError: the stage has no head, or its state no room for the block.
@@ -124,9 +131,14 @@ def open_mtp(stage: Stage, file: ModelFile) -> MtpBlock:
             table = own(closing(EmbeddingTable(device, loader, file, info)))
         store = own(closing(ExpertStore(device, file, [], "none")))
         mapped = sum(file.tensors[name].nbytes for name in loader.in_place)
-        parts = weights, banks, stage.state, stage.taps, store
-        block = Stage(device, hp, layers, *parts, mapped, ExitStack())
+        mine = weights, banks, stage.state, stage.taps, store
+        block = Stage(device, hp, layers, *mine, mapped, ExitStack())
         w = weights.layer(il)
         norm = w.get("nextn.shared_head_norm.weight", head.norm)
-        output = w.get("nextn.shared_head_head.weight", head.output)
-        return MtpBlock(block, table, HeadWeights(norm, output), head.norm, stack.pop_all())
+        output, part = w.get("nextn.shared_head_head.weight", head.output), None
+        if 0 < n_vocab < hp.n_vocab:
+            ids = frequent_ids(file.metadata, hp.n_vocab, n_vocab)
+            part = own(closing(DraftHead(device, file, mtp_output(file), ids)))
+            output = part.output
+        parts = HeadWeights(norm, output), part, head.norm
+        return MtpBlock(block, table, *parts, stack.pop_all())

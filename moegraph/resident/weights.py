@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -240,6 +242,16 @@ class _Staging:
                     handle.close()
 
 
+class _Mapped(Protocol):
+    """A file with a table of embeddings."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def map(self, info: TensorInfo) -> np.ndarray:
+        """Return a view of a tensor's bytes in the mapped file, U8 [nbytes]."""
+
+
 class TokenEmbedding:
     """Rows of token_embd.weight as F32, read on the host.
 
@@ -249,7 +261,7 @@ class TokenEmbedding:
         ModelFileError: ggml cannot convert the table's type to F32.
     """
 
-    def __init__(self, model: ModelFile) -> None:
+    def __init__(self, model: _Mapped) -> None:
         info = model.tensors["token_embd.weight"]
         self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]

@@ -24,7 +24,10 @@ Ids = npt.NDArray[np.int32]
 class MtpModel:
     """A model on the CPU, all experts resident, and a drafter with its MTP block; closes all."""
 
-    def __init__(self, path: Path, max_rows: int = 64, n_ctx: int = 512, **settings: Any) -> None:
+    def __init__(
+        self, path: Path, max_rows: int = 64, n_ctx: int = 512, n_vocab: int = 0, **settings: Any
+    ) -> None:
+        """n_vocab: tokens that are drafted. settings: as in `EngineConfig`."""
         from moegraph.draft.mtp import MtpDrafter
         from moegraph.engine.loader import open_runner
         from moegraph.ggml.device import Device
@@ -36,7 +39,7 @@ class MtpModel:
         config = EngineConfig(**chosen).validate()
         with ExitStack() as stack:
             own = stack.enter_context
-            file = own(closing(open_model(path)))
+            self.file = file = own(closing(open_model(path)))
             self.hp = hp = file.hparams
             device = Device(config.device, config.n_threads, config.cpu_reference)
             slots = [hp.n_expert] * hp.n_layer
@@ -45,7 +48,7 @@ class MtpModel:
             self.stage = own(closing(stage))
             stage.taps.reserve((hp.n_layer - 1,), 32)
             self.runner = own(closing(open_runner(stage, config)))
-            block = own(closing(open_mtp(stage, file)))
+            block = own(closing(open_mtp(stage, file, n_vocab)))
             self.drafter = own(closing(MtpDrafter(block, max_rows)))
             self.state = stage.state
             self._opened = stack.pop_all()
@@ -90,6 +93,7 @@ class MtpModel:
         """Return the block's K and V rows of the positions of a sequence, and its last output."""
         from moegraph.runner.inspect import read_tensor
 
+        self.drafter.catch_up(slot)
         state, il = self.state, self.hp.n_layer
         assert state.last_out is not None
         rows = state.pool.rows(np.array(slot), np.arange(state.n_past[slot]))

@@ -14,17 +14,20 @@ from helpers.mtp import MtpModel
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
+from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
-from moegraph.placement.drafters import mtp_bytes
+from moegraph.modelfile.vocab import frequent_ids
+from moegraph.placement.drafters import mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MTP_ROWS
+from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
 
 ModelPath = Callable[[str], Path]
+TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
 EXACT: dict[str, Any] = {"cpu_reference": True}
 
 
@@ -86,6 +89,31 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
         commit(model, tree, [-1, 0, 0, 2, 2], [0, 2, 4])
         commit(model, ids[50:60], list(range(-1, 9)), list(range(10)))
         assert_same(model.cache(), wanted)
+
+
+def test_tokens_without_drafts_are_caught_up_with(model_path: ModelPath, no_leak: None) -> None:
+    """More than may wait, of two sequences in turn."""
+    ids, other = random_ids(MTP_TAKEN + 60), random_ids(80, seed=2)
+    settings = {**EXACT, "n_seq": 2}
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids, 0)
+        model.read(other, 1)
+        wanted = model.cache(0), model.cache(1)
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids[:20], 0)
+        model.read(other[:20], 1)
+        for at in range(20, len(ids)):
+            model.decode(int(ids[at]), 0)
+            if at < 80:
+                model.decode(int(other[at]), 1)
+        assert_same(model.cache(1), wanted[1])
+        assert_same(model.cache(0), wanted[0])
+        # a cut, and what follows it
+        for token in (1, 2, 3):
+            model.decode(token, 1)
+        model.state.truncate(1, 81)
+        model.drafter.truncate(1, 81)
+        assert_same([a[:80] for a in model.cache(1)[:2]], wanted[1][:2])
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
@@ -213,6 +241,42 @@ def test_own_embeddings_and_head_are_used(model_path: ModelPath) -> None:
         assert norm > 0 and (drafts[0].log_p != drafts[1].log_p).all()
 
 
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+def test_a_part_of_the_vocabulary_drafts_as_the_whole(
+    model_path: ModelPath, no_leak: None, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    path, ids = model_path(preset), random_ids(40)
+    with MtpModel(path) as model:
+        model.read(ids)
+        wanted = model.drafter.draft(0, 3, 4, 1).tokens[:, 0]
+        rows, n_bytes = model.logits(4), model.drafter.n_bytes
+    part = np.unique([*wanted, *range(1, 1000, 3)]).astype(np.int32)
+    monkeypatch.setattr("moegraph.resident.mtp.frequent_ids", lambda *_: part)
+    with MtpModel(path, n_vocab=len(part)) as model:
+        model.read(ids)
+        draft = model.drafter.draft(0, 3, 4, 5)
+        found = model.logits(4)
+        np.testing.assert_array_equal(found, rows[:, part])
+        np.testing.assert_array_equal(draft.tokens[:, 0], wanted)
+        order = np.argsort(-found, axis=1, kind="stable")[:, :5]
+        np.testing.assert_array_equal(draft.tokens, part[order])
+        assert draft.problem(model.hp.n_vocab) == ""
+        assert model.drafter.n_bytes < n_bytes + len(part) * 4 * (model.hp.n_embd + 64)
+
+
+def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
+    with open_model(TINY) as file:
+        n_vocab, meta = file.hparams.n_vocab, file.metadata
+        kinds = np.array(meta.integers("tokenizer.ggml.token_type", n_vocab, 0, 9))
+        special = np.flatnonzero((kinds == 3) | (kinds == 4))
+        assert 0 < len(special) < 100
+        found = frequent_ids(meta, n_vocab, 200)
+        assert len(found) == 200 and set(special) <= set(found.tolist())
+        rest = np.setdiff1d(found, special)
+        np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
+        assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
+
+
 def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: None) -> None:
     with open_model(model_path("legacy32")) as file:
         with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
@@ -233,10 +297,12 @@ def test_a_state_without_room_for_the_block_is_refused(
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize("n_seq", [1, 3])
-def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq: int) -> None:
+@pytest.mark.parametrize(("n_seq", "n_vocab"), [(1, 0), (3, 0), (1, 700)])
+def test_the_plan_counts_what_it_takes(
+    model_path: ModelPath, preset: str, n_seq: int, n_vocab: int
+) -> None:
     settings = {"n_seq": n_seq, "n_ubatch": 256}
-    with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
+    with MtpModel(model_path(preset), MTP_ROWS, n_vocab=n_vocab, **settings) as model:
         model.drafter.reserve()
         taken = model.drafter.n_bytes + model.stage.taps.n_bytes
         before = model.drafter.n_bytes
@@ -245,7 +311,8 @@ def test_the_plan_counts_what_it_takes(model_path: ModelPath, preset: str, n_seq
         model.decode(1)
         assert model.drafter.n_bytes == before
         with open_model(model_path(preset)) as file:
-            planned = mtp_bytes(file, EngineConfig(n_seq=n_seq, n_ctx=512), 512)
+            config = EngineConfig(n_seq=n_seq, n_ctx=512, draft_vocab=n_vocab)
+            planned = mtp_bytes(file, config, 512)
     assert taken <= planned <= 1.5 * taken
 
 
@@ -258,8 +325,21 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
 
 
-def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
-    plain = open_engine("mini35b")
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` means something: on the CPU nothing drafts unless it is named."""
+    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
+
+
+def has_block(engine: Any) -> bool:
+    """Return whether an engine has the MTP block."""
+    return any(isinstance(drafter, MtpDrafter) for drafter in engine._loaded.drafters)
+
+
+def test_an_engine_loads_the_block_if_asked(
+    open_engine: Callable[..., Any], as_on_a_gpu: None
+) -> None:
+    plain = open_engine("mini35b", spec="off")
     assert plain.memory()["drafters_bytes"] == 0
     asked = open_engine("mini35b", spec="mtp", n_draft=3)
     [drafter] = asked._loaded.drafters
@@ -269,17 +349,17 @@ def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> 
     assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
     ids = random_ids(50)
     np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
-    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
-    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    assert has_block(open_engine("mini35b", spec="auto"))
+    assert not has_block(open_engine("legacy32", spec="auto"))
     with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
         open_engine("legacy32", spec="mtp")
 
 
 def test_auto_leaves_the_block_where_experts_need_the_memory(
-    model_path: ModelPath, open_engine: Callable[..., Any]
+    model_path: ModelPath, open_engine: Callable[..., Any], as_on_a_gpu: None
 ) -> None:
     with open_model(model_path("mini35b")) as file:
-        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
         need = needed_bytes(file, config, 512)
         drafters = mtp_bytes(file, config, 512)
     for n_bytes, spec, loaded in (
@@ -289,6 +369,6 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
         (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
     ):
         engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
-        assert bool(engine._loaded.drafters) == loaded
+        assert has_block(engine) == loaded
         assert engine.plan.total <= n_bytes
         engine.close()

@@ -1,0 +1,76 @@
+"""K and V of a drafter's layers: what sequences hold, as rings, and the rows of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C
+from ..ggml.memory import place
+from ..ggml.ops import F16, Builder, Tensor
+from ..modelfile.drafter import DFlashHParams
+from ..units import round_up
+from .ringshape import Mask, Span, ring_shapes
+
+
+class DraftRings:
+    """Device memory for K and V of every layer of a drafter, of n_seq sequences; F16.
+
+    shapes: the different rings. kind: of each layer, which of them. spans: what each sequence has.
+    """
+
+    def __init__(self, device: Device, hp: DFlashHParams, n_ctx: int, n_seq: int) -> None:
+        """n_ctx: most positions that a layer without a window sees.
+
+        Raises:
+            OutOfDeviceMemory: they do not fit.
+        """
+        self.shapes = ring_shapes(hp, n_ctx)
+        windows = [shape.window for shape in self.shapes]
+        self.kind = [windows.index(hp.window(il)) for il in range(hp.n_layer)]
+        self.spans = [Span() for _ in range(n_seq)]
+        self._row = 2 * hp.n_embd_gqa
+        self._context = Context(2 * hp.n_layer)
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        offsets, size = [], 0
+        for il in range(hp.n_layer):
+            for tensors in (self.k, self.v):
+                n_rows = self.shapes[self.kind[il]].n_rows * n_seq
+                tensors.append(C.ggml_new_tensor_2d(self._context.ptr, F16, hp.n_embd_gqa, n_rows))
+                offsets.append(size)
+                size = round_up(size + self._row * n_rows, device.alignment)
+        self._buffer = device.buffer(size, "K and V of the drafter", "lower -c or use --spec off")
+        # masked rows must be finite
+        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+        for tensor, offset in zip((t for kv in zip(self.k, self.v) for t in kv), offsets):
+            place(self._buffer, tensor, offset)
+        self.n_bytes = size
+
+    def lengths(self, slot: int) -> tuple[int, ...]:
+        """Return how many rows of each ring a graph reads to draft for a sequence."""
+        return tuple(shape.length(self.spans[slot].n_past) for shape in self.shapes)
+
+    def rows(self, kind: int, slot: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Return the rows of positions of a sequence in the tensors of a kind's layers."""
+        shape = self.shapes[kind]
+        return (slot * shape.n_rows + shape.rows(places)).astype(np.int32)
+
+    def view(self, b: Builder, cache: Tensor, slot: int, il: int, n: int) -> Tensor:
+        """View the first n rows of a sequence in K or V of layer il: [n_embd_gqa, n]."""
+        first = slot * self.shapes[self.kind[il]].n_rows
+        return b.view(cache, (cache.ne[0], n), (self._row,), first * self._row)
+
+    def fill_masks(self, masks: Sequence[Mask], slot: int, is_causal: bool) -> None:
+        """Fill the mask of each ring for the next block of a sequence."""
+        for shape, mask in zip(self.shapes, masks):
+            shape.fill_mask(mask, self.spans[slot], is_causal)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._buffer.close()
+        self._context.close()
