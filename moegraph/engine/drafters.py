@@ -31,7 +31,8 @@ from .speculation import Speculation
 def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
     """Open the drafter's file that the settings name, or the one shipped for a shipped model.
 
-    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call that closes it.
+    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
+    that closes it.
 
     Raises:
         ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.

@@ -1,4 +1,4 @@
-"""The shipped model with its MTP block runs as without it, and the block drafts what is accepted."""
+"""The shipped model runs with its MTP block as without, and its drafters draft what it says."""
 
 from __future__ import annotations
 
