@@ -16,6 +16,8 @@ EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
 SPEC_SOURCES = ("mtp", "dflash", "lookup")
 # Most rows of a verify pass: operations on trees take this many.
 MAX_VERIFY_ROWS = 65
+# Prompt tokens that are computed at a time on the CPU, as in llama.cpp.
+CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
 GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
@@ -91,11 +93,12 @@ class EngineConfig:
         maximum=1 << 22,
         group="Context",
     )
-    n_ubatch: int = _setting(
+    n_ubatch: int | None = _setting(
         "int",
-        512,
+        None,
         ("-ub", "--ubatch-size"),
-        "Maximum number of prompt tokens in one pass.",
+        f"Prompt tokens that are computed at a time. Default: {CPU_ROWS} on the CPU; on a GPU up "
+        "to 2048, the fastest number that takes little memory from experts.",
         minimum=1,
         maximum=1 << 16,
         group="Context",
@@ -388,6 +391,11 @@ class EngineConfig:
         "Use CPU kernels whose results do not depend on the batch width or the number of threads.",
         group="Diagnostic",
     )
+
+    @property
+    def n_rows(self) -> int:
+        """Return n_ubatch, or what it is on the CPU if nothing is set."""
+        return CPU_ROWS if self.n_ubatch is None else self.n_ubatch
 
     def problems(self) -> list[str]:
         """Return every problem of this config as one line each; empty when it is valid."""

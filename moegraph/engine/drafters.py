@@ -66,7 +66,7 @@ def open_drafters(
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
-            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
             part = None
             if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
                 ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)

@@ -126,7 +126,7 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
     total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0
     if sources.draft:
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
-        n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
+        n_sweep = sweep_rows(min(config.n_rows, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
         seen = min(config.draft_ctx_max or padded, padded)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
