@@ -19,6 +19,7 @@ from ..resident.layout import (
     MTP_TAKEN,
     PAGE,
     Packing,
+    draft_vocab,
     expert_tensors,
     is_dense,
     mtp_output,
@@ -177,10 +178,11 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
 
 def _head_bytes(model: ModelFile, n_vocab: int) -> int:
     """Return what a draft head of n_vocab tokens takes, and its table of tokens."""
-    if not 0 < n_vocab < model.hparams.n_vocab:
+    n_drafted = draft_vocab(model.hparams.n_vocab, n_vocab)
+    if n_drafted == model.hparams.n_vocab:
         return 0
     info = mtp_output(model)
-    return n_vocab * (info.nbytes // info.ne[1] + 4)
+    return n_drafted * (info.nbytes // info.ne[1] + 4)
 
 
 def _graph_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:

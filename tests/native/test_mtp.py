@@ -132,6 +132,21 @@ def test_a_chain_begins_with_the_shorter_ones(model_path: ModelPath, kv: str) ->
             np.testing.assert_array_equal(model.logits(n), rows[:n])
 
 
+def test_warming_up_leaves_nothing(model_path: ModelPath) -> None:
+    ids = random_ids(30)
+    with MtpModel(model_path("mini35b"), n_kept=8) as model:
+        model.read(ids)
+        wanted, cache = model.drafter.draft(0, 3, 4, 2), model.cache()
+        model.state.reset(0)
+        model.drafter.warm_up()
+        assert model.state.pool.n_free == model.state.pool.n_pages
+        model.read(ids)
+        assert_same(model.cache(), cache)
+        again = model.drafter.draft(0, 3, 4, 2)
+        np.testing.assert_array_equal(again.tokens, wanted.tokens)
+        np.testing.assert_array_equal(again.log_p, wanted.log_p)
+
+
 def test_probabilities_are_those_of_the_logits(model_path: ModelPath) -> None:
     with MtpModel(model_path("float32")) as model:
         model.read(random_ids(20))
