@@ -63,6 +63,8 @@ def open_drafters(
             stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
+            if stage.device.can.streams:
+                mtp.warm_up()
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
