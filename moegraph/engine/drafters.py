@@ -68,10 +68,12 @@ def open_drafters(
             stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
+            if stage.device.can.streams:
+                mtp.warm_up()
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
-            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
             part = None
             if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
                 ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)

@@ -33,9 +33,7 @@ def test_the_merged_model_has_its_old_tensors_and_a_block(tmp_path: Path) -> Non
     path = merged_tiny(tmp_path)
     with open_model(TINY) as old, open_model(path) as new:
         assert (new.hparams.n_layer, new.hparams.n_layer_nextn) == (old.hparams.n_layer, 1)
-    before, after = (
-        {t.name: t for t in gguf.GGUFReader(str(p)).tensors} for p in (TINY, path)
-    )
+    before, after = ({t.name: t for t in gguf.GGUFReader(str(p)).tensors} for p in (TINY, path))
     for name, tensor in before.items():
         assert tensor.tensor_type == after[name].tensor_type
         np.testing.assert_array_equal(tensor.data, after[name].data)
