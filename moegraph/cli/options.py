@@ -321,16 +321,18 @@ def _idle_settings(engine: Engine) -> list[str]:
 
 
 def idle_drafts(config: EngineConfig) -> list[str]:
-    """Return a line about settings of drafts that have no effect because nothing drafts, if any."""
+    """Return a line about settings of drafts that have no effect beside --spec, if any."""
     idle = [
         s.flags[-1]
         for s in engine_settings()
         if s.group == DRAFT_GROUP and s.name != "spec" and getattr(config, s.name) != s.default
     ]
-    if config.spec != "off" or not idle:
-        return []
+    why = "nothing drafts; choose what does with --spec"
+    if config.spec != "off":
+        idle = ["--draft"] if config.draft and config.spec in ("mtp", "lookup") else []
+        why = f"--spec {config.spec} needs no file"
     have = "have no effect" if len(idle) > 1 else "has no effect"
-    return [f"{', '.join(idle)} {have}: nothing drafts; choose what does with --spec"]
+    return [f"{', '.join(idle)} {have}: {why}"] if idle else []
 
 
 def show_messages(engine: Engine) -> None:

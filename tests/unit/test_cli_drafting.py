@@ -92,6 +92,10 @@ class TestSettings:
         assert options.idle_drafts(EngineConfig(budget=6, ddtree=True)) == [
             "--budget, --ddtree have no effect: nothing drafts; choose what does with --spec"
         ]
+        assert options.idle_drafts(EngineConfig(spec="lookup", draft="d.gguf")) == [
+            "--draft has no effect: --spec lookup needs no file"
+        ]
+        assert options.idle_drafts(EngineConfig(spec="dflash", draft="d.gguf")) == []
 
     def test_what_is_measured_or_recorded_is_not_drafted(self, cli: Cli) -> None:
         assert "only run, chat and bench draft" in cli.refused("trace", "m", "-md", "d.gguf")
