@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..ggml.choose import likeliest_rows, winners
+from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -29,6 +29,7 @@ from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, Race, empty_draft
+from .drawn import drawn
 from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
@@ -194,7 +195,7 @@ class MtpDrafter:
         results = self._run(slot, anchor, n, race)
         if results is None:
             return empty_draft()
-        return _drawn(results, n_top) if race else self._draft(results, n_top)
+        return drawn(results.rows, n_top) if race else self._draft(results, n_top)
 
     def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> _ChainResults | None:
         """Compute a chain and wait; None if there is no room for one."""
@@ -312,19 +313,6 @@ class MtpDrafter:
             self._host.close()
         self._context.close()
         self.memory.close()
-
-
-def _drawn(outputs: _ChainResults, n_top: int) -> Draft:
-    """Return what a chain of races left: winners first, then the likeliest others."""
-    won, won_log_p = winners(outputs.rows)
-    ids, log_p = likeliest_rows(outputs.rows[: len(won)], n_top)
-    n = len(ids)
-    tokens, logs = np.empty((n, n_top), dtype=np.int32), np.empty((n, n_top), dtype=np.float32)
-    tokens[:, 0], logs[:, 0] = won[:n], won_log_p[:n]
-    for at in range(n):
-        others = np.flatnonzero(ids[at] != won[at])[: n_top - 1]
-        tokens[at, 1:], logs[at, 1:] = ids[at, others], log_p[at, others]
-    return Draft(tokens, logs)
 
 
 class _ChainResults:

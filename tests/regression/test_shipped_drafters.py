@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.mtp import MtpModel
-from helpers.shipped import TINY, merged_tiny
+from helpers.shipped import PROMPTS, TINY, merged_tiny
 from oracle.client import Step
 from regression.harness import Upstream, held_out_text, open_engine, our_logits
 
@@ -51,3 +51,19 @@ def test_drafts_of_the_block_are_accepted(merged: Path) -> None:
             n_right += int(right.cumprod().sum())
             model.decode(text[at])
     assert n_right / (N_TEXT - N_DRAFT) >= 0.6
+
+
+@pytest.mark.parametrize(("spec", "least"), [("mtp", 1.6), ("dflash", 1.3)])
+def test_text_with_drafts_is_the_text_without(merged: Path, spec: str, least: float) -> None:
+    """Drafts for the shipped model are of its own drafters, without a file named."""
+    path = merged if spec == "mtp" else TINY
+    texts = []
+    for settings in ({}, {"spec": spec, "draft_max": N_DRAFT}):
+        with open_engine(path, cpu_reference=True, **settings) as engine:
+            for prompt in PROMPTS:
+                ids = engine.tokenizer.encode(prompt)
+                texts.append([e.token for e in engine.generate(ids, max_tokens=64, text=False)])
+            stats = engine.spec_stats()
+    assert texts[: len(PROMPTS)] == texts[len(PROMPTS) :]
+    assert stats is not None
+    assert stats.tokens_per_step >= least
