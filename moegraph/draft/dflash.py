@@ -138,6 +138,9 @@ class DFlashDrafter:
         """Forget what a sequence held from position n_past on."""
         self._rings.spans[slot].truncate(n_past)
 
+    def settle(self, slot: int) -> None:
+        """Do nothing: copies of a sequence have no K and V of the drafter."""
+
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""
         span = self._rings.spans[slot]
