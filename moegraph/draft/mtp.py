@@ -90,7 +90,8 @@ class MtpDrafter:
         """
         self._known(self.memory.max_rows)
         n_kv = PAGED if self._is_paged else self._state.n_ctx
-        self._chain(self.max_draft, n_kv)
+        for races in (False, True):
+            self._chain(self.max_draft, n_kv, races)
 
     def warm_up(self) -> None:
         """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
