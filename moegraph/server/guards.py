@@ -89,9 +89,7 @@ class Gate:
     public: paths that need no key. answer: makes the response from a path and an error.
     """
 
-    def __init__(
-        self, app: ASGIApp, guard: Guard, public: frozenset[str], answer: Answer
-    ) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard, public: frozenset[str], answer: Answer) -> None:
         self._app = app
         self._guard = guard
         self._public = public
@@ -113,7 +111,7 @@ class Gate:
         if error is None:
             try:
                 await self._app(scope, receive, watched)
-            except Exception as failure:  # noqa: BLE001 - whatever fails, a client gets an answer
+            except Exception as failure:
                 if has_begun:
                     raise
                 error = failure

@@ -15,23 +15,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
 _LONG_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
-# The figures that llama-server reports, from the same sums: name, kind, help, of `Metrics`.
-_LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
-    ("prompt_tokens", "counter", "Prompt tokens that were computed.", lambda m: m.n_computed),
-    ("prompt_seconds", "counter", "Time that prompts took.", lambda m: m.prefill_s),
-    ("tokens_predicted", "counter", "Tokens that were generated.", lambda m: m.n_generated),
-    ("tokens_predicted_seconds", "counter", "Time that answers took.", lambda m: m.decode_s),
-    ("prompt_tokens_seconds", "gauge", "Mean prompt tokens per second of a request.",
-     lambda m: m.n_computed / m.prefill_s if m.prefill_s else 0.0),
-    ("predicted_tokens_seconds", "gauge", "Mean generated tokens per second of a request.",
-     lambda m: m.n_generated / m.decode_s if m.decode_s else 0.0),
-    ("n_tokens_max", "counter", "Largest number of tokens that a request held.",
-     lambda m: m.n_held_max),
-    ("requests_processing", "gauge", "Requests that are being computed.",
-     lambda m: m.n_open - m.n_queued),
-    ("requests_deferred", "gauge", "Requests that wait.", lambda m: m.n_queued),
-)  # fmt: skip
-
 
 class Metrics:
     """The statistics of one server; used on the event loop only.
@@ -92,6 +75,24 @@ class Metrics:
     def page(self) -> bytes:
         """Return the text that Prometheus reads."""
         return generate_latest(self.registry)
+
+
+# The figures that llama-server reports, from the same sums: name, kind, help, of `Metrics`.
+_LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
+    ("prompt_tokens", "counter", "Prompt tokens that were computed.", lambda m: m.n_computed),
+    ("prompt_seconds", "counter", "Time that prompts took.", lambda m: m.prefill_s),
+    ("tokens_predicted", "counter", "Tokens that were generated.", lambda m: m.n_generated),
+    ("tokens_predicted_seconds", "counter", "Time that answers took.", lambda m: m.decode_s),
+    ("prompt_tokens_seconds", "gauge", "Mean prompt tokens per second of a request.",
+     lambda m: m.n_computed / m.prefill_s if m.prefill_s else 0.0),
+    ("predicted_tokens_seconds", "gauge", "Mean generated tokens per second of a request.",
+     lambda m: m.n_generated / m.decode_s if m.decode_s else 0.0),
+    ("n_tokens_max", "gauge", "Largest number of tokens that a request held.",
+     lambda m: m.n_held_max),
+    ("requests_processing", "gauge", "Requests that are being computed.",
+     lambda m: m.n_open - m.n_queued),
+    ("requests_deferred", "gauge", "Requests that wait.", lambda m: m.n_queued),
+)  # fmt: skip
 
 
 class Meter:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from helpers.fake_service import FakeChatModel, FakeService, fake_backend
 from starlette.testclient import TestClient
 
+from helpers.fake_service import FakeChatModel, FakeService, fake_backend
 from moegraph.server.guards import Guard, Keys
 from moegraph.server.site import build_site
 from moegraph.server.state import ServerState

@@ -131,9 +131,9 @@ class ChatBody(Sampled, Formatted):
         Literal["auto", "none", "required"] | dict[str, str] | None, BeforeValidator(_chosen)
     ] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: (
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
-    ) = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_few)] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
@@ -167,7 +167,9 @@ class ChatBody(Sampled, Formatted):
         """
         chosen, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
         name = chosen["name"] if isinstance(chosen, Mapping) else chosen or "auto"
-        if (isinstance(chosen, Mapping) and name not in names) or (name == "required" and not names):
+        if (isinstance(chosen, Mapping) and name not in names) or (
+            name == "required" and not names
+        ):
             raise ApiError(
                 400, "tool_choice asks for a tool that is not among tools",
                 param="tool_choice", code="invalid_value",

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from ...sampling import RANDOM_SEED, SamplingParams, settings
 from ..limits import LIMITS
 
-_RANGES = {s.name: {"ge": s.minimum, "le": s.maximum} for s in settings()}
+_SETTINGS = {s.name: s for s in settings()}
 # The seeds that OpenAI's clients send have 64 bits.
 _MAX_SEED = 1 << 63
 
@@ -23,7 +23,7 @@ class Body(BaseModel):
 
 def wrong(message: str) -> PydanticCustomError:
     """Return the error of a field whose value is refused; braces must not come from a client."""
-    return PydanticCustomError("refused", message)  # type: ignore[arg-type]
+    return PydanticCustomError("refused", message)
 
 
 def _listed(value: object) -> object:
@@ -75,7 +75,7 @@ Biases = Annotated[list[tuple[int | str, float]] | None, BeforeValidator(_biases
 
 
 def _limited(name: str) -> Any:
-    return Field(default=None, **_RANGES[name])
+    return Field(default=None, ge=_SETTINGS[name].minimum, le=_SETTINGS[name].maximum)
 
 
 class Sampled(Body):
