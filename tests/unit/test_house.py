@@ -316,7 +316,7 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert (setting.minimum is None) == (setting.kind not in ("int", "float"))
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_draft"]
+    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_kv", "n_draft"]
 
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])
