@@ -110,6 +110,12 @@ class ChatModel(Protocol):
     def prepare(self, chat: ChatRequest) -> Prepared:
         """Render, tokenize and compile a conversation."""
 
+    def prepare_text(self, prompt: str | Sequence[int], **settings: Any) -> Prepared:
+        """Tokenize a text that goes on without a template."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -7,7 +7,6 @@ from typing import Any
 
 from .errors import ApiError
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OFF = ("none", "minimal")
 # Variables that belong to the conversation and not to the client.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
@@ -18,7 +17,7 @@ def template_variables(
 ) -> dict[str, Any]:
     """Return the variables of a chat template for a reasoning effort.
 
-    effort: one of EFFORTS; None leaves the template's own default. given: chat_template_kwargs,
+    effort: OpenAI's word, from none to max; None leaves the template's own default. given: chat_template_kwargs,
     which have the last word.
 
     Raises:

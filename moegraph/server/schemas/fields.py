@@ -13,6 +13,8 @@ from ..limits import LIMITS
 _SETTINGS = {s.name: s for s in settings()}
 # The seeds that OpenAI's clients send have 64 bits.
 _MAX_SEED = 1 << 63
+# More than any context holds.
+MAX_TOKENS = 1 << 31
 
 
 class Body(BaseModel):
