@@ -34,6 +34,9 @@ class ByteTokenizer:
     def piece(self, token: int, special: bool = False) -> bytes:
         return bytes([token])
 
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        return bytes(ids).decode(errors="replace")
+
 
 class FakeEngine:
     """Answers each generation with the next text of its script, then with its end token.
