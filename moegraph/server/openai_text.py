@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..engine.chat import Prepared
 from ..engine.requests import Step, TokenLogprobs, Usage
 from .app import RouteTable
 from .body import read_schema
@@ -22,7 +23,7 @@ from .choices import (
     usage_object,
     with_biases,
 )
-from .contract import ChatModel, Prepared
+from .contract import ChatModel
 from .errors import ApiError, openai_body
 from .reply import reply
 from .requestlog import note_usage, request_id
@@ -121,11 +122,11 @@ async def _open(request: HttpRequest, body: TextBody, state: ServerState) -> _Ru
 def _prepared(
     model: ChatModel, body: TextBody, state: ServerState, request: HttpRequest
 ) -> list[Prepared]:
-    settings = body.settings(state, request_id(request))
-    sampling = with_biases(settings.pop("sampling"), body.logit_bias, model)
+    texts = body.texts(state, request_id(request))
+    sampling = with_biases(texts[0].sampling, body.logit_bias, model)
     return [
-        model.prepare_text(prompt, sampling=choice_sampling(sampling, i), **settings)
-        for prompt in body.prompt
+        model.prepare_text(replace(text, sampling=choice_sampling(sampling, i)))
+        for text in texts
         for i in range(body.n_choices)
     ]
 

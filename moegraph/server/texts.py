@@ -11,7 +11,6 @@ from starlette.routing import Route
 from .app import RouteTable
 from .body import read_schema
 from .contract import ChatModel
-from .errors import ApiError
 from .reply import reply
 from .schemas.texts import DetokenizeBody, TemplateBody, TokenizeBody
 from .state import state_of
@@ -21,12 +20,12 @@ async def tokenize(request: HttpRequest) -> Response:
     """Return the ids of a text, or of a conversation's prompt."""
     body = await read_schema(request, TokenizeBody)
     state = state_of(request)
-    loaded = await state.backend.loaded()
-    ids = await state.work(lambda: _ids(loaded.chat, body))
-    tokens: list[Any] = ids
-    if body.with_pieces:
-        tokens = [{"id": one, "piece": _piece(loaded.chat.piece(one))} for one in ids]
-    return reply({"tokens": tokens, "count": len(ids), "max_model_len": loaded.facts.n_ctx})
+    async with state.model() as loaded:
+        ids = await state.work(lambda: _ids(loaded.chat, body))
+        tokens: list[Any] = ids
+        if body.with_pieces:
+            tokens = [{"id": one, "piece": _piece(loaded.chat.piece(one))} for one in ids]
+        return reply({"tokens": tokens, "count": len(ids), "max_model_len": loaded.facts.n_ctx})
 
 
 def _ids(model: ChatModel, body: TokenizeBody) -> list[int]:
@@ -49,12 +48,8 @@ async def detokenize(request: HttpRequest) -> Response:
     """Return the text of ids."""
     body = await read_schema(request, DetokenizeBody)
     state = state_of(request)
-    loaded = await state.backend.loaded()
-    n_vocab = loaded.facts.n_vocab
-    if n_vocab and any(one >= n_vocab for one in body.tokens):
-        message = f"tokens: the vocabulary has ids 0 to {n_vocab - 1}"
-        raise ApiError(400, message, param="tokens", code="invalid_value")
-    text = await state.work(lambda: loaded.chat.detokenize(body.tokens))
+    async with state.model() as loaded:
+        text = await state.work(lambda: loaded.chat.detokenize(body.tokens))
     return reply({"content": text, "prompt": text})
 
 
@@ -62,8 +57,9 @@ async def apply_template(request: HttpRequest) -> Response:
     """Return the prompt of a conversation."""
     body = await read_schema(request, TemplateBody)
     state = state_of(request)
-    loaded = await state.backend.loaded()
-    return reply({"prompt": await state.work(lambda: _rendered(loaded.chat, body))})
+    async with state.model() as loaded:
+        prompt = await state.work(lambda: _rendered(loaded.chat, body))
+    return reply({"prompt": prompt})
 
 
 def _rendered(model: ChatModel, body: TemplateBody | TokenizeBody) -> str:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ...engine.chat import ChatRequest
 from ..body import json_depth
-from ..contract import ChatRequest
 from ..errors import ApiError
 from ..limits import LIMITS
 from ..thinking import template_variables
-from .fields import MAX_TOKENS, Body, Sampled, StreamOptions, wrong
+from .fields import MAX_TOKENS, Body, Defaults, Sampled, StreamOptions, wrong
 from .formats import Formatted, Schema
 
 
@@ -181,8 +181,8 @@ class ChatBody(Sampled, Formatted):
             )  # fmt: skip
         return name
 
-    def chat(self, defaults: Any, name: str) -> ChatRequest:
-        """Return the request of one answer; defaults: the server's state. name: for logs."""
+    def chat(self, defaults: Defaults, name: str) -> ChatRequest:
+        """Return the request of one answer; name: for logs."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
             sampling=self.sampling(defaults.sampling),
@@ -190,10 +190,13 @@ class ChatBody(Sampled, Formatted):
             tool_choice=self.choice_of_tool(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             format=self.format(),
-            variables=template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            variables={
+                **defaults.variables,
+                **template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            },
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
-            ignore_eos=bool(self.ignore_eos),
+            ignore_eos=self.ignores_eos(defaults),
             n_logprobs=self.n_logprobs,
             deadline_s=defaults.deadline_s,
             name=name,

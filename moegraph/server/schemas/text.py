@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from ...engine.chat import TextRequest
 from ..errors import ApiError
 from ..limits import LIMITS
-from .fields import MAX_TOKENS, Sampled, StreamOptions, wrong
+from .fields import MAX_TOKENS, Defaults, Sampled, StreamOptions, wrong
 from .formats import Formatted
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
@@ -81,15 +83,17 @@ class TextBody(Sampled, Formatted):
         asked = self.n_predict if self.max_tokens is None else self.max_tokens
         return default if asked is None else None if asked < 0 else asked
 
-    def settings(self, defaults: Any, name: str) -> dict[str, Any]:
-        """Return what `prepare_text` takes besides the prompt; defaults: the server's state."""
-        return {
-            "sampling": self.sampling(defaults.sampling),
-            "max_tokens": self.limit(defaults.max_tokens),
-            "stop": self.stops,
-            "ignore_eos": bool(self.ignore_eos),
-            "format": self.format(),
-            "n_logprobs": self.logprobs,
-            "deadline_s": defaults.deadline_s,
-            "name": name,
-        }
+    def texts(self, defaults: Defaults, name: str) -> list[TextRequest]:
+        """Return a request for each prompt. name: for logs."""
+        first = TextRequest(
+            prompt="",
+            sampling=self.sampling(defaults.sampling),
+            max_tokens=self.limit(defaults.max_tokens),
+            stop=self.stops,
+            ignore_eos=self.ignores_eos(defaults),
+            format=self.format(),
+            n_logprobs=self.logprobs,
+            deadline_s=defaults.deadline_s,
+            name=name,
+        )
+        return [replace(first, prompt=prompt) for prompt in self.prompt]
