@@ -13,8 +13,8 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 _ROOTS = ("moegraph", "uvicorn")
 
 
-def start_logging(format: str, stream: TextIO, verbose: bool = False) -> None:
-    """Write the server's log lines to a stream. format: one of FORMATS. verbose: polls too."""
+def start_logging(format: str, stream: TextIO) -> None:
+    """Write the server's log lines to a stream. format: one of FORMATS."""
     for name in _ROOTS:
         logger = logging.getLogger(name)
         logger.propagate = False
@@ -26,8 +26,6 @@ def start_logging(format: str, stream: TextIO, verbose: bool = False) -> None:
         handler.setFormatter(JsonLines() if format == "json" else TextLines())
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING if name == "uvicorn" else logging.INFO)
-    if verbose:
-        logging.getLogger("moegraph").setLevel(logging.DEBUG)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
