@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import takewhile
 
 from ..errors import RequestError
 from ..sampling import BoolArray
@@ -88,6 +89,13 @@ class GrammarConstraint:
     def n_accepted(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens may follow one another; none of them is taken."""
         n = 0
+        if self._phase is _Phase.GRAMMAR:
+            # without masks, as far as that tells
+            plain = [*takewhile(lambda token: token not in self._eog_ids, tokens)]
+            n = self._matcher.validate_tokens(plain)
+            if n < len(plain) or n == len(tokens):
+                return n
+            n = 0
         for token in tokens:
             mask = self.allowed()
             if mask is not None and not mask[token]:

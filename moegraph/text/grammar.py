@@ -37,18 +37,21 @@ class Vocabulary(Protocol):
     n_vocab: int
 
     @property
-    def eog_ids(self) -> frozenset[int]: ...
+    def eog_ids(self) -> frozenset[int]:
+        """Return the ids that end an answer."""
 
     @property
-    def bos(self) -> int | None: ...
+    def bos(self) -> int | None:
+        """Return the id that begins a text."""
 
-    def encode(
-        self, text: str, add_special: bool = ..., parse_special: bool = ...
-    ) -> list[int]: ...
+    def encode(self, text: str, add_special: bool = ..., parse_special: bool = ...) -> list[int]:
+        """Return the token ids of a text."""
 
-    def piece(self, token: int, special: bool = ...) -> bytes: ...
+    def piece(self, token: int, special: bool = ...) -> bytes:
+        """Return the bytes of a token."""
 
-    def is_special(self, token: int) -> bool: ...
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is a control token or a tag."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class _Tokens:
         )
 
     def compile(self, kind: str, text: str) -> Compiled:
+        """Return a grammar, compiled; see `Grammars.compile`."""
         try:
             grammar = self._grammar(kind, text)
         except ValueError as error:
