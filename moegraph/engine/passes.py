@@ -394,8 +394,11 @@ class Passes:
             self._clean_up()
             raise
 
-    def collect(self) -> Output:
+    def collect(self, locates: bool = True) -> Output:
         """Wait for the pass in flight and return its results.
+
+        locates: compute a sequence whose results are not finite again, to name the layer; then
+        `logits` has nothing of the others.
 
         Raises:
             RequestError: no pass is in flight.
@@ -418,11 +421,11 @@ class Passes:
             else:
                 self.abandon(*error.sequences)
             try:
-                where = (
-                    "in a drafted row"
-                    if self._to_truncate or bad in self._before
-                    else where_not_finite(self._runner, self._held[bad], bad)
-                )
+                where = "in a pass of several sequences"
+                if self._to_truncate or bad in self._before:
+                    where = "in a drafted row"
+                elif locates:
+                    where = where_not_finite(self._runner, self._held[bad], bad)
             finally:
                 self._clean_up()
             raise NotFinite(

@@ -56,6 +56,10 @@ class Prefixes:
         """Return the host memory in use."""
         return self.tree.n_bytes + self._copies.spare_bytes
 
+    def n_saved(self, ids: Ids) -> int:
+        """Return how much of the beginning of ids any sequence can be made to hold."""
+        return sum(len(node.tokens) for node in self.tree.find(ids[:-1], 0))
+
     def resume(self, seq: int, ids: Ids) -> int:
         """Have a sequence hold as much of the beginning of ids as can be had without computing.
 

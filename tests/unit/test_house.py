@@ -39,9 +39,9 @@ PURE = (
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
     "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost",
     "draft.taken", "draft.tree",
-    "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.requests",
-    "engine.sequence",
-    "engine.speculation", "engine.stepclock",
+    "engine.costs", "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.requests",
+    "engine.scheduler", "engine.sequence", "engine.servicestatus", "engine.speculation",
+    "engine.stepclock",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
