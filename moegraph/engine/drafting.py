@@ -48,11 +48,6 @@ class Drafting:
         if self._speculation:
             self._speculation.committed(slot, tokens, rows)
 
-    def settle(self, slot: int) -> None:
-        """Make the drafters' part of a sequence complete, because its state is to be copied."""
-        if self._speculation:
-            self._speculation.settle(slot)
-
     def propose(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
         """Return the rows of each request in the next pass; None if none of them drafts.
 

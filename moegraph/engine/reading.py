@@ -160,6 +160,5 @@ class Reading:
         for states in saved:
             self._prefixes.save(answer.slot, states)
         if n in marks:
-            self._drafting.settle(answer.slot)
             self._prefixes.save(answer.slot)
         self._read.append(answer)

@@ -105,7 +105,8 @@ def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> Non
     engine.speculation = Speculation([Drafter()], controller, engine.hparams.n_vocab, 8)
     with serving(engine) as service:
         clients = [
-            Client(service, [i], max_tokens=30, constraint=Fixed(answer, engine.hparams.n_vocab)) for i in range(3)
+            Client(service, [i], max_tokens=30, constraint=Fixed(answer, engine.hparams.n_vocab))
+            for i in range(3)
         ]
         for client in clients:
             client.wait()

@@ -271,10 +271,10 @@ def test_the_settings_of_an_engine_become_those_of_its_controller() -> None:
     assert settings == DraftSettings("auto", 4, 0.5, max_rows=8, is_timed=False)
 
 
-def shared(accept: tuple[float, ...], miss: tuple[float, float, float] = RESIDENT) -> Controller:
+def shared(accept: tuple[float, ...]) -> Controller:
     """Return a controller that has learned from a text of so many accepted drafts."""
     world = World([Text(600, {"mtp": Rates(accept)})], [MTP], law)
-    controller = auto([MTP])
+    controller = auto(world)
     simulate(world, controller)
     return controller
 
@@ -293,7 +293,7 @@ def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
 
 
 def test_passes_of_several_sequences_tell_what_a_single_one_takes() -> None:
-    controller = auto([MTP])
+    controller = auto(World([], [MTP], law))
     assert controller.choose_for(2, 100) == PLAIN
     for _ in range(3):
         controller.observe_shared(4, 4e-3)
