@@ -11,21 +11,13 @@ if TYPE_CHECKING:
     from .events import CancelToken, GenerationEvent
     from .modelfile import open_model
     from .sampling import SamplingParams
-    from .text.chat import (
-        ChatTemplate,
-        History,
-        Message,
-        ReasoningSplitter,
-        parting_places,
-        token_marks,
-    )
+    from .text.chat import ChatTemplate, History, Message, ReasoningSplitter
     from .text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 __all__ = [
     "CancelToken", "ChatTemplate", "Engine", "EngineConfig", "GenerationEvent", "History",
     "Message", "ReasoningSplitter", "SamplingParams", "Tokenizer", "__version__", "open_model",
-    "parting_places", "token_marks",
 ]  # fmt: skip
 
 # Where each public name is defined. Callers import it from here, so rooms can change.
@@ -41,8 +33,6 @@ _HOMES = {
     "SamplingParams": ".sampling",
     "Tokenizer": ".text.tokenizer",
     "open_model": ".modelfile",
-    "parting_places": ".text.chat",
-    "token_marks": ".text.chat",
 }
 
 

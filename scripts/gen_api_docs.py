@@ -39,8 +39,6 @@ GROUPS = {
         "History",
         "Message",
         "ReasoningSplitter",
-        "parting_places",
-        "token_marks",
     ),
 }
 
