@@ -39,7 +39,7 @@ _SEPARATOR = "---"
 # Limit of an answer, in tokens, for a model that was not trained to end its answers.
 _SHIPPED_LIMIT = 256
 # Places where the next prompt may part from this one: see docs/conversations.md.
-_N_MARKS = 2
+_N_MARKS = 3
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from .answer import AnswerParser
 from .history import History, Message
-from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
+from .parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentPart,
+    Part,
+    ReasoningPart,
+    Reply,
+    ToolCall,
+)
 from .reasoning import ReasoningSplitter
 from .template import ChatTemplate, require_template
 
@@ -21,5 +30,6 @@ __all__ = [
     "ReasoningPart",
     "ReasoningSplitter",
     "Reply",
+    "ToolCall",
     "require_template",
 ]
