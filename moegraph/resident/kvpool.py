@@ -50,6 +50,18 @@ class KVPool:
         """Return how many more pages a sequence needs for n_rows positions."""
         return max(0, -(-n_rows // PAGE) - len(self._pages[slot]))
 
+    def lacking(self, slot: int, n_rows: int, n_kept: int, n_shared: int) -> tuple[int, int]:
+        """Return how many pages a sequence takes to have n_rows positions, and how many it may.
+
+        n_kept: its first positions, which it keeps; it gives the others back first. n_shared: pages
+        that it gets from another one.
+        """
+        pages, n_own = self._pages[slot], -(-n_kept // PAGE)
+        is_parted = n_kept % PAGE != 0 and self.is_shared(slot, n_kept)
+        n_freed = sum(self._n_users(page) == 1 for page in pages[n_own:])
+        n_taken = -(-n_rows // PAGE) - n_own - n_shared + is_parted
+        return max(0, n_taken), self.n_free + n_freed
+
     def room(self, slot: int) -> int:
         """Return how many positions a sequence can have while the others keep their pages."""
         return min(len(self._pages[slot]) + self.n_free, int(self.table.shape[1])) * PAGE
