@@ -20,7 +20,7 @@ MAX_VERIFY_ROWS = 64
 CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
-GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
+GROUPS = ("Common", "Server", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 

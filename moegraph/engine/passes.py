@@ -106,15 +106,9 @@ class Passes:
             self._forget_before(seq)
 
     def submit(
-        self,
-        tokens: object,
-        seq: Seqs,
-        all_rows: bool,
-        greedy: bool,
-        cancel: Cancel,
-        kind: Kind | None = None,
-        draws: npt.NDArray[np.int32] | None = None,
-    ) -> None:
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
+        kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
+    ) -> None:  # fmt: skip
         """Start a pass without waiting.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
@@ -402,8 +396,11 @@ class Passes:
             self._clean_up()
             raise
 
-    def collect(self) -> Output:
+    def collect(self, locates: bool = True) -> Output:
         """Wait for the pass in flight and return its results.
+
+        locates: compute a sequence whose results are not finite again, to name the layer; then
+        `logits` has nothing of the others.
 
         Raises:
             RequestError: no pass is in flight.
@@ -426,9 +423,10 @@ class Passes:
             else:
                 self.abandon(*error.sequences)
             try:
-                is_kept = self._to_truncate or bad in self._before
-                where = "in a drafted row"
-                if not is_kept:
+                where = "in a pass of several sequences"
+                if self._to_truncate or bad in self._before:
+                    where = "in a drafted row"
+                elif locates:
                     where = where_not_finite(self._runner, self._held[bad], bad)
             finally:
                 self._clean_up()

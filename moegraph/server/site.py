@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 
-from . import openai_chat
+from . import absent, info, openai_chat, openai_text, texts
 from .app import RouteTable, build_app
 from .guards import Guard
 from .state import ServerState
 
 # A new interface adds its table here; the first that fits a path writes its errors.
-TABLES: tuple[RouteTable, ...] = (openai_chat.TABLE,)
+TABLES: tuple[RouteTable, ...] = (
+    openai_chat.TABLE, openai_text.TABLE, info.TABLE, texts.TABLE, absent.TABLE,
+)  # fmt: skip
 
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:

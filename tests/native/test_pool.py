@@ -223,7 +223,7 @@ def test_sequences_that_do_not_all_fit_hold_what_they_say(
     engine = open_engine(n_seq=5, n_kv=1280, **chosen, **settings)
     machine = PoolMachine(engine, open_engine(**chosen), seed)
     machine.run(60)
-    assert machine.n_full and machine.n_shared
+    assert machine.n_full + machine.n_shared > 2
     for swapped, _ in machine.away:
         swapped.close()
     for slot in range(5):
