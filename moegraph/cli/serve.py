@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SERVER = "Server"
+_SWITCH_S = 0.5e-3
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def serve(target: str, **given: Any) -> None:
     """  # fmt: skip
     job = _check(click.get_current_context(), target, given)
     _require_extra()
+    # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_S)
     from ..server.guards import Guard, Keys
     from ..server.keyfile import VARIABLE, read_keys
     from ..server.listening import listen, url_of

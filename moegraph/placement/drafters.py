@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
 from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile
+from ..modelfile.draftfile import DraftFile, open_drafter
 from ..modelfile.hparams import HParams
+from ..modelfile.resolve import shipped_drafter
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
@@ -36,8 +38,6 @@ _SMALL = 64 << 10
 
 # Rows of a verify pass besides the anchor, unless settings say how many.
 _N_DRAFT = 15
-# Most of the experts' bytes on the device that `auto` gives up for a drafter.
-_MOST_EXPERTS = 0.1
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
@@ -58,6 +58,27 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     if config.ddtree:
         n_draft = min(config.ddtree_budget, MAX_VERIFY_ROWS - 1)
     return replace(config, spec=spec, n_draft=n_draft)
+
+
+def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
+    """Open the drafter's file that the settings name, or the one shipped for a shipped model.
+
+    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
+    that closes it.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
+    """
+    if config.spec not in ("auto", "dflash"):
+        return None
+    path = config.draft or shipped_drafter(model.path)
+    if not path:
+        return None
+    file = stack.enter_context(closing(open_drafter(path)))
+    file.require_target(model)
+    if config.draft_swa:
+        file.hparams = file.hparams.with_window(config.draft_swa)
+    return file
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
@@ -141,13 +162,6 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
 def tap_rows(config: EngineConfig) -> int:
     """Return the rows of the longest pass that keeps taps; config: after `with_drafts`."""
     return max(SHORT_PROMPT, config.n_seq * (config.n_draft + 1))
-
-
-def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
-    """Return whether `auto` loads a drafter: it must not cost many experts their place."""
-    if plain.all_resident:
-        return drafting.all_resident
-    return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
 
 
 def kept_experts(n_expert: int) -> int:

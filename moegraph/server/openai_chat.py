@@ -20,6 +20,7 @@ from .choices import (
     chat_logprobs,
     choice_sampling,
     finish_reason,
+    sharing,
     timings_object,
     usage_object,
     with_biases,
@@ -102,10 +103,11 @@ def _prepared(
     """Return one request for each choice; takes long, so it runs on a thread of the server."""
     chat = body.chat(state, request_id(request))
     sampling = with_biases(chat.sampling, body.logit_bias, model)
-    return [
+    found = [
         model.prepare(replace(chat, sampling=choice_sampling(sampling, i)))
         for i in range(body.n_choices)
     ]
+    return sharing(found)
 
 
 async def _whole(run: _Run) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .body import read_schema
 from .choices import (
     choice_sampling,
     finish_reason,
+    sharing,
     text_logprobs,
     timings_object,
     usage_object,
@@ -124,11 +125,11 @@ def _prepared(
 ) -> list[Prepared]:
     texts = body.texts(state, request_id(request))
     sampling = with_biases(texts[0].sampling, body.logit_bias, model)
-    return [
-        model.prepare_text(replace(text, sampling=choice_sampling(sampling, i)))
-        for text in texts
-        for i in range(body.n_choices)
-    ]
+    found: list[Prepared] = []
+    for text in texts:
+        seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]
+        found += sharing([model.prepare_text(replace(text, sampling=one)) for one in seeds])
+    return found
 
 
 async def _whole(run: _Run) -> dict[str, Any]:
