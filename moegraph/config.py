@@ -255,6 +255,15 @@ class EngineConfig:
         minimum=1,
         maximum=256,
     )
+    n_kv: int = _setting(
+        "int",
+        0,
+        (),
+        "Positions that all sequences have together (Python API only). 0: n_ctx for each of them. "
+        "-1: n_ctx in all, of which one sequence may use everything.",
+        minimum=-1,
+        maximum=1 << 28,
+    )
     spec: str = _setting(
         "choice",
         "off",

@@ -40,6 +40,7 @@ from .passes import Passes
 from .prefixes import Prefixes
 from .requests import Constraint
 from .sequence import Sequence
+from .sequencecopies import SequenceCopies
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -118,10 +119,11 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
-        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
-        self.prefixes = Prefixes(self.passes, self.state.copies, limit)
-        self._stack.callback(self.prefixes.clear)
         self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
+        self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
+        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
+        self.prefixes = Prefixes(self.passes, self.copies, limit)
+        self._stack.callback(self.prefixes.clear)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.

@@ -199,8 +199,6 @@ class Generation:
             for states in saved:
                 self.prefixes.save(SEQ, states)
             if n in self.marks:
-                if self.speculation:
-                    self.speculation.settle(SEQ)
                 self.prefixes.save(SEQ)
         return output
 

@@ -262,7 +262,7 @@ def _open_misses(
         cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-    max_rows = config.n_rows * config.n_seq
+    max_rows = stage.state.shape.pass_rows(config.n_rows)
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
     for il, (_, shares) in enumerate(starts):
         if shares is not None:

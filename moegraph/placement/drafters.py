@@ -28,6 +28,7 @@ from ..resident.layout import (
     paged_scratch_bytes,
     tap_bytes,
 )
+from ..resident.poolshape import PoolShape
 from ..units import round_up
 from .footprint import sweep_rows
 from .planner import Plan
@@ -150,7 +151,7 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
         n_sweep = sweep_rows(min(config.n_rows, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
-        seen = min(config.draft_ctx_max or padded, padded)
+        seen = PoolShape.of(config, n_ctx).most_seen(config.draft_ctx_max)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
         total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
         total += tap_bytes(hp.n_embd, n_taps, n_rows)
@@ -175,7 +176,7 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
     That is its weights, its K and V, the last outputs, and its graphs. n_kept: experts that stay on
     the device, others being fetched; None: all stay.
     """
-    hp, il, padded = model.hparams, model.hparams.n_layer, round_up(n_ctx, PAGE)
+    hp, il, shape = model.hparams, model.hparams.n_layer, PoolShape.of(config, n_ctx)
     infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
     weights = sum(info.nbytes for info in infos if info.name.startswith("blk."))
     weights += _head_bytes(model, config.draft_vocab)
@@ -184,10 +185,10 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
         weights += sum(info.nbytes for info in experts.values())
     else:
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
-    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
+    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (shape.n_rows + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN)
     outputs += tap_bytes(hp.n_embd, 1, tap_rows(config))
-    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
+    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
 
 
 def _head_bytes(model: ModelFile, n_vocab: int) -> int:
