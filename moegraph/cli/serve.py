@@ -220,7 +220,7 @@ def serve(target: str, **given: Any) -> None:
 
 def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
     """Check all that can be checked before the model file is opened."""
-    config = replace(options.build_config(given), n_seq=given["n_parallel"]).validate()
+    config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1).validate()
     return _Job(
         target, config, options.build_sampling(given), options.chosen_sampling(ctx),
         options.max_tokens(given["n_predict"]), given,

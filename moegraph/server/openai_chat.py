@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -156,7 +157,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, talk.usage, "error")
             yield data(openai_body(error))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
             raise
     note_usage(run.http, talk.usage, finish)

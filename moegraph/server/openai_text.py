@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,7 +177,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, run.usage, "error")
             yield data(openai_body(error))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, run.usage, "left")
             raise
     note_usage(run.http, run.usage, finish)

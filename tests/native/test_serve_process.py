@@ -70,7 +70,8 @@ def test_a_second_signal_ends_at_once() -> None:
             "POST", f"{url}/v1/completions", timeout=120,
             json={"prompt": "x", "ignore_eos": True, "stream": True},
         ) as stream:  # fmt: skip
-            next(stream.iter_lines())
+            lines = stream.iter_lines()
+            next(lines)
             server.signal(signal.SIGINT)
             server.await_line(re.compile("waiting"))
             server.signal(signal.SIGINT)
