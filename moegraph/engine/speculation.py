@@ -181,7 +181,7 @@ class Speculation:
         drafter = self.drafters[plan.source]
         n, tree = min(plan.n_draft, drafter.max_draft, most), None
         if plan.n_nodes and isinstance(drafter, TreeDrafter):
-            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
+            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1), race)
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
             draft = drafter.draft(slot, anchor, n, n_top, race)
