@@ -58,7 +58,7 @@ class Talk:
     """Submit requests of one client and iterate over what becomes of them.
 
     Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
-    not taken are merged, so it holds no more than the answers.
+    not taken are merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
 
     Raises, when it is made:
         ApiError: the service refuses one of the requests; none of them runs then.
@@ -76,6 +76,7 @@ class Talk:
         self._tickets: list[Ticket] = []
         self._running = set(range(len(prepared)))
         self.usages = [Usage(n_prompt=len(p.request.prompt)) for p in prepared]
+        self.n_reasoning = 0
         try:
             for index, one in enumerate(prepared):
                 deliver = partial(self._deliver, index)
@@ -118,6 +119,7 @@ class Talk:
             self.close()
             raise _failure(step)
         parser = self._parsers[index]
+        self.n_reasoning += len(step.tokens) if parser.is_reasoning else 0
         parts = parser.push(step.text) if step.text else []
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()

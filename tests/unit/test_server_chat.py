@@ -115,7 +115,7 @@ def test_a_call_in_a_stream_comes_as_fragments() -> None:
 
 
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
-    case = Case([CALL, CALL, "never"])
+    case = Case([CALL, CALL, *["never"] * 500], step_s=0.002)
     answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -308,6 +308,13 @@ def test_cached_tokens_and_timings_are_reported() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
     assert answer["timings"]["cache_n"] == 5 and answer["timings"]["prompt_n"] == 3
     assert answer["moegraph"]["cached_tokens"] == 5
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    texts = ["<think>", "a", "b", "</think>", "c"]
+    answer = Case(texts, step_s=0.005).chat()
+    details = answer["usage"]["completion_tokens_details"]
+    assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
 
 
 def test_a_limit_of_tokens_is_the_reason() -> None:
