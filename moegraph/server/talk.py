@@ -120,7 +120,7 @@ class Talk:
             raise _failure(step)
         parser = self._parsers[index]
         self.n_reasoning += len(step.tokens) if parser.is_reasoning else 0
-        parts = parser.push(step.text) if step.text else []
+        parts = parser.push(step.text, step.tokens)
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()
             step = replace(step, finish_reason="stop")

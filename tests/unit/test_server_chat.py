@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -326,7 +327,7 @@ def test_a_limit_of_tokens_is_the_reason() -> None:
 class Faulty(AnswerParser):
     """A parser with a mistake."""
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
         raise KeyError("inner")
 
 
