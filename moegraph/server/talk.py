@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,6 +18,7 @@ from ..errors import MoegraphError
 from ..text.chat import AnswerParser, Part
 from .contract import Service, Ticket
 from .errors import RETRY_S, ApiError, from_failure
+from .mailbox import mailbox
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Talk:
     def __init__(
         self, service: Service, prepared: Sequence[Prepared], listener: Listener | None = None
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox()
         self._steps: deque[tuple[int, Step]] = deque()
         self._arrived = asyncio.Event()
         self._listener = listener
@@ -145,6 +145,7 @@ class Talk:
 
     def _cancel(self) -> None:
         self._running.clear()
+        self._arrived.set()
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -155,8 +156,7 @@ class Talk:
 
     def _deliver(self, index: int, step: Step) -> None:
         """Take a step on the engine's thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._take, index, step)
+        self._mailbox.put(partial(self._take, index, step))
 
     def _take(self, index: int, step: Step) -> None:
         if index in self._running:
