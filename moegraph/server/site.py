@@ -5,12 +5,14 @@ from __future__ import annotations
 from starlette.applications import Starlette
 
 from . import openai_chat
+from .anthropic import routes as anthropic
 from .app import RouteTable, build_app
 from .guards import Guard
+from .responses import routes as responses
 from .state import ServerState
 
 # A new interface adds its table here; the first that fits a path writes its errors.
-TABLES: tuple[RouteTable, ...] = (openai_chat.TABLE,)
+TABLES: tuple[RouteTable, ...] = (openai_chat.TABLE, responses.TABLE, anthropic.TABLE)
 
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:

@@ -19,6 +19,7 @@ from .contract import ChatModel, ChatRequest, Prepared
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
+from .responses.store import ResponseStore
 from .talk import Talk
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
-    started: seconds since the epoch.
+    responses: that later ones go on from. started: seconds since the epoch.
     """
 
     backend: Backend
@@ -41,6 +42,7 @@ class ServerState:
     deadline_s: float | None = None
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="prepare")
