@@ -15,7 +15,7 @@ from ..schemas.anthropic import (
     ToolResult,
     ToolUse,
 )
-from ..schemas.parts import read, refuse
+from ..schemas.parts import kind_of, read, refuse
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ def _answer(blocks: Sequence[tuple[Block, str]]) -> Message:
     """Return an earlier answer as one message."""
     found: Message = {"role": "assistant", "content": ""}
     for block, where in blocks:
-        kind = block.get("type")
+        kind = kind_of(block)
         if kind == "text":
             found["content"] += read(TextBlock, block, where).text
         elif kind == "thinking":
@@ -84,7 +84,7 @@ def _question(role: str, blocks: Sequence[tuple[Block, str]]) -> list[Message]:
             texts.clear()
 
     for block, where in blocks:
-        if block.get("type") == "tool_result":
+        if kind_of(block) == "tool_result":
             close()
             found.append(_result(read(ToolResult, block, where), where))
         else:
@@ -105,7 +105,7 @@ def _result(result: ToolResult, where: str) -> Message:
 
 def _text(block: Block, where: str) -> str:
     """Return the text of a block that a user, a tool or a system prompt may have."""
-    kind = block.get("type")
+    kind = kind_of(block)
     if kind == "text":
         return read(TextBlock, block, where).text
     if kind == "search_result":

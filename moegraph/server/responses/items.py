@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..schemas.parts import read, refuse
+from ..schemas.parts import kind_of, read, refuse
 from ..schemas.responses import (
     CallOutput,
     CustomCall,
@@ -40,7 +40,7 @@ class Conversation:
         Raises:
             ApiError: it is malformed, or of a type that this server cannot read.
         """
-        kind = item.get("type") or ("message" if "role" in item else "")
+        kind = kind_of(item) or ("message" if "role" in item else "")
         take = self._takers().get(kind)
         if take is None:
             text = "images, files and audio" if kind in _MEDIA else f"items of type {kind!r:.80}"
@@ -112,7 +112,7 @@ def texts(content: str | Sequence[Any], where: str) -> str:
         return content
     found = []
     for at, part in enumerate(content):
-        kind = part.get("type")
+        kind = kind_of(part)
         if kind in _TEXTS:
             found.append(read(TextPart, part, f"{where}[{at}]").text)
         elif kind == "refusal":

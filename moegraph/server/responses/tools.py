@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..schemas.parts import read, refuse
+from ..schemas.parts import kind_of, read, refuse
 from ..schemas.responses import CustomTool, FunctionTool, NamespaceTool, ToolChoice
 
 Kind = Literal["function", "custom"]
@@ -72,7 +72,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> Tools:
 
 
 def _read_tool(found: Tools, tool: Mapping[str, Any], where: str, namespace: str | None) -> None:
-    kind = tool.get("type")
+    kind = kind_of(tool)
     if kind == "function":
         function = read(FunctionTool, tool, where)
         _add(found, _function(function), ToolName(function.name, namespace), where)
@@ -107,7 +107,7 @@ def _custom(tool: CustomTool) -> dict[str, Any]:
     """Return a function with the plain text as its only argument."""
     described = tool.description or ""
     shape = tool.format or {}
-    if shape.get("type") == "grammar":
+    if kind_of(shape) == "grammar":
         syntax, definition = shape.get("syntax", ""), shape.get("definition", "")
         described += f"\n\nThe input follows this {syntax} grammar:\n{definition}"
     text = {"type": "string", "description": "The whole input, as plain text."}
@@ -130,7 +130,7 @@ def read_choice(given: Any, tools: Tools) -> tuple[Tools, str]:
         return tools, _chosen(choice, tools, "tool_choice")
     allowed = set()
     for at, entry in enumerate(choice.tools):
-        if entry.get("type") not in HOSTED:
+        if kind_of(entry) not in HOSTED:
             where = f"tool_choice.tools[{at}]"
             allowed.add(_chosen(read(ToolChoice, entry, where), tools, where))
     return tools.only(allowed), choice.mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import PlainValidator, ValidationError
@@ -22,6 +23,12 @@ def _content(value: object) -> object:
 
 
 Content = Annotated[str | list[Object], PlainValidator(_content)]
+
+
+def kind_of(value: Mapping[str, Any]) -> str:
+    """Return the type that an object says it has; "" if that is no word."""
+    kind = value.get("type")
+    return kind if isinstance(kind, str) else ""
 
 
 T = TypeVar("T", bound=Body)
