@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MoegraphError, RequestError
 from ..sampling import SamplingParams
 from ..text.chat.answer import AnswerParser
+from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
 from ..text.chat.plaintools import CHATML, plain_messages
 from ..text.chat.reasoning import END_OF_THINK, THINK
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
+from ..text.chat.toolgrammar import CallGrammar
+from ..text.constraint import GrammarConstraint
+from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
-from .requests import Request
+from .requests import Constraint, Request
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -106,6 +110,7 @@ class ChatModel:
         self.tokenizer = tokenizer
         self.template = template
         self.warnings: list[str] = []
+        self.grammars = Grammars(tokenizer)
         self._rendering = threading.Lock()
 
     @classmethod
@@ -154,7 +159,8 @@ class ChatModel:
         parser = AnswerParser(
             prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls
         )
-        return Prepared(self._request(chat, self.encode(prompt)), parser, prompt)
+        constraint = self._chat_constraint(chat, parser.is_reasoning)
+        return Prepared(self._request(chat, self.encode(prompt), constraint), parser, prompt)
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Return what the engine needs to continue a text; its parser only finds text.
@@ -166,14 +172,46 @@ class ChatModel:
             prompt, ids = text.prompt, self.tokenizer.encode(text.prompt)
         else:
             prompt, ids = self.detokenize(text.prompt), list(text.prompt)
-        return Prepared(self._request(text, ids), AnswerParser(reasoning=False), prompt)
+        constraint = None
+        if text.format is not None:
+            compiled = self.grammars.compile(text.format.kind, text.format.source)
+            constraint = GrammarConstraint(compiled)
+        return Prepared(self._request(text, ids, constraint), AnswerParser(reasoning=False), prompt)
 
-    def _request(self, settings: _Settings, ids: list[int]) -> Request:
-        if settings.format is not None:
-            raise RequestError("response_format: not supported")
+    def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
+        """Return what the answer must follow, after its reasoning if the prompt begins that."""
+        asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+        if asked is None:
+            return None
+        kind, source, after = asked
+        try:
+            compiled = self.grammars.compile(kind, source)
+        except RequestError as error:
+            if chat.tools and kind == "lark":
+                raise RequestError(f"tools: {error}") from error
+            raise
+        if after is not None:
+            return GrammarConstraint(compiled, after, blank=False)
+        return GrammarConstraint(compiled, END_OF_THINK if is_reasoning else None)
+
+    @property
+    def _calls_are_json(self) -> bool:
+        """Whether the template shows calls in the older form."""
+        return self.template.knows_tools and FUNCTION not in self.template.source
+
+    def _is_tag(self, text: str) -> bool:
+        ids = self.tokenizer.encode(text, add_special=False)
+        return len(ids) == 1 and self.tokenizer.is_special(ids[0])
+
+    def _request(
+        self, settings: _Settings, ids: list[int], constraint: Constraint | None
+    ) -> Request:
+        if constraint is not None and settings.ignore_eos:
+            raise RequestError("ignore_eos: an answer with a format or grammar ends with it")
         return Request(
             ids, settings.sampling, settings.max_tokens, settings.stop, settings.ignore_eos,
-            n_logprobs=settings.n_logprobs, deadline_s=settings.deadline_s, name=settings.name,
+            constraint=constraint, n_logprobs=settings.n_logprobs,
+            deadline_s=settings.deadline_s, name=settings.name,
         )  # fmt: skip
 
     def render(
@@ -279,6 +317,35 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
         raise RequestError("tool_choice: 'required', but there are no tools")
     if choice not in (AUTO, NONE, REQUIRED, *names):
         raise RequestError(f"tool_choice: {choice!r} is none of the tools")
+
+
+def answer_grammar(
+    chat: ChatRequest, is_json: bool, is_tag: Callable[[str], bool]
+) -> tuple[str, Any, str | None] | None:
+    """Return kind and source of the grammar that an answer must follow, if there is one.
+
+    The third: the text after which it begins; None: at once, or after the reasoning. is_json,
+    is_tag: as in `CallGrammar`.
+
+    Raises:
+        RequestError: the format cannot be had together with tools.
+    """
+    tools, choice, asked = chat.tools, chat.tool_choice, chat.format
+    if choice not in (AUTO, NONE, REQUIRED):
+        tools = [tool for tool in tools if tool["function"]["name"] == choice]
+    parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
+    calls = CallGrammar(tools, is_json, parallel, is_tag)
+    if tools and choice not in (AUTO, NONE):
+        return "lark", calls.whole(), None
+    if asked is None:
+        is_strict = any(tool["function"].get("strict") is True for tool in tools)
+        return ("lark", calls.after_tag(), CALL) if is_strict and choice == AUTO else None
+    if not tools or choice == NONE:
+        return asked.kind, asked.source, None
+    schema = {"type": "object"} if asked.kind == "json_object" else asked.source
+    if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
+        raise RequestError("grammar: not together with tools; use tool_choice 'none'")
+    return "lark", calls.whole(schema), None
 
 
 def _is_begun(message: TemplateMessage) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,11 +35,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready, the service that computes with it, and its facts."""
+    """A model that is ready, the service that computes with it, and its facts.
+
+    close: ends the service and frees the model.
+    """
 
     service: Service
     chat: ChatModel
     facts: ModelFacts
+    close: Callable[[], None] = lambda: None
 
 
 class Backend(Protocol):

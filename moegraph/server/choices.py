@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ..engine.requests import Step, TokenLogprobs, Usage
@@ -96,6 +97,23 @@ def _logprob(token: int, value: float, piece: Callable[[int], bytes]) -> dict[st
         "token": data.decode(errors="replace"),
         "bytes": list(data),
         "logprob": finite(value),
+    }
+
+
+def text_logprobs(
+    found: Sequence[TokenLogprobs], piece: Callable[[int], bytes], offset: int
+) -> dict[str, Any]:
+    """Return the logprobs object of a text completion. offset: characters before the first."""
+    tokens = [piece(one.token).decode(errors="replace") for one in found]
+    ends = list(accumulate(map(len, tokens), initial=offset))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in found],
+        "top_logprobs": [
+            {piece(token).decode(errors="replace"): finite(value) for token, value in one.top}
+            for one in found
+        ],
+        "text_offset": ends[:-1],
     }
 
 

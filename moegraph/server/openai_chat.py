@@ -11,7 +11,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..engine.chat import Prepared
 from ..engine.requests import Step, TokenLogprobs, Usage
+from ..text.chat import CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
 from .app import RouteTable
 from .body import read_schema
 from .choices import (
@@ -22,16 +24,7 @@ from .choices import (
     usage_object,
     with_biases,
 )
-from .contract import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ChatModel,
-    ContentPart,
-    Part,
-    Prepared,
-    ReasoningPart,
-)
+from .contract import ChatModel
 from .errors import ApiError, openai_body
 from .reply import reply
 from .requestlog import note_usage, request_id
@@ -46,42 +39,16 @@ from .talk import Said, Talk, unless_left
 class _Answer:
     """One choice as it grows."""
 
-    reasoning: list[str] = field(default_factory=list)
-    content: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    reply: Reply = field(default_factory=Reply)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Step | None = None
 
     def take(self, said: Said) -> None:
         """Add what a step brought."""
+        self.reply.add(said.parts)
         self.logprobs += said.step.logprobs
         if said.is_last:
             self.last = said.step
-        for part in said.parts:
-            self._add(part)
-
-    def _add(self, part: Part) -> None:
-        if isinstance(part, ReasoningPart):
-            self.reasoning.append(part.text)
-        elif isinstance(part, ContentPart):
-            self.content.append(part.text)
-        elif isinstance(part, CallBegin):
-            function = {"name": part.name, "arguments": ""}
-            self.calls.append({"id": part.id, "type": "function", "function": function})
-        elif isinstance(part, CallArguments):
-            self.calls[part.index]["function"]["arguments"] += part.text
-
-    def message(self) -> dict[str, Any]:
-        """Return OpenAI's message object."""
-        content = "".join(self.content)
-        found: dict[str, Any] = {"role": "assistant", "content": content or None}
-        if not self.calls:
-            found["content"] = content
-        if self.reasoning:
-            found["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            found["tool_calls"] = self.calls
-        return found
 
 
 @dataclass(frozen=True)
@@ -159,10 +126,10 @@ async def _whole(run: _Run) -> dict[str, Any]:
 
 
 def _choice(run: _Run, index: int, answer: _Answer) -> dict[str, Any]:
-    reason = None if answer.last is None else finish_reason(answer.last, bool(answer.calls))
+    reason = None if answer.last is None else finish_reason(answer.last, bool(answer.reply.calls))
     return {
         "index": index,
-        "message": answer.message(),
+        "message": answer.reply.message(),
         "logprobs": run.logprobs(answer.logprobs),
         "finish_reason": reason,
     }

@@ -35,7 +35,10 @@ def note_usage(request: HttpRequest, usage: Usage, finish: str | None) -> None:
 
 
 class RequestLog:
-    """Give each request an id, send it back as X-Request-Id, and log one line at the end."""
+    """Give each request an id, send it back as X-Request-Id, and log one line at the end.
+
+    A GET that succeeds is not logged: programs poll.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,6 +65,6 @@ class RequestLog:
         finally:
             seconds = round(time.monotonic() - began, 4)
             path = scope["path"][:_MAX_PATH]
-            log.info(
-                "request", extra={"method": scope["method"], "path": path, "s": seconds, **facts}
-            )
+            if scope["method"] != "GET" or facts["status"] >= 400:
+                what = {"method": scope["method"], "path": path, "s": seconds, **facts}
+                log.info("request", extra=what)

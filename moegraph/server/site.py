@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 
-from . import openai_chat
+from . import absent, info, openai_chat, openai_text, texts
 from .anthropic import routes as anthropic
 from .app import RouteTable, build_app
 from .guards import Guard
@@ -12,7 +12,10 @@ from .responses import routes as responses
 from .state import ServerState
 
 # A new interface adds its table here; the first that fits a path writes its errors.
-TABLES: tuple[RouteTable, ...] = (openai_chat.TABLE, responses.TABLE, anthropic.TABLE)
+TABLES: tuple[RouteTable, ...] = (
+    openai_chat.TABLE, openai_text.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE, texts.TABLE,
+    absent.TABLE,
+)  # fmt: skip
 
 
 def build_site(state: ServerState, guard: Guard) -> Starlette:

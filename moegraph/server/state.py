@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
+from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
-from .backend import Backend
-from .contract import ChatModel, ChatRequest, Prepared
+from .backend import Backend, Loaded
+from .contract import ChatModel
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
@@ -33,13 +35,16 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
-    responses: that later ones go on from. started: seconds since the epoch.
+    variables: of the chat template. responses: that later ones go on from. started: seconds since
+    the epoch.
     """
 
     backend: Backend
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     deadline_s: float | None = None
+    ignore_eos: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -58,6 +63,19 @@ class ServerState:
             return await asyncio.get_running_loop().run_in_executor(self.workers, call)
         except (MoegraphError, MemoryError) as error:
             raise from_failure(error) from error
+
+    @asynccontextmanager
+    async def model(self) -> AsyncIterator[Loaded]:
+        """Yield the model, which stays in memory meanwhile; it is woken if it sleeps.
+
+        Raises:
+            ApiError: the model is not there.
+        """
+        self.backend.enter()
+        try:
+            yield await self.backend.loaded()
+        finally:
+            self.backend.leave()
 
     async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
         """Submit conversations, one for each choice; close the talk when it is over.

@@ -13,9 +13,11 @@ from typing import Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
+from ..engine.chat import Prepared
 from ..engine.requests import Request, Step, Usage
 from ..errors import MoegraphError
-from .contract import AnswerParser, Part, Prepared, Service, Ticket
+from ..text.chat import AnswerParser, Part
+from .contract import Service, Ticket
 from .errors import RETRY_S, ApiError, from_failure
 
 T = TypeVar("T")
@@ -112,15 +114,17 @@ class Talk:
         if self._listener is not None:
             self._listener.heard(step, now - self._clock[index], before)
         self._clock[index] = now
-        if step.finish_reason is not None:
-            self._running.discard(index)
         if step.finish_reason in ("error", "cancelled"):
             self.close()
             raise _failure(step)
         parser = self._parsers[index]
         parts = parser.push(step.text) if step.text else []
+        if parser.is_done and step.finish_reason is None:
+            self._tickets[index].cancel()
+            step = replace(step, finish_reason="stop")
         if step.finish_reason is not None:
-            parts = [*parts, *parser.flush()]
+            self._running.discard(index)
+            parts = [*parts, *parser.flush(is_cut=step.finish_reason != "stop")]
         return Said(index, step, tuple(parts))
 
     def _next(self) -> tuple[int, Step]:
@@ -153,8 +157,9 @@ class Talk:
             self._loop.call_soon_threadsafe(self._take, index, step)
 
     def _take(self, index: int, step: Step) -> None:
-        self._steps.append((index, step))
-        self._arrived.set()
+        if index in self._running:
+            self._steps.append((index, step))
+            self._arrived.set()
 
 
 def total(usages: Sequence[Usage]) -> Usage:

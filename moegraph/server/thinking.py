@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..engine.chat import thinking_variables
 from .errors import ApiError
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_OFF = ("none", "minimal")
 # Variables that belong to the conversation and not to the client.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 
@@ -18,8 +17,8 @@ def template_variables(
 ) -> dict[str, Any]:
     """Return the variables of a chat template for a reasoning effort.
 
-    effort: one of EFFORTS; None leaves the template's own default. given: chat_template_kwargs,
-    which have the last word.
+    effort: OpenAI's word, from none to max; None leaves the template's own default. given:
+    chat_template_kwargs, which have the last word.
 
     Raises:
         ApiError: a variable is not the client's to set.
@@ -30,7 +29,4 @@ def template_variables(
                 400, "chat_template_kwargs may not set this variable",
                 param=f"chat_template_kwargs.{name[:80]}", code="invalid_value",
             )  # fmt: skip
-    chosen: dict[str, Any] = {}
-    if effort is not None:
-        chosen = {"enable_thinking": effort not in _OFF, "reasoning_effort": effort}
-    return {**chosen, **(given or {})}
+    return {**thinking_variables(effort), **(given or {})}

@@ -10,21 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
+from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
+from moegraph.engine.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.errors import ContextOverflow, MoegraphError, RequestError
 from moegraph.server.backend import FixedBackend, Loaded, ModelFacts
-from moegraph.server.contract import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ChatRequest,
-    ContentPart,
-    Part,
-    ReasoningPart,
-)
+from moegraph.text.chat import AnswerParser
 
 N_CTX = 4096
 
@@ -79,14 +72,12 @@ class FakeService:
         threading.Thread(target=run.all, daemon=True).start()
         return ticket
 
-    def status(self) -> SimpleNamespace:
-        slots = [
-            SimpleNamespace(id=0, state="idle", name="", n_prompt=0, n_read=0, n_cached=0,
-                            n_generated=0)
-        ]  # fmt: skip
-        return SimpleNamespace(
-            experts=self.experts, spec=None, slots=slots, n_waiting=0, n_running=0, failure=None,
-            prefix_bytes=0, n_preempted=0, memory={"kv_bytes": 1}, last_step_s=0.0,
+    failure: str | None = None
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(
+            (SlotStatus(0),), n_running=0, n_waiting=0, n_ctx=N_CTX, counts=ServiceCounts(),
+            experts=self.experts,
         )  # fmt: skip
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -160,66 +151,6 @@ class _Run:
         )
 
 
-class FakeParser:
-    """`?x;` is reasoning, `!name {..};` a call, anything else content."""
-
-    def __init__(self) -> None:
-        self.n_calls = 0
-        self.held = ""
-
-    def push(self, text: str) -> list[Part]:
-        self.held += text
-        found: list[Part] = []
-        while self.held:
-            plain, mark, rest = self._split()
-            if plain:
-                found.append(ContentPart(plain))
-                self.held = mark + rest
-            if not mark:
-                self.held = ""
-                break
-            inner, end, after = rest.partition(";")
-            if not end:
-                break
-            found += [ReasoningPart(inner)] if mark == "?" else self._call(inner)
-            self.held = after
-        return found
-
-    def _split(self) -> tuple[str, str, str]:
-        at = min((i for i in map(self.held.find, "?!") if i >= 0), default=len(self.held))
-        return self.held[:at], self.held[at : at + 1], self.held[at + 1 :]
-
-    def _call(self, text: str) -> list[Part]:
-        name, _, arguments = text.partition(" ")
-        index, half = self.n_calls, len(arguments) // 2
-        self.n_calls += 1
-        begin = CallBegin(index, f"call_{index}", name)
-        pieces = [arguments[:half], arguments[half:]]
-        return [begin, *(CallArguments(index, p) for p in pieces if p), CallEnd(index)]
-
-    def flush(self) -> list[Part]:
-        return [ContentPart(self.held)] if self.held else []
-
-
-class TextParser:
-    """The parser of text completions."""
-
-    def push(self, text: str) -> list[Part]:
-        return [ContentPart(text)]
-
-    def flush(self) -> list[Part]:
-        return []
-
-
-@dataclass(frozen=True)
-class FakePrepared:
-    """What `FakeChatModel.prepare` returns."""
-
-    request: Request
-    parser: Any
-    prompt: str
-
-
 class FakeChatModel:
     """Renders and tokenizes as the module's docstring says; keeps the requests it was given."""
 
@@ -227,8 +158,9 @@ class FakeChatModel:
 
     def __init__(self) -> None:
         self.chats: list[ChatRequest] = []
+        self.texts: list[TextRequest] = []
 
-    def prepare(self, chat: ChatRequest) -> FakePrepared:
+    def prepare(self, chat: ChatRequest) -> Prepared:
         self.chats.append(chat)
         prompt = self.render(chat.messages, chat.tools, chat.variables)
         if chat.format is not None and chat.format.source == "broken":
@@ -237,12 +169,17 @@ class FakeChatModel:
             list(prompt.encode()), chat.sampling, chat.max_tokens, chat.stop, chat.ignore_eos,
             n_logprobs=chat.n_logprobs, deadline_s=chat.deadline_s, name=chat.name,
         )  # fmt: skip
-        return FakePrepared(request, FakeParser(), prompt)
+        parser = AnswerParser(prompt, chat.tools, parallel=chat.parallel_tool_calls)
+        return Prepared(request, parser, prompt)
 
-    def prepare_text(self, prompt: str | Sequence[int], **given: Any) -> FakePrepared:
-        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-        given.pop("format", None)
-        return FakePrepared(Request(ids, **given), TextParser(), str(prompt))
+    def prepare_text(self, text: TextRequest) -> Prepared:
+        self.texts.append(text)
+        ids = list(text.prompt.encode()) if isinstance(text.prompt, str) else list(text.prompt)
+        request = Request(
+            ids, text.sampling, text.max_tokens, text.stop, text.ignore_eos,
+            n_logprobs=text.n_logprobs, deadline_s=text.deadline_s, name=text.name,
+        )  # fmt: skip
+        return Prepared(request, AnswerParser(reasoning=False), str(text.prompt))
 
     def render(
         self,
@@ -254,7 +191,7 @@ class FakeChatModel:
         return "\n".join([*lines, json.dumps(list(tools))] if tools else lines)
 
     def tokenize(
-        self, text: str, add_special: bool = True, parse_special: bool = True
+        self, text: str, add_special: bool = False, parse_special: bool = True
     ) -> list[int]:
         return list(text.encode())
 

@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ...engine.chat import ChatRequest
 from ..body import json_depth
-from ..contract import ChatRequest
 from ..errors import ApiError
 from ..limits import LIMITS
 from ..thinking import template_variables
-from .fields import Body, Sampled, StreamOptions, wrong
+from .fields import MAX_TOKENS, Body, Defaults, Sampled, StreamOptions, wrong
 from .formats import Formatted, Schema
-
-MAX_TOKENS = 1 << 31
 
 
 def _text(value: object) -> object:
@@ -114,19 +112,26 @@ def _few(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
+Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Variables = Annotated[dict[str, Any], AfterValidator(_few)]
+
+
 class ChatBody(Sampled, Formatted):
     """A conversation and how it goes on."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
+    messages: Messages
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
     max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
-    tools: Annotated[list[Tool], Field(max_length=LIMITS.tools)] | None = None
+    tools: Tools | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | dict[str, str] | None, BeforeValidator(_chosen)
     ] = None
@@ -155,8 +160,8 @@ class ChatBody(Sampled, Formatted):
 
     def limit(self, default: int | None) -> int | None:
         """Return the most tokens of an answer; None: until the context is full."""
-        asked = self.max_completion_tokens
-        asked = self.max_tokens if asked is None else asked
+        given = (self.max_completion_tokens, self.max_tokens, self.n_predict)
+        asked = next((n for n in given if n is not None), None)
         return default if asked is None else None if asked < 0 else asked
 
     def choice_of_tool(self) -> str:
@@ -176,8 +181,8 @@ class ChatBody(Sampled, Formatted):
             )  # fmt: skip
         return name
 
-    def chat(self, defaults: Any, name: str) -> ChatRequest:
-        """Return the request of one answer; defaults: the server's state. name: for logs."""
+    def chat(self, defaults: Defaults, name: str) -> ChatRequest:
+        """Return the request of one answer; name: for logs."""
         return ChatRequest(
             messages=[message.plain() for message in self.messages],
             sampling=self.sampling(defaults.sampling),
@@ -185,10 +190,13 @@ class ChatBody(Sampled, Formatted):
             tool_choice=self.choice_of_tool(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             format=self.format(),
-            variables=template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            variables={
+                **defaults.variables,
+                **template_variables(self.reasoning_effort, self.chat_template_kwargs),
+            },
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
-            ignore_eos=bool(self.ignore_eos),
+            ignore_eos=self.ignores_eos(defaults),
             n_logprobs=self.n_logprobs,
             deadline_s=defaults.deadline_s,
             name=name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -13,6 +14,8 @@ from ..limits import LIMITS
 _SETTINGS = {s.name: s for s in settings()}
 # The seeds that OpenAI's clients send have 64 bits.
 _MAX_SEED = 1 << 63
+# More than any context holds.
+MAX_TOKENS = 1 << 31
 
 
 class Body(BaseModel):
@@ -105,6 +108,10 @@ class Sampled(Body):
         values = {name: getattr(defaults, name) for name in names} | given
         return SamplingParams(**values, seed=seed, logit_bias=defaults.logit_bias)
 
+    def ignores_eos(self, defaults: Defaults) -> bool:
+        """Return whether an end token does not end the answer."""
+        return defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos
+
     @property
     def stops(self) -> tuple[str, ...]:
         """Return the stop strings."""
@@ -114,6 +121,16 @@ class Sampled(Body):
 def folded_seed(seed: int) -> int:
     """Return a seed that the sampler takes: -1 is random, and others are cut to 32 bits."""
     return -1 if seed in (-1, RANDOM_SEED) else seed % RANDOM_SEED
+
+
+class Defaults(Protocol):
+    """What a request gets where it says nothing."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    deadline_s: float | None
+    ignore_eos: bool
+    variables: Mapping[str, Any]
 
 
 class StreamOptions(Body):

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from ...engine.chat import Format
 from ..body import json_depth
-from ..contract import Format
 from ..errors import ApiError
 from ..limits import LIMITS
 from .fields import Body, wrong
