@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from .choices import (
     chat_logprobs,
     choice_sampling,
     finish_reason,
+    sharing,
     timings_object,
     usage_object,
     with_biases,
@@ -102,10 +104,11 @@ def _prepared(
     """Return one request for each choice; takes long, so it runs on a thread of the server."""
     chat = body.chat(state, request_id(request))
     sampling = with_biases(chat.sampling, body.logit_bias, model)
-    return [
+    found = [
         model.prepare(replace(chat, sampling=choice_sampling(sampling, i)))
         for i in range(body.n_choices)
     ]
+    return sharing(found)
 
 
 async def _whole(run: _Run) -> dict[str, Any]:
@@ -154,7 +157,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, talk.usage, "error")
             yield data(openai_body(error))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
             raise
     note_usage(run.http, talk.usage, finish)

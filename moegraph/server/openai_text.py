@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from .body import read_schema
 from .choices import (
     choice_sampling,
     finish_reason,
+    sharing,
     text_logprobs,
     timings_object,
     usage_object,
@@ -124,11 +126,11 @@ def _prepared(
 ) -> list[Prepared]:
     texts = body.texts(state, request_id(request))
     sampling = with_biases(texts[0].sampling, body.logit_bias, model)
-    return [
-        model.prepare_text(replace(text, sampling=choice_sampling(sampling, i)))
-        for text in texts
-        for i in range(body.n_choices)
-    ]
+    found: list[Prepared] = []
+    for text in texts:
+        seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]
+        found += sharing([model.prepare_text(replace(text, sampling=one)) for one in seeds])
+    return found
 
 
 async def _whole(run: _Run) -> dict[str, Any]:
@@ -175,7 +177,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, run.usage, "error")
             yield data(openai_body(error))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, run.usage, "left")
             raise
     note_usage(run.http, run.usage, finish)

@@ -18,6 +18,7 @@ from ..errors import MoegraphError
 from ..sampling import SamplingParams
 from .backend import Backend, Loaded
 from .contract import ChatModel
+from .enginemetrics import EngineMetrics
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
@@ -63,6 +64,9 @@ class ServerState:
             return await asyncio.get_running_loop().run_in_executor(self.workers, call)
         except (MoegraphError, MemoryError) as error:
             raise from_failure(error) from error
+
+    def __post_init__(self) -> None:
+        self.metrics.registry.register(EngineMetrics(self.backend))
 
     @asynccontextmanager
     async def model(self) -> AsyncIterator[Loaded]:
