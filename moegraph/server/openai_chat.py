@@ -85,7 +85,7 @@ async def complete(request: HttpRequest) -> Response:
     state = state_of(request)
     run = await unless_left(request, _open(request, body, state))
     if body.stream:
-        return EventStream(_stream(run))
+        return EventStream(_stream(run), run.talk.close)
     return reply(await unless_left(request, _whole(run)))
 
 

@@ -104,7 +104,7 @@ async def complete(request: HttpRequest) -> Response:
     body.require_supported()
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run))
+        return EventStream(_stream(run), run.talk.close)
     return reply(await unless_left(request, _whole(run)))
 
 

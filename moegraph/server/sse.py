@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -41,12 +41,14 @@ def comment(text: str) -> bytes:
 class EventStream(Response):
     """Send frames as they come; when the client leaves or stops reading, close their source.
 
-    frames: bytes to send. It is always closed, so that its `finally` runs.
+    frames: bytes to send. It is always closed, so that its `finally` runs. on_close: called after
+    that; a generator of which nobody has asked anything yet runs no `finally`.
     """
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
+        on_close: Callable[[], None],
         *,
         ping_s: float = PING_S,
         stall_s: float = STALL_S,
@@ -57,6 +59,7 @@ class EventStream(Response):
         super().__init__(None, headers=fixed, media_type="text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self._frames = frames
+        self._on_close = on_close
         self._ping_s = ping_s
         self._stall_s = stall_s
 
@@ -70,7 +73,10 @@ class EventStream(Response):
             for task in (watch, work):
                 task.cancel()
             await asyncio.gather(watch, work, return_exceptions=True)
-            await self._frames.aclose()
+            try:
+                await self._frames.aclose()
+            finally:
+                self._on_close()
         if not work.cancelled():
             with suppress(OSError, asyncio.TimeoutError):
                 work.result()

@@ -14,10 +14,17 @@ from helpers.server_case import Case
 from moegraph.errors import ContextOverflow, NativeError, QueueFull, ServiceClosed
 from moegraph.server.guards import Guard, Keys
 
-CALLING = ["?I should look;", "Let me see. ", '!look {"a": 1};', '!look {"a": 2};']
+
+def look(a: int) -> str:
+    """Return a call in the form that Qwen's models write."""
+    inner = f"<function=look>\n<parameter=a>\n{a}\n</parameter>\n</function>"
+    return f"<tool_call>\n{inner}\n</tool_call>"
+
+
+CALLING = ["<think>I should look", "</think>Let me see.", *map(look, (1, 2))]
 SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL: Any = {"name": "look", "description": "d", "input_schema": SCHEMA}
-ASK: Any = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
+ASK: Any = {"model": "m", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def client_of(case: Case, key: str = "x") -> Iterator[anthropic.Anthropic]:
 
 
 def test_a_message_at_once() -> None:
-    case = Case(["?hm;", "Hello", " world"], n_cached=3)
+    case = Case(["<think>hm</think>", "Hello", " world"], n_cached=3)
     with client_of(case) as client:
         found = client.messages.create(
             **ASK, system="brief", thinking={"type": "enabled", "budget_tokens": 1024}
@@ -43,6 +50,13 @@ def test_a_message_at_once() -> None:
     assert case.model.chats[0].variables == {"enable_thinking": True}
 
 
+def test_the_model_reasons_only_if_someone_asks_for_it() -> None:
+    for variables, thinks in (({}, False), ({"enable_thinking": True}, True)):
+        case = Case(state={"variables": variables})
+        case.answer("/v1/messages", ASK)
+        assert case.model.chats[0].variables == {"enable_thinking": thinks}
+
+
 def test_a_stream_makes_the_message_that_comes_at_once() -> None:
     case = Case(CALLING, n_read_steps=2)
     with client_of(case) as client:
@@ -55,7 +69,7 @@ def test_a_stream_makes_the_message_that_comes_at_once() -> None:
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole.stop_reason == streamed.stop_reason == "tool_use"
     for one, other in zip(whole.content, streamed.content):
-        assert one.model_dump() == other.model_dump(exclude={"parsed_output"})
+        assert one.model_dump(exclude={"id"}) == other.model_dump(exclude={"id", "parsed_output"})
 
 
 def test_a_tool_makes_its_round() -> None:
@@ -75,9 +89,10 @@ def test_a_tool_makes_its_round() -> None:
         second = client.messages.create(**{**ASK, "messages": more}, tools=[TOOL])
     assert second.content[0].type == "text" and second.content[0].text == "It is 42."
     _, answer, one, two = case.model.chats[1].messages
-    assert answer["reasoning_content"] == "I should look" and answer["content"] == "Let me see. "
-    assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1"]
-    assert [one["tool_call_id"], two["tool_call_id"]] == ["call_0", "call_1"]
+    assert answer["reasoning_content"] == "I should look" and answer["content"] == "Let me see."
+    ids = [block.id for block in first.content if block.type == "tool_use"]
+    assert [call["id"] for call in answer["tool_calls"]] == ids
+    assert [one["tool_call_id"], two["tool_call_id"]] == ids
 
 
 def test_a_stop_sequence_is_told() -> None:

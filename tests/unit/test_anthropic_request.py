@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from moegraph.engine.chat import ChatRequest, Format
 from moegraph.sampling import SamplingParams
 from moegraph.server.anthropic.errors import anthropic_body
 from moegraph.server.anthropic.request import read_request, shows_thinking
-from moegraph.server.contract import ChatRequest, Format
 from moegraph.server.errors import ApiError
 from moegraph.server.schemas.anthropic import CountBody, MessagesBody
 
@@ -112,17 +112,19 @@ def test_settings_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "thinking, thinks, shown",
+    "thinking, variables, shown",
     [
-        (None, False, True),
-        ({"type": "disabled"}, False, True),
-        ({"type": "adaptive"}, True, True),
-        ({"type": "enabled", "budget_tokens": 2000}, True, True),
-        ({"type": "enabled", "budget_tokens": 2000, "display": "omitted"}, True, False),
+        (None, {}, True),
+        ({"type": "disabled"}, {"enable_thinking": False}, True),
+        ({"type": "adaptive"}, {"enable_thinking": True}, True),
+        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}, True),
+        ({"type": "enabled", "display": "omitted"}, {"enable_thinking": True}, False),
     ],
 )
-def test_the_model_reasons_only_if_it_is_asked_to(thinking: Any, thinks: bool, shown: bool) -> None:
-    assert read(thinking=thinking).variables == {"enable_thinking": thinks}
+def test_reasoning_is_switched_and_shown(
+    thinking: Any, variables: dict[str, bool], shown: bool
+) -> None:
+    assert read(thinking=thinking).variables == variables
     body = CountBody.model_validate({"messages": HELLO, "thinking": thinking})
     assert shows_thinking(body.thinking) is shown
 

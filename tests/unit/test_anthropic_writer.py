@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 
 from moegraph.engine.requests import Step, Usage
 from moegraph.server.anthropic.writer import MessageWriter
-from moegraph.server.contract import (
+from moegraph.server.errors import ApiError
+from moegraph.text.chat import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -20,7 +21,6 @@ from moegraph.server.contract import (
     Part,
     ReasoningPart,
 )
-from moegraph.server.errors import ApiError
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 USAGE = Usage(n_prompt=10, n_cached=4, n_generated=5)

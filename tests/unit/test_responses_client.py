@@ -14,7 +14,14 @@ from helpers.server_case import Case
 
 from moegraph.errors import ContextOverflow, NativeError, QueueFull
 
-CALLING = ["?I should look;", "Let me see. ", '!look {"a": 1};', '!look {"a": 2};']
+
+def look(a: int) -> str:
+    """Return a call in the form that Qwen's models write."""
+    inner = f"<function=look>\n<parameter=a>\n{a}\n</parameter>\n</function>"
+    return f"<tool_call>\n{inner}\n</tool_call>"
+
+
+CALLING = ["<think>I should look", "</think>Let me see.", *map(look, (1, 2))]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL: Any = {"type": "function", "name": "look", "strict": False, "parameters": SCHEMA}
 
@@ -27,15 +34,15 @@ def client_of(case: Case) -> Iterator[openai.OpenAI]:
 
 
 def test_a_response_at_once() -> None:
-    case = Case(["?hm;", "Hello", " world"], n_cached=3)
+    case = Case(["<think>hm</think>", "Hello", " world"], n_cached=3)
     with client_of(case) as client:
         found = client.responses.create(model="m", input="hi", instructions="brief")
     assert (found.output_text, found.status, found.model) == ("Hello world", "completed", "m")
     assert found.usage is not None and found.usage.input_tokens == len("system: brief\nuser: hi")
-    assert found.usage.output_tokens == len("?hm;Hello world")
+    assert found.usage.output_tokens == len("<think>hm</think>Hello world")
     assert found.usage.input_tokens_details.cached_tokens == 3
-    assert 0 < found.usage.output_tokens_details.reasoning_tokens <= len("?hm;")
-    assert found.model_extra is not None and found.model_extra["timings"]["predicted_n"] == 15
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens <= len("<think>hm</think>")
+    assert found.model_extra is not None and found.model_extra["timings"]["predicted_n"] == 28
 
 
 def test_a_stream_makes_the_response_that_comes_at_once() -> None:
@@ -50,7 +57,12 @@ def test_a_stream_makes_the_response_that_comes_at_once() -> None:
     assert [item.type for item in whole.output] == [
         "reasoning", "message", "function_call", "function_call"
     ]  # fmt: skip
-    unlike: Any = {"id": True, "parsed_arguments": True, "content": {"__all__": {"parsed"}}}
+    unlike: Any = {
+        "id": True,
+        "call_id": True,
+        "parsed_arguments": True,
+        "content": {"__all__": {"parsed"}},
+    }
     for one, other in zip(whole.output, streamed.output):
         assert one.model_dump(exclude=unlike) == other.model_dump(exclude=unlike)
 
@@ -69,10 +81,11 @@ def test_a_tool_makes_its_round() -> None:
         second = client.responses.create(model="m", input=items, tools=[TOOL])
     assert second.output_text == "It is 42."
     _, answer, one, two = case.model.chats[1].messages
-    assert answer["reasoning_content"] == "I should look" and answer["content"] == "Let me see. "
+    assert answer["reasoning_content"] == "I should look" and answer["content"] == "Let me see."
+    assert [call["id"] for call in answer["tool_calls"]] == [call.call_id for call in calls]
     arguments = [call["function"]["arguments"] for call in answer["tool_calls"]]
     assert arguments == ['{"a": 1}', '{"a": 2}']
-    assert [one["tool_call_id"], two["tool_call_id"]] == ["call_0", "call_1"]
+    assert [one["tool_call_id"], two["tool_call_id"]] == [call.call_id for call in calls]
 
 
 def test_a_conversation_goes_on_from_its_last_response() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moegraph.engine.chat import Format
 from moegraph.sampling import SamplingParams
-from moegraph.server.contract import Format
 from moegraph.server.errors import ApiError
 from moegraph.server.responses.request import ReadRequest, read_request
 from moegraph.server.responses.store import ResponseStore

@@ -13,7 +13,12 @@ from pydantic import TypeAdapter
 
 from moegraph.engine.requests import Step, Usage
 from moegraph.sampling import SamplingParams
-from moegraph.server.contract import (
+from moegraph.server.errors import ApiError
+from moegraph.server.responses.fields import response_fields
+from moegraph.server.responses.tools import read_tools
+from moegraph.server.responses.writer import ResponseWriter
+from moegraph.server.schemas.responses import ResponsesBody
+from moegraph.text.chat import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -21,11 +26,6 @@ from moegraph.server.contract import (
     Part,
     ReasoningPart,
 )
-from moegraph.server.errors import ApiError
-from moegraph.server.responses.fields import response_fields
-from moegraph.server.responses.tools import read_tools
-from moegraph.server.responses.writer import ResponseWriter
-from moegraph.server.schemas.responses import ResponsesBody
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = Usage(n_prompt=10, n_cached=4, n_generated=5)

@@ -59,6 +59,34 @@ MESSAGES: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
 }  # fmt: skip
+CHAT: dict[str, Any] = {
+    "model": "m", "n": 1, "max_tokens": 5, "max_completion_tokens": 5, "temperature": 0.5,
+    "top_p": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "logprobs": True, "top_logprobs": 2,
+    "logit_bias": {"1": 2, "a": False}, "presence_penalty": 0.5, "reasoning_effort": "low",
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "q"}], "name": "n"},
+        {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d",
+                                                "parameters": SCHEMA, "strict": True}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    "chat_template_kwargs": {"enable_thinking": False}, "stream_options": {"include_usage": True},
+    "return_progress": True, "timings_per_token": True, "ignore_eos": False, "min_p": 0.1,
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "prompt": ["a", [1, 2]], "n": 2, "max_tokens": 5, "logprobs": 2, "stop": "x", "best_of": 1,
+    "suffix": None, "echo": False, "logit_bias": [[1, 0.5], ["a", False]], "grammar": "root ::= x",
+    "repeat_penalty": 1.1, "stream_options": {"include_usage": True}, "n_predict": 3,
+}  # fmt: skip
+TOKENS: dict[str, Any] = {
+    "content": "a", "prompt": None, "messages": None, "add_special": True, "with_pieces": True,
+    "tokens": [1, 2],
+}  # fmt: skip
+TEMPLATE = {name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")}
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 1 << 70) | st.floats(allow_nan=False,
     allow_infinity=False) | st.text(max_size=8) | st.sampled_from(["message", "text", "\ud800"]),
@@ -96,7 +124,9 @@ def case() -> Case:
 @pytest.mark.parametrize(
     "path, body",
     [("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES),
-     ("/v1/messages/count_tokens", MESSAGES)],
+     ("/v1/messages/count_tokens", MESSAGES), ("/v1/chat/completions", CHAT),
+     ("/v1/completions", TEXT), ("/tokenize", TOKENS), ("/detokenize", TOKENS),
+     ("/apply-template", TEMPLATE)],
 )  # fmt: skip
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -113,9 +143,13 @@ def test_a_value_of_another_type_is_never_a_failure_of_the_server(
     if response.status_code == 400:
         assert response.json()["error"]["message"]
     elif "event-stream" in response.headers["content-type"]:
-        assert "event: error" not in response.text
+        assert "event: error" not in response.text and '{"error"' not in response.text
 
 
 def test_the_bodies_themselves_are_answered(case: Case) -> None:
     assert case.answer("/v1/responses", RESPONSES)["status"] == "incomplete"
     assert case.answer("/v1/messages", MESSAGES)["stop_reason"] == "max_tokens"
+    assert case.answer("/v1/chat/completions", CHAT)["choices"][0]["finish_reason"] == "length"
+    assert len(case.answer("/v1/completions", TEXT)["choices"]) == 4
+    assert case.answer("/tokenize", TOKENS) and case.answer("/detokenize", TOKENS)
+    assert case.answer("/apply-template", TEMPLATE)["prompt"]

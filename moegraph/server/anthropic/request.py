@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.chat import ChatRequest, Format
 from ...sampling import SamplingParams
-from ..contract import ChatRequest, Format
 from ..schemas.anthropic import CountBody, MessagesBody, Thinking, Tool, ToolChoice
 from ..schemas.parts import read, refuse
 from .blocks import read_message, system_text
@@ -31,7 +31,7 @@ def read_request(body: CountBody, sampling: SamplingParams) -> ChatRequest:
         tool_choice=_choice(body.tool_choice, tools),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         format=_format(body),
-        variables={"enable_thinking": thinks(body.thinking)},
+        variables=_variables(body.thinking),
     )
     if not isinstance(body, MessagesBody):
         return chat
@@ -44,9 +44,9 @@ def read_request(body: CountBody, sampling: SamplingParams) -> ChatRequest:
     )
 
 
-def thinks(thinking: Thinking | None) -> bool:
-    """Return whether the model reasons: in this interface only if it is asked to."""
-    return thinking is not None and thinking.type != "disabled"
+def _variables(thinking: Thinking | None) -> dict[str, Any]:
+    """Return whether the model reasons, as a variable of the template; nothing if not said."""
+    return {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
 
 
 def shows_thinking(thinking: Thinking | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,10 +12,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...engine.chat import ChatRequest, Prepared
 from ..app import RouteTable
 from ..body import read_schema
 from ..choices import timings_object, with_biases
-from ..contract import ChatModel, ChatRequest, Prepared
+from ..contract import ChatModel
 from ..errors import ApiError
 from ..reply import reply
 from ..requestlog import note_usage, request_id
@@ -48,13 +50,12 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, MessagesBody)
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run), headers=run.headers)
+        return EventStream(_stream(run), run.talk.close, headers=run.headers)
     return reply(await unless_left(request, _whole(run)), headers=run.headers)
 
 
 async def _open(request: HttpRequest, body: MessagesBody, state: ServerState) -> _Run:
-    chat = read_request(body, state.sampling)
-    chat = replace(chat, deadline_s=state.deadline_s, name=request_id(request))
+    chat = replace(_chat(body, state), deadline_s=state.deadline_s, name=request_id(request))
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: [_prepared(model, chat, body)])
     writer = MessageWriter(
@@ -63,6 +64,13 @@ async def _open(request: HttpRequest, body: MessagesBody, state: ServerState) ->
         shows_thinking=shows_thinking(body.thinking),
     )
     return _Run(request, writer, talk, statistics)
+
+
+def _chat(body: CountBody, state: ServerState) -> ChatRequest:
+    """Return what a body asks for; in this interface a model reasons only if it is asked to."""
+    chat = read_request(body, state.sampling)
+    variables = {"enable_thinking": False, **state.variables, **chat.variables}
+    return replace(chat, variables=variables, ignore_eos=chat.ignore_eos or state.ignore_eos)
 
 
 def _prepared(model: ChatModel, chat: ChatRequest, body: MessagesBody) -> Prepared:
@@ -103,7 +111,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, talk.usage, "error")
             for one in run.writer.fail(error):
                 yield _frame(one)
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
             raise
 
@@ -116,7 +124,7 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a message would have."""
     body = await read_schema(request, CountBody)
     state = state_of(request)
-    chat = read_request(body, state.sampling)
+    chat = _chat(body, state)
     loaded = await state.backend.loaded()
     prepared = await state.work(partial(loaded.chat.prepare, chat))
     return reply({"input_tokens": len(prepared.request.prompt)})

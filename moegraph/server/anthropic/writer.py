@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from ...engine.requests import Step, Usage
-from ..contract import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
+from ...text.chat import CallArguments, CallBegin, CallEnd, Part, ReasoningPart
 from ..errors import ApiError
 from .errors import anthropic_body
 

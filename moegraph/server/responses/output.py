@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from ..contract import CallBegin
+from ...text.chat import CallBegin
 from .tools import INPUT, ToolName
 
 # An event: its fields, but not yet its number.

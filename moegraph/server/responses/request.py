@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...engine.chat import ChatRequest, Format
 from ...sampling import SamplingParams
-from ..contract import ChatRequest, Format
 from ..schemas.parts import read, refuse
 from ..schemas.responses import ItemReference, ResponsesBody, TextFormat
 from ..thinking import template_variables

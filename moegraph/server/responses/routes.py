@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...engine.chat import ChatRequest, Prepared
 from ..app import RouteTable
 from ..body import read_schema
 from ..choices import chat_logprobs, timings_object, with_biases
-from ..contract import ChatModel, ChatRequest, Prepared
+from ..contract import ChatModel
 from ..errors import ApiError
 from ..reply import reply
 from ..requestlog import note_usage, request_id
@@ -69,7 +71,7 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, ResponsesBody)
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run))
+        return EventStream(_stream(run), run.talk.close)
     return reply(await unless_left(request, _whole(run)))
 
 
@@ -78,6 +80,8 @@ async def _open(request: HttpRequest, body: ResponsesBody, state: ServerState) -
     chat = replace(
         read.chat,
         max_tokens=read.chat.max_tokens or state.max_tokens,
+        ignore_eos=read.chat.ignore_eos or state.ignore_eos,
+        variables={**state.variables, **read.chat.variables},
         deadline_s=state.deadline_s,
         name=request_id(request),
     )
@@ -117,7 +121,7 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
             note_usage(run.http, talk.usage, "error")
             for one in run.writer.fail(error):
                 yield _frame(one)
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
             raise
 
@@ -132,7 +136,8 @@ async def count(request: HttpRequest) -> Response:
     state = state_of(request)
     read = read_request(body, state.responses, state.sampling)
     loaded = await state.backend.loaded()
-    prepared = await state.work(partial(loaded.chat.prepare, read.chat))
+    chat = replace(read.chat, variables={**state.variables, **read.chat.variables})
+    prepared = await state.work(partial(loaded.chat.prepare, chat))
     n_tokens = len(prepared.request.prompt)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...engine.requests import Step, Usage
-from ..contract import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from ...text.chat import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from ..errors import ApiError
 from .output import (
     CustomCall,
@@ -98,7 +98,7 @@ class ResponseWriter:
 
     def _part(self, part: Part, logprobs: Logprobs) -> list[Event]:
         if isinstance(part, CallEnd):
-            return self._close("completed")
+            return self._close("completed" if part.is_whole else "incomplete")
         if isinstance(part, CallBegin):
             return self._begin(self._call(part))
         if isinstance(part, CallArguments):
