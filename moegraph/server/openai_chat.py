@@ -27,7 +27,7 @@ from .choices import (
     with_biases,
 )
 from .contract import ChatModel
-from .errors import ApiError, openai_body
+from .errors import openai_body, told
 from .reply import reply
 from .requestlog import note_usage, request_id
 from .schemas.chat import ChatBody
@@ -85,14 +85,15 @@ async def complete(request: HttpRequest) -> Response:
     state = state_of(request)
     run = await unless_left(request, _open(request, body, state))
     if body.stream:
-        return EventStream(_stream(run), run.talk.close)
-    return reply(await unless_left(request, _whole(run)))
+        return EventStream(_stream(run), close=run.talk.close)
+    with run.talk:
+        return reply(await unless_left(request, _whole(run)))
 
 
 async def _open(request: HttpRequest, body: ChatBody, state: ServerState) -> _Run:
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: _prepared(model, body, state, request))
-    loaded = await state.backend.loaded()
+    loaded = state.in_use()
     return _Run(
         request, body, loaded.facts.name, int(time.time()), talk, statistics, loaded.chat.piece
     )
@@ -113,9 +114,8 @@ def _prepared(
 
 async def _whole(run: _Run) -> dict[str, Any]:
     answers = [_Answer() for _ in range(run.body.n_choices)]
-    with run.talk as talk:
-        async for said in talk:
-            answers[said.index].take(said)
+    async for said in run.talk:
+        answers[said.index].take(said)
     choices = [_choice(run, i, answer) for i, answer in enumerate(answers)]
     usage = run.talk.usage
     note_usage(run.http, usage, choices[0]["finish_reason"])
@@ -153,9 +153,9 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
                 for frame in _chunks(run, said, calls[said.index] > 0):
                     yield frame
                 finish = finish_reason(said.step, calls[said.index] > 0) or finish
-        except ApiError as error:
+        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
             note_usage(run.http, talk.usage, "error")
-            yield data(openai_body(error))
+            yield data(openai_body(told(failure, run.http.url.path)))
             return
         except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")

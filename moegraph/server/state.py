@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
-from .backend import Backend, Loaded
+from .backend import Backend, Loaded, unavailable
 from .contract import ChatModel
 from .enginemetrics import EngineMetrics
 from .errors import from_failure
@@ -80,6 +80,17 @@ class ServerState:
             yield await self.backend.loaded()
         finally:
             self.backend.leave()
+
+    def in_use(self) -> Loaded:
+        """Return the model that an open talk uses.
+
+        Raises:
+            ApiError: the server has ended.
+        """
+        loaded = self.backend.peek()
+        if loaded is None:
+            raise unavailable(self.backend.condition, self.backend.reason)
+        return loaded
 
     async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
         """Submit conversations, one for each choice; close the talk when it is over.

@@ -203,3 +203,13 @@ def test_forms_of_frames() -> None:
     assert data("\ud800") == b'data: "?"\n\n'
     with pytest.raises(ValueError, match="JSON"):
         data(float("nan"))
+
+
+def test_a_stream_whose_frames_are_never_asked_for_is_closed_too() -> None:
+    async def go() -> None:
+        source, wire, ends = Source(3), Wire(n_taken=0, leaves=True), list[int]()
+        stream = EventStream(source.frames(), close=lambda: ends.append(1))
+        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
+        assert ends == [1] and not source.is_closed
+
+    asyncio.run(go())

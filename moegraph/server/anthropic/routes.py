@@ -50,8 +50,9 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, MessagesBody)
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run), run.talk.close, headers=run.headers)
-    return reply(await unless_left(request, _whole(run)), headers=run.headers)
+        return EventStream(_stream(run), close=run.talk.close, headers=run.headers)
+    with run.talk:
+        return reply(await unless_left(request, _whole(run)), headers=run.headers)
 
 
 async def _open(request: HttpRequest, body: MessagesBody, state: ServerState) -> _Run:

@@ -71,8 +71,9 @@ async def create(request: HttpRequest) -> Response:
     body = await read_schema(request, ResponsesBody)
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run), run.talk.close)
-    return reply(await unless_left(request, _whole(run)))
+        return EventStream(_stream(run), close=run.talk.close)
+    with run.talk:
+        return reply(await unless_left(request, _whole(run)))
 
 
 async def _open(request: HttpRequest, body: ResponsesBody, state: ServerState) -> _Run:
