@@ -116,9 +116,12 @@ def replaced(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> Any:
     return found
 
 
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+
+
 @pytest.fixture(scope="module")
 def case() -> Case:
-    return Case(["?hm;", "x", '!f {"a": 1};'])
+    return Case(["<think>hm</think>", "y", CALL])
 
 
 @pytest.mark.parametrize(
