@@ -195,7 +195,9 @@ class FakeChatModel:
     ) -> list[int]:
         return list(text.encode())
 
-    def detokenize(self, ids: Iterable[int]) -> str:
+    def detokenize(self, ids: Sequence[int]) -> str:
+        if any(not 0 <= token < self.n_vocab for token in ids):
+            raise RequestError("an id is not in the vocabulary")
         return bytes(ids).decode(errors="replace")
 
     def piece(self, token: int) -> bytes:
