@@ -148,6 +148,11 @@ class TestCalls:
             "note": None, "any": [1], "size": 2, "unit": "km", "opt": None,
         }  # fmt: skip
 
+    def test_a_schema_that_refers_to_itself(self) -> None:
+        again = {"anyOf": [{"$ref": "#/properties/a"}] * 20}
+        text = "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+        assert calls(text, tools=[tool("f", a=again)]) == [("f", {"a": 5})]
+
     def test_values_of_the_wrong_type_are_kept(self) -> None:
         text = call("add", a="many", b="NaN", sure="maybe", more="{broken", note="5", other="text")
         assert calls(text)[0][1] == {
