@@ -180,11 +180,14 @@ class TestCalls:
     def test_a_name_that_is_no_tool(self) -> None:
         assert calls(call("guess", x="1")) == [("guess", {"x": 1})]
 
-    def test_one_call_only(self) -> None:
+    @pytest.mark.parametrize("more", [call("write", path="b"), "Done."])
+    def test_one_call_only(self, more: str) -> None:
         parser = AnswerParser(tools=TOOLS, parallel=False)
         found = Reply()
-        found.add(parser.push(call("write", path="a") + call("write", path="b")))
-        assert parser.is_done and len(found.calls) == parser.n_calls == 1
+        found.add(parser.push(call("write", path="a") + "\n"))
+        assert not parser.is_done  # it may end by itself
+        found.add(parser.push(more))
+        assert parser.is_done and len(found.calls) == parser.n_calls == 1 and not found.content
         assert parser.push("more") == parser.flush() == []
 
     def test_without_tools_all_is_text(self) -> None:
