@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ..engine.requests import Step, TokenLogprobs, Usage
+from ..engine.chat import Prepared
+from ..engine.requests import Request, Step, TokenLogprobs, Usage
 from ..errors import RequestError
 from ..sampling import RANDOM_SEED, SamplingParams
 from .contract import ChatModel
@@ -21,6 +22,20 @@ def choice_sampling(params: SamplingParams, index: int) -> SamplingParams:
     if index == 0 or params.seed in (None, -1, RANDOM_SEED):
         return params
     return replace(params, seed=((params.seed or 0) + index) % RANDOM_SEED)
+
+
+def sharing(prepared: Sequence[Prepared]) -> list[Prepared]:
+    """Return requests for the same prompt so that it is read once.
+
+    What the first one computes is kept up to its last token, and the others go on from there.
+    """
+    if len(prepared) == 1:
+        return list(prepared)
+    return [replace(one, request=_marked(one.request)) for one in prepared]
+
+
+def _marked(request: Request) -> Request:
+    return replace(request, marks=(*request.marks, max(len(request.prompt) - 1, 0)))
 
 
 def with_biases(

@@ -75,8 +75,9 @@ class _Process:
             await self._drain(host)
         finally:
             watching.cancel()
-            await _stop(web, serving)
+            # first the model: requests that are cut off get an answer that says so
             await host.close()
+            await _stop(web, serving)
             if host.is_loading:
                 # its thread cannot be interrupted, and Python would wait for it
                 _leave(self._code)

@@ -16,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
-from .backend import Backend, Loaded
+from .backend import Backend, Loaded, unavailable
 from .contract import ChatModel
+from .enginemetrics import EngineMetrics
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
@@ -61,6 +62,9 @@ class ServerState:
         except (MoegraphError, MemoryError) as error:
             raise from_failure(error) from error
 
+    def __post_init__(self) -> None:
+        self.metrics.registry.register(EngineMetrics(self.backend))
+
     @asynccontextmanager
     async def model(self) -> AsyncIterator[Loaded]:
         """Yield the model, which stays in memory meanwhile; it is woken if it sleeps.
@@ -73,6 +77,17 @@ class ServerState:
             yield await self.backend.loaded()
         finally:
             self.backend.leave()
+
+    def in_use(self) -> Loaded:
+        """Return the model that an open talk uses.
+
+        Raises:
+            ApiError: the server has ended.
+        """
+        loaded = self.backend.peek()
+        if loaded is None:
+            raise unavailable(self.backend.condition, self.backend.reason)
+        return loaded
 
     async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
         """Submit conversations, one for each choice; close the talk when it is over.

@@ -125,6 +125,8 @@ def test_metrics_have_the_names_of_other_servers() -> None:
     assert found["vllm:prefix_cache_hits_total"] == 6
     assert found["vllm:request_success_total"] == 2
     assert found["vllm:time_to_first_token_seconds_count"] == 2
+    assert found["moegraph_ready"] == 1 and found["moegraph_slots"] == 1
+    assert found["llamacpp:n_decode_total"] == 0 and found["vllm:num_preemptions_total"] == 0
     assert found["llamacpp:requests_processing"] == found["llamacpp:requests_deferred"] == 0
 
 
