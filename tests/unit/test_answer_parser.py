@@ -260,6 +260,18 @@ class TestDrift:
         with pytest.raises(json.JSONDecodeError):
             json.loads(found.arguments)
 
+    @pytest.mark.parametrize("n", range(1, 28))
+    def test_an_answer_that_was_cut_behind_a_call(self, n: int) -> None:
+        found = reply(call("write", path="a")[:-n], is_cut=True)
+        assert found.content == "" and [one.is_whole for one in found.calls] == [n <= 13]
+
+    @pytest.mark.parametrize("n", range(1, 45))
+    def test_an_answer_that_was_cut_in_the_beginning_of_a_call(self, n: int) -> None:
+        text = "Two:\n" + call("write", path="a") + "\n" + call("add", a="1")[:n]
+        found = reply(text, is_cut=True)
+        assert found.content == "Two:" and found.calls[0].is_whole
+        assert [one.is_whole for one in found.calls[1:]] == [False] * (n > 37)
+
     def test_much_that_looks_like_json_is_read_in_time(self) -> None:
         text = "<tool_call>{" * 20_000
         assert parse(text) == [ContentPart(text)]
