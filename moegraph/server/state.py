@@ -22,6 +22,7 @@ from .enginemetrics import EngineMetrics
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
+from .responses.store import ResponseStore
 from .talk import Talk
 
 T = TypeVar("T")
@@ -35,7 +36,8 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
-    variables: of the chat template. started: seconds since the epoch.
+    variables: of the chat template. responses: that later ones go on from. started: seconds since
+    the epoch.
     """
 
     backend: Backend
@@ -46,6 +48,7 @@ class ServerState:
     variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="prepare")
