@@ -318,6 +318,26 @@ def test_tokens_of_reasoning_are_counted() -> None:
     assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
 
 
+class Experts:
+    """Statistics of an expert cache: one more hit each time that they are asked for."""
+
+    n_hits = 0
+
+    def since(self, earlier: Experts) -> Experts:
+        self.n_hits += 1
+        return self
+
+    def report(self) -> dict[str, int]:
+        return {"hits": self.n_hits}
+
+
+def test_what_the_expert_cache_did_is_reported() -> None:
+    case = Case(experts=Experts())
+    assert case.chat()["moegraph"]["experts"] == {"hits": 1}
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    assert case.events("/v1/chat/completions", body)[-2]["moegraph"]["experts"] == {"hits": 2}
+
+
 def test_a_limit_of_tokens_is_the_reason() -> None:
     answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
     assert answer["choices"][0]["message"]["content"] == "Hello w"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -17,6 +18,7 @@ from moegraph.server.guards import Guard, Keys, host_name
 from moegraph.server.keyfile import read_keys
 from moegraph.server.limits import Limits
 from moegraph.server.logs import start_logging
+from moegraph.server.requestlog import RequestLog
 
 PATH = "/v1/chat/completions"
 
@@ -158,6 +160,24 @@ def test_the_log_has_figures_and_no_prompt(format: str) -> None:
         assert found["n_generated"] == 11 and found["status"] == 200 and found["finish"] == "stop"
     else:
         assert "n_generated=11" in lines[0] and "status=200" in lines[1]
+
+
+def test_a_request_that_is_cut_off_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def hang(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(3600)
+
+    async def go() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        running = asyncio.ensure_future(RequestLog(hang)(scope, hang, hang))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        running.cancel()
+        await running
+
+    logging.getLogger("moegraph").propagate = True
+    caplog.set_level(logging.INFO, "moegraph")
+    asyncio.run(go())
+    (record,) = caplog.records
+    assert vars(record)["finish"] == "cut off"
 
 
 def test_a_failure_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
