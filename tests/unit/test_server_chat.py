@@ -12,7 +12,14 @@ import pytest
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import Format
-from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
+from moegraph.errors import (
+    ConfigError,
+    ContextOverflow,
+    NativeError,
+    QueueFull,
+    RequestError,
+    ServiceClosed,
+)
 from moegraph.sampling import SamplingParams, settings
 from moegraph.text.chat import AnswerParser, Part
 
@@ -57,6 +64,7 @@ def test_a_stream_has_the_same_answer_in_pieces() -> None:
     ("error", "status", "code"),
     [
         (RequestError("no"), 400, None),
+        (ConfigError("llguidance is not installed"), 400, None),
         (ContextOverflow("long"), 400, "context_length_exceeded"),
         (QueueFull("full", 2.2), 429, "queue_full"),
         (ServiceClosed("end"), 503, "closing"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.server_case import CHAT, Case
 
-from moegraph.errors import ConfigError
+from moegraph.errors import ConfigError, NativeError
 from moegraph.server.body import json_depth
 from moegraph.server.guards import Guard, Keys, host_name
 from moegraph.server.keyfile import read_keys
@@ -184,7 +184,10 @@ def test_a_failure_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixtu
     logging.getLogger("moegraph").propagate = True
     response = Case(refusal=KeyError("inner")).post(PATH, CHAT)
     assert response.status_code == 500 and "inner" not in response.text
-    assert "inner" in caplog.text
+    assert "inner" in caplog.text and "Traceback" in caplog.text
+    caplog.clear()
+    assert Case(refusal=NativeError("no memory")).post(PATH, CHAT).status_code == 500
+    assert "no memory" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_keys_of_the_command_line_a_file_and_the_environment(tmp_path: Path) -> None:
