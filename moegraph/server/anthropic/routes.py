@@ -60,7 +60,7 @@ async def _open(request: HttpRequest, body: MessagesBody, state: ServerState) ->
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: [_prepared(model, chat, body)])
     writer = MessageWriter(
-        body.model or state.backend.facts.name,
+        state.backend.facts.name,
         body.max_tokens,
         shows_thinking=shows_thinking(body.thinking),
     )
