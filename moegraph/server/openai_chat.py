@@ -122,7 +122,7 @@ async def _whole(run: _Run) -> dict[str, Any]:
     return {
         **run.head("chat.completion"),
         "choices": choices,
-        "usage": usage_object(usage),
+        "usage": usage_object(usage, run.talk.n_reasoning),
         "timings": timings_object(usage),
         "moegraph": run.statistics.report(usage),
     }
@@ -173,7 +173,7 @@ def _wants_usage(body: ChatBody) -> bool:
 def _sums(run: _Run) -> dict[str, Any]:
     usage = run.talk.usage
     return {
-        "usage": usage_object(usage),
+        "usage": usage_object(usage, run.talk.n_reasoning),
         "timings": timings_object(usage),
         "moegraph": run.statistics.report(usage),
     }

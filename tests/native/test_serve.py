@@ -96,6 +96,19 @@ def test_choices_probabilities_stops_and_biases(client: openai.OpenAI) -> None:
     assert len(set(biased.choices[0].text)) == 1
 
 
+def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
+    words = " ".join(f"word{i}" for i in range(150))
+    ask: Any = [{"role": "user", "content": words}]
+    given: Any = {"model": "tiny", "max_tokens": 4}
+    first = client.chat.completions.create(**given, messages=ask)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    more = client.chat.completions.create(
+        **given, messages=[*ask, said, {"role": "user", "content": "go on"}]
+    )
+    assert more.usage is not None and more.usage.prompt_tokens_details is not None
+    assert (more.usage.prompt_tokens_details.cached_tokens or 0) > 100
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI, server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a b c d e f g h " * 600)

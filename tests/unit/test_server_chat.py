@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_call_in_a_stream_comes_as_fragments() -> None:
 
 
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
-    case = Case([CALL, CALL, "never"])
+    case = Case([CALL, CALL, *["never"] * 500], step_s=0.002)
     answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -310,6 +311,13 @@ def test_cached_tokens_and_timings_are_reported() -> None:
     assert answer["moegraph"]["cached_tokens"] == 5
 
 
+def test_tokens_of_reasoning_are_counted() -> None:
+    texts = ["<think>", "a", "b", "</think>", "c"]
+    answer = Case(texts, step_s=0.005).chat()
+    details = answer["usage"]["completion_tokens_details"]
+    assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+
+
 def test_a_limit_of_tokens_is_the_reason() -> None:
     answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
     assert answer["choices"][0]["message"]["content"] == "Hello w"
@@ -319,7 +327,7 @@ def test_a_limit_of_tokens_is_the_reason() -> None:
 class Faulty(AnswerParser):
     """A parser with a mistake."""
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
         raise KeyError("inner")
 
 

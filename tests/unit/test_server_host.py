@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -79,14 +80,12 @@ def test_requests_are_refused_until_the_model_is_loaded() -> None:
     asyncio.run(go())
 
 
-def test_a_model_that_cannot_be_loaded_fails() -> None:
+def test_a_model_that_cannot_be_loaded_is_told_to_the_process() -> None:
     async def go() -> None:
         host = ModelHost(Loader(ModelFileError("broken file")), FACTS)
         with pytest.raises(ModelFileError):
             await host.start()
-        error = await refusal(host)
-        assert host.condition == "failed" and "broken file" in error.message
-        assert "Retry-After" not in error.headers
+        assert host.condition == "loading"
         await host.close()
 
     asyncio.run(go())
@@ -115,7 +114,7 @@ def test_an_idle_model_sleeps_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(go())
 
 
-def test_a_model_that_cannot_wake_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_wake_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraph.server.host._LOOK_S", 0.005)
 
     async def go() -> None:
@@ -126,6 +125,8 @@ def test_a_model_that_cannot_wake_is_reported(monkeypatch: pytest.MonkeyPatch) -
         await until(lambda: host.condition == "sleeping")
         loader.error = ModelFileError("the file is gone")
         assert "the file is gone" in (await refusal(host)).message
+        loader.error = None
+        assert await host.loaded() and host.condition == "ready"
         watching.cancel()
         await host.close()
 
@@ -140,8 +141,32 @@ def test_a_failure_of_the_engine_is_told() -> None:
         loader.service.failure = "the engine has been busy for 300 s"
         error = await refusal(host)
         assert host.condition == "failed" and "busy" in error.message
+        assert "Retry-After" not in error.headers
         loader.service.failure = None
         assert host.condition == "ready"
+        await host.close()
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_is_stuck_is_waited_for_and_one_that_ended_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("moegraph.server.host._LOOK_S", 0.005)
+    monkeypatch.setattr(logging.getLogger("moegraph"), "propagate", True)
+    caplog.set_level(logging.INFO, "moegraph")
+
+    async def go() -> None:
+        loader = Loader()
+        host = ModelHost(loader, FACTS)
+        await host.start()
+        watching = asyncio.ensure_future(host.watch())
+        loader.service.failure, loader.service.busy_s = "busy for 300 s", 300.0
+        await until(lambda: "no answers: busy for 300 s" in caplog.text)
+        loader.service.failure = None
+        await until(lambda: "works again" in caplog.text or watching.done())
+        loader.service.failure, loader.service.busy_s = "broken", 0.0
+        assert await asyncio.wait_for(watching, 5) == "broken"
         await host.close()
 
     asyncio.run(go())

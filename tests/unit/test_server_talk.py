@@ -13,6 +13,7 @@ from helpers.fake_service import FakeChatModel, FakeService
 from moegraph.engine.chat import Prepared, TextRequest
 from moegraph.errors import QueueFull
 from moegraph.server.errors import ApiError
+from moegraph.server.mailbox import Mailbox, mailbox
 from moegraph.server.sse import EventStream, comment, data, event
 from moegraph.server.talk import Talk, total
 
@@ -211,5 +212,49 @@ def test_a_stream_whose_frames_are_never_asked_for_is_closed_too() -> None:
         stream = EventStream(source.frames(), close=lambda: ends.append(1))
         await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
         assert ends == [1] and not source.is_closed
+
+    asyncio.run(go())
+
+
+def test_calls_from_other_threads_keep_their_order_and_wake_once() -> None:
+    class Loop:
+        """Counts wake-ups; the calls are made by hand."""
+
+        def __init__(self) -> None:
+            self.due: list[Any] = []
+
+        def call_soon_threadsafe(self, call: Any) -> None:
+            self.due.append(call)
+
+    loop: Any = Loop()
+    box, found = Mailbox(loop), list[int]()
+    for i in range(3):
+        box.put(lambda i=i: found.append(i))  # type: ignore[misc]
+    assert len(loop.due) == 1
+    loop.due.pop()()
+    assert found == [0, 1, 2] and loop.due == []
+    box.put(lambda: found.append(3))
+    loop.due.pop()()
+    assert found[-1] == 3
+
+
+def test_no_call_is_lost_between_threads() -> None:
+    async def go() -> None:
+        box, found, done = mailbox(), list[int](), asyncio.Event()
+        assert mailbox() is box
+
+        def send(first: int) -> None:
+            for i in range(first, first + 5000):
+                box.put(lambda i=i: found.append(i))  # type: ignore[misc]
+
+        threads = [threading.Thread(target=send, args=(5000 * i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        box.put(done.set)
+        await asyncio.wait_for(done.wait(), 5)
+        assert sorted(found) == list(range(15_000))
+        assert [i for i in found if i < 5000] == list(range(5000))
 
     asyncio.run(go())
