@@ -76,6 +76,26 @@ def test_a_line_that_is_different_each_time_costs_nothing(client: anthropic.Anth
     assert counted.input_tokens == both[0]
 
 
+def test_a_second_turn_goes_on_from_the_first(
+    client: anthropic.Anthropic, other: openai.OpenAI
+) -> None:
+    given: Any = {"model": "m", "max_tokens": 8, "system": RULES + "Second turns.", "tools": [TOOL]}
+    first = client.messages.create(**given, messages=ASK)
+    more: Any = [
+        *ASK,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": "again"},
+    ]
+    usage = client.messages.create(**given, messages=more).usage
+    n_first = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    assert (usage.cache_read_input_tokens or 0) >= n_first - 8
+    asked: Any = {"model": "m", "max_output_tokens": 8, "reasoning": {"effort": "none"}}
+    one = other.responses.create(**asked, input=RULES + "Linked turns.")
+    two = other.responses.create(**asked, input="again", previous_response_id=one.id)
+    assert one.usage and two.usage
+    assert two.usage.input_tokens_details.cached_tokens >= one.usage.input_tokens - 8
+
+
 def test_a_late_system_message_is_read_in_its_place(client: anthropic.Anthropic) -> None:
     late: Any = [*ASK, {"role": "system", "content": "Agents: none."}]
     before = client.messages.count_tokens(model="m", messages=ASK, system="s")
