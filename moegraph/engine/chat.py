@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,10 +13,11 @@ import numpy as np
 from ..errors import MoegraphError, RequestError
 from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
-from ..text.chat.calls import FUNCTION
+from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.marks import first_question, prompt_marks
+from ..text.chat.memory import CallMemory
 from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
-from ..text.chat.plaintools import CHATML, plain_messages
+from ..text.chat.plaintools import CHATML, described_tools, plain_messages
 from ..text.chat.reasoning import END_OF_THINK, THINK
 from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
@@ -33,6 +36,7 @@ from .chatrequests import (
     thinking_variables,
 )
 from .requests import Constraint, Request
+from .turns import Turn
 
 __all__ = [
     "ChatModel",
@@ -91,7 +95,8 @@ class ChatModel:
         if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
             tags = []
         self._tokens = special_tokens(tokenizer)
-        self._encoder = SegmentEncoder(tokenizer, tags)
+        self._encoder = SegmentEncoder(tokenizer, tags, ends)
+        self._calls = CallMemory()
         self._beginnings: tuple[str, ...] = ()
         self.template = template
         self.warnings: list[str] = []
@@ -138,18 +143,38 @@ class ChatModel:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
         """
         check_tools(chat.tools, chat.tool_choice)
-        messages = template_messages(chat.messages)
+        messages = self._messages(chat.messages)
         render = self._renderer(chat.tools, chat.variables)
         prompt = _whole_prompt(render, messages)
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
-        parser = AnswerParser(
-            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls
-        )
-        constraint = self._chat_constraint(chat, parser.is_reasoning)
         encoded = self._encode(prompt)
+        parser = AnswerParser(
+            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
+            memory=self._turn(prompt, encoded),
+        )  # fmt: skip
+        constraint = self._chat_constraint(chat, parser.is_reasoning)
         marks = prompt_marks(encoded, prompt, messages, self._first(render, messages, prompt))
-        return Prepared(self._request(chat, encoded.ids, constraint, marks), parser, prompt)
+        request = self._request(chat, encoded.ids, constraint, marks)
+        if chat.tools and chat.tool_choice == NONE:
+            request = self._without_calls(request)
+        return Prepared(request, parser, prompt)
+
+    def _without_calls(self, request: Request) -> Request:
+        """Return a request whose answer cannot begin a call, if that takes one token."""
+        ids = self.tokenizer.encode(CALL, add_special=False)
+        if len(ids) > 1:
+            return request
+        bias = {**request.sampling.logit_bias, ids[0]: -math.inf}
+        return replace(request, sampling=replace(request.sampling, logit_bias=bias))
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
+        """Return messages for the template, with calls as the model wrote them if that is known."""
+        return template_messages(messages, None if self._calls_are_json else self._calls.shown)
+
+    def _turn(self, prompt: str, encoded: Encoded) -> Turn:
+        at, n = encoded.starts[-1]
+        return Turn(self.tokenizer, self._encoder, self._calls, prompt[at:], encoded.ids[n:])
 
     def _first(self, render: _Render, messages: list[TemplateMessage], prompt: str) -> int:
         """Return where the first question begins, after the system prompt and tools."""
@@ -185,7 +210,10 @@ class ChatModel:
 
     def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""
-        asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+        try:
+            asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"tools: a schema is not JSON: {error}") from error
         if asked is None:
             return None
         kind, source, after = asked
@@ -234,7 +262,7 @@ class ChatModel:
         Raises:
             RequestError: the messages are wrong, or the template refuses them.
         """
-        return _whole_prompt(self._renderer(tools, variables or {}), template_messages(messages))
+        return _whole_prompt(self._renderer(tools, variables or {}), self._messages(messages))
 
     def _renderer(
         self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -242,10 +270,14 @@ class ChatModel:
         """Return what makes prompts of messages, with these tools."""
         if tools and self.template.knows_tools:
             variables = {**variables, "tools": list(tools)}
+        try:
+            described = "" if self.template.knows_tools else described_tools(tools)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"tools: a schema is not JSON: {error}") from error
 
         def render(messages: list[TemplateMessage]) -> str:
             if not self.template.knows_tools:
-                messages = plain_messages(messages, tools)
+                messages = plain_messages(messages, described)
             try:
                 return self._apply(messages, variables)
             except RequestError:
@@ -264,7 +296,7 @@ class ChatModel:
                 return self.template.render(messages, **{**self._tokens, **allowed})
             except RequestError:
                 raise
-            except (MoegraphError, TypeError, ValueError) as error:
+            except (MoegraphError, TypeError, ValueError, RecursionError) as error:
                 # if it fails for any messages, it is broken, and the client is right
                 self.template.render([{"role": "user", "content": "A"}], **self._tokens)
                 raise RequestError(

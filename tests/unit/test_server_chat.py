@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,16 @@ import pytest
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import Format
-from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
+from moegraph.errors import (
+    ConfigError,
+    ContextOverflow,
+    NativeError,
+    QueueFull,
+    RequestError,
+    ServiceClosed,
+)
 from moegraph.sampling import SamplingParams, settings
+from moegraph.text.chat import AnswerParser, Part
 
 
 def test_an_answer_has_the_form_of_openai() -> None:
@@ -54,6 +64,7 @@ def test_a_stream_has_the_same_answer_in_pieces() -> None:
     ("error", "status", "code"),
     [
         (RequestError("no"), 400, None),
+        (ConfigError("llguidance is not installed"), 400, None),
         (ContextOverflow("long"), 400, "context_length_exceeded"),
         (QueueFull("full", 2.2), 429, "queue_full"),
         (ServiceClosed("end"), 503, "closing"),
@@ -113,7 +124,7 @@ def test_a_call_in_a_stream_comes_as_fragments() -> None:
 
 
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
-    case = Case([CALL, CALL, "never"])
+    case = Case([CALL, CALL, *["never"] * 500], step_s=0.002)
     answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -158,6 +169,16 @@ def test_every_sampling_setting_reaches_the_engine() -> None:
     assert found == given and request.sampling.seed == 7
     assert request.sampling.logit_bias == {65: -100.0, 66: 1.0}
     assert (request.stop, request.max_tokens) == (("x",), 3)
+
+
+def test_names_of_other_servers_are_known() -> None:
+    case = Case()
+    case.chat(repetition_penalty=1.2, repeat_last_n=-1, n_predict=3, top_k=-1)
+    (request,) = case.service.requests
+    assert request.sampling.repeat_penalty == 1.2 and request.sampling.repeat_last_n > 10**6
+    assert request.max_tokens == 3
+    response = case.post("/v1/chat/completions", {**CHAT, "repeat_last_n": -2})
+    assert response.json()["error"]["param"] == "repeat_last_n"
 
 
 def test_what_a_request_does_not_say_is_the_servers() -> None:
@@ -308,7 +329,85 @@ def test_cached_tokens_and_timings_are_reported() -> None:
     assert answer["moegraph"]["cached_tokens"] == 5
 
 
+def test_tokens_of_reasoning_are_counted() -> None:
+    texts = ["<think>", "a", "b", "</think>", "c"]
+    answer = Case(texts, step_s=0.005).chat()
+    details = answer["usage"]["completion_tokens_details"]
+    assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+
+
+class Experts:
+    """Statistics of an expert cache: one more hit each time that they are asked for."""
+
+    n_hits = 0
+
+    def since(self, earlier: Experts) -> Experts:
+        self.n_hits += 1
+        return self
+
+    def report(self) -> dict[str, int]:
+        return {"hits": self.n_hits}
+
+
+def test_what_the_expert_cache_did_is_reported() -> None:
+    case = Case(experts=Experts())
+    assert case.chat()["moegraph"]["experts"] == {"hits": 1}
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    assert case.events("/v1/chat/completions", body)[-2]["moegraph"]["experts"] == {"hits": 2}
+
+
 def test_a_limit_of_tokens_is_the_reason() -> None:
     answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
     assert answer["choices"][0]["message"]["content"] == "Hello w"
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+class Faulty(AnswerParser):
+    """A parser with a mistake."""
+
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        raise KeyError("inner")
+
+
+def test_a_mistake_of_ours_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helpers.fake_service.AnswerParser", Faulty)
+    case = Case()
+    assert case.events("/v1/chat/completions", CHAT)[-1]["error"]["type"] == "server_error"
+    response = case.post("/v1/chat/completions", CHAT)
+    assert response.status_code == 500 and "inner" not in response.text
+    assert all(ticket.gone.is_set() for ticket in case.service.tickets)
+    assert case.state.metrics.n_open == 0
+
+
+def test_a_client_that_leaves_cancels_its_request_and_is_logged() -> None:
+    case = Case(["a"] * 10_000, step_s=0.001)
+    messages: list[Any] = []
+
+    async def go() -> None:
+        gone = asyncio.Event()
+        body = json.dumps(CHAT).encode()
+        given = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if given:
+                return given.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+            "http_version": "1.1", "scheme": "http", "server": ("localhost", 80),
+        }  # fmt: skip
+        running = asyncio.ensure_future(case.app(scope, receive, send))
+        while not case.service.tickets:
+            await asyncio.sleep(0.005)
+        gone.set()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(go())
+    assert case.service.tickets[0].gone.is_set() and messages[0]["status"] == 499
+    assert case.state.metrics.n_open == 0

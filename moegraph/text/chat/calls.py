@@ -46,11 +46,18 @@ class CallScanner:
     """Split a stream of text into text and tool calls; only what may become a call is held back.
 
     tools: what may be called. A name outside them is a call too if it stands in <tool_call>.
-    indices: numbers the calls of an answer. new_id: makes up their ids.
+    indices: numbers the calls of an answer. new_id: makes up their ids. raw: takes, of each call,
+    the values that may be other than strings, as they were written.
     """
 
-    def __init__(self, tools: Tools, indices: Iterator[int], new_id: Callable[[], str]) -> None:
-        self._tools, self._indices, self._new_id = tools, indices, new_id
+    def __init__(
+        self,
+        tools: Tools,
+        indices: Iterator[int],
+        new_id: Callable[[], str],
+        raw: dict[int, dict[str, str]],
+    ) -> None:
+        self._tools, self._indices, self._new_id, self._raws = tools, indices, new_id, raw
         self._held = ""  # not yet understood
         self._raw = ""  # understood as the beginning of a call, which may still prove to be none
         self._out: list[Found] = []
@@ -72,11 +79,21 @@ class CallScanner:
 
         is_cut: the answer has no end of its own, so a call that is open stays without one.
         """
-        if is_cut and self._arguments is not None:
-            self._out.append(CallEnd(self._index, is_whole=False))
-            self._held, self._arguments, self._step = "", None, self._outside
+        if is_cut:
+            self._cut()
         self._is_last = True
         return self._run()
+
+    def _cut(self) -> None:
+        """Drop what may be the beginning of a call; one that was told of stays without an end."""
+        if self._arguments is not None:
+            self._out.append(CallEnd(self._index, is_whole=False))
+            self._arguments = None
+        elif self._step == self._outside:
+            if self._raws:  # after a call, what begins a tag is no text
+                self._held = _safe(self._held, (CALL, FUNCTION))
+            return
+        self._raw, self._held, self._step = "", "", self._outside
 
     def _run(self) -> list[Found]:
         while self._step():
@@ -216,10 +233,8 @@ class CallScanner:
             if self._held.startswith(tag):
                 self._held = self._held[len(tag) :]
                 return True
-        if not self._held or (
-            not self._is_last and any(tag.startswith(self._held) for tag in _CLOSERS)
-        ):
-            return False
+        if any(tag.startswith(self._held) for tag in _CLOSERS):
+            return False  # what comes of it when the answer was cut is no text
         self._step = self._outside
         return True
 
@@ -262,6 +277,7 @@ class CallScanner:
     def _close(self) -> None:
         arguments = self._require_arguments()
         self._say(arguments.close())
+        self._raws[self._index] = arguments.raw
         self._out.append(CallEnd(self._index))
         stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
         self._text(stray)
