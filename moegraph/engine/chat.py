@@ -13,6 +13,7 @@ from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import FUNCTION
 from ..text.chat.marks import first_question, prompt_marks
+from ..text.chat.memory import CallMemory
 from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
 from ..text.chat.plaintools import CHATML, plain_messages
 from ..text.chat.reasoning import END_OF_THINK, THINK
@@ -33,6 +34,7 @@ from .chatrequests import (
     thinking_variables,
 )
 from .requests import Constraint, Request
+from .turns import Turn
 
 __all__ = [
     "ChatModel",
@@ -91,7 +93,8 @@ class ChatModel:
         if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
             tags = []
         self._tokens = special_tokens(tokenizer)
-        self._encoder = SegmentEncoder(tokenizer, tags)
+        self._encoder = SegmentEncoder(tokenizer, tags, ends)
+        self._calls = CallMemory()
         self._beginnings: tuple[str, ...] = ()
         self.template = template
         self.warnings: list[str] = []
@@ -138,18 +141,27 @@ class ChatModel:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
         """
         check_tools(chat.tools, chat.tool_choice)
-        messages = template_messages(chat.messages)
+        messages = self._messages(chat.messages)
         render = self._renderer(chat.tools, chat.variables)
         prompt = _whole_prompt(render, messages)
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
-        parser = AnswerParser(
-            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls
-        )
-        constraint = self._chat_constraint(chat, parser.is_reasoning)
         encoded = self._encode(prompt)
+        parser = AnswerParser(
+            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
+            memory=self._turn(prompt, encoded),
+        )  # fmt: skip
+        constraint = self._chat_constraint(chat, parser.is_reasoning)
         marks = prompt_marks(encoded, prompt, messages, self._first(render, messages, prompt))
         return Prepared(self._request(chat, encoded.ids, constraint, marks), parser, prompt)
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
+        """Return messages for the template, with calls as the model wrote them if that is known."""
+        return template_messages(messages, None if self._calls_are_json else self._calls.shown)
+
+    def _turn(self, prompt: str, encoded: Encoded) -> Turn:
+        at, n = encoded.starts[-1]
+        return Turn(self.tokenizer, self._encoder, self._calls, prompt[at:], encoded.ids[n:])
 
     def _first(self, render: _Render, messages: list[TemplateMessage], prompt: str) -> int:
         """Return where the first question begins, after the system prompt and tools."""
@@ -234,7 +246,7 @@ class ChatModel:
         Raises:
             RequestError: the messages are wrong, or the template refuses them.
         """
-        return _whole_prompt(self._renderer(tools, variables or {}), template_messages(messages))
+        return _whole_prompt(self._renderer(tools, variables or {}), self._messages(messages))
 
     def _renderer(
         self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]

@@ -62,7 +62,8 @@ class ChatAnswer(Iterator[Part]):
         reason: str | None = "cancelled"  # the generation was closed
         if event is not None:
             self.event, reason = event, event.finish_reason
-            found = self._parser.push(event.text)
+            tokens = [] if event.token is None else [event.token]
+            found = self._parser.push(event.text, tokens)
         if self._parser.is_done:
             self._events.close()
             reason = "stop"

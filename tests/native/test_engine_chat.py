@@ -100,6 +100,22 @@ def test_a_tool_that_must_be_called(engine: Engine) -> None:
     assert engine.chat(messages, [PICK], max_tokens=4).whole() is not None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_turn_has_the_tokens_that_were_drawn(engine: Engine, seed: int) -> None:
+    """A grammar makes the model draw tokens that its text is not encoded to."""
+    sampling = SamplingParams(temperature=1.5, seed=seed)
+    words = Format("regex", "[a-z]{3,8}( [a-z_]{2,9}){12,16}")
+    answer = engine.chat(ASKED, sampling=sampling, format=words)
+    answer.whole()
+    messages = [*ASKED, answer.reply.message(), {"role": "user", "content": "And now?"}]
+    second = engine.chat(messages, sampling=GREEDY, max_tokens=2)
+    second.whole()
+    first, last = answer.event, second.event
+    assert first is not None and last is not None
+    # the end token was drawn, but nothing was computed from it
+    assert last.n_prompt - last.n_computed == first.n_prompt + first.n_generated - 1
+
+
 def test_a_cut_call_is_told_as_cut(engine: Engine) -> None:
     answer = engine.chat(ASKED, [PICK], tool_choice="required", sampling=WARM, max_tokens=34)
     reply = answer.whole()

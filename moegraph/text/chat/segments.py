@@ -44,16 +44,17 @@ class Encoded:
 class SegmentEncoder:
     """Encodes prompts; any thread may call it.
 
-    tags: control tokens, before each of which a prompt is cut.
+    tags: control tokens, before each of which a prompt is cut. ends: those that end an answer.
     """
 
-    def __init__(self, encoder: Encoder, tags: Iterable[str] = ()) -> None:
+    def __init__(
+        self, encoder: Encoder, tags: Iterable[str] = (), ends: Iterable[str] = ()
+    ) -> None:
         self._encoder = encoder
+        self._end = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         names = sorted(tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, names))) if names else None
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
-        self._n_chars = 0
-        self._lock = threading.Lock()
+        self._known, self._written = _Memory(), _Memory()
 
     def encode(self, prompt: str, add_special: bool) -> Encoded:
         """Return the token ids of a prompt.
@@ -70,19 +71,48 @@ class SegmentEncoder:
             ids.extend(self._ids(prompt[start:end]))
         return Encoded(ids, starts)
 
+    def keep(self, segment: str, ids: Sequence[int]) -> None:
+        """Remember the tokens of a segment that a model wrote, before its end token.
+
+        A model may draw other tokens than its text is encoded to. A prompt with this text then has
+        the tokens that the engine holds.
+        """
+        if self._tag is not None:
+            self._written.put(segment, array("i", ids))
+
     def _ids(self, segment: str) -> array[int]:
-        with self._lock:
-            if (found := self._known.get(segment)) is not None:
-                self._known.move_to_end(segment)
-                return found
-        found = array("i", self._encoder.encode(segment, add_special=False))
-        with self._lock:
-            if segment not in self._known:
-                self._n_chars += len(segment)
-            self._known[segment] = found
-            while self._n_chars > _MAX_CHARS:
-                self._n_chars -= len(self._known.popitem(last=False)[0])
+        end = next((found.start() for found in self._end.finditer(segment)), 0)
+        if end and (written := self._written.get(segment[:end])) is not None:
+            rest = segment[end:]
+            return written + array("i", self._encoder.encode(rest, add_special=False))
+        if (found := self._known.get(segment)) is None:
+            found = array("i", self._encoder.encode(segment, add_special=False))
+            self._known.put(segment, found)
         return found
+
+
+class _Memory:
+    """The ids of texts, those used last."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._n_chars = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> array[int] | None:
+        with self._lock:
+            if (found := self._ids.get(text)) is not None:
+                self._ids.move_to_end(text)
+            return found
+
+    def put(self, text: str, ids: array[int]) -> None:
+        with self._lock:
+            if text not in self._ids:
+                self._n_chars += len(text)
+            self._ids[text] = ids
+            self._ids.move_to_end(text)
+            while self._n_chars > _MAX_CHARS:
+                self._n_chars -= len(self._ids.popitem(last=False)[0])
 
 
 def turn_tags(source: str, specials: Sequence[str], ends: Iterable[str]) -> list[str]:
