@@ -43,14 +43,9 @@ class Answers:
         return sorted(found, key=lambda slot: self._given_back[slot])
 
     @property
-    def n_slots(self) -> int:
-        """Return the number of slots."""
-        return len(self._slots)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no slot has a request."""
-        return not any(self._slots)
+    def n_busy(self) -> int:
+        """Return how many slots have a request."""
+        return sum(answer is not None for answer in self._slots)
 
     def enter_slot(self, answer: Answer, slot: int) -> None:
         """Give an idle slot to a request."""

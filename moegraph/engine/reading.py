@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +76,9 @@ class Reading:
             self._swapping.make_room(answer, slot)
             batch, marks = self._batch(answer, slot)
             is_sweep = not is_short(batch, self._n_ubatch)
+            costs, n_busy = self._tally.costs, self._answers.n_busy
+            if is_sweep and n_busy:
+                batch = replace(batch, max_rows=costs.chunk_rows(self._n_ubatch, n_busy))
             if is_sweep and self._answers.sweeping:
                 answer.n_rest = len(batch.tokens)
                 return
@@ -84,6 +88,8 @@ class Reading:
             with self._answers.cancelling(answer):
                 if is_sweep:
                     answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
+                    rows = batch.max_rows or self._n_ubatch
+                    costs.begin_sweep(min(rows, len(batch.tokens)))
                     answer.marks, self._answers.sweeping = marks, answer
                     return
                 output, saved = self._passes.read(batch, answer.cancel)
@@ -92,7 +98,7 @@ class Reading:
             self._tally.end_short()
         except PoolFull as error:
             self._answers.leave_slot(answer)
-            if not self._answers.is_empty:
+            if self._answers.n_busy:
                 raise
             self._answers.failed([answer], error)
         except MoegraphError as error:

@@ -5,9 +5,9 @@ is read layer by layer, as a *sweep* that may be suspended between its steps; on
 under way. A short prompt is read as one pass instead. Requests whose prompts are read decode
 together, one pass after another.
 
-Decode passes earn time for prompts, as much as they take themselves, and no more is kept than one
-pass or one step takes. So while a long prompt is read, others wait at most twice as long for a
-token as usual, unless a single step of a sweep takes longer than a pass.
+Decode passes earn time for prompts, three quarters of what they take themselves, and no more is
+kept than one pass or one step takes. So while a long prompt is read, others wait less than twice
+as long for a token as usual, unless a single step of a sweep takes longer than a pass.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes, and most steps.
 _ALONE_S, _MOST_STEPS = 0.02, 64
+# What a decode pass earns for prompts, of its own time.
+_SHARE = 0.75
 # After so many decode passes beside a sweep, one without a step before it is measured.
 _MEASURE_EVERY = 32
 # Seconds after which a refused client may try again: at least, and at most.
@@ -265,7 +267,8 @@ class Scheduler(Generic[T]):
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
-        earned = self.costs.pass_s(n_rows) or 0.0
-        most = max(earned, self.costs.step_s or 0.0)
+        pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
+        earned = _SHARE * pass_s
+        most = max(min(earned + step_s, pass_s), step_s)
         self._credit_s = min(self._credit_s + earned, most)
         self._n_beside += self._sweeping is not None

@@ -35,7 +35,7 @@ class Swapping:
         """
         idle = self._answers.idle_slots()
         n_usable = self._passes.room.n_free_pages + sum(len(self._pool.pages(s)) for s in idle)
-        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_slots - len(idle)
+        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_busy
         return n_usable >= min(n_needed, self._pool.n_pages)
 
     def _n_rows(self, answer: Answer) -> int:
@@ -88,7 +88,7 @@ class Swapping:
                 self.make_room(answer, slot)
                 self._copies.swap_in(slot, swapped)
         except PoolFull as error:
-            if not self._answers.is_empty:
+            if self._answers.n_busy:
                 raise
             self._answers.end(answer, "error", error)
         except MoegraphError as error:

@@ -14,7 +14,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine
+from moegraph.engine import Engine, costs
 from moegraph.engine.requests import Request
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
 from moegraph.ggml.lib import C, ffi
@@ -407,4 +407,23 @@ def test_the_state_after_a_token_of_an_answer_is_kept(
         edited = [*ids.tolist(), *tokens[: at + 1], 7, 8, 9]
         second = Client(service, edited, max_tokens=10).wait()
     assert second.last.usage.n_cached == 50 + at + 1
+    assert second.tokens == alone(single, second.request)[0]
+
+
+def test_chunks_beside_other_requests_do_not_change_an_answer(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
+    chunks: list[int] = []
+    real = engine.passes.begin_prompt
+    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, n: most // 4)
+    monkeypatch.setattr(
+        engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
+    )
+    with serving(engine) as service:
+        first = Client(service, prompt(engine, 300), max_tokens=500)
+        second = Client(service, prompt(engine, 700, seed=1), max_tokens=9, marks=(350,)).wait()
+        first.ticket.cancel()
+    assert chunks == [0, 64]
+    single = open_engine(n_ctx=1024, cpu_reference=True)
     assert second.tokens == alone(single, second.request)[0]
