@@ -148,8 +148,6 @@ def test_texts_drafted_at_random_end_and_greedy_ones_are_those_without_drafts(
     with serving(engine) as service:
         clients = [
             Client(service, prompt(engine, 20 + i), max_tokens=30, sampling=SAMPLINGS[i % 2])
-                service, prompt(engine, 20 + i, seed=i), max_tokens=30, sampling=SAMPLINGS[i % 2]
-            )
             for i in range(4)
         ]
         for client in clients:
