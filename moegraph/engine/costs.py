@@ -7,7 +7,7 @@ import bisect
 # How much a measurement counts beside those before it.
 _NEWEST = 0.25
 # A step of a sweep beside decode passes is to take at most this share of one; and its least rows.
-_STEP_SHARE, _LEAST_ROWS = 0.4, 128
+_STEP_SHARE, _LEAST_ROWS = 0.4, 256
 
 
 class Costs:

@@ -52,6 +52,10 @@ class Swapping:
         if not self._reclaim(n_needed, slot):
             raise PoolFull(n_needed, self._passes.room.n_free_pages)
 
+    def reserve(self, answer: Answer) -> None:
+        """Give a slot pages for the whole prompt, of which it may read one part after another."""
+        self._pool.grow(answer.slot, len(answer.ids))
+
     def has_room(self, batch: Iterable[Answer]) -> bool:
         """Return whether some requests can take a row each; idle slots give up pages for that."""
         room = self._passes.room
