@@ -224,8 +224,8 @@ class Scheduler(Generic[T]):
     def _to_begin(self, is_short: Callable[[T], bool]) -> T | None:
         """Return the request whose prompt begins now, if there is one.
 
-        While a sweep is under way, only a short prompt can begin; it goes before longer ones, which
-        could not run now.
+        While a sweep is under way, only a short prompt can begin. It goes before longer ones, which
+        could not run now; but one slot stays free for the first of these.
         """
         if self.n_running >= self._n_slots or not self._waiting or self._is_held:
             return None
@@ -249,7 +249,10 @@ class Scheduler(Generic[T]):
         return None
 
     def _first_short(self, is_short: Callable[[T], bool]) -> T | None:
-        return next((key for key in self._waiting if is_short(key)), None)
+        """Return the first short prompt; none takes the last slot from an older prompt."""
+        found = next((key for key in self._waiting if is_short(key)), None)
+        is_last = self.n_running == self._n_slots - 1
+        return None if is_last and found != next(iter(self._waiting)) else found
 
     def _n_steps(self) -> int:
         """Return how many steps of the sweep run now."""
