@@ -181,7 +181,7 @@ class Unit:
     Every place is a row and one of the experts that it chose. token, slot, place: I32 [n_padded] of
     each place: its row, the expert's slot in the ring, and its number among all places of the
     layer. target: I32 [n_padded], the distinct rows. terms: I32 [n_rounds, n_padded]: which places
-    are added to each of these rows. Padding has slot -1 and gives zeros.
+    are added to each of these rows, -1 for none. Padding has slot -1 and gives zeros.
     """
 
     token: Ints
@@ -231,7 +231,7 @@ def _unit(chosen: Longs, slot: Ints, n_used: int, n_rows: int) -> Unit:
     first = np.flatnonzero(is_first)
     target, counts = token[first], np.append(first[1:], n) - first
     n_rounds = 1 << int(counts.max() - 1).bit_length()
-    terms = np.full((n_rounds, n_padded), n_padded - 1, dtype=np.int32)
+    terms = np.full((n_rounds, n_padded), -1, dtype=np.int32)
     row_of = np.repeat(np.arange(len(target)), counts)
     terms[np.arange(n) - first[row_of], row_of] = np.arange(n)
     return Unit(

@@ -77,8 +77,9 @@ class LayeredRunner(Runner):
         misses: MissHandler | None = None,
         replay: Replay | None = None,
         n_sweep: int = 0,
+        ring_each: int = 0,
     ) -> None:
-        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_each: see `Sweeps`."""
         max_rows = n_ubatch * stage.state.n_seq
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
@@ -104,7 +105,7 @@ class LayeredRunner(Runner):
         if n_sweep and stage.has_embedding and stage.has_head:
             self.sweeps = Sweeps(
                 stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
-                misses, self._layer_graphs, sums_last, self.observers,
+                misses, self._layer_graphs, sums_last, self.observers, ring_each,
             )  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back

@@ -1,5 +1,6 @@
 #include "moegraph-hooks.cuh"
 
+#include "moegraph-add-rows.cuh"
 #include "moegraph-attn.cuh"
 #include "moegraph-candidates.cuh"
 #include "moegraph-conv.cuh"
@@ -74,6 +75,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
         return n;
     }
     if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
+        return n;
+    }
+    if (const int n = moegraph_add_rows_try(ctx, cgraph, i)) {
         return n;
     }
     return moegraph_gated_norm_try(ctx, cgraph, i);
