@@ -195,7 +195,7 @@ def open_runner(
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, config.deterministic)
 
 
 def _open_misses(
