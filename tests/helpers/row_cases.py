@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from helpers.graph_runs import Graph, random
 
+from helpers.graph_runs import Graph, random
 from moegraph.ggml.device import Device
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_shared_expert
@@ -150,7 +150,5 @@ def differing(device: Device, build: Build, widths: Sequence[int] = WIDTHS) -> d
     found = {}
     for width in widths:
         together = compute(device, build, range(width))
-        found[width] = sum(
-            together[row].tobytes() != alone[row].tobytes() for row in range(width)
-        )
+        found[width] = sum(together[row].tobytes() != alone[row].tobytes() for row in range(width))
     return found
