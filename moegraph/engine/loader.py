@@ -103,7 +103,9 @@ class _Loading:
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stage closes it too, and a second close does nothing; but planning may fail
-        self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self.device = self._own(
+            Device(config.device, config.n_threads, config.cpu_reference, config.deterministic)
+        )
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
@@ -195,7 +197,7 @@ def open_runner(
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, config.deterministic)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep)
 
 
 def _open_misses(

@@ -77,13 +77,8 @@ class LayeredRunner(Runner):
         misses: MissHandler | None = None,
         replay: Replay | None = None,
         n_sweep: int = 0,
-        in_order: bool = False,
     ) -> None:
-        """Open the graphs and what brings the ids to the host.
-
-        n_sweep: most rows of a prompt in one sweep; 0: no sweeps. in_order: experts are summed in
-        routing order also where results are not llama.cpp's to the bit.
-        """
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
         max_rows = n_ubatch * stage.state.n_seq
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
@@ -95,7 +90,7 @@ class LayeredRunner(Runner):
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
         is_exact = stage.device.can.exact_sums and misses is not None
-        sums_last = is_exact or (in_order and misses is not None)
+        sums_last = is_exact or (stage.device.is_invariant and misses is not None)
         self._readback = RoutingReadback(stage, max_rows)
         self._layer_graphs = LayerGraphs(
             stage,

@@ -77,7 +77,7 @@ class Company:
     """Passes of every width and form through an engine of `N_SEQ` sequences."""
 
     def __init__(self, engine: Engine, alone: Alone) -> None:
-        self._engine, self._alone = engine, alone
+        self.engine, self._alone = engine, alone
         self._rng = rng = np.random.default_rng(1)
         self._n_vocab = n_vocab = engine.hparams.n_vocab
         self._prefix = [rng.integers(0, n_vocab, 3 + slot % 5).tolist() for slot in range(N_SEQ)]
@@ -95,12 +95,12 @@ class Company:
         """One row of each of some sequences."""
         result, slots = Result(), self._rng.permutation(N_SEQ)[:width].tolist()
         tokens = self._rng.integers(0, self._n_vocab, (width, 1))
-        got = self._engine.forward(tokens, slots, all_rows=True).logits
+        got = self.engine.forward(tokens, slots, all_rows=True).logits
         for row, slot in enumerate(slots):
             wanted = self._alone.logits([*self._prefix[slot], int(tokens[row, 0])])
             result.add(got[row], wanted, f"decode of {width}, row {row}")
         for slot in slots:
-            self._engine.passes.restore(self._snapshots[slot])
+            self.engine.passes.restore(self._snapshots[slot])
         return result
 
     def verify(self, width: int, form: str) -> Result:
@@ -121,7 +121,7 @@ class Company:
         self, tokens: npt.NDArray[np.int64], slots: list[int], parents: list[list[int]],
         lengths: Sequence[int], what: str,
     ) -> Result:  # fmt: skip
-        result, passes = Result(), self._engine.passes
+        result, passes = Result(), self.engine.passes
         passes.verify(tokens, slots, parents, list(lengths), greedy=False)
         got = passes.collect().logits.reshape(*tokens.shape, -1)
         for seq, slot in enumerate(slots):

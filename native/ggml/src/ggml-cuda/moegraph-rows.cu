@@ -2,6 +2,8 @@
 #include "moegraph-rows-kernel.cuh"
 #include "mmvq.cuh"
 
+#include "moegraph.h"
+
 #include <algorithm>
 
 constexpr int MOEGRAPH_MAX_EXPERTS = 4096; // counters in shared memory
@@ -51,8 +53,8 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             src1->ne[3] != 1 || dst->ne[3] != 1 || dst->nb[0] != sizeof(float)) {
         return false;
     }
-    // without asynchronous copies the other vector kernels keep their range
-    const bool async = cp_async_available(cc);
+    // without asynchronous copies the other vector kernels keep their range, unless the rows are to be kept apart
+    const bool async = cp_async_available(cc) || moegraph_rows_are_apart(dst);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
         return n_tokens >= (async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) &&
