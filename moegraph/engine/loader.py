@@ -106,6 +106,11 @@ class _Loading:
         self.device = self._own(
             Device(config.device, config.n_threads, config.cpu_reference, config.deterministic)
         )
+        if self.device.is_invariant and config.miss == "cpu":
+            raise ConfigError(
+                "--deterministic computes every expert on the GPU, because the CPU rounds "
+                "otherwise; drop --miss cpu or --deterministic"
+            )
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train

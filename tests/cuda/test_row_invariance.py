@@ -15,6 +15,7 @@ from helpers.row_cases import WIDTHS as SEVERAL
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.errors import ConfigError
 from moegraph.ggml.device import Device
 
 PRESETS = ("mini35b", "kquant40", "iq64")
@@ -138,6 +139,11 @@ def test_greedy_text_with_drafts_is_that_without(
             engine.passes.commit({0: list(range(taken))})
             text += chosen[:taken]
     assert text[:n] == plain
+
+
+def test_the_cpu_computes_no_expert(model_file: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="drop --miss cpu or --deterministic"):
+        Engine.load(model_file("mini35b"), EngineConfig(**settings_for(25, 128, miss="cpu")))
 
 
 def test_the_forms_are_as_wide_as_a_pass_may_be() -> None:
