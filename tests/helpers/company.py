@@ -69,7 +69,7 @@ class Alone:
                 self._held = ()
             for token in wanted[len(self._held) :]:
                 self._held = (*self._held, token)
-                self._known[self._held] = self.engine.forward([token]).logits[0].copy()
+                self._known[self._held] = self.engine.forward([token]).require_logits()[0].copy()
         return self._known[wanted]
 
 
@@ -94,8 +94,8 @@ class Company:
     def decode(self, width: int) -> Result:
         """One row of each of some sequences."""
         result, slots = Result(), self._rng.permutation(N_SEQ)[:width].tolist()
-        tokens = self._rng.integers(0, self._n_vocab, (width, 1))
-        got = self.engine.forward(tokens, slots, all_rows=True).logits
+        tokens = self._rng.integers(0, self._n_vocab, (width, 1), np.int32)
+        got = self.engine.forward(tokens, slots, all_rows=True).require_logits()
         for row, slot in enumerate(slots):
             wanted = self._alone.logits([*self._prefix[slot], int(tokens[row, 0])])
             result.add(got[row], wanted, f"decode of {width}, row {row}")
@@ -123,7 +123,7 @@ class Company:
     ) -> Result:  # fmt: skip
         result, passes = Result(), self.engine.passes
         passes.verify(tokens, slots, parents, list(lengths), greedy=False)
-        got = passes.collect().logits.reshape(*tokens.shape, -1)
+        got = passes.collect().require_logits().reshape(*tokens.shape, -1)
         for seq, slot in enumerate(slots):
             for row in range(lengths[seq]):
                 taken = tokens[seq, path(parents[seq], row)].tolist()
