@@ -258,6 +258,23 @@ class EngineConfig:
         minimum=0,
         maximum=63,
     )
+    spec: str = _setting(
+        "choice",
+        "off",
+        (),
+        "What drafts tokens. mtp: the model's prediction block. auto: that block, if there is one "
+        "and it fits beside the experts (Python API only).",
+        choices=("off", "auto", "mtp"),
+    )
+    draft_vocab: int = _setting(
+        "int",
+        0,
+        (),
+        "Number of tokens, the most frequent ones, that drafts may consist of. Fewer make drafting "
+        "faster, and change no text. 0: all (Python API only).",
+        minimum=0,
+        maximum=1 << 24,
+    )
     cpu_reference: bool = _setting(
         "flag",
         False,

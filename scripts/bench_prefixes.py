@@ -85,11 +85,11 @@ def copies(engine: Engine, n: int) -> dict[str, tuple[int, float]]:
     engine.reset()
     engine.forward(np.ones(min(512, engine.runner.n_ubatch), dtype=np.int32), greedy=True)
     n_rows = state.n_past[0]
-    states, rows = copies.take_states(0), copies.take_rows(0, 0, n_rows)
-    first = timed(lambda: copies.take_states(0), 1)
+    states, rows = copies.take_states(0, n_rows), copies.take_rows(0, 0, n_rows)
+    first = timed(lambda: copies.take_states(0, n_rows), 1)
 
     def there() -> None:
-        copies.take_states(0).close()  # the next one takes its memory
+        copies.take_states(0, n_rows).close()  # the next one takes its memory
 
     def back() -> None:
         copies.put_states(states, 0)

@@ -5,7 +5,8 @@ A share of the experts, in percent, has a slot on the device; "whole": all of th
 LENGTH tokens continues a sequence of DEPTH positions. One line of JSON for each sample: seconds,
 tokens per second, expert bytes sent, and the host's seconds by phase: building graphs and copies,
 launching, waiting for the device, and handling missing experts. The first sample of each test is
-marked as such, because graphs are built in it.
+marked as such, because graphs are built in it. With --profile, one more sample says what the GPU
+did (PyTorch must be installed).
 
     scripts/bench_prompts.py 35b.gguf --settings whole 60 25 --prompt 512 2048 8192
     scripts/bench_prompts.py 35b.gguf --settings whole --prompt 512 --depth 8192 32768
@@ -16,6 +17,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 import numpy as np
+from _kernels import profiled
 
 from moegraph import Engine, EngineConfig
 
@@ -37,6 +41,7 @@ def parser() -> bench.Parser:
     p.add_argument("--depth", type=int, nargs="+", default=[0])
     p.add_argument("--ubatch", type=bench.positive, default=2048)
     p.add_argument("--mode", default="auto", choices=("auto", "layered", "whole"))
+    p.add_argument("--profile", action="store_true", help="milliseconds of kernels and copies")
     return p
 
 
@@ -84,23 +89,32 @@ def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rows(args: Any, engine: Engine, n: int, depth: int) -> Iterator[dict[str, Any]]:
+    """Yield what is measured of prompts of n tokens after depth positions."""
+    for at in range(args.samples + 1):
+        yield {"first": at == 0, **sample(engine, n, depth, at)}
+    if args.profile:
+        found: dict[str, Any] = {}
+        profile = profiled(lambda: found.update(sample(engine, n, depth, args.samples + 1)))
+        yield {"first": False, **found, "gpu_ms": profile}
+
+
 def main() -> int:
     """Run all samples."""
     args = parser().parse_args()
     out = open(args.out, "a", encoding="utf-8") if args.out else None  # noqa: SIM115
     for setting in args.settings:
         with engine_for(args, setting) as engine:
-            for depth in args.depth:
-                for n in args.prompt:
-                    for at in range(args.samples + 1):
-                        row = {"setting": setting, "mode": engine.mode, "prompt": n, "depth": depth,
-                               "ubatch": args.ubatch, "first": at == 0,
-                               **sample(engine, n, depth, at),
-                               "device_peak_gib": engine.device.note_peak() / 2**30}  # fmt: skip
-                        line = json.dumps(row)
-                        print(line, flush=True)
-                        if out:
-                            print(line, file=out, flush=True)
+            for depth, n in product(args.depth, args.prompt):
+                test = {"setting": setting, "mode": engine.mode, "prompt": n, "depth": depth}
+                for row in rows(args, engine, n, depth):
+                    peak = engine.device.note_peak() / 2**30
+                    line = json.dumps(
+                        {**test, "ubatch": args.ubatch, **row, "device_peak_gib": peak}
+                    )
+                    print(line, flush=True)
+                    if out:
+                        print(line, file=out, flush=True)
     return 0
 
 

@@ -20,7 +20,7 @@ _CARDS = tuple(n * GiB for n in (6, 8, 12, 16, 24))
 _PURPOSES = {
     "weights": "weights outside experts", "kv": "KV cache", "state": "recurrent state",
     "compute": "compute buffers", "other": "kernels and tables", "staging": "staging of experts",
-    "pinned": "experts of full layers", "slots": "expert slots",
+    "pinned": "experts of full layers", "slots": "expert slots", "drafters": "drafters",
 }  # fmt: skip
 # JSON keys of the parts whose key differs from the plan's.
 _KEYS = {"pinned": "full_layers"}

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _SEPARATOR = "---"
 # Limit of an answer, in tokens, for a model that was not trained to end its answers.
 _SHIPPED_LIMIT = 256
+# Places where the next prompt may part from this one: see docs/conversations.md.
+_N_MARKS = 2
 
 
 @dataclass(frozen=True)
@@ -291,8 +293,10 @@ def _converse(talk: Conversation) -> None:
         f"{engine.file.path.name} on {engine.device_name}, context {engine.n_ctx} tokens; "
         "/help for help"
     )
-    while (message := typed.next_message(history)) is not None:
-        if message.strip() in QUIT:
+    while True:
+        engine.prefixes.prepare(_N_MARKS)  # while the user thinks
+        message = typed.next_message(history)
+        if message is None or message.strip() in QUIT:
             break
         try:
             _take_turn(talk, message)

@@ -35,6 +35,7 @@ from .ownership import Ownership
 from .passes import Passes
 from .prefixes import Prefixes
 from .sequence import Sequence
+from .speculation import Speculation
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -115,6 +116,7 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.state.copies, limit)
         self._stack.callback(self.prefixes.clear)
+        self.speculation: Speculation | None = None
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -189,6 +191,8 @@ class Engine:
             "kv_bytes": self.state.kv_bytes,
             "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
             "compute_bytes": self.runner.compute_bytes,
+            "drafters_bytes": sum(drafter.n_bytes for drafter in self._loaded.drafters)
+            + self.stage.taps.n_bytes,
         }
 
     def expert_stats(self) -> ExpertStats | None:
@@ -210,11 +214,12 @@ class Engine:
         return [line for line in found if line]
 
     def drain_messages(self) -> list[str]:
-        """Return the guard's messages since the last call, one line each."""
+        """Return messages of the guard and about drafters since the last call, one line each."""
+        found = self.speculation.drain_messages() if self.speculation else []
         guard = self._misses.residency.guard if self._misses else None
-        if not guard:
-            return []
-        found, guard.messages = guard.messages, []
+        if guard:
+            found += guard.messages
+            guard.messages = []
         return found
 
     def hand_over(self) -> None:
@@ -427,7 +432,7 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
-            self.prefixes if reuse else None, marks,
+            self.prefixes if reuse else None, marks, self.speculation,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
-from ..kinds import Kind
 from ..runner import Output
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
+from .drafted import DraftedSteps
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
 from .prefixes import Prefixes
+from .prompts import is_short
 from .rows import RowSampler
 from .sequence import Sequence
+from .speculation import Speculation
+from .steps import SEQ, Drawn, Steps
 
 
 class Events(Iterator[GenerationEvent]):
@@ -51,7 +55,7 @@ class Events(Iterator[GenerationEvent]):
 
 
 class Generation:
-    """One run of the loop: the prompt in chunks, then one token at a time.
+    """One run of the loop: the prompt in chunks, then steps, each of which draws tokens.
 
     The next pass starts before an event is yielded, so that the device computes while the caller
     handles the text.
@@ -70,8 +74,12 @@ class Generation:
         progress: Progress | None,
         prefixes: Prefixes | None,
         marks: SequenceOf[int],
+        speculation: Speculation | None,
     ) -> None:
-        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`."""
+        """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`.
+
+        speculation: what drafts; None to draw one token with each pass.
+        """
         self.model = model
         self.passes = passes
         self.ownership = ownership
@@ -83,8 +91,14 @@ class Generation:
         self.prefixes = prefixes
         self.marks = list(marks) if prefixes else []
         self.greedy = not sampling.needs_logits and not keep_logits
-        self.sampler = RowSampler(sampling, model.file.hparams.n_vocab)
-        self.sampler.accept_all(sequence.prompt)
+        sampler = RowSampler(sampling, model.file.hparams.n_vocab)
+        sampler.accept_all(sequence.prompt)
+        self.speculation = speculation
+        args = (passes, sampler, sequence, self.greedy, keep_logits, self.cancel)
+        self.steps = Steps(*args)
+        if speculation:
+            streams = model.stage.device.can.streams
+            self.steps = DraftedSteps(*args, speculation, streams)
         self.prefill_s = self.decode_s = 0.0
         self.is_reading = False  # a prompt that fails leaves the sequence as it was
         self.n_reused = self.n_read = 0
@@ -96,11 +110,13 @@ class Generation:
         self.started = time.perf_counter()
         n_reused = 0
         if self.prefixes is None:
-            passes.reset(0)
+            passes.reset(SEQ)
         else:
-            n_reused = self.prefixes.resume(0, self.ids)
-            self.marks = self.prefixes.worth(self.ids, self.marks)
+            n_reused = self.prefixes.resume(SEQ, self.ids)
+            self.marks = self.prefixes.begin(self.ids, self.marks, n_reused)
         self.n_reused = self.n_read = n_reused
+        if self.speculation:
+            self.speculation.begin(SEQ, passes.held(SEQ))
         device.bind_cancel(self.cancel.flag)
         finished = False
         try:
@@ -108,7 +124,7 @@ class Generation:
             finished = True
         except Cancelled:
             if not self.is_reading:
-                passes.reset(0)
+                passes.reset(SEQ)
             finished = True
             self._clock()
             text = self.sequence.cancel()
@@ -117,39 +133,45 @@ class Generation:
             # an error, or the caller closed it; what fails in the prompt undoes itself
             is_lost = not finished and not self.is_reading
             if is_lost:
-                passes.abandon(0)
+                passes.abandon(SEQ)
             if not device.compute.is_closed:
                 device.bind_cancel(None)
                 if is_lost and self.ownership.is_here:
-                    passes.reset(0)
+                    passes.reset(SEQ)
 
     def _steps(self, n_reused: int) -> Iterator[GenerationEvent]:
-        sequence = self.sequence
-        output, logits = self._prefill(n_reused)
+        sequence, steps = self.sequence, self.steps
+        output = self._prefill(n_reused)
         self._clock()
         if sequence.finish_reason:  # nothing to generate
+            logits = output.logits if self.keep_logits else None
             yield self._event(None, "", logits, sequence.finish_reason)
             return
+        drawn = steps.first(output)
         while True:
-            token = self._pick(output)
-            sequence.append(token)
             self._clock()
             if sequence.finish_reason:
-                yield self._event(token, sequence.tell(), logits, sequence.finish_reason)
+                yield from self._events(drawn)
                 return
             try:
-                self._submit(np.array([[token]], dtype=np.int32), Kind.DECODE)
+                steps.submit()
             except Cancelled:
-                # its token was sampled before the cancellation
-                yield self._event(token, sequence.tell(), logits, None)
+                # these tokens were drawn before the cancellation
+                yield from self._events(drawn)
                 raise
-            # the device computes: now there is time for the rest
-            self.sampler.prepare()
-            yield self._event(token, sequence.tell(), logits, None)
-            output = self.passes.collect()
-            logits = output.logits if self.keep_logits else None
+            yield from self._events(drawn)
+            drawn = steps.collect()
 
-    def _prefill(self, n_reused: int) -> tuple[Output, npt.NDArray[np.float32] | None]:
+    def _events(self, drawn: SequenceOf[Drawn]) -> Iterator[GenerationEvent]:
+        """Yield the events of the last tokens."""
+        sequence = self.sequence
+        n_before = sequence.n_generated - len(drawn)
+        for n, one in enumerate(drawn, n_before + 1):
+            text = sequence.tell()
+            reason = sequence.finish_reason if n == sequence.n_generated else None
+            yield self._event(one.token, text, one.logits, reason, n)
+
+    def _prefill(self, n_reused: int) -> Output:
         n = len(self.ids)
 
         def progress(n_rows: int) -> None:
@@ -158,44 +180,26 @@ class Generation:
                 self.progress("prefill", self.n_read, n)
 
         def meanwhile() -> None:
-            if self.prefixes and self.marks:
-                self.prefixes.prepare(len(self.marks))
             if not self.sequence.finish_reason:
-                self.passes.build_next(0, self.greedy, self._draws())
+                self.passes.build_next(SEQ, self.greedy, self.steps.draws())
 
         cuts = tuple(mark for mark in self.marks if n_reused < mark < n)
-        tokens, draws = self.ids[n_reused:], self._draws()
-        batch = SweepBatch(tokens, 0, self.keep_logits, self.greedy, draws, cuts)
+        tokens, draws = self.ids[n_reused:], self.steps.draws()
+        batch = SweepBatch(tokens, SEQ, self.keep_logits, self.greedy, draws, cuts)
+        is_sweep = not is_short(batch, self.model.runner.n_ubatch)
+        if self.speculation and is_sweep:
+            batch = replace(batch, taps=self.speculation.prompt_taps(SEQ, tokens))
         self.is_reading = True
-        output, snapshots = self.passes.read(batch, self.cancel, progress, meanwhile)
+        output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
+        if self.speculation and not is_sweep:
+            self.speculation.committed(SEQ, tokens.tolist(), range(len(tokens)))
         if self.prefixes:
-            for snapshot in snapshots:
-                self.prefixes.save(0, snapshot)
-                snapshot.close()
+            for states in saved:
+                self.prefixes.save(SEQ, states)
             if n in self.marks:
-                self.prefixes.save(0)
-        return output, output.logits if self.keep_logits else None
-
-    def _submit(self, tokens: npt.NDArray[np.int32], kind: Kind) -> None:
-        self.passes.submit(
-            tokens, 0, self.keep_logits, self.greedy, self.cancel, kind, self._draws()
-        )
-
-    def _draws(self) -> npt.NDArray[np.int32] | None:
-        """Return what a pass needs to list candidates; None if it returns something else."""
-        draws = None if self.greedy or self.keep_logits else self.sampler.draw()
-        return None if draws is None else draws[None]
-
-    def _pick(self, output: Output) -> int:
-        if output.argmax is not None:
-            return int(output.argmax[-1])
-        if output.candidates is not None:
-            token = self.sampler.sample(output.candidates[-1], lambda: self.passes.logits(0))
-        else:
-            token = self.sampler.sample(None, lambda: output.require_logits()[-1])
-        self.sampler.accept(token)
-        return token
+                self.prefixes.save(SEQ)
+        return output
 
     def _clock(self) -> None:
         now = time.perf_counter() - self.started
@@ -209,12 +213,14 @@ class Generation:
         text: str,
         logits: npt.NDArray[np.float32] | None,
         reason: str | None,
+        n_generated: int | None = None,
     ) -> GenerationEvent:
+        """n_generated: None: all tokens so far."""
         return GenerationEvent(
             token,
             text,
             self.sequence.n_prompt,
-            self.sequence.n_generated,
+            self.sequence.n_generated if n_generated is None else n_generated,
             self.prefill_s,
             self.decode_s,
             reason,

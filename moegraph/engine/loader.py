@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..draft.drafter import Drafter
+from ..errors import ConfigError, OutOfDeviceMemory
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -21,6 +22,7 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
+from ..placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
 from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
@@ -34,6 +36,7 @@ from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
+from .drafters import open_drafters
 from .warmup import warm_up
 
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
@@ -53,7 +56,7 @@ class LoadedModel:
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
     plan: the expert slots of each layer, and the memory that they and all else take. times: the
-    seconds of each phase of loading.
+    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
     """
 
     file: ModelFile
@@ -65,6 +68,7 @@ class LoadedModel:
     plan: Plan
     runner: Runner
     times: dict[str, float]
+    drafters: tuple[Drafter, ...]
 
 
 def load_model(
@@ -115,7 +119,7 @@ class _Loading:
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
-        plan = self._make_plan()
+        plan, has_mtp = self._choose_plan()
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
@@ -127,9 +131,12 @@ class _Loading:
         stage = self._own(
             open_stage(
                 self.device, self.file, range(hp.n_layer), plan.n_slots, config, self.n_ctx,
-                n_prefetch_slots, progress, self._times,
+                n_prefetch_slots, progress, self._times, has_mtp,
             )
         )  # fmt: skip
+        drafters = open_drafters(stage, self.file, config, has_mtp, self._stack)
+        if drafters:
+            self._times.lap("drafters")
         if beside:
             wait([beside])
             self._times.lap("tokenizer")
@@ -145,7 +152,7 @@ class _Loading:
         self._times.lap("threads")
         return LoadedModel(
             self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
-            self._times.seconds,
+            self._times.seconds, drafters,
         )  # fmt: skip
 
     def _read_profile(self) -> ProfileFile | None:
@@ -160,8 +167,27 @@ class _Loading:
         self._stack.callback(part.close)
         return part
 
-    def _make_plan(self) -> Plan:
-        """Return how many expert slots each layer gets."""
+    def _choose_plan(self) -> tuple[Plan, bool]:
+        """Return how many expert slots each layer gets, and whether the MTP block is loaded.
+
+        Raises:
+            ModelFileError: the settings ask for the MTP block, and the file lacks it.
+        """
+        config = self.config
+        if not wants_mtp(self.file, config):
+            return self._make_plan(0), False
+        n_bytes = mtp_bytes(self.file, config, self.n_ctx)
+        if config.spec == "mtp":
+            return self._make_plan(n_bytes), True
+        plain = self._make_plan(0)
+        try:
+            drafting = self._make_plan(n_bytes)
+        except (ConfigError, OutOfDeviceMemory):
+            return plain, False
+        return (drafting, True) if is_worth_loading(drafting, plain) else (plain, False)
+
+    def _make_plan(self, drafters: int) -> Plan:
+        """Return how many expert slots each layer gets beside the bytes of drafters."""
         config, free = self.config, self.device.memory()[0]
         budget, source = None, "--vram"
         if config.vram != "auto":
@@ -169,7 +195,7 @@ class _Loading:
         elif self.device.can.own_memory:
             budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
         return make_plan(
-            needed_bytes(self.file, config, self.n_ctx),
+            needed_bytes(self.file, config, self.n_ctx, drafters),
             budget,
             config.pin_layers if config.pin_layers >= 0 else None,
             config.cache_slots if config.cache_slots >= 0 else None,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
-from ..kinds import SHORT_PROMPT, Kind
+from ..kinds import Kind
 from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
 from ..runner import Batch, NotFinite, Output, Runner
@@ -27,7 +27,7 @@ from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
 from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_seq, slots_of
-from .prompts import Prompts, where_not_finite
+from .prompts import Prompts, is_short, where_not_finite
 
 
 class Passes:
@@ -193,15 +193,15 @@ class Passes:
         cancel: CancelToken | None,
         progress: Callable[[int], None] = lambda n_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[Output, list[Snapshot]]:
+    ) -> tuple[Output, list[StatesCopy]]:
         """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
 
-        Returns its results, and the snapshots at the cuts, which the caller closes. progress:
+        Returns its results, and the states at the cuts, which the caller closes. progress:
         called with how many rows the work that is enqueued amounts to. meanwhile: called once,
         while the device computes.
         """
         n = len(batch.tokens)
-        if n <= min(SHORT_PROMPT, self._runner.n_ubatch) and not batch.cuts:
+        if is_short(batch, self._runner.n_ubatch):
             output = self._read_as_pass(batch, cancel, meanwhile)
             progress(n)
             return output, []
@@ -215,7 +215,7 @@ class Passes:
 
         output = self._prompts.run(sweep, cancel, after_step)
         progress(n)
-        return output, sweep.snapshots
+        return output, sweep.saved
 
     def _read_as_pass(
         self, batch: SweepBatch, cancel: CancelToken | None, meanwhile: Callable[[], None]
@@ -260,11 +260,12 @@ class Passes:
         lengths: Sequence[int] | None = None,
         greedy: bool = True,
         cancel: Cancel = None,
+        draws: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Start a pass over trees of drafted rows; `collect` returns results of all rows.
 
         It changes no sequence, whatever happens; `commit` takes rows of it. tokens, parents,
-        lengths: as in `Batch.verify`; seq, cancel: as in `submit`.
+        lengths: as in `Batch.verify`; seq, cancel, draws: as in `submit`, but greedy wins.
 
         Raises:
             RequestError: as in `submit`, or the lengths do not fit the tokens.
@@ -275,7 +276,7 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         rows, slots = self._given(tokens, seq)
-        batch = Batch.verify(rows, slots, parents, lengths, greedy)
+        batch = Batch.verify(rows, slots, parents, lengths, greedy, draws)
         self._checked(batch)
         cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until the pass is launched

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from ..errors import NativeError
 from ..ggml.free_memory import host_memory
-from ..resident.hostcopies import HostCopies
-from ..resident.snapshots import Snapshot
+from ..resident.hostcopies import HostCopies, StatesCopy
 from .passes import Passes
 from .prefixtree import Path, PrefixTree, n_common
 
@@ -84,10 +83,12 @@ class Prefixes:
         self.tree.touch(path[-1])
         return n_saved
 
-    def worth(self, ids: Ids, marks: Sequence[int]) -> list[int]:
-        """Return the marks of a prompt whose states are worth keeping, in order.
+    def begin(self, ids: Ids, marks: Sequence[int], n_held: int) -> list[int]:
+        """Return the marks of a prompt whose states are to be kept, in order, and make room.
 
-        A mark that is only a few tokens behind one that is kept saves less than it costs.
+        n_held: how many ids the sequence holds, of which nothing is removed. A mark that is only a
+        few tokens after one that is kept saves less than it costs. If there is no room for all
+        marks, the last ones are kept.
         """
         found: list[int] = []
         for mark in sorted(marks) if self.is_on else ():
@@ -95,41 +96,51 @@ class Prefixes:
             last = max([sum(len(node.tokens) for node in path), *found[-1:]])
             if mark - last >= _WORTH:
                 found.append(mark)
-        return found
+        if not found:
+            return []
+        limit, size = self._limit(), max(1, self._copies.states_bytes)
+        self.tree.shrink(limit - size * len(found), self.tree.find(ids[:n_held], n_held))
+        self._drop_spare(limit)
+        n_fit = max(0, limit - self.tree.n_bytes) // size
+        return found[max(0, len(found) - n_fit) :]
 
     def prepare(self, n: int) -> None:
-        """Take memory for saving n times, as far as there is room, while the device computes."""
+        """Take memory for saving n times, as far as there is room, before a prompt needs it."""
         copies = self._copies
         n_more = max(0, self._limit() - self.n_bytes) // max(1, copies.states_bytes)
         with suppress(NativeError):
             copies.prepare(min(n, copies.n_spare + n_more))
 
-    def save(self, seq: int, snapshot: Snapshot | None = None) -> bool:
-        """Keep what a sequence holds now, or held at a snapshot; return False if it has no room.
+    def save(self, seq: int, states: StatesCopy | None = None) -> bool:
+        """Keep what a sequence holds now, or held when states were copied; False without room.
 
-        The sequence still has its positions up to the snapshot, which can be closed afterwards.
+        The sequence still has its positions up to there. The states are kept or closed.
         """
-        n_held = None if snapshot is None else snapshot.n_past
+        n_held = None if states is None else states.n_past
         ids = np.asarray(self._passes.held(seq)[:n_held], dtype=np.int32)
         if not self.is_on or not len(ids):
             return False
         path = self.tree.reach(ids)
         try:
-            return self._save(seq, snapshot, path)
+            return self._save(seq, states, path)
         except (NativeError, MemoryError):  # nothing else depends on it
             return False
         finally:
             limit = self._limit()
             self.tree.shrink(limit, path if path[-1].states else [])
-            if self.n_bytes > limit:
-                self._copies.close()
+            self._drop_spare(limit)
 
-    def _save(self, seq: int, snapshot: Snapshot | None, path: Path) -> bool:
+    def _save(self, seq: int, states: StatesCopy | None, path: Path) -> bool:
         copies, last = self._copies, path[-1]
         if last.states is None:
             if not self._make_room(copies.states_bytes, path):
+                if states is not None:
+                    states.close()
                 return False
-            last.states = copies.take_states(snapshot or seq)
+            n_held = sum(len(node.tokens) for node in path)
+            last.states = copies.take_states(seq, n_held) if states is None else states
+        elif states is not None:
+            states.close()
         self.tree.touch(last)
         end, is_whole = 0, True
         for node in path:
@@ -141,6 +152,11 @@ class Prefixes:
             if is_whole:
                 node.rows = copies.take_rows(seq, start, end - start)
         return is_whole
+
+    def _drop_spare(self, limit: int) -> None:
+        """Free the memory that waits for the next states, if all is more than the limit."""
+        if self.n_bytes > limit:
+            self._copies.close()
 
     def _make_room(self, n_bytes: int, kept: Path) -> bool:
         """Remove older beginnings until there is room for n_bytes; none if that is impossible."""

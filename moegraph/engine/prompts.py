@@ -11,11 +11,17 @@ from collections.abc import Callable
 from ..errors import InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
+from ..kinds import SHORT_PROMPT
 from ..runner import NotFinite, Output, Runner
 from ..runner.inspect import first_bad_place
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
+
+
+def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
+    """Return whether a prompt is computed as one pass; otherwise a sweep computes it."""
+    return len(batch.tokens) <= min(SHORT_PROMPT, n_ubatch) and not batch.cuts
 
 
 class Prompts:

@@ -93,6 +93,19 @@ class RowSampler:
         words[1:3].view(np.uint32)[:] = key & 0xFFFFFFFF, key >> 32
         return words
 
+    def draw_each(self, aheads: Sequence[Sequence[int]]) -> npt.NDArray[np.int32] | None:
+        """Return what a pass needs to know of several rows, I32 numpy [n_rows, DRAW_WORDS].
+
+        aheads: the drafted tokens before each row. None: the settings need the logits of some row.
+        """
+        words = np.empty((len(aheads), DRAW_WORDS), dtype=np.int32)
+        for row, ahead in zip(words, aheads):
+            found = self.draw(ahead)
+            if found is None:
+                return None
+            row[:] = found
+        return words
+
     def prepare(self) -> None:
         """Find out whose logits the next row changes."""
         if self._is_prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 
@@ -65,13 +66,15 @@ class Sequence:
         self.prompt = prompt
         self.tokens: list[int] = []
         self.text = ""
+        self._room = room
         self._limit = room if max_tokens is None else min(max_tokens, room)
         self.finish_reason: str | None = None if self._limit else "length"
         self._piece = piece
         self._eog_ids = eog_ids
         self._decoder = IncrementalDecoder()
         self._matcher = StopMatcher(stop)
-        self._told: str | None = None  # what `tell` returns, if it is known already
+        self._n_told = 0  # tokens whose text is known
+        self._known: deque[str] = deque()  # what `tell` returns next, if it is known already
 
     @property
     def n_prompt(self) -> int:
@@ -83,8 +86,18 @@ class Sequence:
         """Return the number of tokens drawn so far."""
         return len(self.tokens)
 
+    @property
+    def n_left(self) -> int:
+        """Return how many tokens may still be drawn."""
+        return self._limit - self.n_generated if self.finish_reason is None else 0
+
+    @property
+    def n_room(self) -> int:
+        """Return how many positions the context has for the last token and others after it."""
+        return self._room - self.n_generated
+
     def append(self, token: int) -> None:
-        """Take the next token; may set finish_reason. Then call `tell` once.
+        """Take the next token; may set finish_reason. Then call `tell` once, sooner or later.
 
         The device waits for this, so the text is only looked at if a stop string may end it.
         """
@@ -93,14 +106,16 @@ class Sequence:
             self.finish_reason = "stop"
         elif self.n_generated >= self._limit:
             self.finish_reason = "length"
-        self._told = self._tell() if self._matcher.stops else None
+        if self._matcher.stops:
+            self._known.append(self._tell())
 
     def tell(self) -> str:
-        """Return the text that the last token completes."""
-        return self._tell() if self._told is None else self._told
+        """Return the text that the first token completes of which it was not told yet."""
+        return self._known.popleft() if self._known else self._tell()
 
     def _tell(self) -> str:
-        token = self.tokens[-1]
+        token = self.tokens[self._n_told]
+        self._n_told += 1
         if self._piece is None or token in self._eog_ids:
             text = ""
         else:
@@ -108,7 +123,7 @@ class Sequence:
             self.text += text
         if self._matcher.matched is not None:
             self.finish_reason = "stop"
-        elif self.finish_reason is not None:
+        elif self.finish_reason is not None and self._n_told == self.n_generated:
             text += self._finish(self.finish_reason)
         return text
 

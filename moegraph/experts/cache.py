@@ -53,6 +53,11 @@ class ExpertCache:
         )
 
     @property
+    def n_missing(self) -> int:
+        """Return the distinct missing experts, summed over passes and layers."""
+        return sum(layer.n_missing for layer in self.layers)
+
+    @property
     def partial(self) -> list[LayerSlots]:
         """The layers whose slots can change."""
         return [layer for layer in self.layers if 0 < layer.n_slots < self.n_expert]

@@ -23,6 +23,45 @@ LIKELY: int = C.MOEGRAPH_LIKELY
 TOTAL_WORD = 0
 
 
+# The list of the likeliest tokens: where its length is, most of them, and where the ids begin,
+# which the logits follow.
+_N_LIKELY, _MOST, _IDS = 3, int(C.MOEGRAPH_CANDIDATES), 4
+
+
+def likeliest(row: Words) -> tuple[Words, npt.NDArray[np.float32], float]:
+    """Return what the op lists of a row of logits: ids, their log probabilities, the largest one.
+
+    row: result of the op. Probabilities are those of the softmax over the whole row. The ids are
+    in order, likeliest first: at least LIKELY, or as many as the vocabulary has; but none if too
+    many are equally likely, or if a logit is not finite. Then the largest is NaN.
+    """
+    numbers, n = row.view(np.float32), int(row[_N_LIKELY])
+    total, largest = float(numbers[TOTAL_WORD]), float(numbers[TOTAL_WORD + 1])
+    if not math.isfinite(total):
+        return row[:0], numbers[:0], math.nan
+    n, log_total = n if n <= _MOST else 0, math.log(total)
+    logits = numbers[_IDS + _MOST : _IDS + _MOST + n]
+    return row[_IDS : _IDS + n], logits - np.float32(largest + log_total), -log_total
+
+
+def likeliest_rows(rows: Words, n_top: int) -> tuple[Words, npt.NDArray[np.float32]]:
+    """Return the n_top likeliest tokens of several rows and their log probabilities, [n, n_top].
+
+    rows: results of the op, [n_rows, words]. Rows end before the first one of which fewer are
+    listed. Log probabilities of a row are NaN if a logit is not finite; its ids are 0 then.
+    """
+    numbers, n_listed = rows.view(np.float32), rows[:, _N_LIKELY]
+    total = numbers[:, TOTAL_WORD]
+    is_bad = ~np.isfinite(total)
+    ends = ((n_listed < n_top) | (n_listed > _MOST)) & ~is_bad
+    n = int(ends.argmax()) if ends.any() else len(rows)
+    ids = np.where(is_bad[:n, None], 0, rows[:n, _IDS : _IDS + n_top])
+    logits = numbers[:n, _IDS + _MOST : _IDS + _MOST + n_top]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        below = numbers[:n, TOTAL_WORD + 1] + np.log(np.where(is_bad, np.nan, total)[:n])
+        return ids, logits - below[:, None]
+
+
 class Changed:
     """Tokens whose logits a sampler changes, sorted by id.
 

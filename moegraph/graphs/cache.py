@@ -12,6 +12,7 @@ from ..ggml.handles import Context, GraphAllocator
 from ..ggml.lib import C, ffi, last_error
 from ..ggml.ops import Builder, name_of, shape
 from ..units import format_bytes
+from .length import Span, set_length
 
 # Host memory of all graphs; the graphs of decode take 3 MiB with a 35B.
 _MAX_BYTES = 128 << 20
@@ -23,13 +24,24 @@ class BuiltGraph:
     outputs: what the build function returned, such as tensors to read or inputs to set.
     """
 
-    __slots__ = ("context", "graph", "outputs", "n_bytes")
+    __slots__ = ("context", "graph", "outputs", "n_bytes", "_spans", "_n_kv")
 
-    def __init__(self, context: Context, graph: Any, outputs: Any) -> None:
+    def __init__(self, context: Context, graph: Any, outputs: Any, spans: list[Span]) -> None:
         self.context = context
         self.graph = graph
         self.outputs = outputs
+        self._spans = spans
+        self._n_kv = 0
         self.n_bytes = C.ggml_used_mem(context.ptr)
+
+    def set_length(self, n_kv: int) -> None:
+        """Have attention read n_kv positions, at most as many as the graph was built for.
+
+        The device must not have recorded the graph, nor be running it.
+        """
+        if self._spans and n_kv != self._n_kv:
+            set_length(self._spans, n_kv)
+            self._n_kv = n_kv
 
 
 class GraphCache:
@@ -38,14 +50,14 @@ class GraphCache:
     All graphs share one block for intermediates: they run one after another on one stream, and
     tensors that must outlive a graph are in fixed memory. If a larger graph makes the block move,
     all earlier graphs are stale: the cache drops them and `generation` changes. n_built, n_dropped:
-    graphs that were built, and that were dropped to save memory, so far.
+    graphs that were built, and that were dropped to save memory, so far. n_host_bytes: their size.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._allocator = GraphAllocator(device.buft, device.compute)
         self._graphs: OrderedDict[Hashable, BuiltGraph] = OrderedDict()
-        self._n_host_bytes = 0
+        self.n_host_bytes = 0
         self.generation = self.n_built = self.n_dropped = 0
 
     @property
@@ -77,13 +89,13 @@ class GraphCache:
             C.moegraph_keep_rows_apart(builder.graph)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
-        built = BuiltGraph(context, builder.graph, outputs)
+        built = BuiltGraph(context, builder.graph, outputs, builder.spans)
         self._graphs[key] = built
         self.n_built += 1
-        self._n_host_bytes += built.n_bytes
-        while self._n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
+        self.n_host_bytes += built.n_bytes
+        while self.n_host_bytes > _MAX_BYTES and len(self._graphs) > 1:
             _, oldest = self._graphs.popitem(last=False)
-            self._n_host_bytes -= oldest.n_bytes
+            self.n_host_bytes -= oldest.n_bytes
             self.n_dropped += 1
         return built
 
@@ -93,7 +105,7 @@ class GraphCache:
         The other graphs are out of the cache until the allocator has returned, so an interrupt
         cannot leave graphs there that have addresses of the old block.
         """
-        kept, before = (self._n_host_bytes, self._graphs, self.generation), self._allocator.size
+        kept, before = (self.n_host_bytes, self._graphs, self.generation), self._allocator.size
         self._graphs = OrderedDict()
         self.clear()
         ok = C.mg_graph_alloc(self._allocator.ptr, self._device.compute.ptr, context.ptr, graph)
@@ -104,12 +116,12 @@ class GraphCache:
                 f"({format_bytes(self._device.memory()[0])} free; {detail}); lower -ub or -c"
             )
         if self._allocator.size == before:
-            self._n_host_bytes, self._graphs, self.generation = kept
+            self.n_host_bytes, self._graphs, self.generation = kept
 
     def clear(self) -> None:
         """Drop all graphs and change `generation`; callers must get their graphs again."""
         self._graphs.clear()
-        self._n_host_bytes = 0
+        self.n_host_bytes = 0
         self.generation += 1
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from ..resident.stage import Stage
 from ..resident.state import State
 from ..units import round_up
 from .hidden import HiddenRows
+from .length import spans
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
 
@@ -117,9 +118,9 @@ class _Layout:
         offsets.append(round_up(offsets[-1] + 4 * DRAW_WORDS * n_draws, _ALIGN))
         return cls(*offsets)
 
-    def kv_rows(self, shape: PassShape) -> int:
-        """Return the offset of kv_rows, which follow the mask."""
-        return round_up(self.attention + 2 * shape.n_kv * shape.n_tokens, _ALIGN)
+    def mask(self, shape: PassShape, n_gathered: int) -> int:
+        """Return the offset of the mask, which follows kv_rows; n_gathered: most of a sequence."""
+        return round_up(self.attention + 4 * n_gathered * shape.n_seqs, _ALIGN)
 
     def rows(self, shape: PassShape, n_pages: int) -> int:
         """Return the offset of the rows of a pass with pages, which follow the lists of pages."""
@@ -139,13 +140,12 @@ class InputBlock:
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
-        self._gathers = state.n_seq > 1
+        # an engine with one sequence reads the caches in place
+        self._n_gathered = state.n_ctx if state.n_seq > 1 else 0
         self._layouts: dict[int, _Layout] = {}
         largest = PassShape(max_rows, 1, state.n_ctx, 0)
-        size = self._layout(max_rows).kv_rows(largest)
-        if self._gathers:
-            size += 4 * state.n_ctx * state.n_seq
-        self._size = round_up(size, _ALIGN)
+        size = self._layout(max_rows).mask(largest, self._n_gathered * state.n_seq)
+        self._size = round_up(size + 2 * state.n_ctx * max_rows, _ALIGN)
         self._buffer = device.buffer(self._size, "the inputs of a pass", "lower -ub or -c")
         self._host = device.host_buffer(self._size)
         self._uploaded = device.event()
@@ -194,10 +194,12 @@ class InputBlock:
             rows = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", at.rows(shape, n_pages))
         else:
             mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
-            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.attention)
-            if self._gathers:
+            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(shape, self._n_gathered))
+            spans(b, shape.n_kv, kq_mask, 0, 1, 2, 3)
+            if self._n_gathered:
                 kv_ne = (shape.n_kv * shape.n_seqs,)
-                kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.kv_rows(shape))
+                kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.attention)
+                spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
         return PassInputs(
             embd=embd,
             pos=leaf(I32, (n_tokens,), "inp_pos", at.pos),
@@ -262,7 +264,7 @@ class InputBlock:
         if shape.is_paged:
             rows = at.rows(shape, self._state.pool.table.shape[1])
             return rows + 4 * ROW_WORDS * shape.n_tokens
-        return at.kv_rows(shape) + 4 * shape.n_kv * shape.n_seqs * self._gathers
+        return at.mask(shape, self._n_gathered) + 2 * shape.n_kv * shape.n_tokens
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
@@ -296,10 +298,11 @@ class InputBlock:
             rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
             fill_rows(rows, pos0, n, tree)
             return
-        mask = region(at.attention, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
+        mask_at = at.mask(shape, self._n_gathered)
+        mask = region(mask_at, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
         fill_mask(mask, pos0, None if tree is None else tree.sees)
-        if self._gathers:
-            rows = region(at.kv_rows(shape), shape.n_kv * shape.n_seqs, np.int32)
+        if self._n_gathered:
+            rows = region(at.attention, shape.n_kv * shape.n_seqs, np.int32)
             rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
 
     def _kv_idx(
@@ -347,10 +350,11 @@ class _OneRow:
         n_pages = state.pool.table.shape[1]
         self._pages = region(at.attention, n_pages, np.int32)
         self._row = region(at.rows(shape, n_pages), ROW_WORDS, np.int32)
-        self._mask = region(at.attention, shape.n_kv, np.float16)
+        n_gathered = state.n_ctx if state.n_seq > 1 else 0
+        self._mask = region(at.mask(shape, n_gathered), shape.n_kv, np.float16)
         self._kv_rows: npt.NDArray[np.int32] | None = None
-        if state.n_seq > 1:
-            self._kv_rows = region(at.kv_rows(shape), shape.n_kv, np.int32)
+        if n_gathered:
+            self._kv_rows = region(at.attention, shape.n_kv, np.int32)
         # position and sequence of the row that was written last, and the pages that it had
         self._last: tuple[int, int, int] = (-2, -1, -1)
 

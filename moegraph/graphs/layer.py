@@ -30,18 +30,30 @@ class Routed:
 
 
 def build_input_norm(b: Builder, stage: Stage, x: Tensor, il: int) -> Tensor:
-    """Append the norm of layer il's input F32 [n_embd, n_tokens]; n_layer means the head.
+    """Append the norm of layer il's input F32 [n_embd, n_tokens]; the last layer's + 1: the head.
 
     Raises:
         InternalError: the stage has no head.
     """
     weights, eps = stage.weights, stage.hp.f_norm_rms_eps
-    if il < stage.hp.n_layer:
+    if il < stage.layers.stop:
         norm = b.norm(x, weights.layer(il)["attn_norm.weight"], eps)
         return b.expand(b.name(norm, "attn_norm", il))
     if weights.head is None:
         raise InternalError(f"the stage of {stage.layers} has no head")
     return b.expand(b.name(b.norm(x, weights.head.norm, eps), "h_nextn"))
+
+
+def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> None:
+    """Keep what a drafter wants of layer il's input x and its norm; n_layer means the head.
+
+    x, norm: F32 [n_embd, n_tokens], both appended already. The input of a layer is the output of
+    the one before once it is complete, also where missing experts were added to it.
+    """
+    if il > 0:
+        stage.taps.keep(b, x, il - 1)
+    if il == stage.hp.n_layer:
+        stage.taps.keep(b, norm, il)
 
 
 def build_mixer_router(

@@ -64,7 +64,7 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 class HParams:
     """What a model's graphs need besides its weights.
 
-    n_layer: layers that run. n_layer_nextn: prediction (MTP) blocks after them, which do not run.
+    n_layer: layers of a pass. n_layer_nextn: prediction (MTP) blocks after them, which only draft.
     expert_weights_scale: 0.0 means none. f_attention_scale: 0.0 means 1 / sqrt(n_embd_head_k).
     rope_*, n_ctx_orig: arguments of ggml_rope_ext, with scaling applied.
 
@@ -143,8 +143,8 @@ class HParams:
         return sum(self.recurrent)
 
     def is_recurrent(self, il: int) -> bool:
-        """Return whether layer il is a DeltaNet layer rather than a full-attention one."""
-        return self.recurrent[il]
+        """Return whether layer il is a DeltaNet layer; prediction blocks have full attention."""
+        return il < self.n_layer and self.recurrent[il]
 
 
 def read_hparams(meta: Metadata, n_vocab: int) -> HParams:

@@ -189,7 +189,7 @@ def check_tensors(
         )
     for name, spec in expected.items():
         if name in tensors:
-            _check_tensor(path, tensors[name], spec)
+            check_tensor(path, tensors[name], spec)
     return _nextn_warnings(hp, tensors, merged) + _unknown_warnings(hp, tensors, expected)
 
 
@@ -213,7 +213,7 @@ def _check_variants(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, T
             )
 
 
-def _check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> None:
+def check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> None:
     """Check the shape and type of one tensor that runs."""
     if info.ne != spec.ne4:
         raise ModelFileError(
@@ -230,21 +230,43 @@ def _check_tensor(path: os.PathLike[str], info: TensorInfo, spec: Expected) -> N
 def _nextn_warnings(
     hp: HParams, tensors: Mapping[str, TensorInfo], merged: frozenset[int]
 ) -> list[str]:
-    """Describe incomplete prediction blocks; they do not run, so these are not errors."""
-    warnings = []
-    for il in range(hp.n_layer, hp.n_layer + hp.n_layer_nextn):
-        for name, spec in nextn_tensors(hp, il in merged).items():
-            info = tensors.get(f"blk.{il}.{name}")
-            if info is None and spec.required:
-                warnings.append(f"prediction block {il} lacks {name}; it is not run")
-                break
-            if info is not None and info.ne != spec.ne4:
-                warnings.append(
-                    f"prediction block {il}: {name} has shape {list(info.ne[: info.n_dims])}, "
-                    f"expected {list(spec.ne)}; it is not run"
-                )
-                break
-    return warnings
+    """Describe incomplete prediction blocks; a model runs without them."""
+    blocks = range(hp.n_layer, hp.n_layer + hp.n_layer_nextn)
+    faults = [_nextn_fault(hp, tensors, il, il in merged) for il in blocks]
+    return [f"prediction block {fault}; it is not run" for fault in faults if fault]
+
+
+def _nextn_fault(hp: HParams, tensors: Mapping[str, TensorInfo], il: int, merged: bool) -> str:
+    """Return what a prediction block lacks, after its number, or '' if it is whole."""
+    for name, spec in nextn_tensors(hp, merged).items():
+        info = tensors.get(f"blk.{il}.{name}")
+        if info is None and spec.required:
+            return f"{il} lacks {name}"
+        if info is not None and info.ne != spec.ne4:
+            shape = list(info.ne[: info.n_dims])
+            return f"{il}: {name} has shape {shape}, expected {list(spec.ne)}"
+    return ""
+
+
+def require_nextn(path: os.PathLike[str], hp: HParams, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that the file has one prediction (MTP) block, and all of it, to draft with.
+
+    Raises:
+        ModelFileError: there is none, or a tensor of it is missing or has the wrong shape.
+        UnsupportedModel: there are several, or a tensor has a type that moegraph does not run.
+    """
+    if hp.n_layer_nextn != 1:
+        count = f"{hp.n_layer_nextn} prediction (MTP) blocks"
+        error = UnsupportedModel if hp.n_layer_nextn else ModelFileError
+        raise error(f"{path}: the file has {count}; drafting with MTP needs one")
+    il = hp.n_layer
+    merged = il in merged_layers(hp, tensors)
+    fault = _nextn_fault(hp, tensors, il, merged)
+    if fault:
+        raise ModelFileError(f"{path}: prediction block {fault}; the file cannot draft with MTP")
+    for name, spec in nextn_tensors(hp, merged).items():
+        if f"blk.{il}.{name}" in tensors:
+            check_tensor(path, tensors[f"blk.{il}.{name}"], spec)
 
 
 def _unknown_warnings(

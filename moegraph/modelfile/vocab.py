@@ -8,6 +8,7 @@ can catch none of these, so this module refuses such a vocabulary first.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ModelFileError, UnsupportedModel
 from .hparams import ARCH
@@ -72,6 +73,28 @@ def check_vocab(meta: Metadata, n_embd_rows: int) -> int:
             f"but token_embd.weight has {n_embd_rows} rows"
         )
     return n_vocab
+
+
+# Types of tokens that are not ordinary text: ends of turns, tags of thoughts and tools.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def frequent_ids(meta: Metadata, n_vocab: int, n: int) -> npt.NDArray[np.int32]:
+    """Return n tokens of which most text is made, ascending: I32 [n].
+
+    Those that are not ordinary text come first; there are few of them. The others are taken in the
+    order of their ids, which for byte-level BPE is that of how often their merges occurred in the
+    text that the tokenizer was made from.
+
+    Raises:
+        ModelFileError: the types of the tokens are malformed.
+    """
+    order = np.arange(n_vocab, dtype=np.int32)
+    if TOKEN_TYPE in meta:
+        types = np.array(meta.integers(TOKEN_TYPE, n_vocab, 0, 1 << 31))
+        is_special = np.isin(types, (_CONTROL, _USER_DEFINED))
+        order = np.concatenate([order[is_special], order[~is_special]])
+    return np.sort(order[:n])
 
 
 def _check_bpe(meta: Metadata) -> int:

@@ -35,12 +35,16 @@ _OTHER_BYTES = 224 << 20
 _ALIGN = 128
 
 
-def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprint:
+def needed_bytes(
+    model: ModelFile, config: EngineConfig, n_ctx: int, drafters: int = 0
+) -> Footprint:
     """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
     Weights, caches and states are exact. Intermediates are an upper bound, because their layout is
     known only after the graphs are built. Verify passes count as far as n_draft announces them. Not
     included: logits of all rows of a prompt (--logits-out), n_ubatch * n_vocab * 4 bytes.
+
+    drafters: what drafters take (drafters.py).
     """
     hp = model.hparams
     padded = round_up(n_ctx, PAGE)
@@ -78,6 +82,7 @@ def needed_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> Footprin
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + ring_bytes(kinds.values(), hp.n_expert)
         + lacking_bytes(hp, n_sweep, n_ubatch),
+        drafters=drafters,
     )
 
 

@@ -25,7 +25,7 @@ class Footprint:
 
     slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer. weights:
     all weights except routed experts. other: the driver, tables, alignment. staging: needed only if
-    some layer is not full.
+    some layer is not full. drafters: all that they take.
     """
 
     n_expert: int
@@ -37,6 +37,7 @@ class Footprint:
     compute: int
     other: int = 0
     staging: int = 0
+    drafters: int = 0
 
     @property
     def n_layer(self) -> int:
@@ -46,7 +47,8 @@ class Footprint:
     @property
     def fixed(self) -> int:
         """Return the bytes that every plan needs; staging comes on top unless all is resident."""
-        return self.weights + self.kv + self.state + self.compute + self.other
+        base = self.weights + self.kv + self.state + self.compute + self.other
+        return base + self.drafters
 
     @property
     def experts(self) -> int:
@@ -60,9 +62,9 @@ class Plan:
 
     n_slots [n_layer]: n_expert for a full layer, 0 for a layer without slots. pinned: the full
     layers. bytes: device bytes by purpose: weights, kv, state, compute, other, staging, pinned (the
-    experts of full layers), slots. budget: None without a limit. resident_share: share of the
-    expert bytes that are resident, 0 to 1. host_bytes: host memory for copies of the experts of all
-    layers that are not full, of which the device holds some too.
+    experts of full layers), slots, and drafters if there are any. budget: None without a limit.
+    resident_share: share of the expert bytes that are resident, 0 to 1. host_bytes: host memory for
+    copies of the experts of all layers that are not full, of which the device holds some too.
     """
 
     n_slots: tuple[int, ...]
@@ -246,6 +248,8 @@ def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
         "other": need.other, "staging": 0 if everything else need.staging,
         "pinned": full_bytes, "slots": sum(sizes) - full_bytes,
     }  # fmt: skip
+    if need.drafters:
+        by_purpose["drafters"] = need.drafters
     share = sum(sizes) / need.experts if need.experts else 1.0
     host = need.experts - full_bytes
     return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host)
@@ -259,6 +263,7 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
         "compute": need.compute,
         "kernels and tables": need.other,
         "staging": need.staging,
+        "drafters": need.drafters,
     }
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)

@@ -22,16 +22,16 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from .kvpool import KVPool
 from .layout import PAGE
-from .snapshots import Snapshot
 
 # Blocks that wait for the next copies.
 _MAX_SPARE = 2
 
 
 class StatesCopy:
-    """The recurrent states of a sequence after some position."""
+    """The recurrent states of a sequence after its first n_past positions."""
 
-    def __init__(self, buffer: HostBuffer, spare: list[HostBuffer]) -> None:
+    def __init__(self, n_past: int, buffer: HostBuffer, spare: list[HostBuffer]) -> None:
+        self.n_past = n_past
         self.buffer: HostBuffer | None = buffer
         self.n_bytes = buffer.array.nbytes
         self._spare = spare
@@ -45,6 +45,13 @@ class StatesCopy:
             self._spare.append(buffer)
         else:
             buffer.close()
+
+
+def _open(copy: StatesCopy) -> HostBuffer:
+    """Return the memory of a copy that is not closed."""
+    if copy.buffer is None:
+        raise InternalError("the saved states are closed")
+    return copy.buffer
 
 
 class RowsCopy:
@@ -89,6 +96,9 @@ class HostCopies:
         self._states, self._caches = list(states), list(caches)
         self._pool = pool
         self._spare: list[HostBuffer] = []
+        self._at: dict[Tensor, int] = {}  # where each state is in a copy
+        for tensor in self._states:
+            self._at[tensor] = sum(t.nb[1] for t in self._at)
         self.states_bytes = sum(t.nb[1] for t in self._states)
         self.row_bytes = sum(t.nb[1] for t in self._caches)
 
@@ -111,38 +121,42 @@ class HostCopies:
         while len(self._spare) < min(n, _MAX_SPARE):
             self._spare.append(self._device.host_buffer(max(1, self.states_bytes)))
 
-    def take_states(self, source: int | Snapshot) -> StatesCopy:
-        """Copy the states of a sequence, or of a snapshot, and wait for it.
+    def new_states(self, n_past: int) -> StatesCopy:
+        """Return memory for the states after n_past positions; `take_layer` fills it.
 
         Raises:
             NativeError: there is no host memory.
-            RequestError: the snapshot cannot be restored.
         """
         try:
             buffer = self._spare.pop()
         except IndexError:
             buffer = self._device.host_buffer(max(1, self.states_bytes))
+        return StatesCopy(n_past, buffer, self._spare)
+
+    def take_layer(self, copy: StatesCopy, slot: int, states: Iterable[Tensor]) -> None:
+        """Enqueue the copy of some states of a sequence, as they are now."""
+        host, stream = _open(copy), self._device.compute.ptr
+        for tensor in states:
+            at, n = self._at[tensor], tensor.nb[1]
+            C.ggml_backend_tensor_get_async(stream, tensor, host.address(at), slot * n, n)
+
+    def take_states(self, slot: int, n_past: int) -> StatesCopy:
+        """Copy the states of a sequence, which holds n_past positions, and wait for it.
+
+        Raises:
+            NativeError: there is no host memory.
+        """
+        copy = self.new_states(n_past)
+        self.take_layer(copy, slot, self._states)
         self._device.synchronize()
-        if isinstance(source, Snapshot):  # its states follow each other in the same order
-            n = self.states_bytes
-            C.ggml_backend_tensor_get(source.copy_of_states(), buffer.address(), 0, n)
-            return StatesCopy(buffer, self._spare)
-        at = 0
-        for tensor in self._states:
-            n = tensor.nb[1]
-            C.ggml_backend_tensor_get(tensor, buffer.address(at), source * n, n)
-            at += n
-        return StatesCopy(buffer, self._spare)
+        return copy
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""
-        if copy.buffer is None:
-            raise InternalError("the saved states are closed")
-        stream, at = self._device.compute.ptr, 0
-        for tensor in self._states:
+        host, stream = _open(copy), self._device.compute.ptr
+        for tensor, at in self._at.items():
             n = tensor.nb[1]
-            C.ggml_backend_tensor_set_async(stream, tensor, copy.buffer.address(at), slot * n, n)
-            at += n
+            C.ggml_backend_tensor_set_async(stream, tensor, host.address(at), slot * n, n)
 
     def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
         """Copy the KV rows of n positions of a sequence, and wait for it.

@@ -29,6 +29,12 @@ N_STAGING = 16
 # Groups of the ring through which prompts send experts: one is computed, one has arrived, one is
 # under way, and one is given back.
 N_GROUPS = 4
+# Most tokens that the MTP block drafts at once; few drafts are right for so long.
+MAX_MTP_DRAFT = 16
+# Known rows whose K and V the MTP block computes at a time.
+MTP_ROWS = 256
+# Embeddings that an MTP block has for itself, after `blk.N.`.
+NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
 
@@ -51,6 +57,11 @@ def draft_widths(hp: HParams) -> tuple[int, int, int]:
     return hp.conv_dim, hp.n_v_heads, hp.n_v_heads
 
 
+def tap_bytes(n_embd: int, n_taps: int, n_rows: int) -> int:
+    """Return the bytes that taps of passes of n_rows rows take; see `TapRows`."""
+    return n_taps * round_up(4 * n_embd * n_rows, _PART_ALIGNMENT)
+
+
 def paged_scratch_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
     """Return a bound on what attention over pages needs beside its result.
 
@@ -71,6 +82,13 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     """Return a layer's expert stacks by part: gate, up and down, or gate_up and down."""
     names = {part: f"blk.{il}.ffn_{part}_exps.weight" for part in PARTS}
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
+
+
+def mtp_output(model: ModelFile) -> TensorInfo:
+    """Return the output matrix of the MTP block: its own, the model's, or the embeddings."""
+    own = f"blk.{model.hparams.n_layer}.nextn.shared_head_head.weight"
+    names = own, "output.weight", "token_embd.weight"
+    return next(model.tensors[name] for name in names if name in model.tensors)
 
 
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
@@ -126,9 +144,10 @@ def group_bytes(strides: Collection[int], n_expert: int) -> int:
 def is_dense(name: str, layers: range) -> bool:
     """Return whether a tensor is always on the device: of these layers or the head, no experts.
 
-    The embedding is not, nor are MTP blocks, which follow the layers of a model and are not run.
+    Embeddings are not, nor are MTP blocks, which follow the layers of a model, unless they are
+    among these layers.
     """
-    if name == "token_embd.weight" or "_exps." in name:
+    if name == "token_embd.weight" or name.endswith(f".{NEXTN_EMBD}") or "_exps." in name:
         return False
     if name.startswith("blk."):
         return int(name.split(".")[1]) in layers

@@ -78,12 +78,11 @@ class Snapshots:
 
     def __init__(self, device: Device, states: Iterable[Tensor]) -> None:
         self._device = device
-        self._states = list(states)
-        # at least one number, for a stage without recurrent states
-        self._n_bytes = max(4, sum(t.nb[1] for t in self._states))
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
-        for tensor in self._states:
+        for tensor in states:
             self._at[tensor] = sum(t.nb[1] for t in self._at)
+        # at least one number, for a stage without recurrent states
+        self._n_bytes = max(4, sum(t.nb[1] for t in self._at))
         self._spare: list[_Copy] = []
         self._live: WeakSet[Snapshot] = WeakSet()
 
@@ -93,27 +92,12 @@ class Snapshots:
         Raises:
             OutOfDeviceMemory: there is no memory for it.
         """
-        snapshot = self.empty(slot, n_past)
-        self.fill(snapshot, self._states)
-        return snapshot
-
-    def empty(self, slot: int, n_past: int) -> Snapshot:
-        """Return a snapshot whose states are still to be copied, by `fill`.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
         copy = self._spare.pop() if self._spare else _Copy(self._device, self._n_bytes)
         snapshot = Snapshot(slot, n_past, copy, self._spare)
         self._live.add(snapshot)
+        for tensor, at in self._at.items():
+            self._enqueue(tensor, slot * tensor.nb[1], copy.tensor, at, tensor.nb[1])
         return snapshot
-
-    def fill(self, snapshot: Snapshot, states: Iterable[Tensor]) -> None:
-        """Enqueue the copy of some states of the snapshot's sequence, as they are now."""
-        copy = snapshot.copy_of_states()
-        for tensor in states:
-            at, size = self._at[tensor], tensor.nb[1]
-            self._enqueue(tensor, snapshot.slot * size, copy, at, size)
 
     def reserve(self) -> None:
         """Allocate the memory of one snapshot.

@@ -16,6 +16,7 @@ from ..modelfile.hparams import HParams
 from .bank import ExpertBanks
 from .state import State
 from .store import ExpertStore
+from .taps import TapRows
 from .weights import Loader, Weights
 
 
@@ -26,8 +27,9 @@ class Stage:
     The stage with the first layer has the token embedding, the one with the last layer the head.
     Every part has the layers of the stage alone, by their numbers in the model.
 
-    hp: of the whole model. store: the experts of the layers that are not full, in host memory.
-    mapped_bytes: tensors that passes read where the file is mapped.
+    hp: of the whole model. taps: what passes keep for a drafter. store: the experts of the layers
+    that are not full, in host memory. mapped_bytes: tensors that passes read where the file is
+    mapped.
     """
 
     device: Device
@@ -36,6 +38,7 @@ class Stage:
     weights: Weights
     banks: ExpertBanks
     state: State
+    taps: TapRows
     store: ExpertStore
     mapped_bytes: int
     _opened: ExitStack = field(repr=False)
@@ -76,6 +79,7 @@ def open_stage(
     n_prefetch_slots: int = 0,
     progress: Progress | None = None,
     times: Stopwatch | None = None,
+    has_mtp: bool = False,
 ) -> Stage:
     """Load consecutive layers of a model onto a device, which the stage closes.
 
@@ -84,7 +88,8 @@ def open_stage(
 
     n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
     config: its n_seq, type_k, type_v and host_pin count. n_ctx: positions of a sequence.
-    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases.
+    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases. has_mtp:
+    make room in the state for the MTP block (mtp.py), which follows these layers.
 
     Raises:
         InternalError: these are not consecutive layers of the model.
@@ -104,8 +109,10 @@ def open_stage(
             own(closing(banks))
         times.lap("banks")
         kv = config.n_seq, config.type_k, config.type_v
-        state = own(closing(State(device, hp, layers, n_ctx, *kv)))
+        cached = range(layers.start, layers.stop + has_mtp)
+        state = own(closing(State(device, hp, cached, n_ctx, *kv)))
         times.lap("state")
+        taps = own(closing(TapRows(device, hp)))
         partial = [il for il in layers if n_slots[il] < hp.n_expert]
         store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
         if partial:
@@ -114,4 +121,5 @@ def open_stage(
         if weights.embedding:
             in_place |= {weights.embedding.name}
         mapped = sum(file.tensors[name].nbytes for name in in_place)
-        return Stage(device, hp, layers, weights, banks, state, store, mapped, stack.pop_all())
+        parts = weights, banks, state, taps, store
+        return Stage(device, hp, layers, *parts, mapped, stack.pop_all())

@@ -38,12 +38,17 @@ class State:
     drafts: what a verify pass keeps of its rows.
     conv: of each DeltaNet layer, F32 [(d_conv - 1) * conv_dim, n_seq].
     ssm: of each DeltaNet layer, F32 [head_v_dim^2 * n_v_heads, n_seq].
+    last_out: F32 [n_embd, n_seq], the output of the last layer at each sequence's last position,
+        from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
+        is zeros in an empty sequence, and who runs a pass keeps it up to date.
     copies: copies sequences to host memory and back.
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
         head_dim.
     pool: the pages of the sequences.
     spare_row: the last row of the caches.
     n_past: positions that each sequence holds.
+    kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
+        block; of the states.
     n_attention_parts: see `Device`.
 
     Raises:
@@ -61,7 +66,7 @@ class State:
         self.pool = KVPool(n_seq, self.n_ctx // PAGE)
         self.n_attention_parts = device.n_attention_parts
         self.n_past = [0] * n_seq
-        self._context = Context(4 * len(layers) + 3)
+        self._context = Context(4 * len(layers) + 4)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
@@ -75,6 +80,12 @@ class State:
             else:
                 self.k[il] = self._new(type_id(type_k), hp.n_embd_head_k * hp.n_head_kv, rows)
                 self.v[il] = self._new(type_id(type_v), hp.n_embd_head_v * hp.n_head_kv, rows)
+        self._mtp = hp.n_layer
+        has_mtp = self._mtp in layers
+        self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
+        self._states = [*self.conv.values(), *self.ssm.values()]
+        if self.last_out is not None:
+            self._states.append(self.last_out)
         self.k_words, self.v_words = self._words(self.k), self._words(self.v)
         if n_seq > 1:
             self.require_words("several sequences (n_seq)")
@@ -83,9 +94,9 @@ class State:
         self._n_zeros = zeros_bytes(hp)
         self._place(device)
         self.drafts = DraftRows(device, hp, layers)
-        states = (*self.conv.values(), *self.ssm.values())
-        self.snapshots = Snapshots(device, states)
-        self.copies = HostCopies(device, states, (*self.k.values(), *self.v.values()), self.pool)
+        self.snapshots = Snapshots(device, self._states)
+        caches = (*self.k.values(), *self.v.values())
+        self.copies = HostCopies(device, self._states, caches, self.pool)
 
     def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
         return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
@@ -119,7 +130,7 @@ class State:
         return self._new(F32, n, n)
 
     def _place(self, device: Device) -> None:
-        recurrent = [*self.conv.values(), *self.ssm.values()]
+        recurrent = self._states
         cache = [*self.k.values(), *self.v.values()]
         constants = [rot for rot in (self.rot_k, self.rot_v) if rot is not None]
         self._zeros = self._new(F32, self._n_zeros // 4, 1)
@@ -142,7 +153,9 @@ class State:
         for rot in constants:
             matrix = hadamard(rot.ne[0])
             C.ggml_backend_tensor_set(rot, ffi.from_buffer(matrix), 0, matrix.nbytes)
-        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache)
+        mtp = (caches[il] for caches in (self.k, self.v) for il in caches if il == self._mtp)
+        self.mtp_bytes = sum(C.ggml_nbytes(t) for t in mtp)
+        self.kv_bytes = sum(C.ggml_nbytes(t) for t in cache) - self.mtp_bytes
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
 
     def n_kv(self, n_used: int) -> int:
@@ -151,7 +164,7 @@ class State:
 
     def reset(self, slot: int) -> None:
         """Enqueue that a sequence is emptied, after the passes in flight; its pages become free."""
-        for tensor in (*self.conv.values(), *self.ssm.values()):
+        for tensor in self._states:
             self._clear(tensor, slot * tensor.nb[1], tensor.nb[1])
         self.truncate(slot, 0)
 

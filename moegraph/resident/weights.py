@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +101,7 @@ class Loader:
         if in_place:
             join = ()
         context = Context(len(infos) + len(join) + 1)
-        tensors = {info.name: _new_tensor(context, info.name, info) for info in infos}
+        tensors = {info.name: new_tensor(context, info.name, info) for info in infos}
         joined = {names: _join(context, [tensors[name] for name in names]) for names in join}
         if in_place:
             # the spans of different sets overlap in the file
@@ -173,7 +175,8 @@ class Loader:
             self._staging.close()
 
 
-def _new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+def new_tensor(context: Context, name: str, info: TensorInfo) -> Tensor:
+    """Make a tensor of the type and shape that a file has."""
     ne = list(info.ne[: info.n_dims])
     tensor = C.ggml_new_tensor(context.ptr, int(info.type), info.n_dims, ne)
     C.ggml_set_name(tensor, name.encode())
@@ -239,6 +242,16 @@ class _Staging:
                     handle.close()
 
 
+class _Mapped(Protocol):
+    """A file with a table of embeddings."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def map(self, info: TensorInfo) -> np.ndarray:
+        """Return a view of a tensor's bytes in the mapped file, U8 [nbytes]."""
+
+
 class TokenEmbedding:
     """Rows of token_embd.weight as F32, read on the host.
 
@@ -248,7 +261,7 @@ class TokenEmbedding:
         ModelFileError: ggml cannot convert the table's type to F32.
     """
 
-    def __init__(self, model: ModelFile) -> None:
+    def __init__(self, model: _Mapped) -> None:
         info = model.tensors["token_embd.weight"]
         self.name = info.name
         self.n_embd, self.n_vocab = info.ne[0], info.ne[1]

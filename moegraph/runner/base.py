@@ -106,6 +106,15 @@ class Runner(ABC):
             return PassShape(n_seq_tokens, n_seqs, n_kv, n_out)
         return PassShape(n_seq_tokens, n_seqs, n_kv, n_out, True, tree.is_ragged)
 
+    def longest(self, shape: PassShape) -> PassShape:
+        """Return the shape whose graphs serve this one too, with `BuiltGraph.set_length`.
+
+        If a device has streams, a graph may be running, or be captured. Then it is shape itself.
+        """
+        if shape.is_paged or self.device.can.streams:
+            return shape
+        return shape._replace(n_kv=self.stage.state.n_ctx)
+
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
         state = self.stage.state

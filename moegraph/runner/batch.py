@@ -65,13 +65,15 @@ class Batch:
         parents: npt.ArrayLike | None = None,
         lengths: Sequence[int] | None = None,
         greedy: bool = False,
+        draws: npt.NDArray[np.int32] | None = None,
     ) -> Batch:
         """Return a pass over trees of drafted rows; it changes no sequence; all rows have results.
 
         tokens: I32, numpy shape [n_seqs, n_seq_tokens]. parents: same shape; an earlier row of the
         sequence, or -1 for a root, which continues what the sequence holds; None for chains.
         lengths: how many rows of each sequence are real, at least 1; the rest is padding, and what
-        tokens and parents hold there does not matter.
+        tokens and parents hold there does not matter. draws: for candidates of all rows, padding
+        included.
 
         Raises:
             RequestError: the lengths or the sequences do not fit the tokens.
@@ -87,7 +89,7 @@ class Batch:
         rows[padding] = PADDING
         tree = Tree(check_parents(rows), given)
         tokens = np.where(padding, tokens[:, :1], tokens)  # some embedding that is finite
-        return cls(tokens, tuple(slots), Kind.VERIFY, all_rows=True, greedy=greedy, tree=tree)
+        return cls(tokens, tuple(slots), Kind.VERIFY, True, greedy, tree, draws)
 
     @property
     def results(self) -> Results:

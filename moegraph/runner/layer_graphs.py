@@ -33,6 +33,7 @@ from ..graphs.layer import (
     build_layer_end,
     build_mixer_router,
     build_moe,
+    build_tap,
 )
 from ..graphs.router import build_absent, build_prediction
 from ..resident.bank import Bank
@@ -141,6 +142,7 @@ class LayerGraphs:
         for il in layers:
             if il != layers[0]:
                 norm = build_input_norm(b, stage, x, il)
+            build_tap(b, stage, x, norm, il)
             predict = None
             if self.is_predicted(il + 1, mode):
                 predict = partial(self._predict, b, il + 1)
@@ -210,6 +212,8 @@ class LayerGraphs:
         if head is None:
             return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
+        l_out = self._hidden.leaf(b, shape.n_tokens)
+        build_tap(b, self._stage, l_out, norm, self._stage.hp.n_layer)
         inp = self._inputs.leaves(b, shape)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 

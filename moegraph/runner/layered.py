@@ -122,7 +122,8 @@ class LayeredRunner(Runner):
         self._build(self.shape_of(batch), batch.kind, batch.results)
 
     def _build(self, shape: PassShape, kind: Kind, results: Results) -> None:
-        self.plans.get(shape, results, self.residency.miss_mode(kind, shape.n_tokens))
+        mode = self.residency.miss_mode(kind, shape.n_tokens)
+        self.plans.get(self.longest(shape), results, mode)
 
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self.recover()
@@ -131,7 +132,9 @@ class LayeredRunner(Runner):
             start = time.perf_counter()
             plan = self.residency.begin_pass(batch.kind, shape.n_tokens)
             self._add_phase("launch", start)
-            self._current = plan, self.plans.get(shape, batch.results, plan.mode)
+            launches = self.plans.get(self.longest(shape), batch.results, plan.mode)
+            launches.set_length(shape.n_kv)
+            self._current = plan, launches
         except BaseException:
             self._roll_back()
             raise

@@ -58,6 +58,11 @@ class LaunchPlan:
     head: BuiltGraph | None
     generation: int
 
+    def set_length(self, n_kv: int) -> None:
+        """Do `BuiltGraph.set_length` for all graphs with attention."""
+        for step in self.steps:
+            step.graph.set_length(n_kv)
+
 
 class LaunchPlans:
     """Builds launch plans at first use and keeps the latest.

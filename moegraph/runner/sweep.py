@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InternalError, OutOfDeviceMemory, RequestError
+from ..errors import Cancelled, InternalError, NativeError, RequestError
 from ..experts.crossing import Choices, Crossing, Forecast, Group, by_popularity, units
 from ..experts.passplan import PassPlan
 from ..ggml.lib import C, ffi
@@ -31,6 +31,7 @@ from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
 from ..kinds import SHORT_PROMPT, Kind
+from ..resident.hostcopies import StatesCopy
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
@@ -52,7 +53,8 @@ class Sweep:
     """One prompt under way; `Sweeps.begin` makes it.
 
     n_steps, n_done: steps in total as far as is known, and those that are enqueued. output: the
-    results; valid after the last step.
+    results; valid after the last step. saved: the states at the cuts, in host memory; they are
+    complete after the last step, and the caller closes them.
     """
 
     def __init__(self, sweeps: Sweeps, batch: SweepBatch) -> None:
@@ -77,7 +79,7 @@ class Sweep:
         self._cancelled: Callable[[], bool] = bool
         self._books: list[tuple[int, int, int]] = []  # (layer, turn, rows) not recorded yet
         self._before: Snapshot | None = None
-        self.snapshots: list[Snapshot] = []
+        self.saved: list[StatesCopy] = []
         self.is_open = False
         self.output: Output | None = None
         self.n_steps = sweeps.stage.hp.n_layer * len(chunks)
@@ -95,8 +97,8 @@ class Sweep:
             self._before = state.snapshot(self.slot)
         for cut in self.batch.cuts:
             try:
-                self.snapshots.append(state.snapshots.empty(self.slot, cut))
-            except OutOfDeviceMemory:  # nothing but the snapshot depends on it
+                self.saved.append(state.copies.new_states(cut))
+            except NativeError:  # nothing but this copy depends on it
                 break
         state.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
 
@@ -356,24 +358,38 @@ class Sweep:
         memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
-        """Copy the recurrent states behind a chunk to the snapshot of that position."""
-        if il not in self._state.ssm:
+        """Copy the recurrent states after a chunk to the host, if it ends at a cut."""
+        state = self._state
+        if il not in state.ssm:
             return
-        for snapshot in self.snapshots:
-            if snapshot.n_past == chunk.first + chunk.n:
-                states = [self._state.conv[il], self._state.ssm[il]]
-                self._state.snapshots.fill(snapshot, states)
+        for copy in self.saved:
+            if copy.n_past == chunk.first + chunk.n:
+                state.copies.take_layer(copy, self.slot, [state.conv[il], state.ssm[il]])
 
     def _end_layer(self, il: int, part: list[Chunk]) -> None:
         s, n_rows = self._s, part[-1].row + part[-1].n
         tap = self.batch.taps.get(il)
         if tap:
             tap(s.memory.hidden, n_rows, part[0].first)
+        if self._state.last_out is not None and il == s.stage.layers[-1]:
+            self._keep_last_out(self._state.last_out, part)
         if s.residency is not None:
             done = s.layer_done[il % 2]
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
             self._books.append((il, il % 2, n_rows))
+
+    def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
+        """Enqueue copies of the output of the part's last row, and of those before cuts."""
+        memory = self._s.memory
+        cuts = {copy.n_past: copy for copy in self.saved}
+        for chunk in part:
+            copy = cuts.get(chunk.first + chunk.n)
+            if copy or chunk is part[-1]:
+                row = chunk.row + chunk.n - 1
+                memory.copy(memory.hidden, row, last_out, self.slot, 1)
+            if copy:
+                self._state.copies.take_layer(copy, self.slot, [last_out])
 
     def _record_books(self, turn: int) -> None:
         """Record the choice in the last layer of this turn, which the device has computed."""
@@ -437,5 +453,7 @@ class Sweep:
         else:
             state.reset(self.slot)
         self.is_open = False
-        for snapshot in [*self.snapshots, *filter(None, [self._before])]:
-            snapshot.close()
+        for copy in self.saved:
+            copy.close()
+        if self._before:
+            self._before.close()

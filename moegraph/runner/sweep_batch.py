@@ -20,8 +20,8 @@ class SweepBatch:
 
     tokens: I32 numpy [n]. slot: the sequence that they continue. all_rows, greedy, draws: as in
     `Batch`; draws only without all_rows.
-    cuts: positions at which chunks are cut and the recurrent states copied: snapshots there are in
-    `Sweep.snapshots` once it has ended, as far as there was memory for them.
+    cuts: positions at which chunks are cut and the recurrent states copied to host memory: they are
+    in `Sweep.saved` once it has ended, as far as there was memory for them.
     taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
     and the position of the first row. The call enqueues on the compute stream what it wants of
     them, because the next layer overwrites them.

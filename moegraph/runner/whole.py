@@ -11,7 +11,7 @@ from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import build_input_norm, build_mixer_router, build_moe
+from ..graphs.layer import build_input_norm, build_mixer_router, build_moe, build_tap
 from ..graphs.router import build_absent
 from ..kinds import Kind
 from ..resident.stage import Stage
@@ -32,11 +32,13 @@ def build_whole(
     x = inp.embd
     for il in stage.layers:
         norm = build_input_norm(b, stage, x, il)
+        build_tap(b, stage, x, norm, il)
         r = build_mixer_router(b, stage, inp, shape, x, norm, il)
         slots = build_absent(b, inp, r.routing.topk)
         x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
     if head:
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
+        build_tap(b, stage, x, norm, stage.hp.n_layer)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
     if hidden:
         hidden.put(x)
@@ -63,11 +65,14 @@ class WholeRunner(Runner):
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, results: Results) -> BuiltGraph:
-        return self.graphs.get(
-            (shape, results),
+        longest = self.longest(shape)
+        built = self.graphs.get(
+            (longest, results),
             n_nodes_whole(self.stage),
-            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, shape, results),
+            lambda b: build_whole(b, self.stage, self._inputs, self.hidden, longest, results),
         )
+        built.set_length(shape.n_kv)
+        return built
 
     def build_ahead(self, batch: Batch) -> None:
         """Build the graph of a pass that will be submitted later, also while one is in flight."""

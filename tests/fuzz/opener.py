@@ -13,10 +13,15 @@ import os
 import resource
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moegraph.errors import MoegraphError
 from moegraph.modelfile import open_model
+from moegraph.modelfile.draftfile import open_drafter
 from moegraph.modelfile.summary import summarize
 
 MEMORY_BYTES = 1 << 30
@@ -24,8 +29,14 @@ CPU_S = 10
 
 
 def report(path: str) -> dict[str, Any]:
-    """Open one file the way every command does, and touch everything that it promises."""
+    """Open one file the way every command does, and touch everything that it promises.
+
+    A name that begins with "draft" is that of a drafter.
+    """
     try:
+        if Path(path).name.startswith("draft"):
+            _touch_drafter(path)
+            return {"opened": True}
         with open_model(path) as model:
             summarize(model.hparams, model.tensors)
             for info in model.tensors.values():
@@ -40,6 +51,16 @@ def report(path: str) -> dict[str, Any]:
             "code": error.exit_code,
             "message": str(error),
         }
+
+
+def _touch_drafter(path: str) -> None:
+    with closing(open_drafter(path)) as draft:
+        for il in range(draft.hparams.n_layer):
+            draft.hparams.window(il)
+        for info in draft.tensors.values():
+            draft.read(info, np.empty(min(info.nbytes, 64), np.uint8))
+        if "d2t" in draft.tensors:
+            draft.d2t(1 << 20)
 
 
 def child(path: str, pipe: int) -> None:

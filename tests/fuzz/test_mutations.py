@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from helpers.drafters import write_small
 from helpers.ggufbytes import Shape, T, kv, kv_array, model_file, u32, u64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -68,3 +70,48 @@ def test_damage_gives_an_error_or_a_model(
     if not result["opened"]:
         assert result["code"] == 3 and result["message"].isprintable(), result
         assert result["message"].startswith(str(target)), result
+
+
+@pytest.fixture(scope="module", params=["dflash", "dflash-draft", "safetensors"])
+def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny drafter to damage."""
+    folder = tmp_path_factory.mktemp("draft")
+    sizes = {"n_vocab": 512, "mask_id": 500, "n_embd": 32, "n_ff": 32, "head_dim": 8, "taps": (1,)}
+    changes: dict[str, Any] = sizes
+    if request.param != "dflash-draft":
+        changes = sizes | {"markov_rank": 32, "n_vocab_draft": 32}
+    path = write_small(folder, request.param, "BF16", **changes)
+    return path.rename(folder / f"draft{path.suffix}")
+
+
+def test_a_damaged_drafter_gives_an_error_or_a_drafter(open_in_child: Open, drafter: Path) -> None:
+    raw = drafter.read_bytes()
+    config = drafter.with_name("config.json")
+    text = config.read_bytes() if config.exists() else b""
+    n_header = 2400 if text else raw.index(b"tokenizer.ggml") if b"tokenizer.ggml" in raw else 4000
+    rng = np.random.default_rng(11)
+    n_opened = 0
+    for turn in range(150):
+        steps = []
+        for _ in range(int(rng.integers(1, 4))):
+            at = int(rng.integers(0, n_header))
+            kind = rng.choice(
+                ["set", "insert", "delete", "repeat", "cut"], p=[0.6, 0.1, 0.1, 0.1, 0.1]
+            )
+            args = {"set": rng.bytes(int(rng.integers(1, 9))), "insert": rng.bytes(5), "cut": None}
+            steps.append((str(kind), at, args.get(str(kind), 40)))
+        if text and turn % 2:
+            config.write_bytes(damage(text, [(k, at % len(text), arg) for k, at, arg in steps]))
+        else:
+            drafter.write_bytes(damage(raw, steps))
+        result = open_in_child(drafter)
+        assert result.get("crash") is None and result["status"] == 0, result
+        assert result["seconds"] < 5 and result["max_rss_bytes"] < 400 << 20, result
+        n_opened += result["opened"]
+        if not result["opened"]:
+            assert result["code"] == 3 and result["message"].isprintable(), result
+            assert result["message"].startswith(str(drafter.parent)), result
+        drafter.write_bytes(raw)
+        if text:
+            config.write_bytes(text)
+    assert n_opened < 120

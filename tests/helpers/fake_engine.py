@@ -66,7 +66,7 @@ class FakeEngine:
         self.plan = SimpleNamespace(all_resident=True)
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
-        self.prefixes = SimpleNamespace(n_places=2, n_bytes=3 << 20)
+        self.prefixes = SimpleNamespace(n_places=2, n_bytes=3 << 20, prepare=lambda n: None)
         self.closed = False
         used = {"n_threads": 1, "n_threads_batch": 2, "poll": 50, "threads_chosen": "measured",
                 "cpus_taken": 0.0}  # fmt: skip

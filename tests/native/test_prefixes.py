@@ -121,16 +121,13 @@ def test_rows_go_to_the_host_and_back_in_any_pages(open_engine: Open, kv: str) -
     np.testing.assert_array_equal(logits, engine.forward(ids[600:], seq=0).logits)
 
 
-def test_a_snapshot_on_the_device_can_be_kept_when_the_sequence_has_gone_on(
-    open_engine: Open,
-) -> None:
+def test_states_can_be_kept_when_the_sequence_has_gone_on(open_engine: Open) -> None:
     engine, other = open_engine(cpu_reference=True), open_engine(cpu_reference=True)
     ids = prompt(engine, 60)
     engine.forward(ids[:40])
-    snapshot = engine.passes.snapshot(0)
+    states = engine.state.copies.take_states(0, 40)
     engine.forward(ids[40:50])
-    assert engine.prefixes.save(0, snapshot)
-    snapshot.close()
+    assert engine.prefixes.save(0, states)
     engine.reset()
     tokens, logits, n_reused = answer(engine, ids)
     expected, cold, _ = answer(other, ids, reuse=False)
@@ -278,7 +275,7 @@ def test_memory_that_cannot_be_had_costs_only_the_reuse(open_engine: Open) -> No
     engine = open_engine()
     ids = prompt(engine, 60)
     expected, kept = answer(engine, ids, reuse=False)[0], []
-    for at in range(1, 8):  # of snapshots, of host copies taken beforehand, and when needed
+    for at in range(1, 5):  # of the host copies, and of the undo
         engine.prefixes.clear()
         with faulty("ggml_backend_buft_alloc_buffer", at, ffi.NULL):
             assert answer(engine, ids, marks=(20, 40))[0] == expected
@@ -325,7 +322,7 @@ def test_two_hundred_requests_leave_handles_and_bytes_flat(
         ids = prompt(engine, int(rng.integers(2, 40)), seed=int(rng.integers(0, 8)))
         answer(engine, ids, n=1, marks=tuple(rng.integers(1, 40, 2).tolist()))
         if turn >= 100:
-            n_states = engine.prefixes.tree.n_states
+            n_states = engine.prefixes.tree.n_states + engine.state.copies.n_spare
             handles = sum(live_handles().values()) - len(engine.runner.graphs) - n_states
             seen.append(handles)
     assert len(set(seen)) == 1

@@ -250,19 +250,19 @@ def test_states_are_copied_where_chunks_are_cut(open_engine: Open) -> None:
         sweep = begin(engine, ids, 0, False, True, cuts=(50, 128))
         while engine.passes.step_prompt(sweep):
             pass
-        assert [s.n_past for s in sweep.snapshots] == [50, 128]
-        for snapshot in reversed(sweep.snapshots):
-            engine.passes.restore(snapshot)
-            assert engine.held(0) == ids[: snapshot.n_past].tolist()
+        assert [copy.n_past for copy in sweep.saved] == [50, 128]
+        for copy in reversed(sweep.saved):
+            engine.passes.put_back(0, ids[: copy.n_past].tolist(), copy.n_past, [], copy)
+            assert engine.held(0) == ids[: copy.n_past].tolist()
             plain.reset()
             at = 0
             for end in (50, 114, 128):
-                if end <= snapshot.n_past:
+                if end <= copy.n_past:
                     plain.forward(ids[at:end])
                     at = end
             for a, b in zip(states(engine, 0), states(plain, 0)):
                 np.testing.assert_array_equal(a, b)
-            snapshot.close()
+            copy.close()
 
 
 def test_a_tap_sees_the_rows_of_its_layer(open_engine: Open) -> None:

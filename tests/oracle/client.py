@@ -165,6 +165,22 @@ class Oracle:
         reply = self.request("greedy", model=str(model), cfg=cfg, prompts=raw, n=n)
         return reply["ids"], reply["margins"]
 
+    def draft(
+        self, model: Path, prompt: Sequence[int], n: int, **cfg: Any
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Draft n tokens after a prompt and its argmax with the MTP block.
+
+        Return the logits [n + 1, n_vocab], the model's of the last row first, and the model's
+        h_nextn [n_prompt, n_embd].
+        """
+        out = self._scratch / "out.npz"
+        raw = [int(t) for t in prompt]
+        self.request("draft", model=str(model), cfg=cfg, prompt=raw, n=n, out=str(out))
+        with np.load(out) as arrays:
+            logits, h = arrays["logits"], arrays["h"]
+        out.unlink()
+        return logits, h
+
     def tokenize(self, model: Path, text: str) -> list[int]:
         """Return the token ids of a text, no special tokens added or parsed."""
         ids: list[int] = self.request("tokenize", model=str(model), text=text)["ids"]

@@ -13,13 +13,16 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
                                   one ubatch.
     greedy  model cfg prompts n   free-running argmax text for each prompt; returns ids and the
                                   smallest top-two margin met
+    draft   model cfg prompt n out   the MTP block reads the prompt, then drafts n tokens after the
+                                  argmax; out gets h [n_prompt, n_embd], the model's h_nextn, and
+                                  logits [n + 1, n_vocab], the model's of the last row first
     tokenize model text           token ids
     unload                        drop all models
 
 cfg: n_ctx, n_ubatch, n_batch, threads, flash_attn, type_k, type_v, extra_bufts (weight repacking),
 device ("cpu" or "gpu"), n_cpu_moe (layers whose experts stay on the CPU, 999 for all), op_offload
-(whether the device may compute such experts for 32 rows and more). Model and context are kept for
-the next request with the same settings.
+(whether the device may compute such experts for 32 rows and more), mtp (load the MTP block). Model
+and context are kept for the next request with the same settings.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from native import Array, BuftOverride, Tensor, Upstream, node_key
 
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 ALL_LAYERS = 999
+# Kinds of contexts (llama_context_type): the model, and its MTP block.
+MODEL, MTP = 0, 1
 # Models of one run share the process; the least recently used go.
 MAX_MODELS = 4
 
@@ -59,6 +64,7 @@ class Config:
     device: str = "cpu"
     n_cpu_moe: int = 0
     op_offload: bool = True
+    mtp: bool = False
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Config:
@@ -81,6 +87,7 @@ class Model:
         if not gpu:
             params.devices = ctypes.cast(self._no_devices, ctypes.c_void_p)
         params.use_extra_bufts = cfg.extra_bufts
+        params.load_mtp = cfg.mtp
         self._overrides = self._cpu_experts(cfg.n_cpu_moe)
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         self.handle = up.llama.llama_model_load_from_file(os.fsencode(path), params)
@@ -122,7 +129,9 @@ class Model:
 class Context:
     """One context: decodes token lists and, when made for it, keeps the named nodes."""
 
-    def __init__(self, up: Upstream, model: Model, cfg: Config, dump: bool) -> None:
+    def __init__(
+        self, up: Upstream, model: Model, cfg: Config, dump: bool, kind: int = MODEL
+    ) -> None:
         self.up, self.model, self.cfg = up, model, cfg
         params = up.llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = cfg.n_ctx, cfg.n_batch, cfg.n_ubatch
@@ -132,6 +141,7 @@ class Context:
         params.offload_kqv = cfg.device == "gpu"
         params.op_offload = cfg.device == "gpu" and cfg.op_offload
         params.no_perf = True
+        params.ctx_type = kind
         self.wanted: set[str] = set()
         self.nodes: dict[tuple[str, int], Array] = {}
         if dump:
@@ -157,8 +167,13 @@ class Context:
                 self.nodes[key] = value
         return True
 
-    def decode(self, tokens: list[int], rows: str) -> npt.NDArray[np.float32]:
-        """Run tokens through one llama_decode and return the logits of the wanted rows."""
+    def decode(
+        self, tokens: list[int], rows: str, hidden: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Run tokens through one llama_decode and return the logits of the wanted rows.
+
+        hidden: for the MTP block, the hidden states that it takes, [n_tokens, n_embd].
+        """
         n = len(tokens)
         batch = self.up.llama.llama_batch_init(n, 0, 1)
         try:
@@ -169,8 +184,12 @@ class Context:
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = 0
                 batch.logits[i] = rows == "all" or (rows == "last" and i == n - 1)
+            if hidden is not None:
+                rows_of = np.ascontiguousarray(hidden, np.float32)
+                batch.embd = rows_of.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             status = self.up.llama.llama_decode(self.handle, batch)
         finally:
+            batch.embd = None  # not its memory
             self.up.llama.llama_batch_free(batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}: {self.up.log_tail()}")
@@ -188,10 +207,10 @@ class Server:
 
     def __init__(self, up: Upstream) -> None:
         self.up = up
-        self.models: dict[tuple[str, bool, str, int], Model] = {}
+        self.models: dict[tuple[str, bool, str, int, bool], Model] = {}
 
     def model(self, path: str, cfg: Config) -> Model:
-        key = (path, cfg.extra_bufts, cfg.device, cfg.n_cpu_moe)
+        key = (path, cfg.extra_bufts, cfg.device, cfg.n_cpu_moe, cfg.mtp)
         model = self.models.pop(key, None) or Model(self.up, path, cfg)
         self.models[key] = model
         while len(self.models) > MAX_MODELS:
@@ -251,6 +270,25 @@ class Server:
             texts.append(ids)
             margins.append(margin)
         return {"ids": texts, "margins": margins}
+
+    def op_draft(self, request: dict[str, Any]) -> dict[str, Any]:
+        cfg = Config.parse({**request.get("cfg", {}), "mtp": True})
+        model, prompt = self.model(request["model"], cfg), request["prompt"]
+        target = model.context(cfg, True)
+        target.wanted, target.nodes = {"h_nextn"}, {}
+        logits = [target.decode(prompt, "all")[-1]]
+        h = target.nodes["h_nextn", -1].reshape(len(prompt), -1)
+        block = Context(self.up, model, cfg, True, MTP)
+        try:
+            block.decode(prompt, "none", np.concatenate([np.zeros_like(h[:1]), h[:-1]]))
+            row, block.wanted = h[-1:], {"h_nextn"}
+            for _ in range(request["n"]):
+                logits.append(block.decode([int(logits[-1].argmax())], "last", row)[0])
+                row = block.nodes["h_nextn", -1].reshape(1, -1)
+        finally:
+            self.up.llama.llama_free(block.handle)
+        np.savez(request["out"], h=h, logits=np.stack(logits))
+        return {}
 
     @staticmethod
     def _continue(context: Context, prompt: list[int], n: int) -> tuple[list[int], float]:

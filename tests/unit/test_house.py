@@ -36,7 +36,9 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "engine.ownership", "engine.prefixtree", "engine.sequence",
+    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.tree",
+    "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
+    "engine.stepclock",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.
@@ -311,7 +313,9 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert (setting.minimum is None) == (setting.kind != "int")
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_draft"]
+    assert [s.name for s in listed.values() if not s.flags] == [
+        "n_seq", "n_draft", "spec", "draft_vocab"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])

@@ -206,3 +206,23 @@ def test_a_cancel_token_stays_set() -> None:
     token.set()
     token.set()
     assert token.is_set()
+
+
+def test_tokens_that_come_together_are_told_one_by_one() -> None:
+    """The last of them may end the text; what is held back before belongs to it."""
+    halves = {1: b"\xc3", 2: b"\xa4", 3: b"x", 4: b"en", 5: b"d"}
+    for stop, told, reason in ((), ["", "ä", "x"], "length"), (("end",), ["", "ä", "x"], "length"):
+        sequence = Sequence([9], n_ctx=99, max_tokens=3, piece=lambda t: halves[t], stop=stop)
+        for token in (1, 2, 3):
+            sequence.append(token)
+        assert (sequence.finish_reason, sequence.n_left) == (reason, 0)
+        assert [sequence.tell() for _ in range(3)] == told
+        assert sequence.text == "äx"
+    sequence = Sequence([9], n_ctx=99, piece=lambda t: halves[t], stop=("end",))
+    assert sequence.n_left == sequence.n_room == 99
+    for token in (3, 4):
+        sequence.append(token)
+    assert sequence.finish_reason is None and sequence.n_left == sequence.n_room == 97
+    sequence.append(5)
+    assert sequence.finish_reason == "stop" and sequence.n_left == 0
+    assert [sequence.tell() for _ in range(3)] == ["x", "", ""] and sequence.text == "x"

@@ -1,0 +1,308 @@
+"""Drafts with DFlash and DSpark: one graph proposes all tokens of a block at once.
+
+The drafter reads outputs of some of the target's layers, the taps. Of every token that a sequence
+takes, it fuses the taps and makes K and V for each of its own layers (`DraftRings`). A draft is a
+block: the anchor, then mask tokens. Its rows attend to these K and V and to one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..ggml.choose import likeliest_rows
+from ..ggml.device import HostBuffer
+from ..ggml.handles import closed_on_failure
+from ..ggml.lib import C, ffi
+from ..ggml.ops import Builder, Tensor
+from ..graphs.cache import BuiltGraph, GraphCache
+from ..graphs.dflash import DraftHead, DraftOutputs, build_context, build_draft
+from ..graphs.dflash_memory import DraftMemory, Floats, Longs, draft_memory_bytes
+from ..modelfile.drafter import DFlashHParams
+from ..modelfile.draftfile import DraftFile
+from ..resident.draftring import DraftRings, draft_ring_bytes
+from ..resident.draftweights import DraftWeights, draft_weight_bytes
+from ..resident.stage import Stage
+from ..runner.sweep_batch import Tap
+from .drafter import Draft, Ids, empty_draft
+
+# Rows of a prompt in one graph.
+_CHUNK = 512
+# Nodes of a layer over a block, and of a layer's K and V.
+_N_LAYER, _N_KEYS = 48, 16
+
+
+def dflash_bytes(file: DraftFile, n_ctx: int, n_seq: int, n_sweep: int, as_stored: bool) -> int:
+    """Return the device bytes of a `DFlashDrafter`, with a bound on its graphs' intermediates.
+
+    Arguments as there; n_ctx: most positions that layers without a window see.
+    """
+    hp = file.hparams
+    rings, memory = draft_ring_bytes(hp, n_ctx, n_seq), draft_memory_bytes(hp, n_ctx, n_sweep)
+    rows = min(_CHUNK, n_sweep)
+    # a chunk of a prompt: fused and normed rows, K and V; a block: its widest layer, and logits
+    chunk = 4 * rows * (4 * hp.n_embd + 6 * hp.n_embd_gqa)
+    widest = 4 * hp.n_embd_head * hp.n_head + 3 * hp.n_ff + 6 * hp.n_embd
+    n_vocab = hp.n_vocab_draft or hp.n_vocab
+    block = 4 * hp.block_size * (widest + (4 if hp.markov_rank else 2) * n_vocab)
+    return draft_weight_bytes(file, as_stored) + rings + memory + max(chunk, block)
+
+
+class DFlashDrafter:
+    """A drafter (`Drafter`) of DFlash and DSpark files.
+
+    hparams: what the file says.
+    """
+
+    def __init__(
+        self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
+        as_stored: bool = False,
+    ) -> None:  # fmt: skip
+        """Load a drafter that fits the target (`DraftFile.require_target`).
+
+        stage: of the whole target. n_sweep: most rows of a part of a prompt. n_ctx: most positions
+        that layers without a window see; None for the target's context. as_stored: BF16 weights
+        stay BF16.
+
+        Raises:
+            OutOfDeviceMemory: it does not fit.
+            ModelFileError: the file is shorter than its header says.
+        """
+        hp, state = file.hparams, stage.state
+        self.hparams: DFlashHParams = hp
+        self.name, self.max_draft = hp.name, hp.max_draft
+        self.taps = tuple(sorted(set(hp.taps)))
+        self._stage, self._device = stage, stage.device
+        with closed_on_failure():
+            self._weights = DraftWeights(stage.device, file, as_stored)
+            n_ctx = min(n_ctx or state.n_ctx, state.n_ctx)
+            self._rings = DraftRings(stage.device, hp, n_ctx, state.n_seq)
+            self._memory = DraftMemory(stage.device, hp, self._rings.shapes, n_sweep)
+            self._graphs = GraphCache(stage.device)
+            self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
+            self._head = self._open_head()
+            self._memory.send_mask(self._embed(hp.mask_id))
+        self._host: HostBuffer | None = None  # for results of the longest draft
+        self._chunk = min(_CHUNK, *(shape.n_cells for shape in self._rings.shapes))
+
+    @property
+    def n_bytes(self) -> int:
+        """Device memory of weights, K and V, and graphs."""
+        parts = self._weights, self._rings, self._memory, self._graphs
+        return sum(part.n_bytes for part in parts)
+
+    def _open_head(self) -> DraftHead:
+        """Return what gives logits: the drafter's own head, or the target's."""
+        head, output = self._stage.weights.head, self._weights.output
+        if output is None:
+            output = head.output if head else None
+        if output is None:
+            raise InternalError("a drafter needs a stage with all layers")
+        d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
+        return DraftHead(output, d2t)
+
+    def _embed(self, token: int) -> Floats:
+        """Return the embedding of a token, F32 [n_embd]."""
+        table = self._weights.embedding or self._stage.weights.embedding
+        if table is None:
+            raise InternalError("a drafter needs a stage with all layers")
+        row = np.empty(self.hparams.n_embd, np.float32)
+        table.rows(np.array([token], np.int32), row[None])
+        return row
+
+    def describe(self) -> list[str]:
+        """Return what the file says of the drafter, a line each."""
+        hp = self.hparams
+        windows = f"{sum(hp.sliding)} of {hp.n_layer} layers see {hp.n_swa} positions"
+        rope = f"{hp.rope.text}, base {hp.rope.rope_freq_base:g}"
+        return [
+            f"{hp.name} ({hp.dialect}): block {hp.block_size}, mask token {hp.mask_id}",
+            f"taps: outputs of layers {', '.join(map(str, hp.taps))}",
+            f"window: {windows if hp.n_swa else 'none'}",
+            f"rope: {rope}, {hp.rope.n_rot} of {hp.n_embd_head} dimensions",
+        ]
+
+    def reserve(self) -> None:
+        """Build the largest graphs, so that their memory never grows later.
+
+        Raises:
+            OutOfDeviceMemory: the intermediates do not fit.
+        """
+        self._draft_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
+        if self._stage.taps.layers:
+            self._commit_graph(self._n_rows(self.max_draft))
+
+    def restart(self, slot: int, ids: Ids) -> None:
+        """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""
+        self._rings.spans[slot].restart(len(ids))
+
+    def truncate(self, slot: int, n_past: int) -> None:
+        """Forget what a sequence held from position n_past on."""
+        self._rings.spans[slot].truncate(n_past)
+
+    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+        """Return what a sweep calls to extend K and V over a prompt from position first on."""
+        span = self._rings.spans[slot]
+        span.truncate(first)
+        if span.n_past < first:
+            span.restart(first)
+        return {il: partial(self._read_rows, slot, il) for il in self.taps}
+
+    def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
+        """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
+        chunks = [(row, min(self._chunk, n - row)) for row in range(0, n, self._chunk)]
+        source = int(ffi.cast("intptr_t", hidden.data))
+        for row, m in chunks:
+            fuse = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=m)
+            built = self._graphs.get(("fuse", source, il, row, m), 8 * len(self._weights.fc), fuse)
+            self._launch(built, "the drafter's features of a prompt")
+        if il != self.taps[-1]:
+            return
+        places = first + np.arange(n)
+        self._memory.send_prompt(places, self._cells(slot, places))
+        for row, m in chunks:
+            keys = partial(self._build_prompt, row=row, n=m)
+            built = self._graphs.get(("prompt", row, m), _N_KEYS * self.hparams.n_layer + 16, keys)
+            self._launch(built, "the drafter's K and V of a prompt")
+        span = self._rings.spans[slot]
+        span.truncate(first)
+        span.grow(n)
+
+    def _cells(self, slot: int, places: Longs) -> list[Ids]:
+        """Return where K and V of positions go in each ring."""
+        kinds = range(len(self._rings.shapes))
+        return [self._rings.rows(kind, slot, places) for kind in kinds]
+
+    def _columns(self, il: int) -> list[int]:
+        """Return which parts of fc read a layer."""
+        return [k for k, tap in enumerate(self.hparams.taps) if tap == il]
+
+    def _build_fuse(self, b: Builder, il: int, hidden: Tensor, row: int, n: int) -> None:
+        """Append: rows [row, row + n) of the features += fc of a tap times its output."""
+        x = b.view(hidden, (hidden.ne[0], n), (hidden.nb[1],), row * hidden.nb[1])
+        total = None if il == self.taps[0] else self._memory.fused(b, row, n)
+        total = self._add_tap(b, total, x, il)
+        b.expand(b.cpy(total, self._memory.fused(b, row, n)))
+
+    def _add_tap(self, b: Builder, total: Tensor | None, x: Tensor, il: int) -> Tensor:
+        """Append total + fc of a tap times its output x, F32 [n_embd, n] each."""
+        for k in self._columns(il):
+            part = b.mul_mat(self._weights.fc[k], x)
+            total = part if total is None else b.add(total, part)
+        if total is None:
+            raise InternalError(f"layer {il} is no tap of the drafter")
+        return total
+
+    def _build_prompt(self, b: Builder, row: int, n: int) -> None:
+        """Append K and V of rows [row, row + n) of the features."""
+        pos, cells = self._memory.prompt_leaves(b, row, n)
+        fused = self._memory.fused(b, row, n)
+        build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
+
+    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Enqueue K and V of tokens that a sequence took; rows: theirs in the last pass."""
+        n, span = len(rows), self._rings.spans[slot]
+        if not n:
+            return
+        built, places = self._commit_graph(n), span.n_past + np.arange(n)
+        self._memory.send_rows(np.array(rows), places, self._cells(slot, places))
+        self._launch(built, "the drafter over accepted tokens")
+        span.grow(n)
+
+    def _commit_graph(self, n: int) -> BuiltGraph:
+        n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
+        return self._graphs.get(("commit", n), n_nodes, lambda b: self._build_commit(b, n))
+
+    def _build_commit(self, b: Builder, n: int) -> None:
+        """Append: fuse the taps of n rows of the last pass, and make K and V of them."""
+        ids, pos, cells = self._memory.row_leaves(b, n)
+        total = None
+        for il in self.taps:  # in the order of a prompt, so that sums are the same
+            x = b.get_rows(self._stage.taps.leaf(b, il), ids)
+            total = self._add_tap(b, total, x, il)
+        if total is None:
+            raise InternalError("a drafter without taps")
+        build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+        """Propose at most n tokens after the anchor: one graph, and one wait.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        n = min(n, self.max_draft)
+        if n < 1:
+            return empty_draft()
+        memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
+        built = self._draft_graph(slot, n, lengths)
+        n_past = self._rings.spans[slot].n_past
+        masks = memory.begin(self._embed(anchor), anchor, n_past, n_rows, lengths)
+        self._rings.fill_masks(masks, slot, self.hparams.is_causal)
+        memory.send(n_rows, lengths)
+        results: _Results = built.outputs
+        self._launch(built, f"a draft of {n} tokens", results.reads, results.n_reads)
+        C.ggml_backend_synchronize(self._device.compute.ptr)
+        tokens, log_p = likeliest_rows(results.rows, n_top)
+        if self._d2t is not None:
+            tokens = self._d2t[tokens]
+        sure = results.confidence
+        return Draft(tokens, log_p, None if sure is None else sure[: len(tokens)].copy())
+
+    def _n_rows(self, n: int) -> int:
+        """Return the rows of a block that proposes n tokens."""
+        return n if self.hparams.samples_anchor else n + 1
+
+    def _draft_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
+        """Return the graph of a draft of n tokens; its outputs: where the results arrive."""
+        n_nodes = _N_LAYER * self.hparams.n_layer + 16 * n + 32
+
+        def build(b: Builder) -> _Results:
+            inp = self._memory.block_leaves(b, self._n_rows(n), n, lengths)
+            args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
+            return self._results(build_draft(*args))
+
+        return self._graphs.get(("draft", slot, n, lengths), n_nodes, build)
+
+    def _results(self, outputs: DraftOutputs) -> _Results:
+        if self._host is None:
+            size = (outputs.candidates.nb[1] + 4) * self.hparams.block_size
+            self._host = self._device.host_buffer(size)
+        return _Results(self._host, outputs)
+
+    def _launch(self, built: BuiltGraph, what: str, reads: Any = ffi.NULL, n: int = 0) -> None:
+        status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
+        if status:
+            self._device.check(status, what)
+
+    def close(self) -> None:
+        """Wait for the device, then free everything."""
+        self._device.synchronize()
+        for part in (self._graphs, self._weights, self._rings, self._memory, self._host):
+            if part:
+                part.close()
+
+
+class _Results:
+    """Where the results of a draft arrive in host memory.
+
+    rows: I32 numpy [n, words], see `likeliest_rows`. confidence: F32 numpy [n], or None. reads: the
+    copies, n_reads of them.
+    """
+
+    def __init__(self, host: HostBuffer, outputs: DraftOutputs) -> None:
+        n_bytes, n = C.ggml_nbytes(outputs.candidates), outputs.candidates.ne[1]
+        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
+        copies = [{"src": outputs.candidates, "dst": host.address(), "size": n_bytes}]
+        self.confidence: npt.NDArray[np.float32] | None = None
+        if outputs.confidence is not None:
+            end = n_bytes + 4 * n
+            self.confidence = host.array[n_bytes:end].view(np.float32)
+            source = outputs.confidence
+            copies.append({"src": source, "dst": host.address(n_bytes), "size": 4 * n})
+        self.n_reads = len(copies)
+        self.reads = ffi.new("struct mg_readback[]", copies)

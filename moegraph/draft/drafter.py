@@ -1,0 +1,128 @@
+"""What every drafter is: something that proposes tokens after a known one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
+    from ..runner.sweep_batch import Tap
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens after a known token, the anchor, by depth; the first depth follows the anchor.
+
+    tokens: I32, numpy shape [n_depth, n_top], likeliest first at each depth, all different. log_p:
+    F32, same shape: the drafter's natural logarithms of their probabilities, by a softmax over
+    everything that it can propose; None if it has no probabilities. confidence: F32 [n_depth], how
+    probable the drafter thinks it is that the first token of a depth is right if those before are;
+    None if it has nothing better than log_p.
+    """
+
+    tokens: Ids
+    log_p: npt.NDArray[np.float32] | None = None
+    confidence: npt.NDArray[np.float32] | None = None
+
+    @property
+    def n_depth(self) -> int:
+        """Return how many tokens follow one another."""
+        return len(self.tokens)
+
+    def cut(self, n: int) -> Draft:
+        """Return the first n depths at most."""
+        log_p, confidence = self.log_p, self.confidence
+        return Draft(
+            self.tokens[:n],
+            None if log_p is None else log_p[:n],
+            None if confidence is None else confidence[:n],
+        )
+
+    def problem(self, n_vocab: int) -> str:
+        """Return what is wrong with the draft for a target with n_vocab tokens, or ''."""
+        tokens, log_p = self.tokens, self.log_p
+        if tokens.ndim != 2 or not tokens.shape[1]:
+            return f"its tokens have shape {tokens.shape}, not [n_depth, n_top]"
+        for part in (log_p, self.confidence):
+            # nan fails the comparison too
+            if part is not None and not (part <= 1.0).all():
+                return "its probabilities are not numbers"
+        if log_p is not None and log_p.shape != tokens.shape:
+            return f"it has {log_p.size} probabilities for {tokens.size} tokens"
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < n_vocab:
+            return f"it proposes token {_outside(tokens, n_vocab)} of {n_vocab}"
+        return ""
+
+
+def _outside(tokens: Ids, n_vocab: int) -> int:
+    return int(tokens[(tokens < 0) | (tokens >= n_vocab)][0])
+
+
+def empty_draft() -> Draft:
+    """Return a draft without tokens."""
+    return Draft(np.zeros((0, 1), dtype=np.int32))
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the sequences of one target.
+
+    It follows what each sequence holds: `restart` or `prompt_taps` tells it of tokens that a prompt
+    brings, `committed` of those that a pass brings. Its proposals may be as wrong as they like;
+    they cannot change the text.
+
+    Attributes:
+        name: "mtp", "dflash", "dspark" or "lookup".
+        max_draft: the most tokens that it can propose after the anchor.
+        taps: what the target's passes must keep of each row (`TapRows`): il is l_out of layer il,
+            n_layer is h_nextn, the normed rows that the head gets.
+    """
+
+    name: str
+    max_draft: int
+    taps: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the device memory that it takes."""
+
+    def restart(self, slot: int, ids: Ids) -> None:
+        """Forget a sequence; it now holds ids, I32 numpy [n_past], whose rows were not tapped.
+
+        What the drafter adds from now on starts at position n_past.
+        """
+
+    def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
+        """Return what a sweep calls with the taps of a prompt (`SweepBatch.taps`).
+
+        ids: I32 numpy [n], the tokens of the positions from first on. A prompt that fails is
+        followed by `truncate`.
+        """
+
+    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Note that a sequence took tokens; enqueue what that needs, without waiting.
+
+        rows: the rows of the last pass, and so of the `TapRows`, that belong to the tokens.
+        """
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+        """Propose at most n tokens after the anchor, and the n_top likeliest at each depth.
+
+        anchor: the last token of the text, which the sequence does not hold yet. n is at least 1
+        and at most max_draft; n_top is at least 1. The draft may be shorter than n, or empty, and
+        may list fewer tokens than n_top.
+
+        Raises:
+            NativeError: the device failed.
+        """
+
+    def truncate(self, slot: int, n_past: int) -> None:
+        """Forget what a sequence held from position n_past on."""
+
+    def close(self) -> None:
+        """Wait for the device, then free everything."""

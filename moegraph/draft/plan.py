@@ -1,0 +1,120 @@
+"""What one step of drafting is asked to do, and what became of it: values between loop and rules.
+
+A step drafts tokens after the *anchor* (the last token drawn, which no pass has read yet), has the
+target verify them in one pass, and takes those that the target would have drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .tree import DDTree
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of a drafter before it has run.
+
+    fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
+    accept: expected probability that a drafted token is accepted if all before it were.
+    n_top: candidates that it can name at each depth.
+    """
+
+    name: str
+    max_draft: int
+    fixed: float = 0.0
+    per_token: float = 0.0
+    accept: float = 0.7
+    n_top: int = 1
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What the user has asked for.
+
+    spec: "auto": whatever pays; "off"; or the source that drafts in every step.
+    draft_max: most drafted tokens on a path. p_min: a draft ends before the first token to which
+    the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
+    ddtree: how to build trees; None for a spine with leaves.
+    max_rows: rows of a verify pass that there is memory for.
+    """
+
+    spec: str = "auto"
+    draft_max: int | None = None
+    p_min: float = 0.0
+    budget: int | None = None
+    ddtree: DDTree | None = None
+    max_rows: int = 32
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a verify pass, the anchor included."""
+        wanted = self.ddtree.budget + 1 if self.ddtree else self.budget
+        return self.max_rows if wanted is None else min(self.max_rows, wanted)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every step drafts with a named source."""
+        return self.spec not in ("auto", "off")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next step drafts.
+
+    source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
+    n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
+    """
+
+    source: str = ""
+    n_draft: int = 0
+    n_top: int = 1
+    ddtree: DDTree | None = None
+
+
+PLAIN = Plan()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a verify pass: a spine of the likeliest tokens, with leaves beside it.
+
+    n_spine: depth of the spine below the anchor. leaves[d]: further candidates, from rank 1 on,
+    beside the spine at depth d + 1; depths beyond its end have none.
+    """
+
+    n_spine: int = 0
+    leaves: tuple[int, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows, the anchor included."""
+        return 1 + self.n_spine + sum(self.leaves)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did; plain decode steps count too.
+
+    source: as in its plan. seconds: since the end of the step before it, or of the prompt.
+    n_tokens: by which the text grew. n_rows: of its pass. n_draft: depths asked of the drafter.
+    n_spine: depths of the spine that were verified. n_accepted: drafted tokens accepted.
+    ranks: by depth, for the depths that the acceptance walk reached on the spine: which of the
+        drafter's candidates the target drew there; 0 for the spine's token, -1 for none of them.
+    log_p: the drafter's log probability of the spine's token, by depth; empty if it has none.
+    n_missing: distinct missing experts of the pass, summed over layers.
+    """
+
+    source: str
+    seconds: float
+    n_tokens: int = 1
+    n_rows: int = 1
+    n_draft: int = 0
+    n_spine: int = 0
+    n_accepted: int = 0
+    ranks: tuple[int, ...] = ()
+    log_p: tuple[float, ...] = ()
+    drafter_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    n_missing: int = 0

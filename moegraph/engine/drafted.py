@@ -1,0 +1,126 @@
+"""Steps that draw several tokens where a draft is right.
+
+A pass computes a tree of rows: the anchor, which is the last token of the text, and drafted tokens
+after it. The sampler draws a token after the anchor, and after each drafted token that is what was
+drawn there. So the text is what it would be without drafts, whatever the drafter proposes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..draft.acceptance import walk
+from ..draft.plan import Step
+from ..events import CancelToken
+from ..ggml.choose import DRAW_ROWS
+from ..runner import NotFinite, Output
+from .passes import Passes
+from .rows import RowSampler
+from .sequence import Sequence
+from .speculation import Proposal, Speculation, step_of
+from .stepclock import StepClock
+from .steps import SEQ, Drawn, Steps
+
+
+class DraftedSteps(Steps):
+    """Steps of a generation with drafts; a step without a draft is one of `Steps`."""
+
+    def __init__(
+        self, passes: Passes, sampler: RowSampler, sequence: Sequence, greedy: bool,
+        keep_logits: bool, cancel: CancelToken, speculation: Speculation, has_streams: bool,
+    ) -> None:  # fmt: skip
+        """has_streams: see `StepClock`. Others: as in `Steps`."""
+        super().__init__(passes, sampler, sequence, greedy, keep_logits, cancel)
+        self._speculation = speculation
+        self._clock = StepClock(has_streams)
+        self._proposal: Proposal | None = None  # of the pass in flight
+        self._n_missing = 0  # until that pass
+        self._done: Step | None = None  # to be learned from while the device computes
+
+    def first(self, output: Output) -> list[Drawn]:
+        """Draw the first token, from the results of the prompt."""
+        drawn = super().first(output)
+        self._clock.begin()
+        return drawn
+
+    def submit(self) -> None:
+        """Draft, and start the pass of the last token and of what is drafted after it."""
+        speculation, sequence = self._speculation, self._sequence
+        anchor, room = sequence.tokens[-1], sequence.n_room
+        self._proposal = speculation.propose(SEQ, anchor, sequence.n_left, room)
+        self._n_missing = speculation.n_missing()
+        self._clock.launch()
+        if self._proposal:
+            self._verify(self._proposal)
+        else:
+            self._decode()
+        self._sampler.prepare()
+        self._learn()
+        self._clock.leave()
+
+    def _verify(self, proposal: Proposal) -> None:
+        tree, draws = proposal.tree, None
+        if not (self._greedy or self._keep_logits) and tree.n_rows <= DRAW_ROWS:
+            draws = self._sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
+        # without draws, the walk reads the logits of each row that it comes to
+        argmax = draws is None and not self._keep_logits
+        tokens, parents = np.array([tree.tokens], dtype=np.int32), np.array([tree.parents])
+        self._passes.verify(tokens, SEQ, parents, None, argmax, self._cancel, draws)
+
+    def collect(self) -> list[Drawn]:
+        """Wait for the pass and draw; the sequence takes the rows that are what was drawn.
+
+        Raises:
+            NotFinite: a result is not finite that a pass without drafts would compute too.
+            NativeError: the device failed.
+        """
+        self._clock.back()
+        anchor, output = self._sequence.tokens[-1], self._results()
+        self._clock.arrive()
+        proposal, speculation = self._proposal, self._speculation
+        if proposal is None:
+            tokens, path, drawn = [anchor], [0], super().first(output)
+        else:
+            path, drawn = self._walk(output, proposal)
+            tokens = [proposal.tree.tokens[row] for row in path]
+            self._passes.commit({SEQ: path})
+        speculation.committed(SEQ, tokens, path)
+        n_missing = speculation.n_missing() - self._n_missing
+        taken = [one.token for one in drawn]
+        self._done = step_of(proposal, taken, self._clock.end(), n_missing)
+        if self._sequence.finish_reason:
+            self._learn()
+        return drawn
+
+    def _results(self) -> Output:
+        try:
+            return self._passes.collect()
+        except NotFinite:
+            if self._proposal is None:
+                raise
+        # perhaps only after a token that was drafted in vain: the text may never come to it
+        self._proposal = None
+        self._decode()
+        return self._passes.collect()
+
+    def _walk(self, output: Output, proposal: Proposal) -> tuple[list[int], list[Drawn]]:
+        """Return the rows that are accepted, and the tokens that are drawn after them."""
+        drawn: list[Drawn] = []
+        accept = self._speculation.accept
+        n_forced = accept(proposal.n_spine) if accept else 0
+
+        def draw(row: int) -> int | None:
+            depth = len(drawn)
+            token = proposal.spine[depth] if depth < n_forced else self._pick(output, row)
+            self._take(token)
+            logits = output.require_logits()[row : row + 1] if self._keep_logits else None
+            drawn.append(Drawn(token, logits))
+            is_over = self._sequence.finish_reason or (accept and depth >= n_forced)
+            return None if is_over else token
+
+        return walk(proposal.tree, draw), drawn
+
+    def _learn(self) -> None:
+        if self._done:
+            self._speculation.controller.observe(self._done)
+            self._done = None

@@ -1,0 +1,247 @@
+"""What drafts for the sequences of an engine: the drafters, and who decides about them.
+
+Drafters follow what each sequence holds. A generation tells them of its prompt and of every token
+that its sequence takes. If it fails in between, they do not know what the sequence holds, and
+`begin` has them start anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..draft.drafter import Draft, Drafter
+from ..draft.plan import PLAIN, Plan, Shape, Step
+from ..draft.tree import DraftTree, spine_tree
+from .prefixtree import n_common
+from .stepclock import StepSeconds
+
+if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
+    from ..ggml.ops import Tensor
+    from ..runner.sweep_batch import Tap
+
+Ids = npt.NDArray[np.int32]
+
+
+class Controller(Protocol):
+    """Decides what each step drafts, and learns from what became of it."""
+
+    def begin(self) -> None:
+        """Begin another text."""
+
+    def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
+        """Return what the next step drafts.
+
+        n_left: tokens until the text must end. without: drafters that have nothing to draft now.
+        """
+
+    def shape(self, plan: Plan, draft: Draft) -> Shape:
+        """Return which tokens of a draft are worth a row."""
+
+    def observe(self, step: Step) -> None:
+        """Learn from a step; the device computes meanwhile."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Rows for a verify pass, the draft and the plan that they come from, and how long it took."""
+
+    plan: Plan
+    draft: Draft
+    tree: DraftTree
+    drafter_s: float
+
+    @cached_property
+    def spine(self) -> list[int]:
+        """The draft's likeliest tokens, as far as they follow one another in the tree."""
+        row, tokens = 0, list[int]()
+        for token in self.draft.tokens[:, 0].tolist():
+            child = self.tree.child(row, token)
+            if child is None:
+                break
+            row = child
+            tokens.append(token)
+        return tokens
+
+    @property
+    def n_spine(self) -> int:
+        """Return the length of the spine."""
+        return len(self.spine)
+
+
+class Speculation:
+    """The drafters of an engine.
+
+    max_rows: most rows of a verify pass that there is memory for. accept: for measuring; if set, a
+    step accepts as many tokens of the spine as this returns for a spine's length, whatever the
+    target draws. messages: why drafters are not used any more, one line each. n_missing: returns
+    the distinct experts that passes missed so far.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        controller: Controller,
+        n_vocab: int,
+        max_rows: int,
+        n_missing: Callable[[], int] = int,
+    ) -> None:
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self.controller = controller
+        self.max_rows = max_rows
+        self.accept: Callable[[int], int] | None = None
+        self.messages: list[str] = []
+        self.n_missing = n_missing
+        self._n_vocab = n_vocab
+        self._failed: set[str] = set()
+        self._told: dict[int, list[int]] = {}  # what the drafters know that sequences hold
+
+    def begin(self, slot: int, held: Sequence[int]) -> None:
+        """Begin another text: have the drafters know what a sequence holds."""
+        self.controller.begin()
+        told, n = self._told.pop(slot, None), len(held)
+        ids = np.asarray(held, dtype=np.int32)
+        goes_on = told is not None and n_common(np.asarray(told, dtype=np.int32), ids) == n
+        for drafter in self.drafters.values():
+            if goes_on:
+                drafter.truncate(slot, n)
+            else:
+                drafter.restart(slot, ids)
+        self._told[slot] = list(held)
+
+    def prompt_taps(self, slot: int, ids: Ids) -> dict[int, Tap]:
+        """Return the taps of a sweep that has a sequence hold these ids too."""
+        told = self._told.pop(slot)
+        found: dict[int, list[Tap]] = {}
+        for drafter in self.drafters.values():
+            for il, tap in drafter.prompt_taps(slot, ids, len(told)).items():
+                found.setdefault(il, []).append(tap)
+        self._told[slot] = [*told, *ids.tolist()]
+        return {il: _all_of(taps) for il, taps in found.items()}
+
+    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Tell the drafters that a sequence took tokens, whose rows the last pass computed."""
+        told = self._told.pop(slot)
+        for drafter in self.drafters.values():
+            drafter.committed(slot, tokens, rows)
+        told.extend(tokens)
+        self._told[slot] = told
+
+    def propose(self, slot: int, anchor: int, n_left: int, n_room: int) -> Proposal | None:
+        """Return the rows of the next pass of a sequence; None for the anchor alone.
+
+        n_left: tokens until the text must end. n_room: positions that the context still has.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        without, most_rows = set(self._failed), min(self.max_rows, n_room)
+        start = time.perf_counter()
+        while most_rows > 1 and n_left > 1:
+            plan = self.controller.choose(n_left, without)
+            if not plan.source:
+                return None
+            draft = self._draft(slot, anchor, plan, n_left - 1)
+            if draft is None:
+                without.add(plan.source)
+                continue
+            tree = self._tree(anchor, plan, draft).cut(most_rows)
+            if tree.n_rows == 1:
+                return None
+            return Proposal(plan, draft, tree, time.perf_counter() - start)
+        return None
+
+    def _draft(self, slot: int, anchor: int, plan: Plan, most: int) -> Draft | None:
+        """Return a draft of at most so many tokens; None without one that is any use."""
+        drafter = self.drafters[plan.source]
+        n = min(plan.n_draft, drafter.max_draft, most)
+        draft = drafter.draft(slot, anchor, n, plan.n_top)
+        problem = draft.problem(self._n_vocab)
+        if problem:
+            self._failed.add(drafter.name)
+            self.messages.append(
+                f"the drafter {drafter.name} is not used any more: {problem}; "
+                "the text goes on without it"
+            )
+            return None
+        return draft.cut(n) if draft.n_depth else None
+
+    def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
+        if plan.ddtree:
+            return plan.ddtree.tree(anchor, draft)
+        shape = self.controller.shape(plan, draft)
+        return spine_tree(anchor, draft, shape.n_spine, shape.leaves)
+
+    def drain_messages(self) -> list[str]:
+        """Return the messages since the last call."""
+        found, self.messages = self.messages, []
+        return found
+
+    def close(self) -> None:
+        """Free the drafters."""
+        for drafter in self.drafters.values():
+            drafter.close()
+
+
+def _all_of(taps: list[Tap]) -> Tap:
+    """Return a tap that calls several ones."""
+
+    def call(rows: Tensor, n: int, first: int) -> None:
+        for tap in taps:
+            tap(rows, n, first)
+
+    return taps[0] if len(taps) == 1 else call
+
+
+def step_of(
+    proposal: Proposal | None, drawn: Sequence[int], seconds: StepSeconds, n_missing: int
+) -> Step:
+    """Return what a step did.
+
+    drawn: the tokens that the text took; the last one was drawn, but not drafted. n_missing: the
+    distinct experts that the pass missed.
+    """
+    if proposal is None:
+        return Step(
+            PLAIN.source, seconds.total, len(drawn), verify_s=seconds.verify, n_missing=n_missing
+        )
+    spine = proposal.draft.cut(proposal.n_spine)
+    return Step(
+        proposal.plan.source,
+        seconds.total,
+        n_tokens=len(drawn),
+        n_rows=proposal.tree.n_rows,
+        n_draft=proposal.plan.n_draft,
+        n_spine=proposal.n_spine,
+        n_accepted=len(drawn) - 1,
+        ranks=tuple(_ranks(spine, drawn)),
+        log_p=tuple(_log_p(spine)),
+        drafter_s=proposal.drafter_s,
+        verify_s=seconds.verify,
+        commit_s=seconds.commit,
+        n_missing=n_missing,
+    )
+
+
+def _ranks(draft: Draft, drawn: Sequence[int]) -> Iterator[int]:
+    """Yield the rank of each drawn token at its depth, -1 if it has none, until one is not 0."""
+    for candidates, token in zip(draft.tokens.tolist(), drawn):
+        rank = candidates.index(token) if token in candidates else -1
+        yield rank
+        if rank:
+            return
+
+
+def _log_p(draft: Draft) -> list[float]:
+    """Return the drafter's log probabilities of its likeliest tokens, if it has any."""
+    known = draft.log_p[:, 0] if draft.log_p is not None else np.empty(0)
+    if draft.confidence is not None:
+        known = np.log(np.maximum(draft.confidence, 1e-30))
+    found: list[float] = known.tolist()
+    return found

@@ -1,0 +1,188 @@
+"""A DFlash drafter's graphs: features of the target become K and V, and a block is filled in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ggml.lib import C
+from ..ggml.ops import Builder, Tensor
+from ..modelfile.drafter import DFlashHParams
+from ..resident.draftring import DraftRings
+from ..resident.draftweights import DraftWeights
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """Inputs of a block of n rows.
+
+    embd F32 [n_embd, n]: of the anchor and of masks. pos I32 [n]. anchor I32 [1]. masks: of each
+    ring, F16 [length, n]. draws I32 [DRAW_WORDS, n_draft]: for candidates.
+    """
+
+    embd: Tensor
+    pos: Tensor
+    anchor: Tensor
+    masks: Sequence[Tensor]
+    draws: Tensor
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What gives logits: output [n_embd, n_draft], the target's head or the drafter's own.
+
+    d2t: I32 [1, n_draft], the target's token of each; None if they are the target's.
+    """
+
+    output: Tensor
+    d2t: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftOutputs:
+    """Results for each of n drafted tokens.
+
+    candidates: I32 [words, n], see `likeliest_rows`. confidence: F32 [1, n], or None.
+    """
+
+    candidates: Tensor
+    confidence: Tensor | None
+
+
+def build_context(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, fused: Tensor, pos: Tensor,
+    rows: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Append the writes of K and V of tokens that a sequence takes.
+
+    fused: F32 [n_embd, n], the sum over taps of fc times the tap. pos: I32 [n]. rows: of each ring,
+    I32 [n], where the tokens go.
+
+    Source: llama.cpp src/models/dflash.cpp, batches of embeddings.
+    """
+    cur = b.norm(fused, w.tensors["enc.output_norm.weight"], hp.f_norm_rms_eps)
+    for il in range(hp.n_layer):
+        k, v = _keys(b, hp, w, cur, pos, il)
+        at = rows[rings.kind[il]]
+        for cache, new in ((rings.k[il], k), (rings.v[il], v)):
+            b.expand(b.set_rows(cache, new, at))
+
+
+def _keys(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, cur: Tensor, pos: Tensor, il: int
+) -> tuple[Tensor, Tensor]:
+    """Append K and V of rows F32 [n_embd, n]: F32 [n_embd_gqa, n] each."""
+    layer, d, n = w.layers[il], hp.n_embd_head, cur.ne[1]
+    k = b.reshape(b.mul_mat(layer["attn_k.weight"], cur), d, hp.n_head_kv, n)
+    k = b.rope(b.norm(k, layer["attn_k_norm.weight"], hp.f_norm_rms_eps), pos, hp.rope)
+    v = b.mul_mat(layer["attn_v.weight"], cur)
+    return b.reshape(k, hp.n_embd_gqa, n), v
+
+
+def build_block(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs, slot: int
+) -> Tensor:
+    """Append the layers over a block of a sequence; return its normed rows F32 [n_embd, n].
+
+    Source: llama.cpp src/models/dflash.cpp, batches of tokens.
+    """
+    x, eps = inp.embd, hp.f_norm_rms_eps
+    for il in range(hp.n_layer):
+        layer = w.layers[il]
+        cur = b.norm(x, layer["attn_norm.weight"], eps)
+        x = b.name(b.add(_attend(b, hp, w, rings, inp, cur, slot, il), x), "draft_attn", il)
+        cur = b.norm(x, layer["ffn_norm.weight"], eps)
+        gate = b.mul_mat(layer["ffn_gate.weight"], cur)
+        cur = b.swiglu(gate, b.mul_mat(layer["ffn_up.weight"], cur))
+        x = b.name(b.add(b.mul_mat(layer["ffn_down.weight"], cur), x), "draft_l_out", il)
+    return b.name(b.norm(x, w.tensors["output_norm.weight"], eps), "draft_norm")
+
+
+def _attend(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
+    cur: Tensor, slot: int, il: int,
+) -> Tensor:  # fmt: skip
+    """Append the attention of a layer: the block attends to what is held and to itself."""
+    layer, d, n = w.layers[il], hp.n_embd_head, cur.ne[1]
+    q = b.reshape(b.mul_mat(layer["attn_q.weight"], cur), d, hp.n_head, n)
+    q = b.rope(b.norm(q, layer["attn_q_norm.weight"], hp.f_norm_rms_eps), inp.pos, hp.rope)
+    k, v = _keys(b, hp, w, cur, inp.pos, il)
+    for cache, new in ((rings.k[il], k), (rings.v[il], v)):
+        b.expand(b.cpy(new, rings.view(b, cache, slot, il, n)))
+    mask = inp.masks[rings.kind[il]]
+    k, v = (
+        _by_head(b, rings.view(b, cache, slot, il, mask.ne[0]), d, hp.n_head_kv)
+        for cache in (rings.k[il], rings.v[il])
+    )
+    out = b.flash_attn(b.permute(q, 0, 2, 1, 3), k, v, mask, 1.0 / math.sqrt(d))
+    return b.mul_mat(layer["attn_output.weight"], b.reshape(out, d * hp.n_head, n))
+
+
+def _by_head(b: Builder, rows: Tensor, d: int, n_head: int) -> Tensor:
+    """View rows [d * n_head, n] as [d, n, n_head]."""
+    size, row = C.ggml_row_size(rows.type, d), rows.nb[1]
+    return b.view(rows, (d, rows.ne[1], n_head), (row, size))
+
+
+def build_draft(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
+    head: DraftHead, slot: int, n_draft: int,
+) -> DraftOutputs:  # fmt: skip
+    """Append a whole draft of n_draft tokens after the anchor."""
+    cur = build_block(b, hp, w, rings, inp, slot)
+    first = 0 if hp.samples_anchor else 1
+    rows = b.view(cur, (hp.n_embd, n_draft), (cur.nb[1],), first * cur.nb[1])
+    logits, confidence = b.name(b.mul_mat(head.output, rows), "draft_logits"), None
+    if hp.markov_rank:
+        logits, confidence = _build_markov(b, w, logits, rows, inp.anchor, head)
+        b.name(logits, "draft_biased")
+    candidates = b.expand(b.name(b.candidates(logits, inp.draws), "draft_candidates"))
+    C.ggml_set_output(candidates)
+    return DraftOutputs(candidates, confidence)
+
+
+def _build_markov(
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: DraftHead
+) -> tuple[Tensor, Tensor | None]:
+    """Append the Markov head: each row's logits, given the token before; that is the likeliest.
+
+    Returns logits F32 [n_draft, n], and confidence F32 [1, n] or None.
+
+    Source: llama.cpp src/models/dflash.cpp build_dspark_markov_head.
+    """
+    w1, w2 = w.tensors["markov_w1.weight"], w.tensors["markov_w2.weight"]
+    before, n = anchor, logits.ne[1]
+    biased, traits = [], []
+    for i in range(n):
+        trait = b.get_rows(w1, before)
+        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
+        biased.append(b.add(row, b.mul_mat(w2, trait)))
+        traits.append(trait)
+        if i + 1 < n:
+            before = b.argmax(biased[-1])
+            if head.d2t is not None:
+                before = b.reshape(b.get_rows(head.d2t, before), 1)
+    return _joined(b, biased), _build_confidence(b, w, rows, traits)
+
+
+def _build_confidence(
+    b: Builder, w: DraftWeights, rows: Tensor, traits: Sequence[Tensor]
+) -> Tensor | None:
+    """Append how probable it is that each token is right if those before are: F32 [1, n]."""
+    weight, bias = w.tensors.get("conf_proj.weight"), w.tensors.get("conf_proj.bias")
+    if weight is None:
+        return None
+    found = b.mul_mat(b.reshape(weight, weight.ne[0], 1), b.concat(rows, _joined(b, traits), 0))
+    found = found if bias is None else b.add(found, bias)
+    found = b.expand(b.sigmoid(found))
+    C.ggml_set_output(found)
+    return found
+
+
+def _joined(b: Builder, columns: Sequence[Tensor]) -> Tensor:
+    """Append one tensor of columns [m, 1]: [m, n]."""
+    joined = columns[0]
+    for column in columns[1:]:
+        joined = b.concat(joined, column, 1)
+    return joined

@@ -1,0 +1,199 @@
+"""Fixed memory of a DFlash drafter: the inputs of its graphs, and fused features of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.choose import DRAW_WORDS
+from ..ggml.device import Device, HostBuffer
+from ..ggml.handles import Context
+from ..ggml.lib import C, ffi
+from ..ggml.memory import place
+from ..ggml.ops import F16, F32, I32, Builder, Tensor
+from ..modelfile.drafter import DFlashHParams
+from ..resident.draftring import Mask, RingShape, ring_shapes
+from ..units import round_up
+from .dflash import BlockInputs
+
+_ALIGN = 256
+# Most rows of a pass that one sequence takes.
+MAX_ROWS = 128
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class _Layout:
+    """Byte offsets in the device memory.
+
+    The inputs of a draft end with the embedding of the anchor, and those of the masks follow it, so
+    one copy brings all that changes.
+    """
+
+    def __init__(self, hp: DFlashHParams, shapes: Sequence[RingShape], n_sweep: int) -> None:
+        n, row = hp.block_size, 4 * hp.n_embd
+        self._masks_end = sum(round_up(2 * n * shape.n_rows, _ALIGN) for shape in shapes)
+        self.pos = self._masks_end
+        self.token = self.pos + 4 * n
+        self.anchor = round_up(self.token + 4, _ALIGN)
+        self.masks = self.anchor + row  # embeddings of the mask token
+        self.draws = round_up(self.anchor + row * n, _ALIGN)
+        self.rows = self.draws + 4 * DRAW_WORDS * n
+        self.n_row_words = (2 + len(shapes)) * MAX_ROWS
+        self.prompt = self.rows + 4 * self.n_row_words
+        self.n_prompt_words = (1 + len(shapes)) * n_sweep
+        self.fused = round_up(self.prompt + 4 * self.n_prompt_words, _ALIGN)
+        self.d2t = self.fused + row * n_sweep
+        self.size = self.d2t + 4 * hp.n_vocab_draft
+
+    def kq_masks(self, n_rows: int, lengths: Sequence[int]) -> list[int]:
+        """Return where the masks of a draft begin; the last one ends where positions begin."""
+        sizes = [round_up(2 * n_rows * length, _ALIGN) for length in lengths]
+        return [self._masks_end - sum(sizes[i:]) for i in range(len(sizes))]
+
+
+def draft_memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
+    """Return the device bytes of `DraftMemory`."""
+    return _Layout(hp, ring_shapes(hp, n_ctx), n_sweep).size
+
+
+class DraftMemory:
+    """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
+
+    n_bytes: device memory.
+    """
+
+    def __init__(
+        self, device: Device, hp: DFlashHParams, shapes: Sequence[RingShape], n_sweep: int
+    ) -> None:
+        """n_sweep: most rows of a part of a prompt.
+
+        Raises:
+            OutOfDeviceMemory: there is no room.
+        """
+        self._device, self._hp, self._n_sweep = device, hp, n_sweep
+        self._n_rings = len(shapes)
+        at = self._at = _Layout(hp, shapes, n_sweep)
+        what = "the inputs of drafts and features of prompts"
+        self._buffer = device.buffer(at.size, what, "lower -c or use --spec off")
+        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
+        self._context = Context(2)
+        self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, at.size // 4)
+        place(self._buffer, self._all, 0)
+        self._host = device.host_buffer(at.masks)
+        self._words_host = device.host_buffer(4 * max(at.n_row_words, at.n_prompt_words))
+        self._words_sent = device.event()
+        self.n_bytes = at.size
+        draws = np.full((hp.block_size, DRAW_WORDS), -1, np.int32)
+        draws[:, 0] = 0  # no temperature, no race
+        self._set(at.draws, draws)
+
+    def _set(self, offset: int, values: npt.NDArray[Any]) -> None:
+        """Write values to the device, and wait."""
+        data = np.ascontiguousarray(values)
+        C.ggml_backend_tensor_set(self._all, ffi.from_buffer(data), offset, data.nbytes)
+
+    def _leaf(self, b: Builder, offset: int, dtype: int, *ne: int) -> Tensor:
+        leaf = b.leaf(dtype, ne, "draft_input")
+        place(self._buffer, leaf, offset)
+        return leaf
+
+    def send_mask(self, embedding: Floats) -> None:
+        """Write the embedding of the mask token to all rows of a block but the first."""
+        self._set(self._at.masks, np.tile(embedding, (self._hp.block_size - 1, 1)))
+
+    def send_d2t(self, d2t: Ints) -> Tensor:
+        """Write the target's token of each token of a reduced vocabulary; return I32 [1, n]."""
+        self._set(self._at.d2t, d2t)
+        tensor = C.ggml_new_tensor_2d(self._context.ptr, I32, 1, len(d2t))
+        place(self._buffer, tensor, self._at.d2t)
+        return tensor
+
+    def block_leaves(
+        self, b: Builder, n_rows: int, n_draft: int, lengths: Sequence[int]
+    ) -> BlockInputs:
+        """Return the inputs of a block of n_rows rows."""
+        at = self._at
+        starts = at.kq_masks(n_rows, lengths)
+        return BlockInputs(
+            embd=self._leaf(b, at.anchor, F32, self._hp.n_embd, n_rows),
+            pos=self._leaf(b, at.pos, I32, n_rows),
+            anchor=self._leaf(b, at.token, I32, 1),
+            masks=[self._leaf(b, start, F16, n, n_rows) for start, n in zip(starts, lengths)],
+            draws=self._leaf(b, at.draws, I32, DRAW_WORDS, n_draft),
+        )
+
+    def begin(
+        self, embedding: Floats, anchor: int, n_past: int, n_rows: int, lengths: Sequence[int]
+    ) -> list[Mask]:
+        """Write the inputs of a block; return its masks to fill, numpy shape [n_rows, length]."""
+        at, host = self._at, self._host.array
+        host[at.anchor : at.anchor + embedding.nbytes].view(np.float32)[:] = embedding
+        host[at.pos : at.pos + 4 * n_rows].view(np.int32)[:] = n_past + np.arange(n_rows)
+        host[at.token : at.token + 4].view(np.int32)[0] = anchor
+        return [
+            host[start : start + 2 * n_rows * n].view(np.float16).reshape(n_rows, n)
+            for start, n in zip(at.kq_masks(n_rows, lengths), lengths)
+        ]
+
+    def send(self, n_rows: int, lengths: Sequence[int]) -> None:
+        """Enqueue the upload of the inputs of a block."""
+        first = self._at.kq_masks(n_rows, lengths)[0]
+        self._upload(self._host, first, first, self._at.masks - first)
+
+    def _upload(self, host: HostBuffer, source: int, to: int, size: int) -> None:
+        C.ggml_backend_tensor_set_async(
+            self._device.compute.ptr, self._all, host.address(source), to, size
+        )
+
+    def send_rows(self, rows: Longs, places: Longs, cells: Sequence[Ints]) -> None:
+        """Enqueue the upload of rows of a pass, their positions, and where K and V go."""
+        self._send_words(self._at.rows, [rows, places, *cells])
+
+    def row_leaves(self, b: Builder, n: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return what `send_rows` sends, I32 [n] each."""
+        ids, pos, *cells = self._word_leaves(b, self._at.rows, n, n, 2)
+        return ids, pos, cells
+
+    def send_prompt(self, places: Longs, cells: Sequence[Ints]) -> None:
+        """Enqueue the upload of positions of rows of a prompt, and where K and V go."""
+        words = np.zeros((1 + self._n_rings, self._n_sweep), np.int32)
+        words[:, : len(places)] = np.stack([places, *(cell.astype(np.int64) for cell in cells)])
+        self._send_words(self._at.prompt, [words.reshape(-1)])
+
+    def prompt_leaves(self, b: Builder, row: int, n: int) -> tuple[Tensor, list[Tensor]]:
+        """Return what `send_prompt` sends of rows [row, row + n), I32 [n] each."""
+        pos, *cells = self._word_leaves(b, self._at.prompt + 4 * row, n, self._n_sweep, 1)
+        return pos, cells
+
+    def _send_words(self, to: int, parts: Sequence[npt.NDArray[Any]]) -> None:
+        if self._words_sent:
+            self._words_sent.wait()
+        words = np.concatenate(parts).astype(np.int32)
+        self._words_host.array[: words.nbytes].view(np.int32)[:] = words
+        self._upload(self._words_host, 0, to, words.nbytes)
+        if self._words_sent:
+            C.ggml_backend_event_record(self._words_sent.ptr, self._device.compute.ptr)
+
+    def _word_leaves(self, b: Builder, at: int, n: int, stride: int, n_more: int) -> list[Tensor]:
+        """Return leaves of n words each: n_more of them, and one of each ring."""
+        n_parts = n_more + self._n_rings
+        return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(n_parts)]
+
+    def fused(self, b: Builder, row: int, n: int) -> Tensor:
+        """Return a leaf of rows [row, row + n) of a prompt's fused features, F32 [n_embd, n]."""
+        n_embd = self._hp.n_embd
+        return self._leaf(b, self._at.fused + 4 * n_embd * row, F32, n_embd, n)
+
+    def close(self) -> None:
+        """Free the memory."""
+        parts: list[Any] = [
+            self._words_sent, self._words_host, self._host, self._buffer, self._context
+        ]  # fmt: skip
+        for part in parts:
+            if part:
+                part.close()

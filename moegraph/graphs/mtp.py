@@ -1,0 +1,134 @@
+"""Graphs of the prediction (MTP) block: chains of drafted tokens, and its K and V of known ones.
+
+At position p the block takes the embedding of the token there and what the model's last layer put
+out for the position before, and predicts the token of position p + 1. Behind the last known token
+it takes its own output instead, and its own prediction as the token: a chain of n tokens is one
+graph.
+
+    rows    K and V of known positions; nothing else of the block matters to later ones
+    chain   one step after another: block, head, argmax, embedding of the argmax
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..ggml.ops import Builder, Tensor
+from ..resident.mtp import MtpBlock
+from .attention import build_keys_values
+from .inputs import PassInputs, PassShape
+from .layer import build_input_norm, build_mixer_router, build_moe
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of one step of a chain, at one position; see `PassInputs`."""
+
+    pos: Tensor
+    kv_idx: Tensor
+    slots: Tensor
+    kq_mask: Tensor | None
+    kv_rows: Tensor | None
+    pages: Tensor | None
+    rows: Tensor | None
+
+    def of(self, x: Tensor) -> PassInputs:
+        """Return them as the inputs of a pass of one row x, F32 [n_embd, 1]."""
+        return PassInputs(
+            embd=x, pos=self.pos, kv_idx=self.kv_idx, out_ids=None, draws=None,
+            kq_mask=self.kq_mask, slots=self.slots, kv_rows=self.kv_rows, parents=None,
+            padding=None, absent=None, pages=self.pages, rows=self.rows,
+        )  # fmt: skip
+
+
+Keep = Callable[[Tensor, int], None]
+
+
+def build_block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) -> Tensor:
+    """Append what the block takes: F32 [n_embd, n].
+
+    tokens I32 [n]; h F32 [n_embd, n], normed outputs of the position before each.
+
+    Source: mirrors llama.cpp src/models/qwen35moe.cpp graph_mtp.
+    """
+    w, eps, il = block.weights, block.stage.hp.f_norm_rms_eps, block.stage.layers.start
+    h = b.name(b.norm(h, w["nextn.hnorm.weight"], eps), "mtp_hnorm", il)
+    e = b.get_rows(block.embeddings.tensor, tokens)
+    e = b.name(b.norm(e, w["nextn.enorm.weight"], eps), "mtp_enorm", il)
+    x = b.mul_mat(w["nextn.eh_proj.weight"], b.concat(e, h, 0))
+    return b.name(x, "mtp_eh_proj", il)
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """The inputs of known positions.
+
+    tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of tapped rows also: sources
+    I32 [n], the row of each; last I32 [1], that of the last position; slot I32 [1], the sequence.
+    """
+
+    tokens: Tensor
+    pos: Tensor
+    kv_idx: Tensor
+    sources: Tensor
+    last: Tensor
+    slot: Tensor
+
+
+def build_known_rows(b: Builder, block: MtpBlock, inp: KnownRows, before: Tensor) -> None:
+    """Append the writes of the block's K and V for known positions.
+
+    before F32 [n_embd, n]: l_out of the model's last layer at the position before each, zeros
+    before the first.
+    """
+    stage = block.stage
+    hp, il = stage.hp, stage.layers.start
+    h = b.norm(before, block.output_norm, hp.f_norm_rms_eps)
+    x = build_block_input(b, block, inp.tokens, h)
+    cur = build_input_norm(b, stage, x, il)
+    build_keys_values(b, hp, block.weights, stage.state, inp.pos, inp.kv_idx, cur, il)
+
+
+def build_tapped_rows(
+    b: Builder, block: MtpBlock, inp: KnownRows, last_out: Tensor, tap: Tensor
+) -> None:
+    """Append the same for rows of a pass; tap F32 [n_embd, n_rows]: l_out of the last layer there.
+
+    last_out F32 [n_embd, n_seq]: that of the position before these, and afterwards of the last.
+    """
+    n = inp.tokens.ne[0]
+    before = b.get_rows(last_out, inp.slot)
+    if n > 1:
+        others = b.get_rows(tap, b.view(inp.sources, (n - 1,)))
+        before = b.concat(before, others, 1)
+    build_known_rows(b, block, inp, b.expand(before))
+    b.expand(b.set_rows(last_out, b.get_rows(tap, inp.last), inp.slot))
+
+
+def build_chain(
+    b: Builder, block: MtpBlock, token: Tensor, before: Tensor, steps: list[StepInputs],
+    n_kv: int, keep_logits: Keep, keep_token: Keep,
+) -> None:  # fmt: skip
+    """Append the steps of a chain.
+
+    token I32 [1]: the last known token; before F32 [n_embd, 1]: l_out of the model's last layer at
+    the position before it. n_kv: as in `PassShape`. keep_logits, keep_token: called with a step's
+    logits F32 [n_vocab, 1], or the likeliest token I32 [1], and the number of the step: they give
+    the node memory that lasts.
+    """
+    stage, shape = block.stage, PassShape(1, 1, n_kv, 1)
+    il, eps = stage.layers.start, stage.hp.f_norm_rms_eps
+    h = b.norm(before, block.output_norm, eps)
+    for at, inputs in enumerate(steps):
+        x = build_block_input(b, block, token, h)
+        norm = build_input_norm(b, stage, x, il)
+        r = build_mixer_router(b, stage, inputs.of(x), shape, x, norm, il)
+        out = build_moe(b, stage, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+        h = b.name(b.norm(out, block.head.norm, eps), "h_nextn")
+        logits = b.expand(b.name(b.mul_mat(block.head.output, h), "result_output"))
+        keep_logits(logits, at)
+        token = b.name(b.argmax(logits), "result_argmax")
+        if block.part:  # its rows are not numbered as the tokens are
+            token = b.get_rows(block.part.table, token)
+        keep_token(b.expand(token), at)

@@ -1,0 +1,89 @@
+"""Device memory that drafters need, from the headers of their files alone."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..errors import ModelFileError
+from ..modelfile import ModelFile
+from ..modelfile.hparams import HParams
+from ..modelfile.summary import kv_bytes_per_layer
+from ..modelfile.tensors import require_nextn
+from ..resident.layout import (
+    MAX_MTP_DRAFT,
+    MAX_PAGED_ROWS,
+    MTP_ROWS,
+    PAGE,
+    expert_tensors,
+    is_dense,
+    mtp_output,
+    paged_scratch_bytes,
+    tap_bytes,
+)
+from ..units import round_up
+from .planner import Plan
+
+# Alignment of the tensors of a block, and its tables.
+_SMALL = 64 << 10
+
+
+# Most of the experts' bytes on the device that `auto` gives up for a drafter.
+_MOST_EXPERTS = 0.1
+
+
+def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
+    """Return whether the settings ask for drafts of the MTP block, if there is room for it.
+
+    Raises:
+        ModelFileError: they name it, and the file has no such block, or a damaged one.
+    """
+    if config.spec == "mtp":
+        require_nextn(model.path, model.hparams, model.tensors)
+        return True
+    if config.spec != "auto":
+        return False
+    try:
+        require_nextn(model.path, model.hparams, model.tensors)
+    except ModelFileError:
+        return False
+    return True
+
+
+def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
+    """Return whether `auto` loads a drafter: it must not cost many experts their place."""
+    if plain.all_resident:
+        return drafting.all_resident
+    return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
+
+
+def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
+    """Return a bound on the device memory that drafting with a model's MTP block takes.
+
+    That is its weights with all experts, its K and V, the last outputs, and its graphs.
+    """
+    hp, il, padded = model.hparams, model.hparams.n_layer, round_up(n_ctx, PAGE)
+    infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
+    infos = [info for info in infos if info.name.startswith("blk.")]
+    weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
+    weights += _head_bytes(model, config.draft_vocab)
+    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
+    outputs = 4 * hp.n_embd * (config.n_seq + 1) + tap_bytes(hp.n_embd, 1, MAX_PAGED_ROWS)
+    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
+
+
+def _head_bytes(model: ModelFile, n_vocab: int) -> int:
+    """Return what a draft head of n_vocab tokens takes, and its table of tokens."""
+    if not 0 < n_vocab < model.hparams.n_vocab:
+        return 0
+    info = mtp_output(model)
+    return n_vocab * (info.nbytes // info.ne[1] + 4)
+
+
+def _graph_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:
+    """Return a bound on inputs, results and intermediates of the graphs of the MTP block."""
+    kv = hp.n_embd_head_k * hp.n_head_kv
+    known = 4 * n_rows * (10 * hp.n_embd + 6 * kv)
+    attention = 8 * hp.n_embd_head_k * hp.n_head
+    experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
+    step = 4 * (12 * hp.n_embd + attention + 8 * kv + experts + 8 * hp.n_expert + 4 * hp.n_ff_shexp)
+    logits = 4 * MAX_MTP_DRAFT * (hp.n_vocab + 4096)
+    return max(known, step + paged_scratch_bytes(hp, 1, n_ctx)) + logits + 2 * 16 * n_ctx

@@ -1,0 +1,192 @@
+"""The weights of a drafter on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import quantize
+
+from ..errors import UnsupportedModel
+from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C, ffi
+from ..ggml.memory import place
+from ..ggml.ops import Tensor
+from ..modelfile.drafter import DFlashHParams
+from ..modelfile.draftfile import DraftFile
+from ..modelfile.scan import TensorInfo
+from ..units import round_up
+from .weights import TokenEmbedding
+
+_Q = GGMLQuantizationType
+# Elements that are converted at a time, and threads that convert.
+_PIECE, _N_THREADS = 1 << 22, 8
+# Bytes; no device aligns tensors to more.
+_ALIGN = 128
+_EMBEDDING = "token_embd.weight"
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor as it will be on the device: ne, of a type; from column `first` of a file's."""
+
+    name: str
+    type: GGMLQuantizationType
+    ne: tuple[int, int]
+    source: TensorInfo
+    first: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.ne[0] // block * size
+
+
+def _plan(file: DraftFile, as_stored: bool) -> Iterator[_Planned]:
+    """Yield what goes to the device; fc is cut into one matrix for each tap."""
+    n_embd = file.hparams.n_embd
+    has_head = "output.weight" in file.tensors
+    for name, info in file.tensors.items():
+        if name == "d2t" or (name == _EMBEDDING and has_head):
+            continue
+        n_rows = info.ne[1] * info.ne[2] * info.ne[3]
+        if name == "fc.weight":
+            kind = _stored(info, n_embd, as_stored)
+            for k in range(len(file.hparams.taps)):
+                yield _Planned(f"fc.{k}", kind, (n_embd, n_rows), info, k * n_embd)
+        else:
+            kind = _stored(info, info.ne[0], as_stored)
+            yield _Planned(name, kind, (info.ne[0], n_rows), info, 0)
+
+
+def _stored(info: TensorInfo, n: int, as_stored: bool) -> GGMLQuantizationType:
+    """Return the type of rows of n elements on the device."""
+    if info.n_dims == 1 or info.ne[1] == 1:
+        return _Q.F32
+    if n % GGML_QUANT_SIZES[info.type][0]:
+        raise UnsupportedModel(f"tensor {info.name}: rows of {info.type.name} cannot be cut at {n}")
+    return _Q.Q8_0 if info.type is _Q.BF16 and not as_stored and n % 32 == 0 else info.type
+
+
+def draft_weight_bytes(file: DraftFile, as_stored: bool = False) -> int:
+    """Return the device bytes of a drafter's weights; see `DraftWeights`."""
+    planned = _plan(file, as_stored)
+    return sum(round_up(p.row_bytes * p.ne[1], _ALIGN) for p in planned)
+
+
+class DraftWeights:
+    """The weights of a DFlash or DSpark drafter.
+
+    BF16 matrices become Q8_0, which halves the bytes that a draft reads, unless as_stored.
+
+    fc: for each tap the part of the fusing matrix that reads it, [n_embd, n_embd]. layers: by name
+    after `blk.N.`. output: the drafter's own head [n_embd, n_vocab_draft], or None if it uses the
+    target's. embedding: its own, or None. n_bytes: device memory.
+    """
+
+    def __init__(self, device: Device, file: DraftFile, as_stored: bool = False) -> None:
+        """Load the weights of a file whose tensors were checked (`DraftFile.require_target`).
+
+        Raises:
+            OutOfDeviceMemory: they do not fit.
+            ModelFileError: the file is shorter than its header says.
+            UnsupportedModel: a tensor has a layout that cannot be used.
+        """
+        hp: DFlashHParams = file.hparams
+        planned = list(_plan(file, as_stored))
+        self._context = Context(len(planned))
+        self.tensors: dict[str, Tensor] = {}
+        offsets, size = {}, 0
+        for p in planned:
+            tensor = C.ggml_new_tensor_2d(self._context.ptr, int(p.type), *p.ne)
+            C.ggml_set_name(tensor, p.name.encode())
+            self.tensors[p.name], offsets[p.name] = tensor, size
+            needed = C.ggml_backend_buft_get_alloc_size(device.buft, tensor)
+            size = round_up(size + needed, device.alignment)
+        self._buffer = device.buffer(size, "the drafter's weights", "use --spec off")
+        C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self.n_bytes = size
+        try:
+            for p in planned:
+                place(self._buffer, self.tensors[p.name], offsets[p.name])
+            _send(file, planned, self.tensors)
+        except BaseException:
+            self.close()
+            raise
+        self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.taps))]
+        self.layers = [self._layer(il) for il in range(hp.n_layer)]
+        self.output = self.tensors.get("output.weight") or self.tensors.get(_EMBEDDING)
+        self.embedding = TokenEmbedding(file) if _EMBEDDING in file.tensors else None
+
+    def _layer(self, il: int) -> dict[str, Tensor]:
+        prefix = f"blk.{il}."
+        return {k[len(prefix) :]: t for k, t in self.tensors.items() if k.startswith(prefix)}
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._buffer.close()
+        self._context.close()
+
+
+def _send(file: DraftFile, planned: list[_Planned], tensors: dict[str, Tensor]) -> None:
+    """Read, convert and upload all tensors; threads convert while others are uploaded."""
+    pieces = [
+        (p, row, min(max(1, _PIECE // p.source.ne[0]), p.ne[1] - row))
+        for p in planned
+        for row in range(0, p.ne[1], max(1, _PIECE // p.source.ne[0]))
+    ]
+    with closing(_Converter(file)) as converter:
+        for (p, row, _), raw in zip(pieces, converter.convert(pieces)):
+            at, data = row * p.row_bytes, ffi.from_buffer(raw)
+            C.ggml_backend_tensor_set(tensors[p.name], data, at, raw.nbytes)
+
+
+class _Converter:
+    """Threads that read rows of a file and convert them, a few pieces ahead."""
+
+    def __init__(self, file: DraftFile) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="moegraph-draft")
+
+    def convert(self, pieces: list[tuple[_Planned, int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the bytes of pieces, in order."""
+        ahead = 2 * _N_THREADS
+        begun = [self._pool.submit(self._rows, *piece) for piece in pieces[:ahead]]
+        for i in range(len(pieces)):
+            result = begun.pop(0).result()
+            if i + ahead < len(pieces):
+                begun.append(self._pool.submit(self._rows, *pieces[i + ahead]))
+            yield result
+
+    def _rows(self, p: _Planned, row: int, n: int) -> npt.NDArray[np.uint8]:
+        """Return n rows as they will be on the device, U8 numpy [n, row_bytes]."""
+        block, size = GGML_QUANT_SIZES[p.source.type]
+        raw = np.empty((n, p.source.ne[0] // block * size), np.uint8)
+        self._file.read(p.source, raw.reshape(-1), row * raw.shape[1])
+        first, last = (column // block * size for column in (p.first, p.first + p.ne[0]))
+        cut = np.ascontiguousarray(raw[:, first:last])
+        if p.type is p.source.type:
+            return cut
+        wide = _as_f32(cut, p.source)
+        if p.type is _Q.F32:
+            return wide.view(np.uint8)
+        return np.ascontiguousarray(quantize(wide, p.type))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _as_f32(raw: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:
+    """Return values of type BF16 or F16 as F32."""
+    if info.type is _Q.BF16:
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if info.type is _Q.F16:
+        return raw.view(np.float16).astype(np.float32)
+    raise UnsupportedModel(f"tensor {info.name}: moegraph reads BF16, F16 and F32 here")

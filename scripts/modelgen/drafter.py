@@ -1,0 +1,317 @@
+"""Synthetic DFlash and DSpark drafters of any shape, in every file format that moegraph reads."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .gguf_write import KV, Bytes, KVType, TensorEntry, write_gguf
+from .vocab import vocabulary
+
+Array = npt.NDArray[Any]
+GGML = {"F32": 0, "F16": 1, "Q8_0": 8, "I64": 27, "BF16": 30}
+FORMATS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "safetensors")
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The hyper-parameters of a drafter; the defaults are those of 35B-A3B's current revision.
+
+    windows: a letter for each layer, s(liding) or f(ull). taps: layers of the target whose outputs
+    it reads. n_vocab_draft: 0 for the target's vocabulary. markov_rank: 0 for DFlash, else DSpark.
+    """
+
+    n_vocab: int = 248320
+    n_embd: int = 2048
+    windows: str = "sssssf"
+    n_head: int = 32
+    n_head_kv: int = 8
+    head_dim: int = 128
+    n_ff: int = 6144
+    n_ctx_train: int = 262144
+    n_swa: int = 4096
+    taps: tuple[int, ...] = (1, 6, 11, 16, 22, 27, 32, 37)
+    mask_id: int = 248077
+    block_size: int = 16
+    is_causal: bool = False
+    rope_freq_base: float = 1e7
+    yarn_factor: float = 0.0
+    yarn_orig: int = 4096
+    f_norm_rms_eps: float = 1e-6
+    n_vocab_draft: int = 0
+    markov_rank: int = 0
+    has_confidence: bool = True
+    samples_anchor: bool = True
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.windows)
+
+
+# Both published revisions of the drafter of Qwen3.6-35B-A3B, and DSpark of that shape.
+PRESETS = {
+    "35b-current": DraftShape(),
+    "35b-april": DraftShape(
+        windows="f" * 8, n_head_kv=4, n_swa=0, taps=(1, 10, 19, 28, 37), mask_id=248070,
+        yarn_factor=64.0,
+    ),
+    "35b-dspark": DraftShape(windows="fffff", n_swa=0, block_size=7, markov_rank=256),
+}  # fmt: skip
+
+
+def tensor_shapes(s: DraftShape) -> dict[str, tuple[int, ...]]:
+    """Return the tensors, by llama.cpp's names, in ggml order."""
+    q, kv = s.head_dim * s.n_head, s.head_dim * s.n_head_kv
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (len(s.taps) * s.n_embd, s.n_embd),
+        "enc.output_norm.weight": (s.n_embd,),
+        "output_norm.weight": (s.n_embd,),
+    }
+    for il in range(s.n_layer):
+        found |= {
+            f"blk.{il}.attn_norm.weight": (s.n_embd,),
+            f"blk.{il}.attn_q.weight": (s.n_embd, q),
+            f"blk.{il}.attn_k.weight": (s.n_embd, kv),
+            f"blk.{il}.attn_v.weight": (s.n_embd, kv),
+            f"blk.{il}.attn_output.weight": (q, s.n_embd),
+            f"blk.{il}.attn_q_norm.weight": (s.head_dim,),
+            f"blk.{il}.attn_k_norm.weight": (s.head_dim,),
+            f"blk.{il}.ffn_norm.weight": (s.n_embd,),
+            f"blk.{il}.ffn_gate.weight": (s.n_embd, s.n_ff),
+            f"blk.{il}.ffn_up.weight": (s.n_embd, s.n_ff),
+            f"blk.{il}.ffn_down.weight": (s.n_ff, s.n_embd),
+        }
+    n_draft = s.n_vocab_draft or s.n_vocab
+    if s.n_vocab_draft:
+        found |= {"output.weight": (s.n_embd, n_draft), "d2t": (n_draft,)}
+    if s.markov_rank:
+        found["markov_w1.weight"] = (s.markov_rank, s.n_vocab)
+        found["markov_w2.weight"] = (s.markov_rank, n_draft)
+        if s.has_confidence:
+            found["conf_proj.weight"] = (s.n_embd + s.markov_rank, 1)
+            found["conf_proj.bias"] = (1,)
+    return found
+
+
+def values(s: DraftShape, seed: int = 0) -> Iterator[tuple[str, Array]]:
+    """Yield every tensor, F32 (d2t: I64, tokens of the target), numpy shapes."""
+    for name, ne in tensor_shapes(s).items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if name == "d2t":
+            yield name, np.sort(rng.choice(s.n_vocab, s.n_vocab_draft, replace=False))
+            continue
+        data: Array = rng.standard_normal(ne[::-1], dtype=np.float32)
+        if name.endswith("norm.weight"):
+            data = 1 + data / 8
+        elif name.startswith("markov_w1"):
+            data *= 2.0
+        elif len(ne) > 1:
+            data /= np.float32(np.sqrt(ne[0]))
+        yield name, data
+
+
+def bf16(x: Array) -> Array:
+    """Return F32 values as BF16, U16, rounded to nearest even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def q8_0(x: Array) -> Array:
+    """Return F32 values as blocks of Q8_0, as ggml quantizes them: U8 [n / 32, 34]."""
+    blocks = x.reshape(-1, 32)
+    scale = np.abs(blocks).max(axis=1) / np.float32(127)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    scaled = blocks * inverse[:, None]
+    rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    halves = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return np.concatenate([halves, rounded.view(np.uint8)], axis=1)
+
+
+def encoded(x: Array, kind: str) -> bytes:
+    """Return the bytes of a tensor in a type of GGML."""
+    if kind == "BF16":
+        return bf16(x).tobytes()
+    if kind == "Q8_0":
+        return q8_0(x).tobytes()
+    return x.astype({"F32": np.float32, "F16": np.float16, "I64": np.int64}[kind]).tobytes()
+
+
+def type_of(name: str, ne: tuple[int, ...], matrices: str) -> str:
+    """Return the type of a tensor of a GGUF file whose matrices have a type."""
+    if name == "d2t":
+        return "I64"
+    return matrices if len(ne) > 1 and ne[0] % 32 == 0 and not name.startswith("conf") else "F32"
+
+
+def write_drafter(path: Path, s: DraftShape, kind: str, matrices: str, seed: int = 0) -> None:
+    """Write a drafter as one of FORMATS; matrices: their type.
+
+    For safetensors, config.json is written beside it, and all types are `matrices`.
+    """
+    if kind == "safetensors":
+        _write_safetensors(path, s, matrices, seed)
+        return
+    shapes = {_spelled(name, kind): (name, ne) for name, ne in tensor_shapes(s).items()}
+    types = {name: type_of(own, ne, matrices) for name, (own, ne) in shapes.items()}
+    entries = [
+        TensorEntry(name, ne, GGML[types[name]], _n_bytes(ne, types[name]))
+        for name, (_, ne) in shapes.items()
+    ]
+    made = values(s, seed)
+
+    def data(entry: TensorEntry) -> Iterator[Bytes]:
+        yield encoded(next(made)[1], types[entry.name])
+
+    write_gguf(path, list(_keys(s, kind)), entries, data, lambda entry: None)
+
+
+def _n_bytes(ne: tuple[int, ...], kind: str) -> int:
+    n = int(np.prod(ne))
+    return n * 34 // 32 if kind == "Q8_0" else n * {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}[kind]
+
+
+def _spelled(name: str, kind: str) -> str:
+    """Return what a dialect calls a tensor."""
+    if kind == "dflash":
+        return name
+    mark = "_" if kind == "dflash-draft" else "."
+    name = name.replace("enc.output_norm", f"dflash{mark}hidden_norm")
+    return name.replace("ffn_norm", "post_attention_norm").replace("fc.", f"dflash{mark}fc.")
+
+
+def _keys(s: DraftShape, kind: str) -> Iterator[KV]:
+    """Yield the keys of a GGUF file."""
+    u32, f32, ints = KVType.U32, KVType.F32, KVType.I32_ARRAY
+    yield KV("general.architecture", KVType.STRING, kind)
+    yield KV("general.name", KVType.STRING, "a synthetic drafter")
+    yield KV(f"{kind}.attention.layer_norm_rms_epsilon", f32, s.f_norm_rms_eps)
+    numbers = {
+        "context_length": s.n_ctx_train,
+        "embedding_length": s.n_embd,
+        "block_count": s.n_layer,
+        "feed_forward_length": s.n_ff,
+        "attention.head_count": s.n_head,
+        "attention.head_count_kv": s.n_head_kv,
+        "attention.key_length": s.head_dim,
+        "attention.value_length": s.head_dim,
+    }
+    for name, value in numbers.items():
+        yield KV(f"{kind}.{name}", u32, value)
+    yield KV(f"{kind}.rope.freq_base", f32, s.rope_freq_base)
+    if s.yarn_factor:
+        yield KV(f"{kind}.rope.scaling.type", KVType.STRING, "yarn")
+        yield KV(f"{kind}.rope.scaling.factor", f32, s.yarn_factor)
+        yield KV(f"{kind}.rope.scaling.original_context_length", u32, s.yarn_orig)
+    if s.n_swa:
+        yield KV(f"{kind}.attention.sliding_window", u32, s.n_swa)
+        flags = [letter == "s" for letter in s.windows]
+        yield KV(f"{kind}.attention.sliding_window_pattern", KVType.BOOL_ARRAY, flags)
+    yield KV(f"{kind}.attention.causal", KVType.BOOL, s.is_causal)
+    if kind != "dflash":
+        yield KV(f"{kind}.dflash.block_size", u32, s.block_size)
+        yield KV(f"{kind}.dflash.mask_token_id", u32, s.mask_id)
+        yield KV(f"{kind}.dflash.target_layer_ids", ints, list(s.taps))
+        yield KV(f"{kind}.vocab_size", u32, s.n_vocab)
+        return
+    yield KV("dflash.block_size", u32, s.block_size)
+    yield KV("dflash.target_layers", ints, [layer + 1 for layer in s.taps])
+    yield KV("dflash.rope.dimension_sections", ints, [s.head_dim // 2, 0, 0, 0])
+    if s.markov_rank:
+        yield KV("dflash.sample_from_anchor", KVType.BOOL, s.samples_anchor)
+        yield KV("dflash.has_confidence_head", KVType.BOOL, s.has_confidence)
+    yield from vocabulary(s.n_vocab, "qwen35")
+    yield KV("tokenizer.ggml.mask_token_id", u32, s.mask_id)
+
+
+_HF_NAMES = {
+    "fc.weight": "fc.weight",
+    "enc.output_norm.weight": "hidden_norm.weight",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "lm_head.weight",
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+    "d2t": "d2t",
+}
+_HF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """Return the name of a tensor in safetensors."""
+    if name in _HF_NAMES:
+        return _HF_NAMES[name]
+    _, il, part, _ = name.split(".")
+    return f"layers.{il}.{_HF_LAYER[part]}.weight"
+
+
+def hf_config(s: DraftShape, matrices: str = "BF16") -> dict[str, Any]:
+    """Return config.json of a drafter."""
+    scaling = None
+    if s.yarn_factor:
+        scaling = {
+            "rope_type": "yarn", "factor": s.yarn_factor, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": s.yarn_orig,
+        }  # fmt: skip
+    kinds = [f"{'sliding' if letter == 's' else 'full'}_attention" for letter in s.windows]
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"], "attention_bias": False, "hidden_act": "silu",
+        "dtype": {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[matrices],
+        "head_dim": s.head_dim, "hidden_size": s.n_embd, "intermediate_size": s.n_ff,
+        "layer_types": kinds, "max_position_embeddings": s.n_ctx_train, "model_type": "qwen3",
+        "num_attention_heads": s.n_head, "num_hidden_layers": s.n_layer,
+        "num_key_value_heads": s.n_head_kv, "rms_norm_eps": s.f_norm_rms_eps,
+        "rope_scaling": scaling, "rope_theta": s.rope_freq_base, "sliding_window": s.n_swa or None,
+        "tie_word_embeddings": False, "use_sliding_window": bool(s.n_swa), "vocab_size": s.n_vocab,
+        "is_causal": s.is_causal,
+    }  # fmt: skip
+    inner = {"mask_token_id": s.mask_id, "target_layer_ids": list(s.taps)}
+    if s.markov_rank:
+        config |= {"architectures": ["DSparkDraftModel"], "markov_head_type": "vanilla"}
+        config |= {"sample_from_anchor": s.samples_anchor}
+        config |= {"draft_vocab_size": s.n_vocab_draft or s.n_vocab}
+    # one published revision has it inside, the other at the top
+    place = config if s.yarn_factor else inner
+    place["block_size"] = s.block_size
+    return {**config, "dflash_config": inner}
+
+
+def _write_safetensors(path: Path, s: DraftShape, matrices: str, seed: int) -> None:
+    config = json.dumps(hf_config(s, matrices), indent=2)
+    path.with_name("config.json").write_text(config + "\n", encoding="utf-8")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, ne in tensor_shapes(s).items():
+        kind = "I64" if name == "d2t" else matrices
+        size = _n_bytes(ne, kind)
+        shape = list(ne[::-1])
+        header[hf_name(name)] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, data in values(s, seed):
+            if name == "d2t":  # there it holds differences
+                data = data - np.arange(len(data))
+            file.write(encoded(data, "I64" if name == "d2t" else matrices))

@@ -1,0 +1,90 @@
+"""The MTP block on a GPU: chains are captured graphs, embeddings come from pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import shared  # noqa: F401 - it finds the scripts
+from helpers.mtp import MtpModel
+from modelgen.build import write_model
+from modelgen.presets import PRESETS
+
+N = 6
+
+
+def random_ids(n: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
+
+
+def nmse(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the squared error relative to b."""
+    return float(((a - b).astype(np.float64) ** 2).sum() / (b.astype(np.float64) ** 2).sum())
+
+
+@pytest.fixture(scope="module")
+def with_block(
+    model_file: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a function from preset name to a model file with an MTP block."""
+
+    def path_of(name: str) -> Path:
+        preset = PRESETS[name]
+        if preset.shape.n_layer_nextn:
+            return model_file(name)
+        path = tmp_path_factory.mktemp("mtp") / f"{name}.gguf"
+        return write_model(path, replace(preset.shape, n_layer_nextn=1), preset.mix, seed=7)[0]
+
+    return path_of
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "float32", "kquant40", "iq64", "mxfp256"])
+def test_a_chain_is_that_of_the_cpu(with_block: Callable[[str], Path], preset: str) -> None:
+    ids = random_ids(300)
+    found = []
+    for device in ("cpu", "cuda"):
+        with MtpModel(with_block(preset), 256, device=device) as model:
+            model.read(ids)
+            draft = model.drafter.draft(0, 5, N, 3)
+            found.append((draft.tokens[:, 0], model.logits(N)))
+            assert draft.problem(model.hp.n_vocab) == ""
+            np.testing.assert_array_equal(draft.tokens[:, 0], model.logits(N).argmax(axis=1))
+    (cpu_tokens, cpu), (tokens, logits) = found
+    n = 1 + int((cpu_tokens == tokens).cumprod()[:-1].sum())  # rows after the same tokens
+    worst = max(nmse(a, b) for a, b in zip(logits[:n], cpu[:n]))
+    assert worst < 5e-3, f"{worst:.1e} in {n} rows"
+
+
+def test_captured_chains_repeat_and_begin_with_shorter_ones(
+    with_block: Callable[[str], Path],
+) -> None:
+    ids, other = random_ids(280), random_ids(90, seed=2)
+    with MtpModel(with_block("mini35b"), 256, device="cuda", n_seq=2) as model:
+        model.read(ids, 1)
+        model.read(other, 0)
+        wanted, rows = model.drafter.draft(1, 5, N, 4), model.logits(N)
+        for turn in range(6):
+            model.drafter.draft(0, turn, 1 + turn, 1)
+            for n in (N, 2, 4):
+                draft = model.drafter.draft(1, 5, n, 4)
+                np.testing.assert_array_equal(draft.tokens, wanted.tokens[:n])
+                np.testing.assert_array_equal(model.logits(n), rows[:n])
+
+
+def test_accepted_tokens_give_nearly_the_keys_of_a_prompt(
+    with_block: Callable[[str], Path],
+) -> None:
+    ids = random_ids(80)
+    with MtpModel(with_block("mini35b"), 256, device="cuda") as model:
+        model.read(ids)
+        wanted = model.cache()
+        model.state.reset(0)
+        model.read(ids[:70])
+        for token in ids[70:].tolist():
+            model.drafter.draft(0, token, 3, 1)
+            model.decode(token)
+        for got, want in zip(model.cache(), wanted):
+            assert nmse(got.astype(np.float32), want.astype(np.float32)) < 5e-3

@@ -1,0 +1,28 @@
+"""Small synthetic drafters for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import shared  # makes scripts/ importable
+
+from modelgen.drafter import DraftShape, write_drafter  # isort: skip
+
+assert shared
+# For the small synthetic models of 1024 tokens, width 256 and 8 layers.
+SMALL = DraftShape(
+    n_vocab=1024, n_embd=256, windows="sf", n_head=4, n_head_kv=2, head_dim=64, n_ff=320,
+    n_ctx_train=512, n_swa=24, taps=(1, 4, 6), mask_id=990, block_size=8,
+)  # fmt: skip
+
+
+def write_small(
+    folder: Path, kind: str = "dflash", matrices: str = "F32", seed: int = 3, **changes: Any
+) -> Path:
+    """Write a small drafter as one of the formats; return its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("model.safetensors" if kind == "safetensors" else f"{kind}.gguf")
+    write_drafter(path, replace(SMALL, **changes), kind, matrices, seed)
+    return path

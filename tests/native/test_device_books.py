@@ -1,0 +1,143 @@
+"""Device memory in use at any time, by the books of what is allocated: never above the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+from helpers.shared import prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine, prefixes
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Buffer
+from moegraph.modelfile import open_model
+from moegraph.placement.footprint import needed_bytes
+
+Open = Callable[..., Engine]
+
+
+class Books:
+    """Counts the bytes of device buffers that are open; peak: the most at any time."""
+
+    def __init__(self) -> None:
+        self._open: WeakSet[Buffer] = WeakSet()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def add(self, buffer: Buffer, size: int) -> Buffer:
+        """Note a new buffer."""
+        self._open.add(buffer)
+        self._sizes[id(buffer)] = size
+        self.peak = max(self.peak, self.n_bytes)
+        return buffer
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the open buffers."""
+        return sum(self._sizes[id(buffer)] for buffer in self._open if not buffer.is_closed)
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> Books:
+    """Keep books of all device buffers; the shared block of graphs is not one of them."""
+    found, real = Books(), Device.buffer
+
+    def buffer(self: Device, size: int, what: str, remedy: str) -> Buffer:
+        return found.add(real(self, size, what, remedy), size)
+
+    monkeypatch.setattr(Device, "buffer", buffer)
+    return found
+
+
+def planned(engine: Engine) -> int:
+    """Return what the plan grants to buffers: on the CPU, weights stay where the file is mapped."""
+    plan, hp = engine.plan.bytes, engine.hparams
+    granted = engine.plan.total - plan["weights"] - plan["other"] - plan["pinned"]
+    if plan["staging"]:  # only the CPU keeps the results of all experts, to add them in order
+        n_rows = engine.runner.sweeps.memory.n_rows
+        granted += 4 * hp.n_embd * hp.n_expert_used * (n_rows + 1)
+    return granted
+
+
+@pytest.mark.parametrize("share", [None, 0.3], ids=["whole", "missing"])
+def test_marks_and_turns_take_no_device_memory(
+    model_path: Callable[[str], Any], books: Books, monkeypatch: pytest.MonkeyPatch, share: Any
+) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
+    settings: dict[str, Any] = {"device": "cpu", "n_threads": 1, "n_ctx": 1024, "n_ubatch": 64}
+    path = model_path("mini35b")
+    if share is not None:
+        with open_model(path) as model:
+            need = needed_bytes(model, EngineConfig(**settings), 1024)
+        budget = need.fixed + need.staging + int(share * need.experts)
+        settings |= {"vram": f"{budget}B", "pin_layers": 0}
+    with Engine.load(path, EngineConfig(**settings)) as engine:
+        loaded, ids = books.n_bytes, prompt(engine, 900, seed=1)
+        limit = planned(engine)
+        for n in (200, 450, 700, 900):
+            marks = tuple(range(n - 180, n, 20))
+            for _ in engine.generate(ids[:n], max_tokens=3, text=False, reuse=True, marks=marks):
+                taken = books.peak + engine.runner.graphs.n_bytes
+                assert taken <= limit, f"{n} tokens"
+        assert engine.prefixes.n_places >= 9
+        assert books.n_bytes == loaded, "requests took memory of their own"
+
+
+def test_200_requests_of_mixed_lengths_leave_memory_flat(
+    open_engine: Open, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
+    engine = open_engine(n_ctx=640, pin_layers=0, cache_slots=40, miss="stream", cache_ram=1)
+    rng, graphs, sizes = np.random.default_rng(0), engine.runner.graphs, []
+    loaded, reserved = books.n_bytes, graphs.n_bytes
+    ids = np.zeros(0, dtype=np.int32)
+    for turn in range(200):
+        # passes and sweeps, which may continue the one before; no more lengths than graphs are
+        # kept for: beyond that, memory nears the bound of the graph cache in ever smaller steps
+        n = (1, 9, 30, 64, 100, 300, 600)[int(rng.integers(0, 7))]
+        fresh = prompt(engine, n, seed=int(rng.integers(0, 4)))
+        ids = np.concatenate([ids, fresh])[:n] if turn % 2 else fresh
+        marks = (n // 2, max(1, n - 10))
+        list(engine.generate(ids, max_tokens=2, text=False, reuse=True, marks=marks))
+        assert (books.peak, books.n_bytes, graphs.n_bytes) == (loaded, loaded, reserved)
+        sizes.append(resident_bytes() - graphs.n_host_bytes)
+    assert max(sizes[150:]) - max(sizes[80:100]) < 4 << 20
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_prompt_of_32768_positions_stays_within_the_budget(
+    model_path: Callable[[str], Any], books: Books
+) -> None:
+    n, n_held, path = 32_768, 31_200, model_path("legacy32")
+    settings: dict[str, Any] = {
+        "device": "cpu", "n_threads": 2, "n_ctx": n, "n_ubatch": 512, "pin_layers": 0,
+        "miss": "stream",
+    }  # fmt: skip
+    with open_model(path) as model:
+        need = needed_bytes(model, EngineConfig(**settings), n)
+    settings["vram"] = f"{need.fixed + need.staging + need.experts // 4}B"
+    with Engine.load(path, EngineConfig(**settings)) as engine:
+        graphs, loaded = engine.runner.graphs, books.n_bytes
+        reserved = graphs.n_bytes
+        assert loaded + reserved <= planned(engine)
+        ids = np.resize(prompt(engine, 240, seed=2), n - 2)
+        engine.prefill(ids[:240])
+        copies = engine.state.copies
+        rows, states = copies.take_rows(0, 0, 240), copies.take_states(0, 240)
+        # the same rows again and again: computing so many would take a minute
+        again = [(first, rows) for first in range(0, n_held, 240)]
+        engine.passes.put_back(0, ids[:n_held].tolist(), 0, again, states)
+        marks = (n_held + 100, n_held + 700, n - 80)
+        list(engine.generate(ids, max_tokens=1, text=False, reuse=True, marks=marks))
+        assert engine.prefixes.n_places == 3
+        # what has been reserved is not exceeded, the snapshot to undo the prompt included
+        assert (books.peak, graphs.n_bytes) == (loaded, reserved)

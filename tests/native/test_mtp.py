@@ -1,0 +1,335 @@
+"""The MTP block: its K and V follow the model's, and a chain of drafts is its steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.mtp import MtpModel
+
+from moegraph.config import EngineConfig
+from moegraph.draft.drafter import Drafter
+from moegraph.draft.mtp import MtpDrafter
+from moegraph.errors import InternalError, ModelFileError
+from moegraph.modelfile import open_model
+from moegraph.modelfile.tensors import require_nextn
+from moegraph.modelfile.vocab import frequent_ids
+from moegraph.placement.drafters import mtp_bytes
+from moegraph.placement.footprint import needed_bytes
+from moegraph.resident.layout import MTP_ROWS
+from moegraph.resident.mtp import open_mtp
+from moegraph.runner import Batch
+from moegraph.runner.sweep_batch import SweepBatch
+
+ModelPath = Callable[[str], Path]
+TINY = Path(__file__).resolve().parents[2] / "moegraph" / "models" / "tiny.gguf"
+EXACT: dict[str, Any] = {"cpu_reference": True}
+
+
+def random_ids(n: int, seed: int = 1, n_vocab: int = 1000) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, n_vocab, n).astype(np.int32)
+
+
+def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def commit(model: MtpModel, tokens: np.ndarray, parents: list[int], path: list[int]) -> None:
+    """Verify a tree of rows, take a path of it, and tell the drafter."""
+    model.runner.submit(Batch.verify(tokens[None], (0,), [parents]))
+    model.runner.collect()
+    model.runner.commit({0: path})
+    model.drafter.committed(0, tokens[path].tolist(), path)
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+@pytest.mark.parametrize("n_seq", [1, 2])
+def test_a_prompt_gives_the_same_keys_in_any_pieces(
+    model_path: ModelPath, no_leak: None, preset: str, n_seq: int
+) -> None:
+    path, ids, slot = model_path(preset), random_ids(100), n_seq - 1
+    settings = {**EXACT, "n_seq": n_seq}
+    with MtpModel(path, **settings) as model:
+        model.read(ids, slot)
+        wanted = model.cache(slot)
+        draft = model.drafter.draft(slot, 5, 6, 3)
+        assert np.any(wanted[0][1:] != wanted[0][:-1]) and len(wanted[0]) == 100
+    for max_rows, cuts in ((7, []), (64, [30, 31, 90]), (16, [64])):
+        with MtpModel(path, max_rows, **settings) as model:
+            for first, end in zip([0, *cuts], [*cuts, 100]):
+                model.read(ids[first:end], slot)
+            assert_same(model.cache(slot), wanted)
+            again = model.drafter.draft(slot, 5, 6, 3)
+            np.testing.assert_array_equal(again.tokens, draft.tokens)
+            np.testing.assert_array_equal(again.log_p, draft.log_p)
+
+
+def test_accepted_tokens_give_the_same_keys_as_a_prompt(
+    model_path: ModelPath, no_leak: None
+) -> None:
+    ids = random_ids(60)
+    with MtpModel(model_path("mini35b"), **EXACT) as model:
+        model.read(ids)
+        wanted = model.cache()
+    with MtpModel(model_path("mini35b"), **EXACT) as model:
+        model.read(ids[:40])
+        for token in ids[40:44].tolist():
+            model.drafter.draft(0, token, 5, 1)  # what it leaves behind the known rows is rewritten
+            model.decode(token)
+        model.drafter.draft(0, int(ids[44]), 3, 1)
+        commit(model, ids[44:49], [-1, 0, 1, 2, 3], [0, 1, 2])
+        # rows 1 and 3 are drafts that were wrong
+        tree = np.array([ids[47], 3, ids[48], 9, ids[49]], dtype=np.int32)
+        commit(model, tree, [-1, 0, 0, 2, 2], [0, 2, 4])
+        commit(model, ids[50:60], list(range(-1, 9)), list(range(10)))
+        assert_same(model.cache(), wanted)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_a_chain_begins_with_the_shorter_ones(model_path: ModelPath, kv: str) -> None:
+    with MtpModel(model_path("mini35b"), type_k=kv, type_v=kv, n_seq=2) as model:
+        model.read(random_ids(300), 1)
+        model.drafter.reserve()
+        longest = model.drafter.draft(1, 7, 99, 4)
+        assert longest.n_depth == model.drafter.max_draft == 16
+        rows = model.logits(16)
+        assert (longest.tokens[:, 0] == rows.argmax(axis=1)).all()
+        for n in (1, 2, 7):
+            shorter = model.drafter.draft(1, 7, n, 4)
+            np.testing.assert_array_equal(shorter.tokens, longest.tokens[:n])
+            np.testing.assert_array_equal(model.logits(n), rows[:n])
+
+
+def test_probabilities_are_those_of_the_logits(model_path: ModelPath) -> None:
+    with MtpModel(model_path("float32")) as model:
+        model.read(random_ids(20))
+        draft = model.drafter.draft(0, 7, 5, 6)
+        rows = model.logits(5).astype(np.float64)
+        assert draft.problem(model.hp.n_vocab) == ""
+        exact = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True))
+        exact -= rows.max(1, keepdims=True)
+        order = np.argsort(-rows, axis=1, kind="stable")[:, :6]
+        np.testing.assert_array_equal(draft.tokens, order)
+        assert draft.log_p is not None
+        np.testing.assert_allclose(draft.log_p, np.take_along_axis(exact, order, 1), atol=1e-4)
+
+
+def test_a_chain_stops_at_the_end_of_the_context(model_path: ModelPath) -> None:
+    with MtpModel(model_path("mini35b"), n_ctx=256) as model:
+        model.read(random_ids(253))
+        assert model.drafter.draft(0, 1, 8, 1).n_depth == 3
+        for token in (1, 2, 3):
+            model.decode(token)
+        assert model.drafter.draft(0, 4, 8, 1).n_depth == 0
+
+
+def test_what_is_restored_has_the_block_too(model_path: ModelPath, no_leak: None) -> None:
+    ids, other = random_ids(150), random_ids(80, seed=2)
+    with MtpModel(model_path("mini35b"), n_ubatch=40, **EXACT) as model:
+        model.read(ids[:70])
+        wanted = model.cache()
+        draft = model.drafter.draft(0, int(ids[70]), 4, 2)
+        model.state.reset(0)
+        assert not model.cache()[2].any()
+        model.read(ids, cuts=(70,))
+        whole = model.cache()
+        [states] = model.saved
+        rows = model.state.copies.take_rows(0, 0, 70)
+        # another conversation, and then the copies in host memory
+        model.state.reset(0)
+        model.read(other)
+        model.state.put_back(0, 0, [(0, rows)], states)
+        model.drafter.restart(0, ids[:70])
+        assert_same(model.cache(), wanted)
+        again = model.drafter.draft(0, int(ids[70]), 4, 2)
+        np.testing.assert_array_equal(again.tokens, draft.tokens)
+        np.testing.assert_array_equal(again.log_p, draft.log_p)
+        snapshot = model.state.snapshot(0)
+        model.read(ids[70:])
+        assert_same(model.cache(), whole)
+        model.state.restore(snapshot)
+        assert_same(model.cache(), wanted)
+        snapshot.close()
+        states.close()
+
+
+def test_a_cancelled_prompt_changes_nothing(model_path: ModelPath) -> None:
+    from moegraph.runner.sweep import Sweep
+
+    ids = random_ids(100)
+    with MtpModel(model_path("mini35b"), **EXACT) as model:
+        model.read(ids[:30])
+        wanted = model.cache()
+        taps = model.drafter.prompt_taps(0, ids[30:], 30)
+        sweep = Sweep(model.runner.sweeps, SweepBatch(ids[30:], 0, taps=taps))
+        sweep.begin()
+        for _ in range(sweep.n_steps - 1):
+            sweep.step()
+        sweep.cancel()
+        model.drafter.truncate(0, 30)
+        assert_same(model.cache(), wanted)
+
+
+def test_positions_without_the_drafter_cost_only_acceptance(model_path: ModelPath) -> None:
+    ids = random_ids(64)
+    with MtpModel(model_path("mini35b"), **EXACT) as model:
+        model.read(ids[:20])
+        model.sweep(SweepBatch(ids[20:50], 0))
+        keys = model.cache()[0]
+        assert keys[:20].any(axis=1).all() and not keys[20:].any()
+        model.read(ids[50:])
+        again = model.cache()
+        # K and V depend on their own row and the output before it, which the sweep has left
+        model.state.reset(0)
+        model.read(ids)
+        assert_same([a[50:] for a in again[:2]], [a[50:] for a in model.cache()[:2]])
+        assert_same(again[2:], model.cache()[2:])
+
+
+def test_own_embeddings_and_head_are_used(model_path: ModelPath) -> None:
+    """A block that has the model's matrices as its own gives the same drafts; others do not."""
+    path, ids = model_path("mini35b"), random_ids(30)
+    with open_model(path) as file, MtpModel(path) as model:
+        model.read(ids)
+        first = model.drafter.draft(0, 3, 4, 1)
+        model.drafter.close()
+        il, tensors = model.hp.n_layer, file.tensors
+        tensors.pop(f"blk.{il}.nextn.shared_head_norm.weight")
+        drafts = []
+        for head in ("output.weight", "token_embd.weight"):
+            for name, source in (("embed_tokens", "token_embd.weight"), ("shared_head_head", head)):
+                own = f"blk.{il}.nextn.{name}.weight"
+                tensors[own] = replace(tensors[source], name=own)
+            block = open_mtp(model.stage, file)
+            drafter = MtpDrafter(block, 16)
+            assert (block.head.norm is block.output_norm) and block.embeddings.tensor
+            drafts.append(drafter.draft(0, 3, 4, 1))
+            drafter.close()
+            block.close()
+        norm = np.abs(first.log_p - drafts[0].log_p).max()
+        assert norm > 0 and (drafts[0].log_p != drafts[1].log_p).all()
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+def test_a_part_of_the_vocabulary_drafts_as_the_whole(
+    model_path: ModelPath, no_leak: None, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    path, ids = model_path(preset), random_ids(40)
+    with MtpModel(path) as model:
+        model.read(ids)
+        wanted = model.drafter.draft(0, 3, 4, 1).tokens[:, 0]
+        rows, n_bytes = model.logits(4), model.drafter.n_bytes
+    part = np.unique([*wanted, *range(1, 1000, 3)]).astype(np.int32)
+    monkeypatch.setattr("moegraph.resident.mtp.frequent_ids", lambda *_: part)
+    with MtpModel(path, n_vocab=len(part)) as model:
+        model.read(ids)
+        draft = model.drafter.draft(0, 3, 4, 5)
+        found = model.logits(4)
+        np.testing.assert_array_equal(found, rows[:, part])
+        np.testing.assert_array_equal(draft.tokens[:, 0], wanted)
+        order = np.argsort(-found, axis=1, kind="stable")[:, :5]
+        np.testing.assert_array_equal(draft.tokens, part[order])
+        assert draft.problem(model.hp.n_vocab) == ""
+        assert model.drafter.n_bytes < n_bytes + len(part) * 4 * (model.hp.n_embd + 64)
+
+
+def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
+    with open_model(TINY) as file:
+        n_vocab, meta = file.hparams.n_vocab, file.metadata
+        kinds = np.array(meta.integers("tokenizer.ggml.token_type", n_vocab, 0, 9))
+        special = np.flatnonzero((kinds == 3) | (kinds == 4))
+        assert 0 < len(special) < 100
+        found = frequent_ids(meta, n_vocab, 200)
+        assert len(found) == 200 and set(special) <= set(found.tolist())
+        rest = np.setdiff1d(found, special)
+        np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
+        assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
+
+
+def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: None) -> None:
+    with open_model(model_path("legacy32")) as file:
+        with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
+            require_nextn(file.path, file.hparams, file.tensors)
+    with MtpModel(model_path("mini35b")) as model, open_model(model_path("mini35b")) as file:
+        file.tensors.pop(f"blk.{model.hp.n_layer}.nextn.enorm.weight")
+        with pytest.raises(ModelFileError, match="lacks nextn.enorm.weight"):
+            open_mtp(model.stage, file)
+
+
+def test_a_state_without_room_for_the_block_is_refused(
+    model_path: ModelPath, open_engine: Callable[..., Any]
+) -> None:
+    engine = open_engine("mini35b")
+    assert engine.state.last_out is None
+    with open_model(model_path("mini35b")) as file, pytest.raises(InternalError, match="MTP"):
+        open_mtp(engine.stage, file)
+
+
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+@pytest.mark.parametrize(("n_seq", "n_vocab"), [(1, 0), (3, 0), (1, 700)])
+def test_the_plan_counts_what_it_takes(
+    model_path: ModelPath, preset: str, n_seq: int, n_vocab: int
+) -> None:
+    settings = {"n_seq": n_seq, "n_ubatch": 256}
+    with MtpModel(model_path(preset), MTP_ROWS, n_vocab=n_vocab, **settings) as model:
+        model.drafter.reserve()
+        taken = model.drafter.n_bytes + model.stage.taps.n_bytes
+        before = model.drafter.n_bytes
+        model.read(random_ids(400))
+        model.drafter.draft(0, 1, 16, 8)
+        model.decode(1)
+        assert model.drafter.n_bytes == before
+        with open_model(model_path(preset)) as file:
+            config = EngineConfig(n_seq=n_seq, n_ctx=512, draft_vocab=n_vocab)
+            planned = mtp_bytes(file, config, 512)
+    assert taken <= planned <= 1.5 * taken
+
+
+def test_it_is_a_drafter(model_path: ModelPath) -> None:
+    with MtpModel(model_path("mini35b")) as model:
+        drafter: Drafter = model.drafter
+        assert (drafter.name, drafter.taps) == ("mtp", (model.hp.n_layer - 1,))
+        before = drafter.n_bytes
+        model.drafter.reserve()
+        assert drafter.n_bytes > before > model.state.kv_bytes // 2
+
+
+def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
+    plain = open_engine("mini35b")
+    assert plain.memory()["drafters_bytes"] == 0
+    asked = open_engine("mini35b", spec="mtp", n_draft=3)
+    [drafter] = asked._loaded.drafters
+    assert isinstance(drafter, MtpDrafter) and asked.stage.taps.n_rows == 32
+    taken, planned = asked.memory(), asked.plan.bytes
+    assert 0 < taken["drafters_bytes"] <= planned["drafters"]
+    assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
+    ids = random_ids(50)
+    np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
+    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
+    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
+        open_engine("legacy32", spec="mtp")
+
+
+def test_auto_leaves_the_block_where_experts_need_the_memory(
+    model_path: ModelPath, open_engine: Callable[..., Any]
+) -> None:
+    with open_model(model_path("mini35b")) as file:
+        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        need = needed_bytes(file, config, 512)
+        drafters = mtp_bytes(file, config, 512)
+    for n_bytes, spec, loaded in (
+        (need.fixed + need.experts + drafters, "auto", True),
+        (need.fixed + need.experts + drafters - 1, "auto", False),
+        (need.fixed + need.staging + need.experts // 4, "auto", False),
+        (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
+    ):
+        engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
+        assert bool(engine._loaded.drafters) == loaded
+        assert engine.plan.total <= n_bytes
+        engine.close()

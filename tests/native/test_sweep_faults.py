@@ -1,0 +1,121 @@
+"""Anything fails, at any call, while a prompt is computed layer by layer.
+
+The error is the right one, the sequence is what it was, and the next request is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers.faults import FAILED, events_on_cpu, faulty
+from helpers.fetching_engines import check_sound
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import ModelFileError, MoegraphError, NativeError, OutOfDeviceMemory
+from moegraph.modelfile import ModelFile
+from moegraph.runner.inspect import read_tensor
+from moegraph.runner.sweep_batch import SweepBatch
+
+Open = Callable[..., Engine]
+N_HELD, N = 30, 130
+SETTINGS = {"n_ubatch": 32, "pin_layers": 1, "cache_slots": 24, "miss": "stream", "policy": "lru"}
+
+
+class Failing:
+    """Fails at the k-th call of its kind; n_calls: how many there were."""
+
+    n_calls = 0
+
+
+@contextmanager
+def failing_call(name: str, result: Any, at: int) -> Iterator[Any]:
+    """Have the k-th call of some native functions fail."""
+    with faulty(name, at, result) as library:
+        yield library
+
+
+@contextmanager
+def failing_read(at: int) -> Iterator[Failing]:
+    """Have the k-th read of the model file find it cut short."""
+    found, real = Failing(), ModelFile.read
+
+    def read(self: ModelFile, info: Any, out: np.ndarray, start: int = 0) -> None:
+        found.n_calls += 1
+        if found.n_calls == at:
+            raise ModelFileError(f"{info.name}: short read")
+        real(self, info, out, start)
+
+    ModelFile.read = read  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        ModelFile.read = real  # type: ignore[method-assign]
+
+
+LOST = NativeError("the device was lost")
+FAULTS: dict[str, tuple[Callable[[int], Any], type[MoegraphError]]] = {
+    "launches": (lambda at: failing_call("mg_launch", FAILED, at), NativeError),
+    "copies": (lambda at: failing_call("mg_copy_bytes", LOST, at), NativeError),
+    "uploads": (lambda at: failing_call("ggml_backend_tensor_set_async", LOST, at), NativeError),
+    "marks": (lambda at: failing_call("ggml_backend_tensor_get_async", LOST, at), NativeError),
+    "graphs": (lambda at: failing_call("mg_graph_alloc", False, at), OutOfDeviceMemory),
+    "events": (lambda at: failing_call("ggml_backend_event_", LOST, at), NativeError),
+    "reads": (failing_read, ModelFileError),
+}
+
+
+def held(engine: Engine) -> list[npt.NDArray[Any]]:
+    """Return all that sequence 0 consists of."""
+    state = engine.state
+    rows = state.pool.rows(np.array(0), np.arange(state.n_past[0]))
+    found = [read_tensor(t)[0].copy() for t in (*state.conv.values(), *state.ssm.values())]
+    found += [read_tensor(t)[rows].copy() for t in (*state.k.values(), *state.v.values())]
+    return [np.array(engine.held(0)), np.array(state.n_past), *found]
+
+
+def check_same(found: list[npt.NDArray[Any]], expected: list[npt.NDArray[Any]]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_failure_at_any_call_of_a_prompt(open_engine: Open, what: str) -> None:
+    fault, kind = FAULTS[what]
+    with events_on_cpu():
+        engine = open_engine(n_ctx=256, **SETTINGS)
+        assert engine.device.can.streams and engine.stage.store.uses_ring
+        ids = prompt(engine, N + 1, seed=3)
+        batch = SweepBatch(ids[N_HELD:N], 0, greedy=True, cuts=(50, 100))
+        engine.prefill(ids[:N_HELD])
+        before, snapshot = held(engine), engine.passes.snapshot(0)
+        _, saved = engine.passes.read(batch, None)
+        expected = engine.forward(ids[N:]).require_logits(), [c.n_past for c in saved]
+        engine.passes.restore(snapshot)
+        at = n_failed = 0
+        while True:
+            # every call up to nine, then in growing steps: the same call of other layers
+            at = at + 1 if at < 9 else at + at // 2
+            if what == "graphs":  # those that the prompt needs are built already
+                engine.runner.graphs.clear()
+            with fault(at) as library:
+                try:
+                    _, saved = engine.passes.read(batch, None)
+                except MoegraphError as error:
+                    assert isinstance(error, kind) and "\n" not in str(error), error
+                    n_failed += 1
+                else:
+                    assert library.n_calls < at, f"call {at} failed and nothing was said"
+            if library.n_calls < at:
+                break
+            check_same(held(engine), before)
+            check_sound(engine)
+        assert n_failed > 5, "nothing was injected"
+        logits = engine.forward(ids[N:]).require_logits()
+        np.testing.assert_array_equal(logits, expected[0])
+        assert [c.n_past for c in saved] == expected[1] == [50, 100]

@@ -1,0 +1,97 @@
+"""Prediction (MTP) blocks of model files: whole ones can draft, others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import shared  # noqa: F401 - it finds the scripts
+from helpers.ggufbytes import Q, Shape, Tensor, add, drop, edit, model_file
+from helpers.modelfiles import Write, write
+from modelgen.calibrate import Calibration
+from modelgen.mix import Mix
+from modelgen.presets import PRESETS
+from modelgen.tensors import Plan as Tensors
+
+from moegraph.config import EngineConfig
+from moegraph.errors import ModelFileError, UnsupportedModel
+from moegraph.modelfile import open_model
+from moegraph.modelfile.tensors import nextn_tensors, require_nextn
+from moegraph.placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
+from moegraph.placement.planner import Footprint, Plan, make_plan
+
+__all__ = ["write"]
+
+Edit = Callable[[list[Tensor]], list[Tensor]]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), [
+    (drop("blk.4.nextn.eh_proj.weight"), ModelFileError, "block 4 lacks nextn.eh_proj.weight"),
+    (drop("blk.4.ffn_down_exps.weight"), ModelFileError, "block 4 lacks ffn_down_exps.weight"),
+    (drop("blk.4.attn_q.weight"), ModelFileError, "block 4 lacks attn_q.weight"),
+    (edit("blk.4.nextn.hnorm.weight", ne=(16,)), ModelFileError, "hnorm.weight has shape [16]"),
+    (edit("blk.4.nextn.enorm.weight", kind=Q.F16), UnsupportedModel, "has type F16"),
+    (add(Tensor("blk.4.nextn.shared_head_norm.weight", (8,))), ModelFileError, "has shape [8]"),
+    (add(Tensor("blk.4.nextn.embed_tokens.weight", (8, 8))), ModelFileError, "has shape [8, 8]"),
+])  # fmt: skip
+def test_a_damaged_block_cannot_draft(
+    write: Write, change: Edit, error: type[ModelFileError], words: str
+) -> None:
+    with open_model(write(model_file(Shape(n_nextn=1), tensors=change))) as model:
+        with pytest.raises(error) as caught:
+            require_nextn(model.path, model.hparams, model.tensors)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+        assert type(caught.value) is error
+        with pytest.raises(error):
+            wants_mtp(model, EngineConfig(spec="mtp"))
+        assert not wants_mtp(model, EngineConfig(spec="auto"))
+
+
+@pytest.mark.parametrize(("n", "error"), [(0, ModelFileError), (2, UnsupportedModel)])
+def test_drafting_needs_one_block(write: Write, n: int, error: type[ModelFileError]) -> None:
+    with open_model(write(model_file(Shape(n_nextn=n)))) as model:
+        with pytest.raises(error, match=f"has {n} prediction"):
+            require_nextn(model.path, model.hparams, model.tensors)
+
+
+def test_settings_say_whether_a_whole_block_drafts(write: Write) -> None:
+    with open_model(write(model_file(Shape(n_nextn=1)))) as model:
+        for spec, wanted in (("off", False), ("auto", True), ("mtp", True)):
+            assert wants_mtp(model, EngineConfig(spec=spec)) == wanted
+        small, large = (
+            mtp_bytes(model, EngineConfig(n_seq=n_seq), n_ctx)
+            for n_seq, n_ctx in ((1, 512), (4, 4096))
+        )
+        experts = sum(t.nbytes for n, t in model.tensors.items() if "blk.4" in n and "exps" in n)
+        assert experts < small < large
+
+
+def test_auto_gives_up_few_experts_for_a_block() -> None:
+    def plan(budget: int, drafters: int) -> Plan:
+        need = Footprint(8, 2, (10,) * 10, 100, 20, 10, 30, staging=40, drafters=drafters)
+        return make_plan(need, budget)
+
+    # 160 bytes without experts, 800 for all of them, 40 for staging
+    for budget, drafters, worth in (
+        (960, 1, False), (961, 1, True), (600, 39, True), (600, 41, False), (220, 19, False),
+    ):  # fmt: skip
+        found = is_worth_loading(plan(budget, drafters), plan(budget, 0))
+        assert found == worth, (budget, drafters)
+
+
+def test_the_benchmark_shape_may_have_a_block() -> None:
+    preset = PRESETS["35b-a3b"]
+    shape = replace(preset.shape, n_layer_nextn=1)
+    entries = {t.name: t.entry() for t in Tensors(shape, Mix(preset.mix), Calibration()).tensors()}
+    block = {n.removeprefix("blk.40."): e for n, e in entries.items() if n.startswith("blk.40.")}
+    heads = {"n_embd_head_k": shape.head_dim, "n_embd_head_v": shape.head_dim}
+    hp: Any = SimpleNamespace(**asdict(shape), **heads)
+    for name, spec in nextn_tensors(hp, shape.merged_gate_up).items():
+        if name in block:
+            assert block[name].ne == spec.ne, name
+        else:
+            assert not spec.required
+    assert sum(e.n_bytes for e in block.values()) == pytest.approx(0.55e9, rel=0.1)
