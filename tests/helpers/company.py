@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from helpers.tree_rows import chain, deep, forest, path
+from helpers.tree_shapes import chain, deep, forest, path
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 
