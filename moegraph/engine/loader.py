@@ -117,7 +117,14 @@ class _Loading:
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stage closes it too, and a second close does nothing; but planning may fail
-        self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self.device = self._own(
+            Device(config.device, config.n_threads, config.cpu_reference, config.deterministic)
+        )
+        if self.device.is_invariant and config.miss == "cpu":
+            raise ConfigError(
+                "--deterministic computes every expert on the GPU, because the CPU rounds "
+                "otherwise; drop --miss cpu or --deterministic"
+            )
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
         self.config = config = with_drafts(config, self.device.can.exact_sums)

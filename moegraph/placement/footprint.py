@@ -62,6 +62,8 @@ def needed_bytes(
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
+    if config.deterministic:  # the rows of single experts, see `CarryBuffers`
+        compute += 4 * hp.n_embd * hp.n_expert_used * rows
     kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
     n_ubatch = min(config.n_ubatch, padded)
     n_sweep = sweep_rows(n_ubatch, padded)
