@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.graph_runs import Array, nmse
-from helpers.tree_rows import TREES, ConvCase, DeltaCase, check_lengths, padded, path
+from helpers.tree_rows import ConvCase, DeltaCase, check_lengths, padded
+from helpers.tree_shapes import TREES, path
 
 from moegraph.ggml.device import Device
 from moegraph.graphs.tree import check_parents

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.tree_rows import TREES, path
+from helpers.tree_shapes import TREES, path
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.faults import FAULTS, faulty
-from helpers.tree_rows import TREES, path
+from helpers.tree_shapes import TREES, path
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError, RequestError
 

@@ -19,7 +19,7 @@ from moegraph.resident.stage import Stage, open_stage
 from moegraph.runner import Batch, LayeredRunner, Output, Runner
 from moegraph.runner.inspect import read_tensor
 
-from .tree_rows import TREES, path
+from .tree_shapes import TREES, path
 
 N_CTX, N_SEQ = 512, 3
 # A quarter of the experts have a slot.

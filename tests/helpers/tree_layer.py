@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from helpers.tree_rows import forest, heap, path
+from helpers.tree_shapes import forest, heap, path
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi

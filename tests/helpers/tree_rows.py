@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from helpers.tree_shapes import Parents
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
@@ -16,45 +17,7 @@ from moegraph.ggml.ops import F32, I32, Builder
 
 Array = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
-Parents = list[int]
 Leaf = Callable[[str, npt.NDArray], Any]
-
-
-def chain(n: int, _: np.random.Generator) -> Parents:
-    """Return a chain: row i continues row i - 1."""
-    return [i - 1 for i in range(n)]
-
-
-def star(n: int, _: np.random.Generator) -> Parents:
-    """Return rows that all continue row 0."""
-    return [min(i, 1) - 1 for i in range(n)]
-
-
-def heap(n: int, _: np.random.Generator) -> Parents:
-    """Return a complete binary tree whose root is the committed state: most states wait at once."""
-    return [i // 2 - 1 for i in range(n)]
-
-
-def forest(n: int, rng: np.random.Generator) -> Parents:
-    """Return rows that continue any earlier row, or what is committed."""
-    return [int(rng.integers(-1, i)) for i in range(n)]
-
-
-def deep(n: int, rng: np.random.Generator) -> Parents:
-    """Return a tree of one root where rows tend to continue recent ones."""
-    return [max(i - int(rng.geometric(0.4)), 0) if i else -1 for i in range(n)]
-
-
-TREES = (chain, star, heap, forest, deep)
-
-
-def path(parents: Sequence[int], row: int) -> list[int]:
-    """Return the rows from a root to `row`, both included."""
-    rows = []
-    while row >= 0:
-        rows.append(row)
-        row = parents[row]
-    return rows[::-1]
 
 
 def padded(parents: Sequence[int], rng: np.random.Generator) -> tuple[Parents, list[int]]:

@@ -15,7 +15,7 @@ from helpers.fetching_engines import (
     Countdown,
     check_sound,
 )
-from helpers.tree_rows import TREES
+from helpers.tree_shapes import TREES
 
 from moegraph.engine import Engine
 from moegraph.errors import Cancelled, NativeError

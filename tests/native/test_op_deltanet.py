@@ -8,17 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.tree_rows import (
-    TREES,
-    ConvCase,
-    DeltaCase,
-    chain,
-    check_lengths,
-    forest,
-    heap,
-    padded,
-    path,
-)
+from helpers.tree_rows import ConvCase, DeltaCase, check_lengths, padded
+from helpers.tree_shapes import TREES, chain, forest, heap, path
 
 from moegraph.errors import InternalError
 from moegraph.ggml.device import Device

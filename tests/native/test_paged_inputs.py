@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.tree_rows import TREES
+from helpers.tree_shapes import TREES
 
 from moegraph.engine import Engine
 from moegraph.ggml.handles import Context

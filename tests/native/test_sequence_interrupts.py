@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.interrupts import Interrupt
 from helpers.sequence_machine import LONGEST, N_CTX, N_VOCAB, NAMES, SETTINGS, Machine
-from helpers.tree_rows import TREES, path
+from helpers.tree_shapes import TREES, path
 
 from moegraph.engine import Engine
 from moegraph.errors import MoegraphError, RequestError

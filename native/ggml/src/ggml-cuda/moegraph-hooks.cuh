@@ -1,5 +1,6 @@
 #pragma once
 
+#include "moegraph-apart.cuh"
 #include "moegraph-branch.cuh"
 #include "moegraph-publish.cuh"
 
@@ -35,13 +36,15 @@ public:
     // Call before node i is launched: changes to the stream of the node.
     void before(int i) { branches.before(i); }
 
-    // Launches the copies to the host that start at node i. Returns how many nodes that covers, 0 for none.
-    int try_publish(int i, moegraph_compute compute) { return publisher.try_publish(cgraph, i, compute); }
+    // Launches the copies to the host that start at node i, or a product whose rows are kept apart. Returns how many
+    // nodes that covers, 0 for none.
+    int try_alone(int i, moegraph_compute compute);
 
     // Call after the last node: the graph ends when its branches have.
     void end();
 
 private:
+    ggml_backend_cuda_context & ctx;
     const ggml_cgraph * cgraph;
     moegraph_branches   branches;
     moegraph_publisher  publisher;

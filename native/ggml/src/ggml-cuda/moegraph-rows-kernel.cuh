@@ -65,7 +65,8 @@ static __device__ __forceinline__ void moegraph_load_chunk(
     GGML_UNUSED(x_end);
 }
 
-// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores).
+// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). Products and sums are
+// spelled out: a row's bits must not depend on what the compiler contracts for some number of tiles.
 template <ggml_type type, int n_tiles, int n_mats>
 static __device__ __forceinline__ void moegraph_dot_chunk(
         float (&acc)[n_mats][n_tiles][4], const char * const (&s)[n_mats][2], const moegraph_block_y * y,
@@ -113,7 +114,7 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
                         mma(d, a, bh);
 #pragma unroll
                         for (int l = 0; l < 4; ++l) {
-                            acc[m][t][l] += xs[l/2] * (ys[t][l%2].x * (float) d.x[l]);
+                            acc[m][t][l] = __fmaf_rn(xs[l/2], __fmul_rn(ys[t][l%2].x, (float) d.x[l]), acc[m][t][l]);
                         }
                     }
                 }
@@ -130,9 +131,9 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
                     mma(d, a, b[t]);
 #pragma unroll
                     for (int l = 0; l < 4; ++l) {
-                        acc[m][t][l] += xs[l/2] * (ys[t][l%2].x * (float) d.x[l]);
+                        acc[m][t][l] = __fmaf_rn(xs[l/2], __fmul_rn(ys[t][l%2].x, (float) d.x[l]), acc[m][t][l]);
                         if constexpr (X::has_min) {
-                            acc[m][t][l] -= head[m][l/2].minimum(k) * ys[t][l%2].y;
+                            acc[m][t][l] = __fmaf_rn(-head[m][l/2].minimum(k), ys[t][l%2].y, acc[m][t][l]);
                         }
                     }
                 }
@@ -185,7 +186,7 @@ static __device__ __forceinline__ bool moegraph_rows_sum_parts(
 template <int n_tiles, bool glu>
 static __device__ __forceinline__ void moegraph_rows_store(
         const float (&acc)[glu ? 2 : 1][n_tiles][4], const moegraph_rows_args & args, const moegraph_segment & seg,
-        const int * slots, const int expert, const int n, const int row) {
+        const int * slots, const int own_slot, const int expert, const int n, const int row) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int t = 0; t < n_tiles; ++t) {
@@ -197,8 +198,8 @@ static __device__ __forceinline__ void moegraph_rows_store(
                 continue;
             }
             int64_t offset = col*seg.stride_dst_col;
-            if (slots != nullptr) {
-                const int slot = slots[col];
+            if (slots != nullptr || own_slot >= 0) {
+                const int slot = slots != nullptr ? slots[col] : own_slot;
                 offset = (slot / args.n_used)*args.stride_dst_token + (slot % args.n_used)*seg.stride_dst_col;
             }
             float result = acc[0][t][l];
@@ -236,15 +237,21 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     }
     const int row = (tile - seg.first_tile)*MOEGRAPH_TILE_ROWS + g;
 
-    const bool dense = args.groups == nullptr;
+    const bool dense = args.n_experts == 0;
     if (!dense || !args.early) {
         ggml_cuda_pdl_sync();
     }
 
-    int expert = 0;
-    int n      = args.n_cols;
+    int expert   = 0;
+    int n        = args.n_cols;
+    int own_slot = -1;
     const int * slots = nullptr;
-    if (!dense) {
+    if (!dense && args.groups == nullptr) {
+        own_slot = blockIdx.y;
+        const int id = args.ids[(own_slot / args.n_used)*args.stride_ids + own_slot % args.n_used];
+        expert = (uint32_t) id < (uint32_t) args.n_experts ? id : -1;
+        n      = 1;
+    } else if (!dense) {
         if ((int) blockIdx.y >= *args.n_groups) {
             return;
         }
@@ -288,7 +295,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     const auto y_offset = [&](const int col) {
         int y_row = min(col, n - 1);
         if (!dense) {
-            const int slot = slots[y_row];
+            const int slot = slots != nullptr ? slots[y_row] : own_slot;
             y_row = (slot / args.n_used)*args.n_y + (slot % args.n_used) % args.n_y;
         }
         return y_row*blocks_per_row;
@@ -336,7 +343,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     if (args.k_split > 1 && !moegraph_rows_sum_parts<type, n_tiles, n_mats>(acc, smem_warp, part, args.k_split)) {
         return;
     }
-    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
+    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, own_slot, expert, n, row);
 #else
     GGML_UNUSED(args);
     NO_DEVICE_CODE;

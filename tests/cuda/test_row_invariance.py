@@ -1,0 +1,151 @@
+"""A row's bits depend neither on the rows beside it, nor on the tree, nor on where experts are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.company import RAGGED, WIDTHS, Alone, Company, open_pair, settings_for
+from helpers.fetching_engines import fetch_layers
+from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, differing
+from helpers.row_cases import WIDTHS as SEVERAL
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError
+from moegraph.ggml.device import Device
+
+PRESETS = ("mini35b", "kquant40", "iq64")
+# The library's kernels for few rows compute these also without --deterministic, where the device
+# has asynchronous copies.
+FAST_PRESETS = ("mini35b",)
+SHARES = (None, 60, 25, 0)
+N_SHARED_KINDS = 80  # compute capability
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_gives_a_row_the_bits_that_it_has_alone(
+    name: str, device: Device, capability: int
+) -> None:
+    if capability < N_SHARED_KINDS:
+        pytest.skip(f"compute capability {capability}: only with --deterministic")
+    assert not any(differing(device, OPERATIONS[name]).values())
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *OTHER_OPERATIONS])
+def test_rows_that_are_kept_apart_have_the_bits_that_they_have_alone(
+    name: str, device: Device
+) -> None:
+    build = {**OPERATIONS, **OTHER_OPERATIONS}[name]
+    assert differing(device, build, apart=True) == dict.fromkeys(SEVERAL, 0)
+
+
+@pytest.fixture(scope="module")
+def alone(model_file: Callable[[str], Path]) -> Iterator[Callable[[str, bool], Alone]]:
+    """Return a function that loads what computes rows of a model alone, once."""
+    found: dict[tuple[str, bool], Alone] = {}
+    with ExitStack() as stack:
+
+        def get(preset: str, deterministic: bool) -> Alone:
+            key = preset, deterministic
+            if key not in found:
+                settings = settings_for(None, 0, deterministic=deterministic)
+                engine = Engine.load(model_file(preset), EngineConfig(**settings))
+                stack.callback(engine.close)
+                found[key] = Alone(engine)
+            return found[key]
+
+        yield get
+
+
+def check(company: Company) -> None:
+    """Require that all rows of all forms have the bits that they have alone."""
+    bad = [f"{form} {n}: {r}, {r.first}" for form, n, r in company.all_forms() if r.n_differ]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_deterministic_rows_have_the_bits_that_they_have_alone(
+    preset: str, share: int | None, alone: Callable[[str, bool], Alone],
+    model_file: Callable[[str], Path],
+) -> None:  # fmt: skip
+    single = alone(preset, True)
+    hp = single.engine.hparams
+    config = settings_for(share, hp.n_layer * hp.n_expert)
+    with ExitStack() as stack:
+        check(open_pair(stack, model_file(preset), config, single)[0])
+
+
+@pytest.mark.parametrize("host_pin", ["all", "none"])
+def test_experts_that_the_host_streams_change_no_bit(
+    host_pin: str, alone: Callable[[str, bool], Alone], model_file: Callable[[str], Path]
+) -> None:
+    single = alone("mini35b", True)
+    hp = single.engine.hparams
+    config = settings_for(25, hp.n_layer * hp.n_expert, host_pin=host_pin)
+    with ExitStack() as stack:
+        company, _ = open_pair(stack, model_file("mini35b"), config, single)
+        fetches = fetch_layers(company.engine)
+        assert bool(fetches) == (host_pin == "all"), "not what this test is about"
+        check(company)
+
+
+@pytest.mark.parametrize("share", [None, 60])
+@pytest.mark.parametrize("preset", FAST_PRESETS)
+def test_rows_have_the_bits_that_they_have_alone(
+    preset: str, share: int | None, capability: int, alone: Callable[[str, bool], Alone],
+    model_file: Callable[[str], Path],
+) -> None:  # fmt: skip
+    if capability < N_SHARED_KINDS:
+        pytest.skip(f"compute capability {capability}: only with --deterministic")
+    single = alone(preset, False)
+    hp = single.engine.hparams
+    config = settings_for(share, hp.n_layer * hp.n_expert, deterministic=False, host_pin="all")
+    with ExitStack() as stack:
+        check(open_pair(stack, model_file(preset), config, single)[0])
+
+
+@pytest.mark.parametrize("share", [None, 25])
+def test_greedy_text_with_drafts_is_that_without(
+    share: int | None, alone: Callable[[str, bool], Alone], model_file: Callable[[str], Path]
+) -> None:
+    """Drafts that are right for some rows, wrong from then on, in chains of changing length."""
+    single = alone("mini35b", True).engine
+    hp = single.hparams
+    n = 160
+    rng = np.random.default_rng(4)
+    ids = rng.integers(0, hp.n_vocab, 9).tolist()
+    single.reset()
+    plain = [int(single.forward(ids).logits[-1].argmax())]
+    while len(plain) < n:
+        plain.append(int(single.forward(plain[-1:]).logits[-1].argmax()))
+    config = settings_for(share, hp.n_layer * hp.n_expert)
+    with Engine.load(model_file("mini35b"), EngineConfig(**config, n_draft=15)) as engine:
+        text = [int(engine.forward(ids).logits[-1].argmax())]
+        while len(text) < n:
+            width, right = int(rng.integers(1, 17)), int(rng.integers(0, 16))
+            draft = plain[len(text) : len(text) + width - 1]
+            draft[right:] = [(token + 1) % hp.n_vocab for token in draft[right:]]
+            rows = [text[-1], *draft]
+            engine.passes.verify([rows], [0], greedy=True)
+            chosen = engine.passes.collect().argmax.tolist()
+            taken = 1
+            while taken < len(rows) and rows[taken] == chosen[taken - 1]:
+                taken += 1
+            engine.passes.commit({0: list(range(taken))})
+            text += chosen[:taken]
+    assert text[:n] == plain
+
+
+def test_the_cpu_computes_no_expert(model_file: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="drop --miss cpu or --deterministic"):
+        Engine.load(model_file("mini35b"), EngineConfig(**settings_for(25, 128, miss="cpu")))
+
+
+def test_the_forms_are_as_wide_as_a_pass_may_be() -> None:
+    assert max(WIDTHS) == 32
+    assert max(n_seqs * n_rows for n_seqs, n_rows, _ in RAGGED) == 32
