@@ -22,7 +22,7 @@ from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, empty_draft
+from .drafter import Draft, Ids, Race, empty_draft
 from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
@@ -160,7 +160,7 @@ class MtpDrafter:
             self.memory.send_known(slot, ids, run.first + at, n_padded, rows)
             self._launch(built, "the MTP block over accepted tokens")
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
 
         Raises:

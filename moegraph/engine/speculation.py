@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter
+from ..draft.drafter import Draft, Drafter, Race
 from ..draft.plan import PLAIN, Plan, Shape, Step
-from ..draft.race import N_RUNNERS, Race
+from ..draft.race import N_RUNNERS, raced
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
@@ -177,7 +177,7 @@ class Speculation:
             draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
-            draft = drafter.draft(slot, anchor, n, n_top)
+            draft = drafter.draft(slot, anchor, n, n_top, race)
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -192,7 +192,7 @@ class Speculation:
         if not draft.n_depth:
             return None
         if race and tree is None:
-            draft = race.run(draft, plan.n_top)
+            draft = raced(draft, race, plan.n_top)
         return draft, tree or self._tree(anchor, plan, draft)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
