@@ -260,8 +260,9 @@ class EngineConfig:
         "choice",
         "off",
         ("--spec",),
-        "What drafts tokens that the model then verifies, several in one pass; the text stays the "
-        "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
+        "What drafts tokens, of which the model verifies several in one pass. auto: whatever makes "
+        "it faster, step by step. off: nothing. Others: in every step. Greedy text may differ from "
+        "text without drafts where two tokens are nearly equally likely.",
         choices=("auto", "off", *SPEC_SOURCES),
         group=DRAFT_GROUP,
     )
@@ -404,6 +405,11 @@ class EngineConfig:
             found.append(
                 f"cpu_reference needs the CPU device, got device={self.device!r}; "
                 "use device 'cpu' or drop --cpu-reference"
+            )
+        if self.spec == "auto" and self.deterministic is True and self.cpu_reference is not True:
+            found.append(
+                "spec auto (--spec) goes by measured times, and deterministic excludes that; name "
+                "what drafts, such as --spec mtp, or drop --deterministic"
             )
         return [line for line in found if line]
 

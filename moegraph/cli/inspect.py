@@ -418,7 +418,7 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
             "layers",
             f"{hp.n_layer}: {hp.n_layer_recurrent} DeltaNet, "
             f"{hp.n_layer - hp.n_layer_recurrent} attention"
-            + (f"; {hp.n_layer_nextn} for prediction, not run" if hp.n_layer_nextn else ""),
+            + (f"; {hp.n_layer_nextn} for drafts (MTP)" if hp.n_layer_nextn else ""),
         ),
         ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token, and one shared"),
         ("context", f"{hp.n_ctx_train:,} positions in training"),

@@ -129,7 +129,7 @@ class _Loading:
             )
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
-        self.config = config = with_drafts(config, self.device.can.exact_sums)
+        self.config = config = with_drafts(config)
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +15,20 @@ import numpy.typing as npt
 
 from helpers.graph_runs import Graph, random
 from moegraph.ggml.device import Device
-from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_shared_expert
 from moegraph.graphs.router import build_router
 from moegraph.resident.bank import Bank
 
 WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from modelgen.blocks import TYPES
+
 # What the library's kernels for few rows read, and other types.
 OURS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 OTHERS = ("Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
-N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 64, 8
+N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 16, 8
 EPS = 1e-6
 
 Ints = npt.NDArray[np.int32]
@@ -36,7 +43,17 @@ def rows_of(seed: int, rows: Ints, *ne: int) -> npt.NDArray[np.float32]:
 def ids_of(rows: Ints) -> Ints:
     """Return the experts of each row; many share some."""
     rng = np.random.default_rng(5)
-    return np.array([rng.permutation(N_EXPERT // 2)[:N_USED] for _ in range(32)], np.int32)[rows]
+    return np.array([rng.permutation(N_EXPERT)[:N_USED] for _ in range(32)], np.int32)[rows]
+
+
+@cache
+def _blocks(kind: str, seed: int, n: int) -> npt.NDArray[np.uint8]:
+    return TYPES[kind].fill(np.random.default_rng(seed), n // TYPES[kind].n_elem, 0.5)
+
+
+def matrix(graph: Graph, kind: str, seed: int, *ne: int) -> Tensor:
+    """Make a weight of random blocks, extents in ggml order; they are drawn once."""
+    return graph.blocks(kind, _blocks(kind, seed, math.prod(ne)), *ne)
 
 
 def dense(kind: str, n_out: int) -> Build:
@@ -44,7 +61,7 @@ def dense(kind: str, n_out: int) -> Build:
 
     def build(graph: Graph, rows: Ints) -> Tensor:
         x = graph.b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
-        w = graph.matrix(kind, np.random.default_rng(2), N_EMBD, n_out)
+        w = matrix(graph, kind, 2, N_EMBD, n_out)
         return graph.b.mul_mat(w, x)
 
     return build
@@ -54,10 +71,10 @@ def projections(kind: str) -> Build:
     """Four products of one input."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(2)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         parts = [
-            b.expand(b.mul_mat(graph.matrix(kind, rng, N_EMBD, n), x)) for n in (4096, 2048, 32, 32)
+            b.expand(b.mul_mat(matrix(graph, kind, n, N_EMBD, n), x)) for n in (4096, 2048, 32, 32)
         ]
         out = parts[0]
         for part in parts[1:]:
@@ -71,12 +88,12 @@ def experts(gate_up: str, down: str) -> Build:
     """Routed experts and their weighted sum."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(3)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         parts = {
-            "gate": graph.matrix(gate_up, rng, N_EMBD, N_FF, N_EXPERT),
-            "up": graph.matrix(gate_up, rng, N_EMBD, N_FF, N_EXPERT),
-            "down": graph.matrix(down, rng, N_FF, N_EMBD, N_EXPERT),
+            "gate": matrix(graph, gate_up, 3, N_EMBD, N_FF, N_EXPERT),
+            "up": matrix(graph, gate_up, 4, N_EMBD, N_FF, N_EXPERT),
+            "down": matrix(graph, down, 5, N_FF, N_EMBD, N_EXPERT),
         }
         slots, weights = graph.leaf(ids_of(rows), I32), graph.leaf(rows_of(4, rows, N_USED, 1))
         each = build_expert_rows(b, Bank(N_EXPERT, parts), x, slots, weights, 0)
@@ -89,12 +106,12 @@ def shared(kind: str) -> Build:
     """The shared expert, the sums after it and the norm."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(3)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         w: Any = {
-            "ffn_up_shexp.weight": graph.matrix(kind, rng, N_EMBD, N_FF),
-            "ffn_gate_shexp.weight": graph.matrix(kind, rng, N_EMBD, N_FF),
-            "ffn_down_shexp.weight": graph.matrix(kind, rng, N_FF, N_EMBD),
+            "ffn_up_shexp.weight": matrix(graph, kind, 3, N_EMBD, N_FF),
+            "ffn_gate_shexp.weight": matrix(graph, kind, 4, N_EMBD, N_FF),
+            "ffn_down_shexp.weight": matrix(graph, kind, 5, N_FF, N_EMBD),
             "ffn_gate_inp_shexp.weight": graph.weight(random(6, N_EMBD, 1).reshape(1, N_EMBD)),
         }
         out = build_shared_expert(b, w, x, 0)
@@ -138,24 +155,18 @@ OTHER_OPERATIONS: dict[str, Build] = {
 }
 
 
-def compute(
-    device: Device, build: Build, rows: Sequence[int], apart: bool = False
-) -> npt.NDArray[np.float32]:
-    """Return the results of rows together, numpy [n_rows, n]; apart: as with --deterministic."""
+def compute(device: Device, build: Build, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Return the results of rows together, numpy [n_rows, n]."""
     graph = Graph()
-    out = graph.b.expand(build(graph, np.array(rows)))
-    if apart:
-        C.moegraph_keep_rows_apart(graph.b.graph)
+    out = build(graph, np.array(rows))
     return graph.run(device, [out])[0][0].reshape(len(rows), -1)
 
 
-def differing(
-    device: Device, build: Build, widths: Sequence[int] = WIDTHS, apart: bool = False
-) -> dict[int, int]:
+def differing(device: Device, build: Build, widths: Sequence[int] = WIDTHS) -> dict[int, int]:
     """Return, for each width, how many rows have other bits than alone."""
-    alone = [compute(device, build, [row], apart)[0] for row in range(max(widths))]
+    alone = [compute(device, build, [row])[0] for row in range(max(widths))]
     found = {}
     for width in widths:
-        together = compute(device, build, range(width), apart)
+        together = compute(device, build, range(width))
         found[width] = sum(together[row].tobytes() != alone[row].tobytes() for row in range(width))
     return found

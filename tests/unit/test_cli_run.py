@@ -155,7 +155,7 @@ class TestSettings:
             "--device", "cpu", "--mode", "layered", "--cpu-reference")  # fmt: skip
         assert cli.engine.config == EngineConfig(
             device="cpu", mode="layered", n_ctx=128, n_ubatch=64, n_threads=3,
-            type_k="q8_0", type_v="q4_0", cpu_reference=True, spec="auto",
+            type_k="q8_0", type_v="q4_0", cpu_reference=True,
         )  # fmt: skip
 
     def test_sampling_options_reach_the_engine(self, cli: Cli) -> None:
