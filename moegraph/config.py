@@ -14,8 +14,8 @@ from .units import parse_bytes
 KV_TYPES = ("f16", "q8_0", "q4_0")
 EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
 SPEC_SOURCES = ("mtp", "dflash", "lookup")
-# Most rows of a verify pass: operations on trees take this many.
-MAX_VERIFY_ROWS = 65
+# Most rows of a verify pass, because operations on trees take no more (MOEGRAPH_TREE_ROWS).
+MAX_VERIFY_ROWS = 64
 # Prompt tokens that are computed at a time on the CPU, as in llama.cpp.
 CPU_ROWS = 512
 # The headings of --help, in order.
@@ -314,9 +314,9 @@ class EngineConfig:
         "int",
         64,
         ("--ddtree-budget",),
-        "Drafted tokens in a DDTree.",
+        f"Drafted tokens in a DDTree; a pass has room for {MAX_VERIFY_ROWS - 1}.",
         minimum=1,
-        maximum=MAX_VERIFY_ROWS - 1,
+        maximum=MAX_VERIFY_ROWS,
         group=DRAFT_GROUP,
     )
     ddtree_temp: float = _setting(

@@ -53,6 +53,18 @@ class EngineBusy(RequestError):
     """A generation is running on this engine: close it, or wait until it ends."""
 
 
+class QueueFull(RequestError):
+    """A service has as many waiting requests as it takes; try again after retry_after_s seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServiceClosed(RequestError):
+    """A service takes no more requests, because it is ending."""
+
+
 class ModelFileError(MoegraphError):
     """A model file is missing, unreadable or malformed: the message names file, offset and key."""
 

@@ -91,8 +91,7 @@ class Conversation:
             self.history.restore(before)
             raise
         if event.finish_reason == "cancelled" and not event.n_generated:
-            # ProfileUpdate, a message that was too long to wait for would be read with the next
-            # one.
+            # or else a message that was too long to wait for would be read with the next one
             self.history.restore(before)
         else:
             self.history.answer(opened + raw)

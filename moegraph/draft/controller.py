@@ -375,22 +375,6 @@ class Controller:
         n_nodes = best_width - 1 if has_leaves and source.has_tree else 0
         return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes)
 
-    @property
-    def likely_rows(self) -> tuple[int, ...]:
-        """Rows of the verify passes that the next steps will probably have, at most three."""
-        if not self._ranked:
-            return ()
-        settings, best = self.settings, self._ranked[0]
-        if settings.ddtree or (settings.budget and settings.is_fixed):
-            return (settings.most_rows,)
-        if settings.is_fixed and settings.draft_max:
-            return (best.most + 1,)
-        wanted = [best.plan.n_draft + 1, best.plan.n_draft, _TRIAL_DRAFT + 1]
-        if best.plan is PLAIN:
-            wanted = [_TRIAL_DRAFT + 1, 4, 6]
-        found = [w for w in self.widths if any(w == n for n in wanted)]
-        return tuple(found)
-
 
 def confidence(draft: Draft) -> tuple[float, ...]:
     """Return the drafter's log probability of the likeliest token at each depth, () if it has none.

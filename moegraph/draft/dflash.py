@@ -118,13 +118,18 @@ class DFlashDrafter:
             f"rope: {rope}, {hp.rope.n_rot} of {hp.n_embd_head} dimensions",
         ]
 
+    @property
+    def _full_lengths(self) -> tuple[int, ...]:
+        """Rows of the rings once they are full."""
+        return tuple(shape.n_rows for shape in self._rings.shapes)
+
     def reserve(self) -> None:
         """Build the largest graphs, so that their memory never grows later.
 
         Raises:
             OutOfDeviceMemory: the intermediates do not fit.
         """
-        self._draft_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
+        self._draft_graph(0, self.max_draft, self._full_lengths)
         self._keys_graph(N_WAITING)
         n = min(self._chunk, self._memory.features.ne[1])
         self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
@@ -137,6 +142,9 @@ class DFlashDrafter:
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget what a sequence held from position n_past on."""
         self._rings.spans[slot].truncate(n_past)
+
+    def settle(self, slot: int) -> None:
+        """Do nothing: copies of a sequence have no K and V of the drafter."""
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""

@@ -142,5 +142,8 @@ class Drafter(Protocol):
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget what a sequence held from position n_past on."""
 
+    def settle(self, slot: int) -> None:
+        """Enqueue what waits of a sequence, because its state is about to be copied."""
+
     def close(self) -> None:
         """Wait for the device, then free everything."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..ggml.choose import likeliest_rows, winners
+from ..ggml.choose import likeliest_rows, totals, winners
 from .drafter import Draft, Ids
 
 
 def drawn(rows: Ids, n_top: int) -> Draft:
     """Return the draft of rows of candidates: winners first, then the likeliest others.
 
-    rows: I32 numpy [n, words], see `likeliest_rows`. The draft may be shorter.
+    rows: I32 numpy [n, words], see `likeliest_rows`. The draft may be shorter: it ends before a row
+    with a logit that is not finite. If that is the first, its probabilities are NaN, so that
+    `Draft.problem` says so.
     """
+    is_bad = ~np.isfinite(totals(rows))
+    if len(rows) and is_bad[0]:
+        nothing = np.full((1, n_top), np.nan, dtype=np.float32)
+        return Draft(np.zeros((1, n_top), dtype=np.int32), nothing)
+    if is_bad.any():
+        rows = rows[: int(is_bad.argmax())]
     won, won_log_p = winners(rows)
     ids, log_p = likeliest_rows(rows[: len(won)], n_top)
     n = len(ids)

@@ -28,7 +28,9 @@ class DSparkDrafter(DFlashDrafter):
     def reserve(self) -> None:
         """Build the largest graphs; see `DFlashDrafter`."""
         super().reserve()
-        self._lists_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
+        self._lists_graph(0, self.max_draft, self._full_lengths)
+        if self._d2t is None:
+            self._drawn_graph(0, self.max_draft, self._full_lengths)
 
     def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
         """Propose the likeliest paths after the anchor, the likeliest rows first.

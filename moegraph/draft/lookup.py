@@ -70,6 +70,9 @@ class LookUp:
         if n_past < len(text.ids):
             self._texts[slot] = _Text(self._n_min, text.ids[:n_past])
 
+    def settle(self, slot: int) -> None:
+        """Do nothing: it keeps nothing on the device."""
+
     def close(self) -> None:
         """Forget everything."""
         self._texts = []

@@ -47,7 +47,7 @@ class MtpDrafter:
     the drafter was not told of have zeros for K and V.
 
     Where no tokens are drafted, an accepted token costs only a copy of its row: K and V are
-    computed when they are needed (`catch_up`).
+    computed when they are needed (`settle`).
     """
 
     name = "mtp"
@@ -90,7 +90,8 @@ class MtpDrafter:
         """
         self._known(self.memory.max_rows)
         n_kv = PAGED if self._is_paged else self._state.n_ctx
-        self._chain(self.max_draft, n_kv)
+        for races in (False, True):
+            self._chain(self.max_draft, n_kv, races)
 
     def warm_up(self) -> None:
         """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
@@ -115,7 +116,7 @@ class MtpDrafter:
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt."""
-        self.catch_up(slot)
+        self.settle(slot)
         tokens = np.asarray(ids, dtype=np.int32)
         return {self._layer: partial(self._read_rows, slot, tokens, first)}
 
@@ -164,8 +165,8 @@ class MtpDrafter:
             self._copy(self._tap, rows[at], self.memory.taken, to + at, end - at)
             at = end
 
-    def catch_up(self, slot: int) -> None:
-        """Enqueue K and V of the tokens that a sequence took."""
+    def settle(self, slot: int) -> None:
+        """Enqueue K and V of the tokens that a sequence took; copies of its state have them too."""
         self._compute(slot, self._state.n_past[slot])
 
     def _compute(self, slot: int, n_past: int) -> None:
@@ -204,7 +205,7 @@ class MtpDrafter:
         if n < 1:
             return None
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
-        self.catch_up(slot)
+        self.settle(slot)
         built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)

@@ -2,15 +2,19 @@
 
 A pass computes a tree of rows: the anchor, which is the last token of the text, and drafted tokens
 after it. The sampler draws a token after the anchor, and after each drafted token that is what was
-drawn there. So the text is what it would be without drafts, whatever the drafter proposes.
+drawn there. So each token is drawn from the target's logits, whatever the drafter proposes. These
+logits differ from those of a pass of one row as much as a prompt's do: by rounding.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import numpy as np
 
 from ..draft.acceptance import walk
 from ..draft.tree import DraftTree
+from ..errors import Cancelled
 from ..events import CancelToken
 from ..ggml.choose import DRAW_ROWS
 from ..runner import NotFinite, Output
@@ -89,8 +93,11 @@ class DraftedSteps(Steps):
         else:
             path, drawn = self._walk(output, tree)
             tokens = [tree.tokens[row] for row in path]
-            self._passes.commit({SEQ: path})
-        speculation.committed(SEQ, tokens, path)
+        # a cancellation empties the sequence; the text has these tokens, and the next step raises
+        with suppress(Cancelled):
+            if tree:
+                self._passes.commit({SEQ: path})
+            speculation.committed(SEQ, tokens, path)
         n_missing = speculation.n_missing() - self._n_missing
         self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:

@@ -187,9 +187,9 @@ class Generation:
         tokens, draws = self.ids[n_reused:], self.steps.draws()
         batch = SweepBatch(tokens, SEQ, self.keep_logits, self.greedy, draws, cuts)
         is_sweep = not is_short(batch, self.model.runner.n_ubatch)
+        self.is_reading = True
         if self.speculation and is_sweep:
             batch = replace(batch, taps=self.speculation.prompt_taps(SEQ, tokens))
-        self.is_reading = True
         output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
         if self.speculation and not is_sweep:
@@ -198,6 +198,8 @@ class Generation:
             for states in saved:
                 self.prefixes.save(SEQ, states)
             if n in self.marks:
+                if self.speculation:
+                    self.speculation.settle(SEQ)
                 self.prefixes.save(SEQ)
         return output
 

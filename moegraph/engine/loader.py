@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, NativeError, OutOfDeviceMemory
+from ..errors import ConfigError, NativeError, OutOfDeviceMemory, UnsupportedModel
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -236,14 +236,17 @@ class _Loading:
         self, stage: Stage, config: EngineConfig, sources: Sources
     ) -> tuple[Drafter, ...]:
         """Open what drafts; `auto` goes on without what fails, and warns."""
-        try:
-            return open_drafters(stage, self.file, config, sources, self._stack)
-        except (NativeError, ConfigError) as error:
-            if config.spec != "auto":
-                raise
-            self._warnings.append(f"no drafts by a model: {error}")
-            stage.taps.close()
-            return open_drafters(stage, self.file, config, Sources(), self._stack)
+        with ExitStack() as own:  # frees what was opened before the failure
+            try:
+                drafters = open_drafters(stage, self.file, config, sources, own)
+                self._stack.push(own.pop_all())
+                return drafters
+            except (NativeError, ConfigError, UnsupportedModel) as error:
+                if config.spec != "auto":
+                    raise
+                self._warnings.append(f"no drafts by a model: {error}")
+                stage.taps.close()
+        return open_drafters(stage, self.file, config, Sources(), self._stack)
 
     def _plan_named(self, choices: list[Sources]) -> tuple[Plan, Sources]:
         """Return the plan for what the settings name, as the first of choices that fits."""

@@ -110,6 +110,11 @@ class Speculation:
         told.extend(tokens)
         self._told[slot] = told
 
+    def settle(self, slot: int) -> None:
+        """Have the drafters enqueue what waits of a sequence whose state is about to be copied."""
+        for drafter in self.drafters.values():
+            drafter.settle(slot)
+
     def propose(
         self, slot: int, anchor: int, n_left: int, n_room: int, race: Race | None = None
     ) -> Proposal | None:

@@ -207,7 +207,8 @@ class DraftMemory:
     def send_races(self, temperature: float, keys: Sequence[int]) -> None:
         """Enqueue the upload of what the races of some rows depend on; the last draft has ended."""
         n, words = len(keys), self._races
-        words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
+        with np.errstate(over="ignore"):
+            words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
         words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
         self._upload(self._races_host, 0, self._at.races, 4 * DRAW_WORDS * n)
 

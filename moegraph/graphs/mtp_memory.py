@@ -250,7 +250,8 @@ class MtpMemory:
     def send_races(self, temperature: float, keys: Sequence[int]) -> None:
         """Upload what the races of some steps depend on; the last chain has ended."""
         n, words = len(keys), self._race_words
-        words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
+        with np.errstate(over="ignore"):
+            words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
         words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
         self._device.send(self._races, self._races_host, 0, 4 * DRAW_WORDS * n)
 

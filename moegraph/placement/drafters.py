@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import EngineConfig
+from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
 from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
@@ -56,7 +56,7 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     if config.budget is not None:
         n_draft = config.budget - 1
     if config.ddtree:
-        n_draft = config.ddtree_budget
+        n_draft = min(config.ddtree_budget, MAX_VERIFY_ROWS - 1)
     return replace(config, spec=spec, n_draft=n_draft)
 
 

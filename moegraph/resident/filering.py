@@ -59,6 +59,7 @@ class FileRing:
         self._events = deque(device.event() for _ in range(_N_UPLOADS))
         self._is_threaded = n_bytes >= _THREADED_BYTES and usable_cpus() > 1
         self._pool: ThreadPoolExecutor | None = None
+        self._is_ending = False  # threads are asked to end, and may still run
         self._reads: dict[Key, _Read] = {}  # in the order in which they were asked for
         self._taken: list[int] = []  # blocks whose upload is being enqueued
         self._copied: deque[tuple[Event | None, list[int]]] = deque()  # being copied, oldest first
@@ -117,14 +118,18 @@ class FileRing:
     def forget(self) -> None:
         """Drop what was read ahead and is not taken; the next request may want other experts."""
         if self._pool:  # a thread may still write to a block
+            self._is_ending = True
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+            self._pool, self._is_ending = None, False
         self._reads = {}
 
     def _begin(self, key: Key, at: int) -> _Read:
         """Have a thread read an expert into block `at`, if that is worth a thread."""
         found = self._reads[key] = _Read(at)
         if self._is_threaded:
+            if self._is_ending:  # a call of `forget` was interrupted
+                self.forget()
+                found = self._reads[key] = _Read(at)
             if self._pool is None:
                 n_threads = min(_MAX_THREADS, usable_cpus())
                 self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="moegraph-read")

@@ -54,6 +54,9 @@ class ScriptedDrafter:
         self.calls.append("truncate")
         del self.held[n_past:]
 
+    def settle(self, slot: int) -> None:
+        self.calls.append("settle")
+
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         assert 1 <= n <= self.max_draft
         self.n_drafts += 1

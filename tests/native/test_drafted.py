@@ -19,6 +19,7 @@ from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
+from moegraph.ggml.ops import MAX_TREE_ROWS
 from moegraph.runner import LayeredRunner, NotFinite
 from moegraph.sampling import SamplingParams
 
@@ -146,6 +147,7 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [
     ({"spec": "mtp", "draft_max": 2}, 3),
     ({"spec": "mtp", "budget": 6}, 6),
     ({"spec": "mtp", "ddtree": True, "ddtree_budget": 9, "ddtree_no_chain_seed": True}, 10),
+    ({"spec": "lookup", "ddtree": True}, MAX_TREE_ROWS),
     ({"spec": "auto"}, 16),
     ({"spec": "off"}, 0),
 ]
@@ -266,10 +268,38 @@ def test_a_cancelled_generation_tells_what_it_drew(open_engine: Open) -> None:
             if len(events) == n:
                 token.set()
         assert events[-1][0] is None and events[-1][3] == "cancelled"
+        assert events[-1][2] == len(events) - 1  # every drawn token was told
         assert n <= len(events) - 1 <= n + 7 + 7
         assert events[:-1] == plain[: len(events) - 1]
         assert engine.held(0) == []
         assert events_of(engine, ids) == plain
+
+
+@pytest.mark.parametrize("spec", ["mtp", "lookup"])
+def test_a_cancelled_generation_tells_what_real_drafters_drew(open_engine: Open, spec: str) -> None:
+    engine = open_engine("mini35b", spec=spec, budget=4, **MINI["whole"])
+    ids = np.tile(prompt(engine, 12), 4).tolist()
+    for n in range(1, 12, 2):
+        token, events = CancelToken(), []
+        for event in engine.generate(ids, max_tokens=40, text=False, cancel=token):
+            events.append(event)
+            if len(events) == n:
+                token.set()
+        assert [event.n_generated for event in events[:-1]] == list(range(1, len(events)))
+        assert events[-1].n_generated == len(events) - 1
+
+
+def test_a_cancelled_prompt_takes_nothing_away(open_engine: Open) -> None:
+    engine = open_engine("mini35b", spec="mtp", cpu_reference=True, **MINI["whole"])
+    first = prompt(engine, 40).tolist()
+    answer = [event[0] for event in events_of(engine, first)]
+    longer = [*first, *answer, *prompt(engine, 70, seed=5).tolist()]
+    token = CancelToken()
+    token.set()
+    (event,) = engine.generate(longer, text=False, reuse=True, cancel=token)
+    held = engine.held(0)
+    assert event.finish_reason == "cancelled" and len(held) == event.n_reused > len(first)
+    assert held == longer[: len(held)]
 
 
 def test_a_generation_that_is_closed_leaves_the_engine_usable(open_engine: Open) -> None:

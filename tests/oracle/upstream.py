@@ -323,6 +323,24 @@ class Server:
         np.savez(request["out"], **found)  # type: ignore[arg-type]
         return {}
 
+    def op_block(self, request: dict[str, Any]) -> dict[str, Any]:
+        cfg, llama = Config.parse(request.get("cfg", {})), self.up.llama
+        target = self.model(request["model"], cfg).context(cfg, False)
+        drafter = Model(self.up, request["drafter"], cfg)
+        block = Context(self.up, drafter, cfg, False, MODEL, target)
+        try:
+            llama.llama_set_causal_attn(block.handle, request["causal"])
+            features = np.load(request["features"])
+            if len(features):
+                block.inject(features)
+            rows = [request["anchor"]] + [request["mask"]] * (request["n"] - 1)
+            logits = block.decode(rows, "all")
+        finally:
+            llama.llama_free(block.handle)
+            drafter.close()
+        np.savez(request["out"], logits=logits)
+        return {}
+
     @staticmethod
     def _continue(context: Context, prompt: list[int], n: int) -> tuple[list[int], float]:
         ids: list[int] = []

@@ -103,7 +103,7 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         ("args", "say"),
-        [(("--budget", "0"), "budget is 0 (--budget); allowed: 1 to 65"),
+        [(("--budget", "0"), "budget is 0 (--budget); allowed: 1 to 64"),
          (("--draft-p-min", "2"), "draft_p_min is 2.0"), (("--ddtree-budget", "65"), "1 to 64"),
          (("--spec", "eagle"), "'eagle' is not one of")],
     )  # fmt: skip

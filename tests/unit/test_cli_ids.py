@@ -85,10 +85,10 @@ class TestIds:
         trio = (ids_file(tmp_path / "in", 1), 1, "/dev/null")
         assert f"{extra[0]} does not go with" in cli.refused("run", "m", *trio, *extra)
 
-    @pytest.mark.parametrize("n", [1, 2, 4])
+    @pytest.mark.parametrize("n", [1, 2, 5])
     def test_a_wrong_number_of_arguments(self, cli: Cli, n: int) -> None:
         counted = "1 argument" if n == 1 else f"{n} arguments"
-        assert f"{counted} after the model" in cli.refused("run", "m", *"abcd"[:n])
+        assert f"{counted} after the model" in cli.refused("run", "m", *"abcde"[:n])
 
     @pytest.mark.parametrize("flag", ["-ngl", "-ncmoe", "-fa", "--n-gpu-layers", "--flash-attn"])
     @pytest.mark.parametrize("value", [[], ["99"], ["on"]])

@@ -91,7 +91,7 @@ def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(
         {"n_threads_batch": 1},
         {"mode": "whole"},
         {"draft_p_min": 1},
-        {"draft_p_min": 0.75, "budget": 65, "draft_max": None},
+        {"draft_p_min": 0.75, "budget": 64, "draft_max": None},
         {"cpu_reference": True, "device": "cpu"},
     ],
 )

@@ -236,23 +236,6 @@ def test_a_drafter_that_knows_what_follows_leaves_builds_the_tree_itself() -> No
     assert plan.source == "dspark" and plan.n_nodes > plan.n_draft
 
 
-def test_rows_of_the_next_passes_are_told_in_advance() -> None:
-    controller = Controller([MTP.source], DraftSettings("mtp", budget=6))
-    assert controller.likely_rows == (6,)
-    assert Controller([MTP.source], DraftSettings("mtp", draft_max=3)).likely_rows == (4,)
-    assert Controller([DFLASH.source], DraftSettings(ddtree=DDTree(22))).likely_rows == (23,)
-    assert Controller([], DraftSettings()).likely_rows == ()
-    assert len(Controller([MTP.source], DraftSettings()).likely_rows) == 3
-    it = world([Text(800, STRUCTURED)], "mtp", RESIDENT)
-    controller = warm(it)
-    plans = [controller.choose(100)]
-    while plans[-1].is_trial:  # a trial may have other rows
-        controller.observe(Step("mtp", 9 * STEP, n_rows=9, n_draft=8, n_spine=8, ranks=(-1,),
-                                is_trial=True))  # fmt: skip
-        plans.append(controller.choose(100))
-    assert plans[-1].n_draft + 1 in controller.likely_rows
-
-
 def test_where_times_do_not_count_two_runs_choose_the_same() -> None:
     def chosen(noise: float) -> list[Plan]:
         controller = Controller([MTP.source, DFLASH.source], DraftSettings(is_timed=False))

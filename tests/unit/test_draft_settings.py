@@ -22,7 +22,7 @@ from moegraph.placement.drafters import with_drafts
         ({"spec": "mtp", "deterministic": True, "n_seq": 2}, ("mtp", 15)),
         ({"spec": "lookup", "draft_max": 3}, ("lookup", 3)),
         ({"spec": "lookup", "draft_max": 3, "budget": 6}, ("lookup", 5)),
-        ({"spec": "dflash", "ddtree": True}, ("dflash", 64)),
+        ({"spec": "dflash", "ddtree": True}, ("dflash", 63)),
         ({"spec": "dflash", "ddtree": True, "ddtree_budget": 22}, ("dflash", 22)),
         ({"spec": "lookup", "budget": 1}, ("off", 0)),
         ({"spec": "lookup", "n_draft": 40}, ("lookup", 40)),

@@ -39,7 +39,8 @@ PURE = (
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
     "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost",
     "draft.taken", "draft.tree",
-    "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.sequence",
+    "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.requests",
+    "engine.sequence",
     "engine.speculation", "engine.stepclock",
 )  # fmt: skip
 

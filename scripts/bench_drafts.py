@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Measure drafting with acceptance by a script: no drafts, fixed drafts, and --spec auto.
+
+Weights may be random: every pass costs what it costs, and the script says how many drafted tokens
+are accepted, by what was measured of trained drafters for kinds of text. For each limit of device
+memory, the speed without drafts is measured with an engine that has no drafter. Rows go to stdout
+as JSON lines with --json.
+
+Example:
+    scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram auto 14 7.7
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import _bench as bench
+import numpy as np
+
+from moegraph.config import EngineConfig
+from moegraph.draft.drafter import Draft, Drafter
+from moegraph.draft.plan import Plan, Shape, Step
+from moegraph.draft.scripted import ScriptedAccept
+from moegraph.draft.stats import SpecStats
+from moegraph.engine import Engine
+from moegraph.engine.drafters import open_speculation
+from moegraph.engine.speculation import Controller
+from moegraph.sampling import SamplingParams
+
+# How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a
+# round that were published for a 35B-A3B with its MTP block (3 tokens) and a DFlash (7 tokens).
+RATES = {
+    "code": {"mtp": (0.85, 0.72, 0.58), "dflash": (0.80, 0.62, 0.48, 0.38, 0.30, 0.24, 0.19)},
+    "structured": {
+        "mtp": (0.95, 0.88, 0.80), "dflash": (0.93, 0.84, 0.75, 0.66, 0.57, 0.49, 0.42),
+    },
+    "story": {"mtp": (0.62, 0.34, 0.19), "dflash": (0.50, 0.20, 0.08, 0.04, 0.02, 0.01, 0.0)},
+}  # fmt: skip
+FIXED = {"mtp": (1, 2, 3, 4, 6), "dflash": (3, 5, 7, 11, 15)}
+
+
+class ByPlan:
+    """A controller that notes which drafter the last plan names, because each has its rates."""
+
+    def __init__(self, controller: Controller, kind: str) -> None:
+        self._controller = controller
+        self._scripts = {name: ScriptedAccept(rates) for name, rates in RATES[kind].items()}
+        self._source = ""
+
+    def begin(self) -> None:
+        self._controller.begin()
+
+    def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
+        # look-up has no rates of its own: random tokens repeat nothing
+        plan = self._controller.choose(n_left, {*without, "lookup"})
+        self._source = plan.source or self._source
+        return plan
+
+    def shape(self, plan: Plan, draft: Draft) -> Shape:
+        return self._controller.shape(plan, draft)
+
+    def observe(self, step: Step) -> None:
+        self._controller.observe(step)
+
+    @property
+    def stats(self) -> SpecStats:
+        """What was drafted so far."""
+        return self._controller.stats
+
+    def accept(self, n_spine: int) -> int:
+        """Return how many tokens of a spine are accepted."""
+        return self._scripts.get(self._source, int)(n_spine)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = bench.Parser(__doc__)
+    p.add_argument("model", help="a GGUF file, or the name of a shipped model")
+    p.add_argument("--draft", default="", help="a DFlash or DSpark file")
+    p.add_argument("--vram", nargs="+", default=["auto"], help="limits of device memory, in GiB")
+    p.add_argument("--kind", nargs="+", default=list(RATES), choices=RATES)
+    p.add_argument("--tokens", type=bench.positive, default=192)
+    p.add_argument("--depth", type=bench.positive, default=256, help="tokens of the prompt")
+    p.add_argument("--repeat", type=bench.positive, default=3)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--draft-vocab", type=int, default=0)
+    p.add_argument("--json", action="store_true")
+    return p
+
+
+def speeds(engine: Engine, args: argparse.Namespace) -> list[float]:
+    """Return tokens a second of several texts; the first one, which builds graphs, not counted."""
+    ids = np.random.default_rng(1).integers(0, engine.hparams.n_vocab, args.depth, dtype=np.int32)
+    found = []
+    for _ in range(args.repeat + 1):
+        events = engine.generate(
+            ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
+        )
+        found.append([event.decode_tps for event in events][-1])
+    return found[1:]
+
+
+def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any]:
+    """Measure one way of drafting."""
+    before, samples = engine.spec_stats(), speeds(engine, args)
+    after = engine.spec_stats()
+    drafts = after.since(before).report() if after and before else None
+    return {**about, "tps": statistics.median(samples), "samples": samples, "drafts": drafts}
+
+
+def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one limit of memory."""
+    config = EngineConfig(
+        vram=vram, device=args.device, profile="none", draft_vocab=args.draft_vocab,
+        n_ctx=args.depth + args.tokens + 64, n_draft=15,
+    )  # fmt: skip
+    rows = []
+    with Engine.load(args.model, config) as engine:
+        rows.append(row(engine, args, vram=vram, kind="", way="off", slots=slots(engine)))
+    for source in ("dflash", "mtp", "auto") if args.draft else ("mtp", "auto"):
+        draft = args.draft if source != "mtp" else ""
+        with Engine.load(args.model, drafting(config, source, draft)) as engine:
+            if engine.speculation is None:
+                print(f"{vram} GiB: {source} loads no drafter", file=sys.stderr)
+                continue
+            drafters = list(engine.speculation.drafters.values())
+            more = {"vram": vram, "slots": slots(engine)}
+            if source == "auto":
+                use(engine, drafters, replace(config, spec="off"), "code")
+                rows.append(row(engine, args, **more, kind="", way="loaded, off"))
+            for kind in args.kind:
+                for n in FIXED.get(source, (0,)):
+                    use(engine, drafters, drafting(config, source, draft, n), kind)
+                    way = f"{source} {n}" if n else source
+                    rows.append(row(engine, args, **more, kind=kind, way=way))
+    return rows
+
+
+def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineConfig:
+    """Return settings that draft n tokens with a source; 0: as many as it likes."""
+    return replace(config, spec=spec, draft=draft, draft_max=n or None)
+
+
+def use(engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str) -> None:
+    """Have an engine draft by other settings, with the acceptance of a kind of text."""
+    speculation = open_speculation(drafters, config, engine.runner)
+    assert speculation is not None
+    speculation.controller = by_plan = ByPlan(speculation.controller, kind)
+    speculation.accept = by_plan.accept
+    engine.speculation = speculation
+
+
+def slots(engine: Engine) -> float:
+    """Return the share of the experts that have slots."""
+    return round(engine.plan.resident_share, 3)
+
+
+def main() -> int:
+    """Measure all limits and print a table."""
+    args = parser().parse_args()
+    for vram in args.vram:
+        rows = measure(vram, args)
+        if args.json:
+            for one in rows:
+                print(json.dumps(one), flush=True)
+        off = rows[0]["tps"]
+        print(f"{vram} GiB, {rows[0]['slots']:.0%} of the experts: {off:.1f} tok/s without drafts")
+        for one in rows[1:]:
+            drafts = one["drafts"]
+            print(
+                f"  {one['kind']:10} {one['way']:12} {one['tps']:7.1f} tok/s"
+                f" {one['tps'] / off:5.2f}x  slots {one['slots']:.0%}"
+                f"  {drafts['tokens_per_step']:.2f} a step, "
+                f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"
+                f"  {drafts['plain_steps']} plain",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
