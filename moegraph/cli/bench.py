@@ -26,6 +26,7 @@ from .completion import MODEL_TARGET
 from .filesampling import recommended
 from .outputs import OutputFile
 from .report import config_report, sampling_report
+from .target import hf_option, only_target, require_target
 
 if TYPE_CHECKING:
     from ..bench import BenchRow, BenchSpec
@@ -56,6 +57,7 @@ class _Samplings(NamedTuple):
     metavar="TARGET",
     help="A model, instead of the argument TARGET; repeatable.",
 )
+@hf_option
 @lists.list_option(
     "-p",
     "--n-prompt",
@@ -149,7 +151,7 @@ class _Samplings(NamedTuple):
 )
 @lists.setting_lists
 def bench(
-    target: str | None, models: tuple[str, ...], n_prompt: tuple[int, ...],
+    target: str | None, models: tuple[str, ...], hf_repo: str | None, n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
     n_run: tuple[int, ...], draft_accept: tuple[float, ...], ttft: bool, repetitions: int,
     no_warmup: bool, style: str, trace_path: Path | None, phases_path: Path | None, **given: Any,
@@ -174,9 +176,8 @@ def bench(
     """
     from ..bench import BenchSpec
 
-    names = models or ((target,) if target else ())
-    if not names or (models and target):
-        raise click.UsageError("give a model: a GGUF file or a shipped model's name")
+    single = only_target(target, hf_repo, *models[:1])
+    names = models or (require_target(single),)
     spec = BenchSpec(n_prompt, n_gen, n_depth, repetitions, pairs=pairs, warm_up=not no_warmup,
                      n_run=n_run)  # fmt: skip
     samplings = _samplings(given, n_run)

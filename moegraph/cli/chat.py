@@ -27,6 +27,7 @@ from .drafting import show_drafters, summary_lines
 from .filesampling import recommended
 from .linehistory import LineHistory, history_path
 from .report import stats_line
+from .target import hf_option, only_target, require_target
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -65,6 +66,7 @@ class _Talk:
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
     help="The model, instead of the first argument.",
 )  # fmt: skip
+@hf_option
 @click.option(
     "-p",
     "--prompt",
@@ -145,9 +147,10 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
 def _check(ctx: click.Context, args: tuple[str, ...], given: dict[str, Any]) -> _Talk:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
-    model = given["model"] or (rest.pop(0) if rest else None)
-    if model is None or (given["model"] and rest):
-        raise click.UsageError("give one model: a GGUF file or a shipped model's name", ctx)
+    model = only_target(given["model"], given["hf_repo"])
+    if model and rest:
+        raise click.UsageError(f"give one model, not {model} and {rest[0]}", ctx)
+    model = model or require_target(rest.pop(0) if rest else None)
     if rest and given["prompt"] is not None:
         raise click.UsageError("a question follows the model, and -p gives another", ctx)
     if rest:

@@ -25,7 +25,7 @@ from .budget import (
     plan_budget,
     resident_text,
 )
-from .completion import MODEL_TARGET
+from .target import target_argument
 
 if TYPE_CHECKING:
     from ..modelfile import GgufFile, ModelFile, TensorInfo
@@ -40,7 +40,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 @click.command(short_help="Show what a model file holds and what fits.")
-@click.argument("target", type=MODEL_TARGET)
+@target_argument
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option(
     "--tensor",

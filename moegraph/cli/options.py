@@ -23,6 +23,7 @@ from ..units import format_bytes
 from . import ui
 from .command import Option
 from .refused import refused_options
+from .target import local_path
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -261,9 +262,9 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
 
     device: the driver of this device is opened meanwhile.
     """
-    from ..modelfile import open_model, resolve_target
+    from ..modelfile import open_model
 
-    path = resolve_target(target)
+    path = local_path(target)
     if device and path.is_file():
         with suppress(MoegraphError):  # whoever opens the device will say what is wrong
             from ..ggml.device import wake
@@ -274,9 +275,9 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
 
 def open_any(target: str | Path) -> GgufFile:
     """Open a GGUF file of any architecture by name or path, without loading its weights."""
-    from ..modelfile import open_gguf, resolve_target
+    from ..modelfile import open_gguf
 
-    return open_gguf(resolve_target(target))
+    return open_gguf(local_path(target))
 
 
 def load_engine(

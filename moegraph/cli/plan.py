@@ -25,7 +25,6 @@ from .budget import (
     refusals,
     slots_text,
 )
-from .completion import MODEL_TARGET
 from .simulate import (
     Sizes,
     find_sizes,
@@ -36,6 +35,7 @@ from .simulate import (
     simulation_fields,
     trace_fields,
 )
+from .target import target_argument
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -67,7 +67,7 @@ def _plan_options(command: Any) -> Any:
 
 
 @click.command("plan", short_help="Show what fits on a card, and the predicted speed.")
-@click.argument("target", type=MODEL_TARGET)
+@target_argument
 @click.option(
     "--vram",
     multiple=True,

@@ -20,6 +20,7 @@ from .completion import completion
 from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
+from .pull import pull
 from .refused import refuse_clusters, with_close_guesses
 from .run import run
 from .simulate import simulate_command
@@ -174,6 +175,7 @@ def main(ctx: click.Context) -> None:
 
 
 for command in (
-    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor, completion
+    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
+    completion,
 ):  # fmt: skip
     main.add_command(command)

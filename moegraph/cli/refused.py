@@ -11,12 +11,12 @@ import click
 
 _PLACED = "moegraph places experts automatically; --vram SIZE limits its device memory"
 _ONE_GPU = "moegraph uses one device; --device cuda:N chooses it"
-_DOWNLOAD = "moegraph does not download models; download the file and give its path"
+_DOWNLOAD = "moegraph downloads only from Hugging Face: -hf OWNER/REPO:FILE.gguf"
 _FREE_TEXT = "moegraph cannot constrain an answer to a grammar or a schema"
 _CHAIN = "the order of the samplers is fixed"
 _CHAT = "use moegraph chat for a conversation, moegraph chat -p TEXT for one question"
 # Options of llama.cpp that people try, by the reason why they do not exist here. Without this
-# list, click would read -ngl 99 as -n gl, and -hf as -h -f.
+# list, click would read -ngl 99 as -n gl.
 NOT_HERE: dict[tuple[str, ...], str] = {
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu uses no GPU",
     ("-ncmoe", "--n-cpu-moe"): _PLACED,
@@ -42,9 +42,9 @@ NOT_HERE: dict[tuple[str, ...], str] = {
         "--json-schema",
         "--json-schema-file",
     ): f"{_FREE_TEXT}; --json sets the format of the report",
-    ("-hf", "-hfr", "--hf-repo"): _DOWNLOAD,
     ("-hff", "--hf-file"): _DOWNLOAD,
     ("-mu", "--model-url"): _DOWNLOAD,
+    ("-hft", "--hf-token"): "set HF_TOKEN, which other users of the machine cannot read",
     (
         "--prompt-cache",
         "--prompt-cache-all",

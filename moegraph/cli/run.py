@@ -36,6 +36,7 @@ from .interrupt import cancel_on_interrupt
 from .outputs import NpyWriter, OutputFile, TokenStream
 from .report import run_report, stats_line
 from .starttimes import StartTimes
+from .target import hf_option, only_target, require_target
 from .tokens import read_ids, require_ids_in_range
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class _Job:
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
     help="The model, instead of the first argument.",
 )  # fmt: skip
+@hf_option
 @click.option("-p", "--prompt", metavar="TEXT", help="Prompt to continue.")
 @click.option(
     "-f", "--file", type=click.Path(), metavar="FILE",
@@ -143,9 +145,8 @@ def _check(
 ) -> _Job:
     """Check all that can be checked before the model file is opened."""
     rest = list(args)
-    model = given["model"] or (rest.pop(0) if rest else None)
-    if model is None:
-        raise click.UsageError("no model; give a GGUF file or a shipped model's name", ctx)
+    model = only_target(given["model"], given["hf_repo"])
+    model = model or require_target(rest.pop(0) if rest else None)
     if len(rest) == 4:
         given["draft"] = _draft_argument(ctx, rest.pop(0))
     if len(rest) not in (0, 3):

@@ -13,11 +13,11 @@ import click
 from ..errors import Cancelled, ConfigError, InternalError, RequestError
 from . import options, ui
 from .command import Command
-from .completion import MODEL_TARGET
 from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
 from .outputs import OutputFile
 from .simulate import heat_map, heat_options, trace_fields
+from .target import target_argument
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command("trace", cls=Command, short_help="Record which experts a run chooses.")
-@click.argument("target", type=MODEL_TARGET)
+@target_argument
 @click.option(
     "-o",
     "--output",

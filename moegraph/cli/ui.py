@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..errors import one_line
+from ..units import format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -32,7 +33,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "muted": {"dim": True},
     "prompt": {"fg": "cyan", "bold": True},
 }
-_STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking"}
+_STAGES = {"load": "Loading", "prefill": "Reading the prompt", "check": "Checking",
+    "download": "Downloading", "checksum": "Comparing the checksum",
+}  # fmt: skip
 # Seconds before a bar is drawn; a bar that vanishes at once would only flicker.
 _BAR_DELAY_S = 0.25
 # A model can write any character, but a terminal must not obey control characters. Tab, newline,
@@ -264,9 +267,12 @@ class Bars:
                 self._draw(0, total)
 
     def _rate(self, done: int, now: float) -> str:
-        """Return the tokens per second of a prompt so far; empty for other stages."""
+        """Return the speed of a prompt or a download so far; empty for other stages."""
         seconds, n = now - self._began, done - self._first
-        return f"{n / seconds:.0f} tok/s" if self._stage == "prefill" and n and seconds else ""
+        if self._stage not in ("prefill", "download") or not (n and seconds):
+            return ""
+        rate = n / seconds
+        return f"{rate:.0f} tok/s" if self._stage == "prefill" else f"{format_bytes(int(rate))}/s"
 
     def _draw(self, done: int, total: int) -> None:
         # rich takes a tenth of a second to import, so it is imported only here.

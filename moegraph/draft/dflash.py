@@ -137,21 +137,20 @@ class DFlashDrafter:
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""
-        self._rings.spans[slot].restart(len(ids))
+        self._rings.restart(slot, len(ids))
 
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget what a sequence held from position n_past on."""
-        self._rings.spans[slot].truncate(n_past)
+        self._rings.truncate(slot, n_past)
 
     def settle(self, slot: int) -> None:
         """Do nothing: copies of a sequence have no K and V of the drafter."""
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""
-        span = self._rings.spans[slot]
-        span.truncate(first)
-        if span.n_past < first:
-            span.restart(first)
+        self._rings.truncate(slot, first)
+        if self._rings.spans[slot].n_past < first:
+            self._rings.restart(slot, first)
         self._make_keys()
         return {il: partial(self._read_rows, slot, il) for il in self.taps}
 
@@ -165,11 +164,10 @@ class DFlashDrafter:
             return
         places = first + np.arange(n)
         self._memory.send_prompt(places, self._cells(slot, places))
+        self._rings.truncate(slot, first)
+        self._rings.spans[slot].grow(n)  # before the rows are written, so that they are cleared
         for row, m in chunks:
             self._launch(self._prompt_graph(row, m), "the drafter's K and V of a prompt")
-        span = self._rings.spans[slot]
-        span.truncate(first)
-        span.grow(n)
 
     def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
         """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""

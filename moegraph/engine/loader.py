@@ -150,6 +150,8 @@ class _Loading:
                 n_prefetch_slots, progress, self._times, sources.mtp,
             )
         )  # fmt: skip
+        if sources.draft:
+            files.add(sources.draft.mappings())
         drafters = self._open_drafters(stage, config, sources)
         if drafters:
             self._times.lap("drafters")

@@ -43,11 +43,15 @@ class WatchedFiles:
         self._failed = ""
         self._watches: list[tuple[Path, int, Watch]] = []
         try:
-            for path, data in parts:
-                self._watches.append((path, len(data), Watch(data)))
+            self.add(parts)
         except BaseException:
             self.close()
             raise
+
+    def add(self, parts: Sequence[tuple[Path, npt.NDArray[np.uint8]]]) -> None:
+        """Watch further mappings; nothing of them may have been read before."""
+        for path, data in parts:
+            self._watches.append((path, len(data), Watch(data)))
 
     def check(self) -> None:
         """Raise if a file could not be read since watching began; then every later call raises too.

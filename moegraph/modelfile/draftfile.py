@@ -61,6 +61,14 @@ class DraftFile:
         """
         return self._source.map(info)
 
+    def mappings(self) -> list[tuple[Path, np.ndarray]]:
+        """Return (path, all bytes) of the mapped file; `map` returns slices of these bytes.
+
+        Raises:
+            ModelFileError: as in `map`.
+        """
+        return self._source.mappings()
+
     def ids(self, name: str) -> np.ndarray:
         """Return a tensor of type I64 as numpy [n]."""
         raw = np.empty(self.tensors[name].nbytes, np.uint8)

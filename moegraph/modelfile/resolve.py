@@ -1,26 +1,38 @@
-"""Resolve a model argument: the name of a shipped model, or a path."""
+"""Resolve a model argument: the name of a shipped model, a name on a hub, or a path."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ModelFileError
+from .hub import Say, get_model
+from .hubnames import is_hub_name, parse_hub_name
+
+if TYPE_CHECKING:
+    from ..events import Progress
 
 _MODELS = Path(__file__).resolve().parent.parent / "models"
 SHIPPED = {"tiny": "tiny.gguf"}
 _DRAFTERS = {"tiny.gguf": "tiny-dflash.gguf"}
 
 
-def resolve_target(target: str | os.PathLike[str]) -> Path:
-    """Return the path of a model: a shipped name ('tiny') or a path to a GGUF file.
+def resolve_target(
+    target: str | os.PathLike[str], progress: Progress | None = None, say: Say | None = None
+) -> Path:
+    """Return the path of a model: a shipped name ('tiny'), hf:OWNER/REPO[:QUANT], or a GGUF file.
 
-    A path that contains a folder ('./tiny') is never read as a name.
+    A model of a hub is downloaded unless the cache has it; progress, say: as in `get_model`. A
+    path that contains a folder ('./tiny') is never read as a shipped name.
 
     Raises:
-        ModelFileError: the shipped model is not installed, or no file has that name.
+        ConfigError: the name on a hub is malformed, or huggingface_hub is not installed.
+        ModelFileError: the model is not installed, not on the hub, or no file has that name.
     """
     name = os.fspath(target)
+    if isinstance(target, str) and is_hub_name(name):
+        return get_model(parse_hub_name(name), progress, say)
     if name in SHIPPED:
         path = _MODELS / SHIPPED[name]
         if not path.is_file():

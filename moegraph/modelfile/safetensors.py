@@ -48,6 +48,7 @@ class SafetensorsFile:
         except (OSError, ValueError) as error:
             raise ModelFileError(f"{self.path}: cannot open: {_words(error)}") from error
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._mapped: mmap.mmap | None = None
         try:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
@@ -153,11 +154,24 @@ class SafetensorsFile:
             ModelFileError: the file was written to, or cannot be mapped.
         """
         self.check_unchanged()
+        return np.frombuffer(self._mapping(), np.uint8, info.nbytes, info.offset)
+
+    def mappings(self) -> list[tuple[Path, np.ndarray]]:
+        """Return (path, all bytes) of the file; `map` returns slices of these bytes.
+
+        Raises:
+            ModelFileError: the file was written to, or cannot be mapped.
+        """
+        self.check_unchanged()
+        return [(self.path, np.frombuffer(self._mapping(), np.uint8))]
+
+    def _mapping(self) -> mmap.mmap:
         try:
-            mapped = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            if self._mapped is None:
+                self._mapped = mmap.mmap(self._fd, self._stamp[0], access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelFileError(f"{self.path}: cannot map the file: {_words(error)}") from error
-        return np.frombuffer(mapped, np.uint8, info.nbytes, info.offset)
+        return self._mapped
 
     def check_unchanged(self) -> None:
         """Refuse a file that was written to after it was opened, by size and modification time.
@@ -170,7 +184,8 @@ class SafetensorsFile:
             raise ModelFileError(f"{self.path}: the file was written to while it was in use")
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; views of it stay valid. A second call does nothing."""
+        self._mapped = None
         self._close()
 
 

@@ -29,6 +29,7 @@ class DraftRings:
         Raises:
             OutOfDeviceMemory: they do not fit.
         """
+        self._device = device
         self.shapes = ring_shapes(hp, n_ctx)
         windows = [shape.window for shape in self.shapes]
         self.kind = [windows.index(hp.window(il)) for il in range(hp.n_layer)]
@@ -63,6 +64,34 @@ class DraftRings:
     def spare_row(self, kind: int, slot: int) -> int:
         """Return a row that padding may overwrite: the next block does, before it is read."""
         return slot * self.shapes[kind].n_rows
+
+    def restart(self, slot: int, n_past: int) -> None:
+        """Have a sequence begin at a position, with nothing before it."""
+        self._clear(slot, self.spans[slot].first)
+        self.spans[slot].restart(n_past)
+
+    def truncate(self, slot: int, n_past: int) -> None:
+        """Forget the positions of a sequence from n_past on."""
+        self._clear(slot, max(n_past, self.spans[slot].first))
+        self.spans[slot].truncate(n_past)
+
+    def _clear(self, slot: int, first: int) -> None:
+        """Write zeros over the positions that a sequence has from first on.
+
+        A prompt that failed may have left NaN there. A masked row must be finite, because its
+        weight of zero times NaN is NaN.
+        """
+        end = self.spans[slot].n_past
+        if first >= end:
+            return
+        self._device.synchronize()
+        for il, kind in enumerate(self.kind):
+            shape = self.shapes[kind]
+            rows = self.rows(kind, slot, np.arange(max(first, end - shape.n_cells), end))
+            for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+                at, n_bytes = int(part[0]) * self._row, len(part) * self._row
+                for cache in (self.k[il], self.v[il]):
+                    C.ggml_backend_tensor_memset(cache, 0, at, n_bytes)
 
     def view(self, b: Builder, cache: Tensor, slot: int, il: int, n: int) -> Tensor:
         """View the first n rows of a sequence in K or V of layer il: [n_embd_gqa, n]."""

@@ -49,6 +49,7 @@ class DraftShape:
     markov_rank: int = 0
     has_confidence: bool = True
     samples_anchor: bool = True
+    has_embedding: bool = False  # of its own; it is the head too
 
     @property
     def n_layer(self) -> int:
@@ -88,6 +89,8 @@ def tensor_shapes(s: DraftShape) -> dict[str, tuple[int, ...]]:
             f"blk.{il}.ffn_up.weight": (s.n_embd, s.n_ff),
             f"blk.{il}.ffn_down.weight": (s.n_ff, s.n_embd),
         }
+    if s.has_embedding:
+        found["token_embd.weight"] = (s.n_embd, s.n_vocab)
     n_draft = s.n_vocab_draft or s.n_vocab
     if s.n_vocab_draft:
         found |= {"output.weight": (s.n_embd, n_draft), "d2t": (n_draft,)}
@@ -232,6 +235,7 @@ def _keys(s: DraftShape, kind: str) -> Iterator[KV]:
 
 
 _HF_NAMES = {
+    "token_embd.weight": "embed_tokens.weight",
     "fc.weight": "fc.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
     "output_norm.weight": "norm.weight",

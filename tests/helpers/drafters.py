@@ -6,6 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from moegraph.engine import Engine
+
 from . import shared  # makes scripts/ importable
 
 from modelgen.drafter import DraftShape, write_drafter  # isort: skip
@@ -26,3 +31,16 @@ def write_small(
     path = folder / ("model.safetensors" if kind == "safetensors" else f"{kind}.gguf")
     write_drafter(path, replace(SMALL, **changes), kind, matrices, seed)
     return path
+
+
+def damage(engine: Engine, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the target's embedding of a token be NaN."""
+    embedding = engine.stage.weights.embedding
+    assert embedding is not None
+    rows = embedding.rows
+
+    def damaged(tokens: np.ndarray, out: np.ndarray) -> None:
+        rows(tokens, out)
+        out[tokens == bad] = np.nan
+
+    monkeypatch.setattr(embedding, "rows", damaged)

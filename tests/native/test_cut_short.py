@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.drafters import write_small
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -125,6 +127,26 @@ def test_a_run_ends_with_status_3_and_one_line(tmp_path: Path, options: tuple[st
     (line,) = said.decode().splitlines()
     # the second if a check of the file's size comes before the next read
     assert str(path) in line and ("could not be read" in line or "the file shrank" in line)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "safetensors"])
+def test_a_drafter_that_is_cut_short_in_use_is_an_error(
+    tmp_path: Path, model_path: Callable[[str], Path], kind: str
+) -> None:
+    """A drafter with embeddings of its own reads them where its file is mapped."""
+    path = write_small(tmp_path, kind, has_embedding=True)
+    settings = {"spec": "dflash", "draft": str(path), "cpu_reference": True}
+    with Engine.load(model_path("legacy32"), config(**settings)) as engine:
+        ids = prompt(engine, 20)
+        expected = greedy_tokens(engine, ids, 40)
+        stream = engine.generate(ids, max_tokens=40, text=False)
+        tokens = [next(stream).token for _ in range(4)]
+        os.truncate(path, 4096)
+        with pytest.raises(ModelFileError, match=f"{re.escape(str(path))}: byte .* could not be"):
+            tokens.extend(event.token for event in stream)
+        assert tokens == expected[: len(tokens)]
+        with pytest.raises(ModelFileError, match="load the model again"):
+            greedy_tokens(engine, ids, 2)
 
 
 def test_a_cut_while_loading_is_an_error_too(copy, monkeypatch):

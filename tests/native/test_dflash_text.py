@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.drafters import write_small
+from helpers.drafters import damage, write_small
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
@@ -17,6 +17,7 @@ from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
+from moegraph.runner import NotFinite
 from moegraph.runner.inspect import read_tensor
 from moegraph.sampling import SamplingParams
 
@@ -97,6 +98,33 @@ def test_conversations_go_on(open_engine: Open, tmp_path: Path) -> None:
     for ids in (first, first[:50], other, np.concatenate([first, other])):
         assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
         assert drafter_of(engine)._rings.spans[0].n_past == engine.state.n_past[0]
+
+
+@pytest.mark.parametrize("n_held", [0, 12])
+def test_a_prompt_that_is_not_finite_leaves_no_nan(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_held: int
+) -> None:
+    """The embedding of one token is damaged. The next text is drafted as in a new engine."""
+    path, bad = write_small(tmp_path), 900
+    used, new = (drafting(open_engine, path) for _ in range(2))
+    for engine in (used, new):
+        damage(engine, bad, monkeypatch)
+    ids = prompt(new, 30)
+    ids[ids == bad] = 1
+    if n_held:
+        text(used, ids[:n_held], None, 1)
+    with pytest.raises(NotFinite):
+        text(used, np.concatenate([ids[:n_held], [bad] * 50]).astype(np.int32), None, 4)
+    rings = drafter_of(used)._rings
+    assert not all(np.isfinite(read_tensor(t)).all() for t in rings.v)
+    assert text(used, ids, None, 1) == text(new, ids, None, 1)
+    assert all(np.isfinite(read_tensor(t)).all() for t in (*rings.k, *rings.v))
+    drafts = [drafter_of(engine).draft(0, 7, 7, 5) for engine in (used, new)]
+    assert drafts[0].problem(1024) == "" and drafts[0].log_p is not None
+    np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)
+    # a prompt that goes on where one is held is computed in another order
+    np.testing.assert_allclose(drafts[0].log_p, drafts[1].log_p, atol=1e-4)
+    assert used.drain_messages() == []
 
 
 def test_the_controller_of_the_engine_drafts(open_engine: Open, tmp_path: Path) -> None:

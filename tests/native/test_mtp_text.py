@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.drafters import damage
 from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
+from moegraph.runner import NotFinite
 from moegraph.runner.inspect import read_tensor
 from moegraph.sampling import SamplingParams
 
@@ -84,3 +86,22 @@ def test_after_a_text_the_block_has_what_a_prompt_gives_it(open_engine: Open) ->
             np.testing.assert_array_equal(got, want)
         engine.close()
         fresh.close()
+
+
+def test_a_prompt_that_is_not_finite_leaves_no_nan(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding of one token is damaged. The next text is drafted as in a new engine."""
+    used, new = (drafting(open_engine, "mini35b") for _ in range(2))
+    for engine in (used, new):
+        damage(engine, 7, monkeypatch)
+    ids = prompt(new, 30)
+    ids[ids == 7] = 1
+    with pytest.raises(NotFinite):
+        text(used, np.full(50, 7, np.int32), None, 4)
+    assert text(used, ids, None, 1) == text(new, ids, None, 1)
+    drafts = [engine._loaded.drafters[0].draft(0, 9, 3, 4) for engine in (used, new)]
+    assert drafts[0].n_depth == 3 and drafts[0].problem(engine.hparams.n_vocab) == ""
+    np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)
+    np.testing.assert_array_equal(drafts[0].log_p, drafts[1].log_p)
+    assert used.drain_messages() == []

@@ -1,0 +1,333 @@
+"""Models of a hub: found in huggingface_hub's cache, or downloaded into it.
+
+The names, the cache's layout, tokens and settings of the environment (HF_ENDPOINT, HF_TOKEN,
+HF_HUB_CACHE, HF_HUB_OFFLINE) are huggingface_hub's. A download that was cut goes on where it
+stopped, also in another process, and a file enters the cache only when its checksum is right.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..errors import ConfigError, ModelFileError, MoegraphError
+from ..units import format_bytes
+from .hubnames import DEFAULT_QUANT, HubName, choose_files
+
+if TYPE_CHECKING:
+    from ..events import Progress
+
+Say = Callable[[str], None]
+_CHUNK = 4 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.A)
+_GIT_SHA1 = re.compile(r"[0-9a-f]{40}", re.A)
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A file on the hub. etag: its checksum. commit: the revision of the repository."""
+
+    file: str
+    etag: str
+    n_bytes: int
+    commit: str
+    blob: Path
+
+
+def get_model(name: HubName, progress: Progress | None = None, say: Say | None = None) -> Path:
+    """Return the path of a model's first file: from the cache if it is there, else downloaded.
+
+    The hub is not asked if the cache has the quantization that is wanted. progress: called with
+    ("download" or "checksum", bytes done, bytes in total). say: called with lines for the user.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed.
+        ModelFileError: there is no such model, or it could not be downloaded.
+    """
+    hub = _library()
+    cached = _cached(hub, name, name.pick or DEFAULT_QUANT)
+    if cached is not None:
+        return cached
+    try:
+        return download(name, progress, say)
+    except _Unreachable as error:
+        cached = _cached(hub, name, name.pick)
+        if cached is None:
+            raise
+        (say or _silent)(f"{error}; using {cached}")
+        return cached
+
+
+def download(
+    name: HubName, progress: Progress | None = None, say: Say | None = None,
+    verify: bool = False,
+) -> Path:  # fmt: skip
+    """Bring a model's files in the cache up to date with the hub; return the path of the first.
+
+    progress, say: as in `get_model`. verify: compare also the checksums of files that the cache
+    has; a wrong one is removed and downloaded again.
+
+    Raises:
+        ConfigError, ModelFileError: as `get_model`.
+    """
+    hub = _library()
+    progress, say = progress or _no_progress, say or _silent
+    with _one_line_errors(hub, name):
+        api = hub.HfApi(library_name="moegraph")
+        files = choose_files(api.list_repo_files(name.repo), name)
+        remotes = [_look_up(hub, name.repo, file) for file in files]
+        if verify:
+            for remote in remotes:
+                if remote.blob.is_file() and not _is_right(remote.blob, remote.etag, progress):
+                    say(f"{remote.file} in the cache is damaged; downloading it again")
+                    remote.blob.unlink()
+        missing = [remote for remote in remotes if not remote.blob.is_file()]
+        if missing:
+            _announce(missing, name, say)
+        _download(hub, name.repo, missing, progress, say)
+        paths = [_enter(hub, name, remote) for remote in remotes]
+    return paths[0]
+
+
+class _Unreachable(ModelFileError):
+    """The hub gives no answer, or is not to be asked."""
+
+
+def _library() -> Any:
+    """Return the module huggingface_hub, whose types its versions change.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants, errors, file_download, utils  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "models of a hub need the package huggingface_hub, which is not installed; "
+            "pip install huggingface_hub, or give the path of a file"
+        ) from error
+    # Its retries and hints are not for our users; what fails for good is raised.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return huggingface_hub
+
+
+def _cached(hub: Any, name: HubName, pick: str | None) -> Path | None:
+    """Return the first file of a model in the cache, None if it is not there."""
+    folder = _storage(hub, name.repo)
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+        snapshot = folder / "snapshots" / commit
+        files = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
+        return snapshot / choose_files(files, HubName(name.repo, pick))[0]
+    except (OSError, ValueError, ModelFileError):
+        return None
+
+
+def _storage(hub: Any, repo: str) -> Path:
+    folder: str = hub.file_download.repo_folder_name(repo_id=repo, repo_type="model")
+    return Path(hub.constants.HF_HUB_CACHE) / folder
+
+
+def _look_up(hub: Any, repo: str, file: str) -> _Remote:
+    found = hub.get_hf_file_metadata(hub.hf_hub_url(repo, file))
+    if not (found.etag and found.size is not None and found.commit_hash):
+        raise ModelFileError(f"{repo}: the hub tells no size or checksum of {file}")
+    if not (_SHA256.fullmatch(found.etag) or _GIT_SHA1.fullmatch(found.etag)):
+        raise ModelFileError(f"{repo}: the checksum of {file} has an unknown form: {found.etag}")
+    blob = _storage(hub, repo) / "blobs" / found.etag
+    return _Remote(file, found.etag, found.size, found.commit_hash, blob)
+
+
+def _announce(missing: list[_Remote], name: HubName, say: Say) -> None:
+    """Say what is about to be downloaded, and refuse it if the disk is too small.
+
+    Raises:
+        ModelFileError: the free space does not suffice.
+    """
+    folder = missing[0].blob.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    held = sum(p.stat().st_size for r in missing if (p := _partial(r)).is_file())
+    needed = sum(r.n_bytes for r in missing) - held
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ModelFileError(
+            f"{name}: {format_bytes(needed)} to download, and {folder} has {format_bytes(free)} "
+            "free; free some, or set HF_HUB_CACHE to another folder"
+        )
+    what = missing[0].file if len(missing) == 1 else f"{len(missing)} parts of {missing[0].file}"
+    rest = f", {format_bytes(held)} of it are there" if held else ""
+    total = format_bytes(needed + held)
+    say(f"downloading {what} of {name.repo} ({total}{rest}) to {folder.parent}")
+
+
+def _download(hub: Any, repo: str, missing: list[_Remote], progress: Progress, say: Say) -> None:
+    total, done = sum(r.n_bytes for r in missing), 0
+    for remote in missing:
+        before = done
+
+        def report(stage: str, n: int, of: int, before: int = before) -> None:
+            is_download = stage == "download"
+            progress(stage, before + n if is_download else n, total if is_download else of)
+
+        _bring(hub, repo, remote, report, say)
+        done += remote.n_bytes
+
+
+def _partial(remote: _Remote) -> Path:
+    return remote.blob.with_name(f"{remote.etag}.moegraph-part")
+
+
+def _bring(hub: Any, repo: str, remote: _Remote, progress: Progress, say: Say) -> None:
+    """Download a file, or the rest of it, and move it into the cache if its checksum is right.
+
+    Raises:
+        ModelFileError: the checksum is wrong; nothing of the file is kept.
+    """
+    partial = _partial(remote)
+    with _locked(partial, say) as file:
+        if remote.blob.is_file():  # another process was faster
+            partial.unlink(missing_ok=True)
+            return
+        n_held = file.seek(0, os.SEEK_END)
+        if n_held > remote.n_bytes:
+            file.truncate(0)
+            n_held = file.seek(0)
+        url = hub.hf_hub_url(repo, remote.file, revision=remote.commit)
+        headers = {**hub.utils.build_hf_headers(), "Accept-Encoding": "identity"}
+        hub.file_download.http_get(
+            url, file, resume_size=n_held, headers=headers, expected_size=remote.n_bytes,
+            tqdm_class=_meter(n_held, remote.n_bytes, progress),
+        )  # fmt: skip
+        file.flush()
+        if not _is_right(partial, remote.etag, progress):
+            partial.unlink()
+            raise ModelFileError(
+                f"{repo}: the checksum of {remote.file} is wrong after the download; "
+                "nothing of it was kept; try again"
+            )
+        os.fsync(file.fileno())
+        partial.rename(remote.blob)
+
+
+@contextmanager
+def _locked(path: Path, say: Say) -> Iterator[BinaryIO]:
+    """Open a file to append to it, alone among all processes; wait until it is free."""
+    while True:
+        with open(path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process is downloading this file; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                is_same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+            except FileNotFoundError:
+                is_same = False
+            if is_same:
+                yield file
+                return
+        # Whoever had it has moved or removed it.
+
+
+def _meter(n_held: int, n_bytes: int, progress: Progress) -> Callable[..., Any]:
+    """Return what http_get takes for a class of progress bars, and which calls progress."""
+
+    class Meter:
+        def __init__(self, **_: object) -> None:
+            self.done = n_held
+            progress("download", self.done, n_bytes)
+
+        def update(self, n: int = 1) -> None:
+            self.done += n
+            progress("download", self.done, n_bytes)
+
+        def __enter__(self) -> Meter:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    return Meter
+
+
+def _is_right(path: Path, etag: str, progress: Progress) -> bool:
+    """Return whether a file has the checksum that the hub tells: SHA-256, or git's of a blob."""
+    n_bytes, done = path.stat().st_size, 0
+    if _SHA256.fullmatch(etag):
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress("checksum", done, n_bytes)
+    return digest.hexdigest() == etag
+
+
+def _enter(hub: Any, name: HubName, remote: _Remote) -> Path:
+    """Give a downloaded file its name in the cache; return its path.
+
+    Raises:
+        ModelFileError: the repository has changed since the file was looked up.
+    """
+    path = Path(hub.hf_hub_download(name.repo, remote.file))
+    if path.is_symlink() and path.resolve().name != remote.etag:
+        raise ModelFileError(f"{name}: the repository changed during the download; try again")
+    return path
+
+
+@contextmanager
+def _one_line_errors(hub: Any, name: HubName) -> Iterator[None]:
+    """Turn the library's errors into lines for the user."""
+    try:
+        yield
+    except MoegraphError:
+        raise
+    except Exception as error:
+        raise _error_of(hub, name, error) from error
+
+
+def _error_of(hub: Any, name: HubName, error: Exception) -> ModelFileError:
+    errors, host = hub.errors, hub.constants.ENDPOINT
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    token = "check HF_TOKEN" if hub.get_token() else "set HF_TOKEN to your token"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return _Unreachable(f"{name}: not in the cache, and HF_HUB_OFFLINE forbids to download it")
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return ModelFileError(
+            f"{name}: access is restricted; accept the terms at {host}/{name.repo}, and {token}"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelFileError(
+            f"{name}: {host} has no such repository, or it is private; check the name, and {token}"
+        )
+    if status == 401:
+        return ModelFileError(f"{name}: {host} refuses the token; {token}")
+    if isinstance(error, errors.EntryNotFoundError) or status == 404:
+        return ModelFileError(f"{name}: {host} no longer has the file; try again")
+    if isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EIO, errno.ENOTDIR,
+    ):  # fmt: skip
+        return ModelFileError(f"{error.filename or name}: {error.strerror}")
+    why = f"status {status}" if status else f"{type(error).__name__}: {error}"
+    return _Unreachable(f"{name}: cannot download from {host} ({why}); run it again to go on")
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _no_progress(_: str, __: int, ___: int) -> None:
+    pass

@@ -1,0 +1,125 @@
+"""Names of models on a hub, `OWNER/REPO[:QUANT]`, and which files of a repository they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ..errors import ConfigError, ModelFileError
+
+PREFIX = "hf:"
+# As llama.cpp's -hf: what is meant by a name without a quantization.
+DEFAULT_QUANT = "Q4_K_M"
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?::(?P<pick>[^:\\\s]{{1,200}}))?", re.A)
+_QUANT = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:IQ\d\w*|T?Q\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4\w*))$", re.I | re.A
+)
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$", re.A)
+# Beside models, repositories have image encoders and statistics as GGUF files.
+_NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.I | re.A)
+_MAX_LISTED = 12
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on a hub. repo: OWNER/REPO. pick: a quantization or a file's name; None: default."""
+
+    repo: str
+    pick: str | None = None
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.repo}" + (f":{self.pick}" if self.pick else "")
+
+
+def is_hub_name(target: str) -> bool:
+    """Return whether a TARGET names a model on a hub: hf:OWNER/REPO[:QUANT]."""
+    return target.startswith(PREFIX)
+
+
+def parse_hub_name(text: str) -> HubName:
+    """Parse OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO:FILE.gguf, with or without "hf:".
+
+    Raises:
+        ConfigError: the name has another form.
+    """
+    name = text.removeprefix(PREFIX)
+    match = _NAME.fullmatch(name)
+    if match is None or ".." in name or "--" in match["repo"]:
+        raise ConfigError(f"{text!r} names no model on a hub; write OWNER/REPO or OWNER/REPO:QUANT")
+    return HubName(match["repo"], match["pick"])
+
+
+def quant_of(file: str) -> str | None:
+    """Return the quantization in a file's name, in capitals, such as UD-Q4_K_XL; None: no such."""
+    match = _QUANT.search(_SPLIT.sub("", PurePosixPath(file).stem))
+    return match[1].upper() if match else None
+
+
+def choose_files(files: Iterable[str], name: HubName) -> tuple[str, ...]:
+    """Return the GGUF file that a name means among a repository's files; of a split one, all parts.
+
+    Without a quantization it is Q4_K_M, or the only model that there is. A quantization also
+    means its UD- variant, if there is no other.
+
+    Raises:
+        ModelFileError: no file fits, or several do; the message lists what there is.
+    """
+    known = sorted(set(files))
+    models = [f for f in known if _is_model(f)]
+    if not models:
+        raise ModelFileError(f"{name.repo}: the repository has no GGUF file of a model")
+    if name.pick and name.pick.lower().endswith(".gguf"):
+        if name.pick not in known:
+            raise ModelFileError(f"{name.repo}: no file {name.pick}; there are {_listed(models)}")
+        return _parts(name.pick, known, name)
+    found = _of_quant(models, (name.pick or DEFAULT_QUANT).upper())
+    if not found and name.pick is None and len(models) == 1:
+        found = models
+    if not found:
+        quants = sorted({quant_of(f) or f for f in models})
+        wanted = name.pick or f"{DEFAULT_QUANT}, the default"
+        raise ModelFileError(
+            f"{name.repo}: no file with the quantization {wanted}; there are {_listed(quants)}"
+        )
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{name}: several files fit: {_listed(found)}; write {PREFIX}{name.repo}:FILE"
+        )
+    return _parts(found[0], known, name)
+
+
+def _is_model(file: str) -> bool:
+    """Return whether a file is a model, or the first part of one."""
+    path = PurePosixPath(file)
+    split = _SPLIT.search(path.stem)
+    is_first = split is None or int(split[1]) == 1
+    return path.suffix.lower() == ".gguf" and is_first and not _NO_MODEL.search(path.stem)
+
+
+def _of_quant(models: list[str], quant: str) -> list[str]:
+    exact = [f for f in models if quant_of(f) == quant]
+    return exact or [f for f in models if quant_of(f) == f"UD-{quant}"]
+
+
+def _parts(file: str, known: list[str], name: HubName) -> tuple[str, ...]:
+    path = PurePosixPath(file)
+    split = _SPLIT.search(path.stem)
+    if split is None:
+        return (file,)
+    stem, n_parts = path.stem[: split.start()], int(split[2])
+    parts = [
+        str(path.with_name(f"{stem}-{i:05}-of-{n_parts:05}{path.suffix}"))
+        for i in range(1, n_parts + 1)
+    ]
+    missing = [part for part in parts if part not in known]
+    if missing or file not in parts:
+        raise ModelFileError(f"{name}: parts of a split file are missing: {_listed(missing)}")
+    return tuple(parts)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
