@@ -18,7 +18,7 @@ from moegraph.graphs.tree import check_parents
 # GPU's exp differs from the CPU's by some 1e-7, once for each ancestor.
 LIMIT_ALONE, LIMIT_CPU = 1e-12, 1e-9
 
-# For smaller heads nvcc contracts other products and sums in upstream's kernel than our source says.
+# For smaller heads nvcc contracts other products and sums in upstream's kernel than ours says.
 WARP_HEADS = 64
 
 # Slots of sequences, in a pool of five.
