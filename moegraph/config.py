@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import ConfigError
 from .threads import MAX_THREADS
@@ -13,8 +13,11 @@ from .units import parse_bytes
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
+SPEC_SOURCES = ("mtp", "dflash", "lookup")
+# Most rows of a verify pass: operations on trees take this many.
+MAX_VERIFY_ROWS = 65
 # The headings of --help, in order.
-GROUPS = ("Common", "Sampling", "Context", "Expert", "Diagnostic")
+GROUPS = ("Common", "Sampling", "Context", "Expert", "Draft", "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -249,22 +252,94 @@ class EngineConfig:
         minimum=1,
         maximum=256,
     )
+    spec: str = _setting(
+        "choice",
+        "off",
+        (),
+        "What drafts tokens that the model then verifies, several in one pass; the text stays the "
+        "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
+        choices=("auto", "off", *SPEC_SOURCES),
+        group="Draft",
+    )
+    draft: str = _setting(
+        "path",
+        "",
+        (),
+        "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors).",
+        metavar="FILE",
+        group="Draft",
+    )
+    draft_max: int | None = _setting(
+        "int",
+        None,
+        (),
+        "Maximum number of drafted tokens that follow one another. Default: what the drafter can; "
+        "--spec auto chooses up to that.",
+        minimum=1,
+        maximum=MAX_VERIFY_ROWS - 1,
+        group="Draft",
+    )
+    draft_p_min: float = _setting(
+        "float",
+        0.0,
+        (),
+        "A draft ends before a token that the drafter gives a smaller probability.",
+        minimum=0,
+        maximum=1,
+        group="Draft",
+    )
+    budget: int | None = _setting(
+        "int",
+        None,
+        (),
+        "Rows of a pass that verifies a draft, the last token of the text included. 1: no drafts. "
+        "Default: chosen, up to the drafter's length.",
+        minimum=1,
+        maximum=MAX_VERIFY_ROWS,
+        group="Draft",
+    )
+    ddtree: bool = _setting(
+        "flag",
+        False,
+        (),
+        "Verify a tree of the likeliest paths (DDTree) instead of one path with a few leaves.",
+        group="Draft",
+    )
+    ddtree_budget: int = _setting(
+        "int",
+        64,
+        (),
+        "Drafted tokens in a DDTree.",
+        minimum=1,
+        maximum=MAX_VERIFY_ROWS - 1,
+        group="Draft",
+    )
+    ddtree_temp: float = _setting(
+        "float",
+        1.0,
+        (),
+        "Temperature of the drafter's probabilities by which a DDTree compares paths. Sampling is "
+        "not affected.",
+        minimum=0,
+        maximum=100,
+        group="Draft",
+    )
+    ddtree_no_chain_seed: bool = _setting(
+        "flag",
+        False,
+        (),
+        "Begin a DDTree with the likeliest path of each length, not with the drafter's first "
+        "choice at every depth.",
+        group="Draft",
+    )
     n_draft: int = _setting(
         "int",
         0,
         (),
         "Drafted tokens of each sequence that one pass can verify without more device memory "
-        "(Python API only).",
+        "(Python API only). 0: as many as the other settings of drafts need.",
         minimum=0,
-        maximum=63,
-    )
-    spec: str = _setting(
-        "choice",
-        "off",
-        (),
-        "What drafts tokens. mtp: the model's prediction block. auto: that block, if there is one "
-        "and it fits beside the experts (Python API only).",
-        choices=("off", "auto", "mtp"),
+        maximum=MAX_VERIFY_ROWS - 1,
     )
     draft_vocab: int = _setting(
         "int",
@@ -274,6 +349,7 @@ class EngineConfig:
         "faster, and change no text. 0: all (Python API only).",
         minimum=0,
         maximum=1 << 24,
+        group="Draft",
     )
     cpu_reference: bool = _setting(
         "flag",
@@ -321,14 +397,20 @@ def _problem(setting: Setting, value: object) -> str:
         where += f" ({'/'.join(setting.flags)})"
     if setting.kind == "flag":
         return "" if isinstance(value, bool) else f"{where}; expected true or false"
-    if setting.kind == "int":
-        if isinstance(value, bool) or not isinstance(value, int):
-            return f"{where}; expected an integer, {setting.allowed}"
+    if setting.kind in ("int", "float"):
+        if not _is_number(value, setting.kind):
+            kind = "an integer" if setting.kind == "int" else "a number"
+            return f"{where}; expected {kind}, {setting.allowed}"
         low, high = setting.minimum or 0, setting.maximum or 0
+        # nan is not in any range
         return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
     if not isinstance(value, str):
         return f"{where}; expected a string, {setting.allowed}"
     return "" if _is_known(setting, value) else f"{where}; allowed: {setting.allowed}"
+
+
+def _is_number(value: object, kind: str) -> TypeGuard[float]:
+    return not isinstance(value, bool) and isinstance(value, int if kind == "int" else (int, float))
 
 
 def _is_known(setting: Setting, value: str) -> bool:

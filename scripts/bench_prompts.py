@@ -8,8 +8,13 @@ launching, waiting for the device, and handling missing experts. The first sampl
 marked as such, because graphs are built in it. With --profile, one more sample says what the GPU
 did (PyTorch must be installed).
 
+--link-times N really sends each expert N times, so that one sees what cards on slower links will
+see. If "whole" is measured first, "predicted_s" is what the law of `moegraph simulate` says for the
+bytes that were sent, the measured link, and the time of the same prompt with all experts resident.
+
     scripts/bench_prompts.py 35b.gguf --settings whole 60 25 --prompt 512 2048 8192
     scripts/bench_prompts.py 35b.gguf --settings whole --prompt 512 --depth 8192 32768
+    scripts/bench_prompts.py 35b.gguf --link-times 1 2 4 --prompt 512 8192
 """
 
 from __future__ import annotations
@@ -17,8 +22,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import numpy as np
 from _kernels import profiled
 
 from moegraph import Engine, EngineConfig
+from moegraph.placement.prompttime import sweep_seconds
 
 
 def parser() -> bench.Parser:
@@ -39,6 +43,7 @@ def parser() -> bench.Parser:
     p.add_argument("--settings", nargs="+", default=["whole", "60", "25"], metavar="whole|PERCENT")
     p.add_argument("--prompt", type=int, nargs="+", default=[512, 2048, 8192], metavar="LENGTH")
     p.add_argument("--depth", type=int, nargs="+", default=[0])
+    p.add_argument("--link-times", type=bench.positive, nargs="+", default=[1], metavar="N")
     p.add_argument("--ubatch", type=bench.positive, default=2048)
     p.add_argument("--mode", default="auto", choices=("auto", "layered", "whole"))
     p.add_argument("--profile", action="store_true", help="milliseconds of kernels and copies")
@@ -82,39 +87,77 @@ def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     after = engine.expert_stats()
     spent = {name: t - phases[name] for name, t in phases_of(engine).items()}
-    sent = after.n_bytes_to_device - stats.n_bytes_to_device if after and stats else 0
+    found = after.since(stats) if after and stats else None
     return {
-        "seconds": round(seconds, 5), "tok_s": round(n / seconds, 1), "sent_bytes": sent,
+        "seconds": round(seconds, 5), "tok_s": round(n / seconds, 1),
+        "sent_bytes": found.n_bytes_to_device if found else 0,
+        "hit_rate": round(found.cache.hit_rate, 4) if found else 1.0,
         "phases_s": {name: round(t, 5) for name, t in spent.items()},
     }  # fmt: skip
 
 
-def rows(args: Any, engine: Engine, n: int, depth: int) -> Iterator[dict[str, Any]]:
-    """Yield what is measured of prompts of n tokens after depth positions."""
-    for at in range(args.samples + 1):
-        yield {"first": at == 0, **sample(engine, n, depth, at)}
-    if args.profile:
-        found: dict[str, Any] = {}
-        profile = profiled(lambda: found.update(sample(engine, n, depth, args.samples + 1)))
-        yield {"first": False, **found, "gpu_ms": profile}
+def _at_once(engine: Engine) -> int:
+    """Return how many experts the upload has whose time is taken for the link's."""
+    return min(16, engine.hparams.n_expert)
+
+
+def predicted(engine: Engine, row: dict[str, Any], whole_s: float) -> float:
+    """Return what the law of sweeps says of a sample; whole_s: with all experts resident."""
+    misses: Any = getattr(engine.runner, "misses", None)
+    store, n = misses.store, row["prompt"]
+    at_once = _at_once(engine)
+    per_byte = misses.link.seconds(at_once) / at_once
+    per_byte /= store.packing(store.layers[0]).n_bytes
+    link = np.array(row["sent_bytes"] * per_byte * row["link_times"])
+    hidden = whole_s * (1 - min(row["ubatch"], n) / n)
+    return float(sweep_seconds(whole_s, np.array(1 - row["hit_rate"]), link, hidden))
+
+
+class Samples:
+    """Takes samples and writes a line for each.
+
+    whole_s: the least seconds of prompts with all experts resident, by (length, depth).
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._out = open(args.out, "a", encoding="utf-8") if args.out else None  # noqa: SIM115
+        self.whole_s: dict[tuple[int, int], float] = {}
+
+    def take(self, engine: Engine, setting: str, n: int, depth: int, times: int, at: int) -> None:
+        """Time a prompt; at: the number of the sample, of which the last may be profiled."""
+        row = {"setting": setting, "mode": engine.mode, "prompt": n, "depth": depth,
+               "ubatch": self._args.ubatch, "link_times": times, "first": at == 0}  # fmt: skip
+        if at > self._args.samples:
+            row["gpu_ms"] = profiled(lambda: row.update(sample(engine, n, depth, at)))
+        else:
+            row |= sample(engine, n, depth, at)
+        if setting == "whole" and 0 < at <= self._args.samples:
+            known = self.whole_s.get((n, depth), row["seconds"])
+            self.whole_s[n, depth] = min(known, row["seconds"])
+        elif (n, depth) in self.whole_s:
+            row["predicted_s"] = round(predicted(engine, row, self.whole_s[n, depth]), 5)
+        row["device_peak_gib"] = engine.device.note_peak() / 2**30
+        print(json.dumps(row), flush=True)
+        if self._out:
+            print(json.dumps(row), file=self._out, flush=True)
 
 
 def main() -> int:
     """Run all samples."""
     args = parser().parse_args()
-    out = open(args.out, "a", encoding="utf-8") if args.out else None  # noqa: SIM115
+    samples = Samples(args)
     for setting in args.settings:
         with engine_for(args, setting) as engine:
-            for depth, n in product(args.depth, args.prompt):
-                test = {"setting": setting, "mode": engine.mode, "prompt": n, "depth": depth}
-                for row in rows(args, engine, n, depth):
-                    peak = engine.device.note_peak() / 2**30
-                    line = json.dumps(
-                        {**test, "ubatch": args.ubatch, **row, "device_peak_gib": peak}
-                    )
-                    print(line, flush=True)
-                    if out:
-                        print(line, file=out, flush=True)
+            for times in [1] if setting == "whole" else args.link_times:
+                misses = getattr(engine.runner, "misses", None)
+                if misses:
+                    misses.link.seconds(_at_once(engine))  # of the link as it is
+                    misses.slow_link(times)
+                for depth in args.depth:
+                    for n in args.prompt:
+                        for at in range(args.samples + 1 + args.profile):
+                            samples.take(engine, setting, n, depth, times, at)
     return 0
 
 

@@ -120,13 +120,12 @@ PLAN_JSON = {
     "slot_bytes_by_layer": "bytes of one expert of each layer",
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `plan`, `predicted`, `prompt`",
+    "`upstream_n_cpu_moe`, `plan`, `predicted`, `prompts`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
     "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
     "device by purpose, which add up to the budget",
     "budgets[].predicted": "as a row of `moegraph simulate --json`",
-    "budgets[].prompt": "`sent_bytes`: expert bytes that a prompt which chooses every expert sends "
-    "in one sweep; `link_s`: the seconds of that, null without a measured machine",
+    "budgets[].prompts[]": "as in `moegraph simulate --json`",
 }
 SIMULATE_JSON = {
     "trace, machine, miss, slot_bytes_by_layer": "what was replayed",
@@ -136,6 +135,10 @@ SIMULATE_JSON = {
     "rows[].uploaded_bytes_per_token": "null if the size of an expert is not known",
     "rows[].token_us, rows[].decode_tps": "predicted; null where the machine's experts are of a "
     "far other size",
+    "rows[].prompts[]": "estimated for prompts of some lengths, from an empty context and with the "
+    "slots filled as at the start: `n_tokens`, `n_sweeps` (parts that go through all layers), "
+    "`sent_bytes` (of missing experts), `link_s` (seconds of sending them), `seconds`, "
+    "`tokens_per_s`; null where the machine does not know",
 }
 TRACE_JSON = {
     "sha256, source": "what identifies the trace",

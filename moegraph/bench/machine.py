@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..engine import Engine
 from ..experts.cost import Curve, Machine, machine_fields
 from ..placement.footprint import slot_bytes
 from ..placement.identity import RouterShape
+from ..placement.prompttime import compute_seconds
 from ..placement.trace import Trace, ids_dtype
 from ..resident.stage import Stage
 from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
@@ -33,6 +34,8 @@ Load = Callable[[EngineConfig, Trace | None], Engine]
 
 # Tokens of a segment, and how many of its first are not timed, because they fill the slots.
 _N_TOKENS, _N_FIRST = 32, 8
+# Tokens of the prompts that are timed, and how often, unless one takes longer than _LONG_S.
+_PROMPTS, _N_PROMPTS, _LONG_S = (64, 512), 3, 5.0
 _N_CTX = 512
 _COPY_BYTES, _N_COPIES = 256 * MiB, 5
 
@@ -55,9 +58,10 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
         model = engine.file
         hp, device = engine.hparams, engine.device
         sizes = slot_bytes(model)
-        whole = None
+        whole, prompts = None, []
         if engine.mode == "whole":
             whole = float(np.median(_token_samples(engine, _N_TOKENS)[_N_FIRST:]))
+            prompts = [(n, _prompt_seconds(engine, n)) for n in _PROMPTS]
         if (
             device.can.cpu_threads
         ):  # one way to wait and one number of threads for all that is compared
@@ -87,8 +91,12 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
             stream = [_handler(engine).link.seconds(n) for n in range(1, k + 1)]
         n_fetching = _handler(engine).stats({}).n_fetching
         by_graph = [_segment(engine) for _ in plan] if n_fetching == hp.n_layer else []
+        if not prompts:
+            upload = _curve(list(enumerate(stream, 1)))
+            prompts = [(n, _prompt_seconds(engine, n, upload)) for n in _PROMPTS]
     machine = _machine(name, words, sizes, whole, stream, on_cpu[n_threads], unpinned,
                        by_host, by_graph)  # fmt: skip
+    machine = replace(machine, prompt=_curve(prompts))
     return {**machine_fields(machine), "measured": _beside(
         words, n_threads, whole is not None, machine, stream, on_cpu
     )}  # fmt: skip
@@ -141,6 +149,31 @@ def _token_samples(engine: Engine, n: int) -> npt.NDArray[np.float64]:
         engine.forward(token, greedy=True)
         samples.append(time.perf_counter() - start)
     return np.array(samples)
+
+
+def _prompt_seconds(engine: Engine, n: int, upload: Curve | None = None) -> float:
+    """Return the seconds of a prompt of n tokens with all experts resident.
+
+    upload: if some are missing, the seconds of sending so many of a layer; what the missing ones
+    cost is then taken off, by the law of placement/prompttime.py.
+    """
+    ids, samples = np.arange(n, dtype=np.int32) % engine.hparams.n_vocab, []
+    for at in range(1 + _N_PROMPTS):
+        engine.reset()
+        before, start = engine.expert_stats(), time.perf_counter()
+        engine.prefill(ids, greedy=True)
+        seconds = time.perf_counter() - start
+        after = engine.expert_stats()
+        if upload and before and after:
+            spent, sizes = after.since(before), slot_bytes(engine.file)
+            link = len(sizes) * upload(spent.n_bytes_to_device / sum(sizes))
+            seconds = compute_seconds(seconds, 1.0 - spent.cache.hit_rate, link)
+        if at:  # graphs are built in the first one
+            samples.append(seconds)
+        elif seconds > _LONG_S:
+            return seconds
+    engine.reset()
+    return float(np.median(samples))
 
 
 def _thread_counts(most: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,16 @@ from .budget import (
     slots_text,
 )
 from .completion import MODEL_TARGET
-from .simulate import Sizes, find_sizes, simulation_fields, trace_fields
+from .simulate import (
+    Sizes,
+    find_sizes,
+    prompt_cells,
+    prompt_fields,
+    prompt_header,
+    prompts_of,
+    simulation_fields,
+    trace_fields,
+)
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from ..placement.identity import RouterShape
     from ..placement.planner import Footprint
     from ..placement.profile import Profile
+    from ..placement.prompttime import PromptEstimate
     from ..placement.simulate import Simulation
     from ..placement.trace import Trace
 
@@ -140,7 +150,7 @@ def plan_command(
         budgets = [plan_budget(need, config, n, reserve, demand) for n in sizes]
         if len(budgets) == 1 and budgets[0].refusal:
             raise OutOfDeviceMemory(budgets[0].refusal)
-        rows = [(budget, _replay(need, budget, job)) for budget in budgets]
+        rows = [(b, _replay(need, b, job), _prompts(need, b, job)) for b in budgets]
         if as_json:
             click.echo(json.dumps(_report(model, need, job, rows)))
         else:
@@ -160,7 +170,7 @@ class _Job:
     profile_class: str | None
 
 
-_Rows = list[tuple[Budget, "Simulation | None"]]
+_Rows = list[tuple[Budget, "Simulation | None", "list[PromptEstimate]"]]
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
@@ -188,12 +198,27 @@ def _replay(need: Footprint, budget: Budget, job: _Job) -> Simulation | None:
     )  # fmt: skip
 
 
+def _prompts(need: Footprint, budget: Budget, job: _Job) -> list[PromptEstimate]:
+    """Return what prompts take in the slots of a budget, as they are filled at the start."""
+    if budget.plan is None:
+        return []
+    return prompts_of(
+        job.trace, budget.plan.n_slots, job.policy, replace(job.sizes, slot_bytes=need.slot_bytes),
+        job.profile, job.profile_class, job.config.n_ubatch,
+    )  # fmt: skip
+
+
 def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
     ui.heading("Plan")
     ui.table(_head(model, need, job))
     click.echo()
-    cells = [_cells(budget, found, job) for budget, found in rows]
+    cells = [_cells(budget, found, job) for budget, found, _ in rows]
     ui.table(cells, _HEADER)
+    prompts = [(format_bytes(b.n_bytes), *prompt_cells(found)) for b, _, found in rows if found]
+    if job.sizes.machine and job.sizes.machine.prompt and prompts:
+        click.echo()
+        ui.heading("Prompts, estimated")
+        ui.table(prompts, ("budget", *prompt_header()))
     if len(rows) == 1:
         click.echo()
         ui.heading("Device memory")
@@ -202,7 +227,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
             click.echo()
             ui.heading("Host memory")
             ui.table([("experts", host_text(plan, host_memory().spare))])
-    for line in refusals([budget for budget, _ in rows]):
+    for line in refusals([budget for budget, _, _ in rows]):
         ui.note(line)
     if not job.sizes.machine:
         ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
@@ -252,20 +277,8 @@ def _report(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> dict[s
             {
                 **budget_fields(budget),
                 "predicted": None if found is None else simulation_fields(found, has_times),
-                "prompt": _prompt(need, budget, job),
+                "prompts": [prompt_fields(prompt) for prompt in prompts],
             }
-            for budget, found in rows
+            for budget, found, prompts in rows
         ],
     }  # fmt: skip
-
-
-def _prompt(need: Footprint, budget: Budget, job: _Job) -> dict[str, Any] | None:
-    """Return what a long prompt, which chooses every expert, sends to the device in one sweep."""
-    if budget.plan is None:
-        return None
-    absent = [need.n_expert - n for n in budget.plan.n_slots]
-    machine = job.sizes.machine
-    return {
-        "sent_bytes": sum(n * size for n, size in zip(absent, need.slot_bytes)),
-        "link_s": round(sum(map(machine.stream, absent)), 6) if machine else None,
-    }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from ..config import EngineConfig
 from ..config import settings as engine_settings
 from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import options, ui
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..placement.profile import Profile
+    from ..placement.prompttime import PromptEstimate
     from ..placement.simulate import Simulation
     from ..placement.trace import Trace
 
@@ -47,11 +49,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Row:
-    """The replay of one policy with a share (0 to 1) of the experts resident."""
+    """The replay of one policy with a share (0 to 1) of the experts resident.
+
+    prompts: what prompts take at the start; empty if the size of an expert is unknown.
+    """
 
     share: float
     policy: str
     found: Simulation
+    prompts: list[PromptEstimate]
 
 
 def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[float, ...]:
@@ -148,7 +154,8 @@ def simulate_command(
 
     The replay uses the same cache as decode, so it counts hits and bytes exactly. It predicts times
     from those of --machine, which hold only for experts of about the size that the machine was
-    measured with. `moegraph trace` records a trace, and `moegraph doctor --measure` measures a
+    measured with. The times of prompts are estimates: within about 10 % on the machine they were
+    fitted to. `moegraph trace` records a trace, and `moegraph doctor --measure` measures a
     machine.
 
     \b
@@ -231,10 +238,53 @@ def _replays(
             n_slots = even_slots(shape.n_layer, shape.n_expert, percent / 100)
             for name, policy in policies.items():
                 bars("simulate", at, len(resident))
-                yield _Row(percent / 100, name, simulate(
+                found = simulate(
                     trace, n_slots, policy, sizes.machine or machine, mode=mode, profile=profile,
                     profile_class=profile_class, skip=skip, slot_bytes=sizes.slot_bytes or None,
-                ))  # fmt: skip
+                )  # fmt: skip
+                prompts = prompts_of(trace, n_slots, policy, sizes, profile, profile_class)
+                yield _Row(percent / 100, name, found, prompts)
+
+
+def prompts_of(
+    trace: Trace, n_slots: Sequence[int], policy: Policy, sizes: Sizes, profile: Profile | None,
+    profile_class: str | None, n_ubatch: int = EngineConfig.n_ubatch,
+) -> list[PromptEstimate]:  # fmt: skip
+    """Return what prompts of some lengths take if slots are filled as at the start."""
+    from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt
+    from ..placement.simulate import warm_cache
+
+    if not sizes.slot_bytes:
+        return []
+    cache = warm_cache(trace, n_slots, policy, profile, profile_class)
+    resident = cache.tables[:, : trace.shape.n_expert] >= 0
+    return [
+        estimate_prompt(trace, resident, n, sizes.slot_bytes, sizes.machine, n_ubatch)
+        for n in PROMPT_LENGTHS
+    ]
+
+
+def prompt_header() -> list[str]:
+    """Return the columns of `prompt_cells`."""
+    from ..placement.prompttime import PROMPT_LENGTHS
+
+    return [f"{n:,} tokens, s" for n in PROMPT_LENGTHS]
+
+
+def prompt_cells(prompts: Sequence[PromptEstimate]) -> list[str]:
+    """Return the seconds of prompts as text."""
+    return [ui.NONE if p.seconds is None else f"{p.seconds:.2f}" for p in prompts]
+
+
+def prompt_fields(prompt: PromptEstimate) -> dict[str, Any]:
+    """Return the JSON fields of a prompt; unknown times are null."""
+    speed = prompt.tokens_per_s
+    return {
+        "n_tokens": prompt.n_tokens, "n_sweeps": prompt.n_sweeps, "sent_bytes": prompt.sent_bytes,
+        "link_s": None if prompt.link_s is None else round(prompt.link_s, 6),
+        "seconds": None if prompt.seconds is None else round(prompt.seconds, 6),
+        "tokens_per_s": None if speed is None else round(speed, 2),
+    }  # fmt: skip
 
 
 def heat_map(trace: Trace, order: str = "rank") -> str:
@@ -305,6 +355,14 @@ def _show(
         cells += [_cells(trace, sizes, r, rank == best) for r, rank in zip(tried, ranks)]
         notes += [f"at {format_share(share)}: {line}" for line in _equal(tried)]
     ui.table(cells, _HEADER)
+    if times and times.prompt:
+        click.echo()
+        ui.heading("Prompts, estimated")
+        first = {row.share: row for row in reversed(rows)}
+        ui.table(
+            [(format_share(at), *prompt_cells(first[at].prompts)) for at in sorted(first)],
+            ("resident", *prompt_header()),
+        )
     for line in [*_folded(notes), *_reasons(notes, has_profile)]:
         ui.note(line)
 
@@ -377,6 +435,7 @@ def _report(
             {
                 "resident_share": round(row.share, 6), "policy": row.policy,
                 **simulation_fields(row.found, has_times, bool(sizes.slot_bytes)),
+                "prompts": [prompt_fields(prompt) for prompt in row.prompts],
             }
             for row in rows
         ],

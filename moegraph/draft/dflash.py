@@ -22,35 +22,18 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.dflash import DraftHead, DraftOutputs, build_context, build_draft
-from ..graphs.dflash_memory import DraftMemory, Floats, Longs, draft_memory_bytes
+from ..graphs.dflash_memory import DraftMemory, Floats, Longs
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
-from ..resident.draftring import DraftRings, draft_ring_bytes
-from ..resident.draftweights import DraftWeights, draft_weight_bytes
+from ..resident.draftlayout import CHUNK
+from ..resident.draftring import DraftRings
+from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, empty_draft
 
-# Rows of a prompt in one graph.
-_CHUNK = 512
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
-
-
-def dflash_bytes(file: DraftFile, n_ctx: int, n_seq: int, n_sweep: int, as_stored: bool) -> int:
-    """Return the device bytes of a `DFlashDrafter`, with a bound on its graphs' intermediates.
-
-    Arguments as there; n_ctx: most positions that layers without a window see.
-    """
-    hp = file.hparams
-    rings, memory = draft_ring_bytes(hp, n_ctx, n_seq), draft_memory_bytes(hp, n_ctx, n_sweep)
-    rows = min(_CHUNK, n_sweep)
-    # a chunk of a prompt: fused and normed rows, K and V; a block: its widest layer, and logits
-    chunk = 4 * rows * (4 * hp.n_embd + 6 * hp.n_embd_gqa)
-    widest = 4 * hp.n_embd_head * hp.n_head + 3 * hp.n_ff + 6 * hp.n_embd
-    n_vocab = hp.n_vocab_draft or hp.n_vocab
-    block = 4 * hp.block_size * (widest + (4 if hp.markov_rank else 2) * n_vocab)
-    return draft_weight_bytes(file, as_stored) + rings + memory + max(chunk, block)
 
 
 class DFlashDrafter:
@@ -88,7 +71,7 @@ class DFlashDrafter:
             self._head = self._open_head()
             self._memory.send_mask(self._embed(hp.mask_id))
         self._host: HostBuffer | None = None  # for results of the longest draft
-        self._chunk = min(_CHUNK, *(shape.n_cells for shape in self._rings.shapes))
+        self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
     @property
     def n_bytes(self) -> int:

@@ -11,17 +11,19 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..ggml.choose import likeliest
 from ..ggml.device import HostBuffer
+from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.inputs import PAGED
-from ..graphs.mtp import build_chain, build_known_rows, build_tapped_rows
+from ..graphs.mtp import build_chain, build_known_rows, build_taken_rows
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
-from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, empty_draft
+from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
@@ -34,6 +36,9 @@ class MtpDrafter:
     target's states. So whatever the target does to a sequence, such as to forget positions or to
     restore a beginning of a prompt, it does to the drafter's part too. Positions of passes that
     the drafter was not told of have zeros for K and V.
+
+    Where no tokens are drafted, an accepted token costs only a copy of its row: K and V are
+    computed when they are needed (`catch_up`).
     """
 
     name = "mtp"
@@ -58,6 +63,9 @@ class MtpDrafter:
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
         self._graphs = GraphCache(self._device)
         self._host: HostBuffer | None = None  # for results of the longest chain
+        self._taken = Taken(MTP_TAKEN)
+        self._context = Context(2, 1)
+        self._tap: Tensor | None = None  # once there is memory for it
 
     @property
     def n_bytes(self) -> int:
@@ -76,13 +84,16 @@ class MtpDrafter:
         self._chain(self.max_draft, n_kv)
 
     def restart(self, slot: int, ids: Ids) -> None:
-        """Do nothing: what was restored has the drafter's K and V too."""
+        """Forget what waits; what was restored has the drafter's K and V too."""
+        self._taken.cut(slot, 0)
 
     def truncate(self, slot: int, n_past: int) -> None:
-        """Do nothing: the target's state has forgotten the drafter's K and V too."""
+        """Forget what waits from n_past on; the target's state has done so with K and V."""
+        self._taken.cut(slot, n_past)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt."""
+        self.catch_up(slot)
         tokens = np.asarray(ids, dtype=np.int32)
         return {self._layer: partial(self._read_rows, slot, tokens, first)}
 
@@ -98,34 +109,56 @@ class MtpDrafter:
             m = min(most, n - at)
             skipped = 0
             if at == 0:  # the position before these was computed earlier
-                self._copy(self._last_out, slot, 0, 1)
+                self._copy(self._last_out, slot, memory.before, 0, 1)
                 skipped = 1
-            self._copy(hidden, at - 1 + skipped, skipped, m - skipped)
+            self._copy(hidden, at - 1 + skipped, memory.before, skipped, m - skipped)
             n_padded = self._padded(m)
             built = self._known(n_padded)
             tokens = ids[first - start + at :][:m]
             memory.send_known(slot, tokens, first + at, n_padded)
             self._launch(built, "the MTP block over a prompt")
 
-    def _copy(self, source: Tensor, row: int, to: int, n: int) -> None:
-        """Enqueue a copy of n rows F32 [n_embd, ...] to where `before` is read."""
-        size = self.memory.before.nb[1]
+    def _copy(self, source: Tensor, row: int, to: Tensor, to_row: int, n: int) -> None:
+        """Enqueue a copy of n rows F32 [n_embd, ...]."""
+        stream, size = self._device.compute.ptr, to.nb[1]
         if n:
-            C.mg_copy_bytes(
-                self._device.compute.ptr, source, size * row, self.memory.before, size * to,
-                size * n,
-            )  # fmt: skip
+            C.mg_copy_bytes(stream, source, size * row, to, size * to_row, size * n)
 
     def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Enqueue K and V of positions that the target's sequence has just taken."""
-        n, first = len(tokens), self._state.n_past[slot] - len(tokens)
-        if not n:
+        """Enqueue copies of the rows of tokens that the target's sequence has just taken."""
+        n = len(tokens)
+        first = self._state.n_past[slot] - n
+        if self._taken.room() < n:
+            for other in self._taken.slots:
+                self._compute(other, first if other == slot else self._state.n_past[other])
+        if not self._tap:
+            self._tap = self._tapped_rows()
+        to = self._taken.add(slot, first, list(tokens))
+        at = 0
+        while at < n:
+            end = at + 1
+            while end < n and rows[end] == rows[end - 1] + 1:
+                end += 1
+            self._copy(self._tap, rows[at], self.memory.taken, to + at, end - at)
+            at = end
+
+    def catch_up(self, slot: int) -> None:
+        """Enqueue K and V of the tokens that a sequence took."""
+        self._compute(slot, self._state.n_past[slot])
+
+    def _compute(self, slot: int, n_past: int) -> None:
+        """Enqueue K and V of what waits of a sequence, if that ends before position n_past."""
+        run, most = self._taken.take(slot, n_past), self.memory.max_rows
+        if run is None:
             return
-        n_padded = self._padded(n)
-        built = self._tapped(n_padded)
-        ids = np.array(tokens, dtype=np.int32)
-        self.memory.send_known(slot, ids, first, n_padded, rows)
-        self._launch(built, "the MTP block over accepted tokens")
+        n = len(run.tokens)
+        for at in range(0, n, most):
+            m = min(most, n - at)
+            n_padded = self._padded(m)
+            built = self._accepted(n_padded)
+            ids, rows = np.array(run.tokens[at : at + m], dtype=np.int32), run.rows[at : at + m]
+            self.memory.send_known(slot, ids, run.first + at, n_padded, rows)
+            self._launch(built, "the MTP block over accepted tokens")
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
@@ -138,6 +171,7 @@ class MtpDrafter:
         if n < 1:
             return empty_draft()
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
+        self.catch_up(slot)
         built = self._chain(n, length)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
@@ -170,19 +204,24 @@ class MtpDrafter:
             ("mtp rows", n),
             _N_NODES,
             lambda b: build_known_rows(
-                b, self._block, memory.known_leaves(b, n), memory.before_leaf(b, n)
+                b, self._block, memory.known_leaves(b, n), memory.rows_leaf(b, "before", n)
             ),
         )
 
-    def _tapped(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of n rows of the target's last pass."""
+    def _accepted(self, n: int) -> BuiltGraph:
+        """Return the graph of K and V of n accepted rows, whose outputs are in `taken`."""
 
         def build(b: Builder) -> None:
-            tap = self._block.stage.taps.leaf(b, self._layer)
+            taken = self.memory.rows_leaf(b, "taken", MTP_TAKEN)
             rows = self.memory.known_leaves(b, n)
-            build_tapped_rows(b, self._block, rows, self._last_out, tap)
+            build_taken_rows(b, self._block, rows, self._last_out, taken)
 
-        return self._graphs.get(("mtp taps", n), _N_NODES, build)
+        return self._graphs.get(("mtp accepted", n), _N_NODES, build)
+
+    def _tapped_rows(self) -> Tensor:
+        """Return the tap of the last layer, F32 [n_embd, rows of a pass]."""
+        b = Builder(self._context, 1)
+        return self._block.stage.taps.leaf(b, self._layer)
 
     def _chain(self, n: int, length: int) -> BuiltGraph:
         """Return a graph of a chain of n tokens over `length` positions or more.
@@ -222,6 +261,7 @@ class MtpDrafter:
         self._graphs.close()
         if self._host:
             self._host.close()
+        self._context.close()
         self.memory.close()
 
 

@@ -36,7 +36,8 @@ class DraftSettings:
     draft_max: most drafted tokens on a path. p_min: a draft ends before the first token to which
     the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
     ddtree: how to build trees; None for a spine with leaves.
-    max_rows: rows of a verify pass that there is memory for.
+    max_rows: rows of a verify pass that there is memory for. is_timed: choices may depend on
+    measured times, and so differ from run to run.
     """
 
     spec: str = "auto"
@@ -45,6 +46,7 @@ class DraftSettings:
     budget: int | None = None
     ddtree: DDTree | None = None
     max_rows: int = 32
+    is_timed: bool = True
 
     @property
     def most_rows(self) -> int:
@@ -64,12 +66,14 @@ class Plan:
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
+    is_trial: it is not what is best by what is known, but may be better.
     """
 
     source: str = ""
     n_draft: int = 0
     n_top: int = 1
     ddtree: DDTree | None = None
+    is_trial: bool = False
 
 
 PLAIN = Plan()
@@ -102,7 +106,7 @@ class Step:
     ranks: by depth, for the depths that the acceptance walk reached on the spine: which of the
         drafter's candidates the target drew there; 0 for the spine's token, -1 for none of them.
     log_p: the drafter's log probability of the spine's token, by depth; empty if it has none.
-    n_missing: distinct missing experts of the pass, summed over layers.
+    n_missing: distinct missing experts of the pass, summed over layers. is_trial: as in its plan.
     """
 
     source: str
@@ -118,3 +122,4 @@ class Step:
     verify_s: float = 0.0
     commit_s: float = 0.0
     n_missing: int = 0
+    is_trial: bool = False

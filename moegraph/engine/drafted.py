@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..draft.acceptance import walk
-from ..draft.plan import Step
+from ..draft.tree import DraftTree
 from ..events import CancelToken
 from ..ggml.choose import DRAW_ROWS
 from ..runner import NotFinite, Output
@@ -18,7 +18,7 @@ from .passes import Passes
 from .rows import RowSampler
 from .sequence import Sequence
 from .speculation import Proposal, Speculation, step_of
-from .stepclock import StepClock
+from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
 
 
@@ -33,9 +33,11 @@ class DraftedSteps(Steps):
         super().__init__(passes, sampler, sequence, greedy, keep_logits, cancel)
         self._speculation = speculation
         self._clock = StepClock(has_streams)
-        self._proposal: Proposal | None = None  # of the pass in flight
+        self._proposal: Proposal | None = None  # before the pass in flight
+        self._tree: DraftTree | None = None  # that this pass verifies; None: the anchor alone
         self._n_missing = 0  # until that pass
-        self._done: Step | None = None  # to be learned from while the device computes
+        # what there is to learn from the last step, while the device computes
+        self._done: tuple[Proposal | None, list[Drawn], StepSeconds, int] | None = None
 
     def first(self, output: Output) -> list[Drawn]:
         """Draw the first token, from the results of the prompt."""
@@ -47,19 +49,20 @@ class DraftedSteps(Steps):
         """Draft, and start the pass of the last token and of what is drafted after it."""
         speculation, sequence = self._speculation, self._sequence
         anchor, room = sequence.tokens[-1], sequence.n_room
-        self._proposal = speculation.propose(SEQ, anchor, sequence.n_left, room)
+        self._proposal = proposal = speculation.propose(SEQ, anchor, sequence.n_left, room)
+        self._tree = proposal.tree if proposal and proposal.tree.n_rows > 1 else None
         self._n_missing = speculation.n_missing()
         self._clock.launch()
-        if self._proposal:
-            self._verify(self._proposal)
+        if self._tree:
+            self._verify(self._tree)
         else:
             self._decode()
         self._sampler.prepare()
         self._learn()
         self._clock.leave()
 
-    def _verify(self, proposal: Proposal) -> None:
-        tree, draws = proposal.tree, None
+    def _verify(self, tree: DraftTree) -> None:
+        draws = None
         if not (self._greedy or self._keep_logits) and tree.n_rows <= DRAW_ROWS:
             draws = self._sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
         # without draws, the walk reads the logits of each row that it comes to
@@ -77,17 +80,16 @@ class DraftedSteps(Steps):
         self._clock.back()
         anchor, output = self._sequence.tokens[-1], self._results()
         self._clock.arrive()
-        proposal, speculation = self._proposal, self._speculation
-        if proposal is None:
+        tree, speculation = self._tree, self._speculation
+        if tree is None:
             tokens, path, drawn = [anchor], [0], super().first(output)
         else:
-            path, drawn = self._walk(output, proposal)
-            tokens = [proposal.tree.tokens[row] for row in path]
+            path, drawn = self._walk(output, tree)
+            tokens = [tree.tokens[row] for row in path]
             self._passes.commit({SEQ: path})
         speculation.committed(SEQ, tokens, path)
         n_missing = speculation.n_missing() - self._n_missing
-        taken = [one.token for one in drawn]
-        self._done = step_of(proposal, taken, self._clock.end(), n_missing)
+        self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:
             self._learn()
         return drawn
@@ -96,31 +98,35 @@ class DraftedSteps(Steps):
         try:
             return self._passes.collect()
         except NotFinite:
-            if self._proposal is None:
+            if self._tree is None:
                 raise
         # perhaps only after a token that was drafted in vain: the text may never come to it
-        self._proposal = None
+        self._tree = None
         self._decode()
         return self._passes.collect()
 
-    def _walk(self, output: Output, proposal: Proposal) -> tuple[list[int], list[Drawn]]:
+    def _walk(self, output: Output, tree: DraftTree) -> tuple[list[int], list[Drawn]]:
         """Return the rows that are accepted, and the tokens that are drawn after them."""
         drawn: list[Drawn] = []
-        accept = self._speculation.accept
-        n_forced = accept(proposal.n_spine) if accept else 0
+        accept, spine = self._speculation.accept, list[int]()
+        if accept and self._proposal:
+            spine = self._proposal.spine
+        n_forced = accept(len(spine)) if accept else 0
 
         def draw(row: int) -> int | None:
             depth = len(drawn)
-            token = proposal.spine[depth] if depth < n_forced else self._pick(output, row)
+            token = spine[depth] if depth < n_forced else self._pick(output, row)
             self._take(token)
             logits = output.require_logits()[row : row + 1] if self._keep_logits else None
             drawn.append(Drawn(token, logits))
             is_over = self._sequence.finish_reason or (accept and depth >= n_forced)
             return None if is_over else token
 
-        return walk(proposal.tree, draw), drawn
+        return walk(tree, draw), drawn
 
     def _learn(self) -> None:
         if self._done:
-            self._speculation.controller.observe(self._done)
+            proposal, drawn, seconds, n_missing = self._done
+            step = step_of(proposal, [one.token for one in drawn], seconds, n_missing)
+            self._speculation.controller.observe(step)
             self._done = None

@@ -2,38 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from ..config import EngineConfig
+from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
+from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
+from ..draft.opening import open_controller
+from ..draft.stepcost import Experts
 from ..ggml.handles import closed_on_failure
-from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
+from ..modelfile.draftfile import DraftFile, open_drafter
+from ..placement.drafters import Sources, tap_rows
+from ..placement.footprint import sweep_rows
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
+from ..runner import LayeredRunner, Runner
+from .speculation import Speculation
+
+
+def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
+    """Open the drafter's file that the settings name; None if they name none that drafts.
+
+    config: after `with_drafts`. stack: gets the call that closes it.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
+    """
+    if not config.draft or config.spec not in ("auto", "dflash"):
+        return None
+    file = stack.enter_context(closing(open_drafter(config.draft)))
+    file.require_target(model)
+    return file
 
 
 def open_drafters(
-    stage: Stage, file: ModelFile, config: EngineConfig, has_mtp: bool, stack: ExitStack
+    stage: Stage, file: ModelFile, config: EngineConfig, sources: Sources, stack: ExitStack
 ) -> tuple[Drafter, ...]:
     """Open the drafters of a stage with all layers, before graphs of its passes are built.
 
-    has_mtp: the MTP block drafts; the stage was opened for it. stack: gets the calls that free
-    everything.
+    config: after `with_drafts`. sources: what is loaded; the stage was opened for its MTP block.
+    stack: gets the calls that free everything.
 
     Raises:
-        ModelFileError, OutOfDeviceMemory, NativeError: as in `open_mtp` and `MtpDrafter`.
+        ModelFileError, OutOfDeviceMemory, NativeError: as in `open_mtp`, `MtpDrafter` and
+            `DFlashDrafter`.
     """
     drafters: list[Drafter] = []
     with closed_on_failure():
-        if has_mtp:
+        if sources.mtp:
             block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)
+        if sources.draft:
+            n_ctx = stage.state.n_ctx
+            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            dflash = DFlashDrafter(stage, sources.draft, n_sweep)
+            drafters.append(stack.enter_context(closing(dflash)))
+            sources.draft.check_unchanged()
+        if config.spec in ("auto", "lookup"):
+            drafters.append(LookUp(config.n_seq))
         taps = {il for drafter in drafters for il in drafter.taps}
         if taps:
-            n_rows = config.n_seq * (config.n_draft + 1)
-            stage.taps.reserve(sorted(taps), max(SHORT_PROMPT, n_rows))
+            stage.taps.reserve(sorted(taps), tap_rows(config))
+        if sources.draft:
+            dflash.reserve()
     return tuple(drafters)
+
+
+def open_speculation(
+    drafters: Sequence[Drafter], config: EngineConfig, runner: Runner
+) -> Speculation | None:
+    """Return what drafts for a runner's sequences; None without drafters.
+
+    config: `n_draft` says for how many drafted rows there is memory.
+    """
+    if not drafters:
+        return None
+    hp, max_rows = runner.stage.hp, min(config.n_draft + 1, runner.n_ubatch)
+    misses = runner.misses if isinstance(runner, LayeredRunner) else None
+    if not misses:
+        controller = open_controller(drafters, config, max_rows)
+        return Speculation(drafters, controller, hp.n_vocab, max_rows)
+    miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
+    experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
+    controller = open_controller(drafters, config, max_rows, experts)
+    cache = misses.residency.cache
+    return Speculation(drafters, controller, hp.n_vocab, max_rows, lambda: cache.n_missing)

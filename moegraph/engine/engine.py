@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
+from ..draft.dflash import DFlashDrafter
 from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
@@ -28,6 +29,7 @@ from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
+from .drafters import open_speculation
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
@@ -35,7 +37,6 @@ from .ownership import Ownership
 from .passes import Passes
 from .prefixes import Prefixes
 from .sequence import Sequence
-from .speculation import Speculation
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -116,7 +117,7 @@ class Engine:
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.state.copies, limit)
         self._stack.callback(self.prefixes.clear)
-        self.speculation: Speculation | None = None
+        self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -206,12 +207,18 @@ class Engine:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about threads, pinned memory, cache and profile, one line each."""
-        found, misses = [self.threads.warning], self._misses
+        """Warnings about threads, drafters, pinned memory, cache and profile, one line each."""
+        found, misses = [self.threads.warning, *self._loaded.warnings], self._misses
         if misses:
             profile = self._profile.warning if self._profile else ""
             found += [*misses.warnings, profile]
         return [line for line in found if line]
+
+    @property
+    def drafter_lines(self) -> list[str]:
+        """What the drafter's file says: taps, mask token, block, window and rope, a line each."""
+        found = [one for one in self._loaded.drafters if isinstance(one, DFlashDrafter)]
+        return [line for drafter in found for line in drafter.describe()]
 
     def drain_messages(self) -> list[str]:
         """Return messages of the guard and about drafters since the last call, one line each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +22,13 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
+from ..placement.drafters import (
+    Sources,
+    drafters_bytes,
+    is_worth_loading,
+    sources_of,
+    with_drafts,
+)
 from ..placement.footprint import needed_bytes, sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan, make_plan
@@ -36,7 +42,7 @@ from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
-from .drafters import open_drafters
+from .drafters import open_draft_file, open_drafters
 from .warmup import warm_up
 
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
@@ -56,7 +62,8 @@ class LoadedModel:
 
     files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
     plan: the expert slots of each layer, and the memory that they and all else take. times: the
-    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
+    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`. config:
+    with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line each.
     """
 
     file: ModelFile
@@ -69,6 +76,8 @@ class LoadedModel:
     runner: Runner
     times: dict[str, float]
     drafters: tuple[Drafter, ...]
+    config: EngineConfig
+    warnings: tuple[str, ...]
 
 
 def load_model(
@@ -96,6 +105,7 @@ class _Loading:
         self.hparams = model.hparams
         self._stack = stack
         self._times = Stopwatch()
+        self._warnings: list[str] = []
 
     def load(
         self,
@@ -115,11 +125,14 @@ class _Loading:
                 "--deterministic computes every expert on the GPU, because the CPU rounds "
                 "otherwise; drop --miss cpu or --deterministic"
             )
+        if routing is not None:
+            config = replace(config, spec="off")  # it replaces the choices of single rows
+        self.config = config = with_drafts(config, self.device.can.exact_sums)
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
-        plan, has_mtp = self._choose_plan()
+        plan, sources = self._choose_plan()
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
@@ -131,10 +144,10 @@ class _Loading:
         stage = self._own(
             open_stage(
                 self.device, self.file, range(hp.n_layer), plan.n_slots, config, self.n_ctx,
-                n_prefetch_slots, progress, self._times, has_mtp,
+                n_prefetch_slots, progress, self._times, sources.mtp,
             )
         )  # fmt: skip
-        drafters = open_drafters(stage, self.file, config, has_mtp, self._stack)
+        drafters = open_drafters(stage, self.file, config, sources, self._stack)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -152,7 +165,7 @@ class _Loading:
         self._times.lap("threads")
         return LoadedModel(
             self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
-            self._times.seconds, drafters,
+            self._times.seconds, drafters, config, tuple(self._warnings),
         )  # fmt: skip
 
     def _read_profile(self) -> ProfileFile | None:
@@ -167,28 +180,40 @@ class _Loading:
         self._stack.callback(part.close)
         return part
 
-    def _choose_plan(self) -> tuple[Plan, bool]:
-        """Return how many expert slots each layer gets, and whether the MTP block is loaded.
+    def _choose_plan(self) -> tuple[Plan, Sources]:
+        """Return how many expert slots each layer gets, and what is loaded to draft tokens.
 
         Raises:
-            ModelFileError: the settings ask for the MTP block, and the file lacks it.
+            ConfigError: the settings need a drafter's file, and name none.
+            ModelFileError: the settings ask for the MTP block, and the file lacks it; or the
+                drafter's file is damaged, or does not fit.
         """
         config = self.config
-        if not wants_mtp(self.file, config):
-            return self._make_plan(0), False
-        n_bytes = mtp_bytes(self.file, config, self.n_ctx)
-        if config.spec == "mtp":
-            return self._make_plan(n_bytes), True
-        plain = self._make_plan(0)
-        try:
-            drafting = self._make_plan(n_bytes)
-        except (ConfigError, OutOfDeviceMemory):
-            return plain, False
-        return (drafting, True) if is_worth_loading(drafting, plain) else (plain, False)
+        draft = open_draft_file(self.file, config, self._stack)
+        self._warnings += draft.warnings if draft else ()
+        choices = sources_of(self.file, config, draft)
+        if config.spec != "auto" and choices:
+            return self._make_plan(choices[0]), choices[0]
+        plain = self._make_plan(Sources())
+        for sources in choices:
+            try:
+                drafting = self._make_plan(sources)
+            except (ConfigError, OutOfDeviceMemory):
+                continue
+            if is_worth_loading(drafting, plain):
+                break
+        else:
+            drafting, sources = plain, Sources()
+        if draft and not sources.draft:
+            self._warnings.append(
+                f"{draft.path}: not loaded, to leave experts their memory; --spec dflash loads it"
+            )
+        return drafting, sources
 
-    def _make_plan(self, drafters: int) -> Plan:
-        """Return how many expert slots each layer gets beside the bytes of drafters."""
+    def _make_plan(self, sources: Sources) -> Plan:
+        """Return how many expert slots each layer gets beside what drafters take."""
         config, free = self.config, self.device.memory()[0]
+        drafters = drafters_bytes(self.file, config, self.n_ctx, sources)
         budget, source = None, "--vram"
         if config.vram != "auto":
             budget = parse_bytes(config.vram, "g") - self.device.context_bytes

@@ -80,30 +80,37 @@ class RowSampler:
         None: the settings need the row's logits. ahead: drafted tokens before the row. The memory
         of the array is used again by the next call.
         """
-        n = self._n_taken + len(ahead)
-        is_lost = self._n_ring < self._n_recent and n > self._n_ring
-        if self._needs_row or not self._fits or is_lost:
+        if not self._suffices(len(ahead)):
             return None
-        words = self._words
-        if ahead:
-            words = words.copy()
+        words = self._words.copy() if ahead else self._words
+        self._describe(words, ahead)
+        return words
+
+    def _suffices(self, n_ahead: int) -> bool:
+        """Return whether what the device lists of a row may suffice, after so many more tokens."""
+        n = self._n_taken + n_ahead
+        is_lost = self._n_ring < self._n_recent and n > self._n_ring
+        return self._fits and not self._needs_row and not is_lost
+
+    def _describe(self, words: npt.NDArray[np.int32], ahead: Sequence[int]) -> None:
+        """Have words describe a row; a copy of our own if drafted tokens are before the row."""
+        if self._n_ring:
             for i, token in enumerate(ahead):
                 self._put(words, self._n_taken + i, token)
         key = self._sampler.key_at(self._sampler.position + len(ahead))
         words[1:3].view(np.uint32)[:] = key & 0xFFFFFFFF, key >> 32
-        return words
 
     def draw_each(self, aheads: Sequence[Sequence[int]]) -> npt.NDArray[np.int32] | None:
         """Return what a pass needs to know of several rows, I32 numpy [n_rows, DRAW_WORDS].
 
         aheads: the drafted tokens before each row. None: the settings need the logits of some row.
         """
+        if not self._suffices(max(map(len, aheads))):
+            return None
         words = np.empty((len(aheads), DRAW_WORDS), dtype=np.int32)
+        words[:] = self._words
         for row, ahead in zip(words, aheads):
-            found = self.draw(ahead)
-            if found is None:
-                return None
-            row[:] = found
+            self._describe(row, ahead)
         return words
 
     def prepare(self) -> None:

@@ -50,7 +50,10 @@ class Controller(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rows for a verify pass, the draft and the plan that they come from, and how long it took."""
+    """Rows for the next pass, the draft and the plan that they come from, and how long it took.
+
+    tree: the anchor alone if nothing of the draft is worth a row.
+    """
 
     plan: Plan
     draft: Draft
@@ -134,7 +137,7 @@ class Speculation:
         self._told[slot] = told
 
     def propose(self, slot: int, anchor: int, n_left: int, n_room: int) -> Proposal | None:
-        """Return the rows of the next pass of a sequence; None for the anchor alone.
+        """Return the rows of the next pass of a sequence; None if nothing was drafted.
 
         n_left: tokens until the text must end. n_room: positions that the context still has.
 
@@ -152,8 +155,6 @@ class Speculation:
                 without.add(plan.source)
                 continue
             tree = self._tree(anchor, plan, draft).cut(most_rows)
-            if tree.n_rows == 1:
-                return None
             return Proposal(plan, draft, tree, time.perf_counter() - start)
         return None
 
@@ -226,6 +227,7 @@ def step_of(
         verify_s=seconds.verify,
         commit_s=seconds.commit,
         n_missing=n_missing,
+        is_trial=proposal.plan.is_trial,
     )
 
 

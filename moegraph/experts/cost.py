@@ -58,7 +58,8 @@ class Machine:
     n_layer, expert_bytes: of the model that was used. whole: a token in one graph with all experts
     resident. Every layer that is not full adds host_layer (graph boundary, look-up of slots) if the
     host handles its missing experts, or fetch_layer if its graph fetches them. fixed, overlap,
-    stream, cpu, fetch: see the module. about: what the machine is, in words.
+    stream, cpu, fetch: see the module. about: what the machine is, in words. prompt: a prompt of n
+    rows in one chunk, all experts resident; None if unknown.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Machine:
     fetch_layer: float
     fetch: Curve
     about: str = ""
+    prompt: Curve | None = None
 
     @property
     def title(self) -> str:
@@ -89,21 +91,22 @@ class Machine:
     def scaled(self, n_layer: int, expert_bytes: int) -> Machine | None:
         """Return this machine for a model of other sizes, or None if the sizes differ too much.
 
-        `whole` scales with the layers, the curves with the bytes of an expert. That scales their
-        latencies too, which is wrong, so the result is None if an expert is more than three times
-        larger or smaller.
+        `whole` scales with the layers, the curves with the bytes of an expert, and `prompt` with
+        both. That scales their latencies too, which is wrong, so the result is None if an expert is
+        more than three times larger or smaller.
         """
         ratio = expert_bytes / self.expert_bytes
         if not 1 / 3 <= ratio <= 3:
             return None
 
-        def stretched(curve: Curve) -> Curve:
-            return Curve(tuple((n, seconds * ratio) for n, seconds in curve.points))
+        def stretched(curve: Curve, by: float = ratio) -> Curve:
+            return Curve(tuple((n, seconds * by) for n, seconds in curve.points))
 
         return replace(
             self, n_layer=n_layer, expert_bytes=expert_bytes,
             whole=self.whole * n_layer / self.n_layer, stream=stretched(self.stream),
             cpu=stretched(self.cpu), fetch=stretched(self.fetch),
+            prompt=self.prompt and stretched(self.prompt, ratio * n_layer / self.n_layer),
         )  # fmt: skip
 
 
@@ -115,7 +118,7 @@ def _line(first: float, slope: float) -> Curve:
 # Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
 # Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
 # the host handled them (docs/benchmarks.md). desktop: computed for 24 GB at 936 GB/s, PCIe 4.0 at
-# 25 GB/s and DDR5 at 60 GB/s.
+# 25 GB/s and DDR5 at 60 GB/s; prompts guessed, from what users of such cards report.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -125,12 +128,14 @@ MACHINES = {
             cpu=Curve(((1, 43e-6), (2, 63e-6), (4, 107e-6), (8, 189e-6))),
             fetch_layer=0.9e-6, fetch=Curve(((1, 43e-6), (2, 81e-6), (8, 300e-6))),
             about="H200 and 16 threads of a Xeon, measured",
+            prompt=Curve(((32, 9e-3), (512, 72e-3), (2048, 188e-3))),
         ),
         Machine(
             "desktop", 40, 1_900_000, whole=7.0e-3, host_layer=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
             fetch_layer=2e-6, fetch=_line(86e-6, 76e-6),
             about="24 GB card, PCIe 4.0, DDR5; computed from data sheets",
+            prompt=Curve(((32, 27e-3), (512, 190e-3), (2048, 680e-3))),
         ),
     )
 }  # fmt: skip
@@ -379,6 +384,7 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
     curves = {
         key: [[n, _us(s)] for n, s in getattr(machine, name).points]
         for key, name in _CURVES.items()
+        if getattr(machine, name) is not None
     }
     return {"name": machine.name, "about": machine.about, **sizes, **times, **curves}
 
@@ -394,7 +400,7 @@ _TIMES = {
     "whole_us": "whole", "host_layer_us": "host_layer", "fetch_layer_us": "fetch_layer",
     "fixed_us": "fixed", "overlap_us": "overlap",
 }  # fmt: skip
-_CURVES = {"stream_us": "stream", "cpu_us": "cpu", "fetch_us": "fetch"}
+_CURVES = {"stream_us": "stream", "cpu_us": "cpu", "fetch_us": "fetch", "prompt_us": "prompt"}
 # For people; nothing is computed from them.
 _WORDS = ("name", "about", "measured")
 
@@ -426,6 +432,8 @@ def _machine(path: str, content: dict[str, Any]) -> Machine:
     curves: dict[str, Curve] = {}
     for field, attribute in _CURVES.items():
         points: Any = content.get(field)
+        if field == "prompt_us" and field not in content:
+            continue  # the speed of prompts is not predicted
         if field == "fetch_us" and field not in content:
             curves[attribute] = curves["stream"]  # a fetch copies the same bytes over the same link
             continue

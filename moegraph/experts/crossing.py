@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,10 @@ class Crossing:
     def asked(self, il: int) -> frozenset[int]:
         """Return the experts of layer il that were asked for."""
         return frozenset(self._asked.get(il, ()))
+
+    def waiting(self, n: int) -> Iterator[tuple[int, int]]:
+        """Yield up to n (layer, expert) that are asked for and not sent, in order."""
+        return islice(self._queue, n)
 
     @property
     def n_room(self) -> int:

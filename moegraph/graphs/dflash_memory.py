@@ -15,13 +15,12 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
-from ..resident.draftring import Mask, RingShape, ring_shapes
+from ..resident.draftlayout import MAX_ROWS
+from ..resident.ringshape import Mask, RingShape
 from ..units import round_up
 from .dflash import BlockInputs
 
 _ALIGN = 256
-# Most rows of a pass that one sequence takes.
-MAX_ROWS = 128
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -54,11 +53,6 @@ class _Layout:
         """Return where the masks of a draft begin; the last one ends where positions begin."""
         sizes = [round_up(2 * n_rows * length, _ALIGN) for length in lengths]
         return [self._masks_end - sum(sizes[i:]) for i in range(len(sizes))]
-
-
-def draft_memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
-    """Return the device bytes of `DraftMemory`."""
-    return _Layout(hp, ring_shapes(hp, n_ctx), n_sweep).size
 
 
 class DraftMemory:

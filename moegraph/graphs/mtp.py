@@ -64,7 +64,7 @@ def build_block_input(b: Builder, block: MtpBlock, tokens: Tensor, h: Tensor) ->
 class KnownRows:
     """The inputs of known positions.
 
-    tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of tapped rows also: sources
+    tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of accepted rows also: sources
     I32 [n], the row of each; last I32 [1], that of the last position; slot I32 [1], the sequence.
     """
 
@@ -90,20 +90,20 @@ def build_known_rows(b: Builder, block: MtpBlock, inp: KnownRows, before: Tensor
     build_keys_values(b, hp, block.weights, stage.state, inp.pos, inp.kv_idx, cur, il)
 
 
-def build_tapped_rows(
-    b: Builder, block: MtpBlock, inp: KnownRows, last_out: Tensor, tap: Tensor
+def build_taken_rows(
+    b: Builder, block: MtpBlock, inp: KnownRows, last_out: Tensor, taken: Tensor
 ) -> None:
-    """Append the same for rows of a pass; tap F32 [n_embd, n_rows]: l_out of the last layer there.
+    """Append the same for accepted rows; taken F32 [n_embd, n_rows]: l_out of the last layer there.
 
     last_out F32 [n_embd, n_seq]: that of the position before these, and afterwards of the last.
     """
     n = inp.tokens.ne[0]
     before = b.get_rows(last_out, inp.slot)
     if n > 1:
-        others = b.get_rows(tap, b.view(inp.sources, (n - 1,)))
+        others = b.get_rows(taken, b.view(inp.sources, (n - 1,)))
         before = b.concat(before, others, 1)
     build_known_rows(b, block, inp, b.expand(before))
-    b.expand(b.set_rows(last_out, b.get_rows(tap, inp.last), inp.slot))
+    b.expand(b.set_rows(last_out, b.get_rows(taken, inp.last), inp.slot))
 
 
 def build_chain(

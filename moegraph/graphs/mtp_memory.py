@@ -13,6 +13,7 @@ from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
+from ..resident.layout import MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..units import round_up
 from .inputs import PAGED
@@ -31,6 +32,7 @@ class MtpMemory:
     """Memory for graphs over at most max_rows known rows, and for chains of at most max_draft.
 
     before: F32 [n_embd, max_rows], l_out of the model at the position before each known row.
+    taken: F32 [n_embd, MTP_TAKEN], l_out of accepted rows whose K and V are not computed yet.
     logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; draws: I32 [DRAW_WORDS,
     max_draft], constant, for candidates without a race.
     """
@@ -48,10 +50,11 @@ class MtpMemory:
         self._gathers = stage.state.n_seq > 1
         longest = PAGED if is_paged else stage.state.n_ctx
         n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
-        self._context = Context(5)
+        self._context = Context(6)
         shapes = {
             "inputs": (I32, (n_words,)),
             "before": (F32, (hp.n_embd, max_rows)),
+            "taken": (F32, (hp.n_embd, MTP_TAKEN)),
             "logits": (F32, (self._n_vocab, max_draft)),
             "tokens": (I32, (max_draft,)),
             "draws": (I32, (DRAW_WORDS, max_draft)),
@@ -67,6 +70,7 @@ class MtpMemory:
         for name, tensor in made.items():
             place(self._buffer, tensor, offsets[name])
         self.before: Tensor = made["before"]
+        self.taken: Tensor = made["taken"]
         self.logits: Tensor = made["logits"]
         self.tokens: Tensor = made["tokens"]
         self._inputs, self._draws = made["inputs"], made["draws"]
@@ -106,11 +110,11 @@ class MtpMemory:
         place(self._buffer, tensor, self._offsets["inputs"] + 4 * word)
         return tensor
 
-    def before_leaf(self, b: Builder, n: int) -> Tensor:
-        """Return a leaf that reads the first n rows of `before`."""
-        before = b.leaf(F32, (self.before.ne[0], n), "mtp_before")
-        place(self._buffer, before, self._offsets["before"])
-        return before
+    def rows_leaf(self, b: Builder, name: str, n: int) -> Tensor:
+        """Return a leaf that reads the first n rows of `before` or `taken`, by name."""
+        rows = b.leaf(F32, (self.before.ne[0], n), f"mtp_{name}")
+        place(self._buffer, rows, self._offsets[name])
+        return rows
 
     def known_leaves(self, b: Builder, n: int) -> KnownRows:
         """Return the inputs of n known rows."""

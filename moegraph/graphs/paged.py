@@ -59,7 +59,5 @@ def fill_rows(
     words[:, :, _PATH:] = _CHAIN
     if tree is None:
         return
-    for seq, row in np.ndindex(words.shape[:2]):
-        path = np.flatnonzero(tree.sees[seq, row])
-        words[seq, row, _PATH : _PATH + len(path)] = path
+    words[:, :, _PATH : _PATH + n_seq_tokens] = tree.paths
     words[:, :, _N_KEYS] = np.where(tree.real, first + 1 + tree.depths, 0)

@@ -26,7 +26,7 @@ class Tree:
     parents: npt.NDArray[np.int32]
     lengths: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_ragged(self) -> bool:
         """Whether there are padding rows."""
         return min(self.lengths) < int(self.parents.shape[1])
@@ -67,6 +67,19 @@ class Tree:
         """How many rows are above each row in its tree, numpy shape [n_seqs, n_seq_tokens]."""
         depths: npt.NDArray[np.int64] = self.sees.sum(axis=2) - 1
         return depths
+
+    @cached_property
+    def paths(self) -> npt.NDArray[np.int32]:
+        """The rows that each row attends to, in order; numpy shape [n_seqs, n_rows, n_rows].
+
+        The numbers after them do not matter.
+        """
+        n_seqs, n = self.parents.shape
+        paths = np.tile(np.arange(n, dtype=np.int32), (n_seqs, n, 1))
+        for seq, row in np.ndindex(n_seqs, n):
+            path = np.flatnonzero(self.sees[seq, row])
+            paths[seq, row, : len(path)] = path
+        return paths
 
     def require_path(self, seq: int, path: list[int]) -> str:
         """Return what is wrong with a path of rows from a root of tree `seq` on, or ''."""

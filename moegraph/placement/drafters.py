@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from ..config import EngineConfig
-from ..errors import ModelFileError
+from ..errors import ConfigError, ModelFileError
+from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
+from ..modelfile.draftfile import DraftFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
+from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
     MTP_ROWS,
+    MTP_TAKEN,
     PAGE,
     expert_tensors,
     is_dense,
@@ -20,14 +26,39 @@ from ..resident.layout import (
     tap_bytes,
 )
 from ..units import round_up
+from .footprint import sweep_rows
 from .planner import Plan
 
 # Alignment of the tensors of a block, and its tables.
 _SMALL = 64 << 10
 
 
+# Rows of a verify pass besides the anchor, unless settings say how many.
+_N_DRAFT = 15
 # Most of the experts' bytes on the device that `auto` gives up for a drafter.
 _MOST_EXPERTS = 0.1
+
+
+def with_drafts(config: EngineConfig, on_cpu: bool) -> EngineConfig:
+    """Return settings whose `spec` and `n_draft` say what an engine does on a device.
+
+    The CPU rounds a row differently in passes of other widths, and `auto` goes by measured times.
+    So on the CPU, and with `deterministic`, nothing drafts unless a source is named: a text must
+    not depend on the time. Nor does `auto` take memory for the drafts of several sequences.
+    """
+    spec = config.spec
+    if spec == "auto" and (on_cpu or config.deterministic or config.n_seq > 1):
+        spec = "off"
+    if config.budget == 1:
+        spec = "off"
+    if spec == "off" or config.n_draft:
+        return replace(config, spec=spec)
+    n_draft = _N_DRAFT if config.draft_max is None else config.draft_max
+    if config.budget is not None:
+        n_draft = config.budget - 1
+    if config.ddtree:
+        n_draft = config.ddtree_budget
+    return replace(config, spec=spec, n_draft=n_draft)
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
@@ -48,6 +79,49 @@ def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What is loaded to draft tokens: the model's MTP block, and a file that `draft` names."""
+
+    mtp: bool = False
+    draft: DraftFile | None = None
+
+
+def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) -> list[Sources]:
+    """Return what may be loaded, best first; `auto` takes the first that is worth its memory.
+
+    Raises:
+        ConfigError: the settings name dflash, and no file.
+        ModelFileError: as in `wants_mtp`.
+    """
+    if config.spec == "dflash":
+        if draft is None:
+            raise ConfigError("--spec dflash needs the drafter's file; name it with --draft FILE")
+        return [Sources(draft=draft)]
+    mtp = wants_mtp(model, config)
+    if config.spec != "auto":
+        return [Sources(mtp)] if mtp else []
+    found = [Sources(mtp, draft), Sources(False, draft), Sources(mtp)]
+    return list(dict.fromkeys(one for one in found if one.mtp or one.draft))
+
+
+def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
+    """Return a bound on the device memory that drafters take; config: after `with_drafts`."""
+    total = mtp_bytes(model, config, n_ctx) if sources.mtp else 0
+    if sources.draft:
+        hp, padded = model.hparams, round_up(n_ctx, PAGE)
+        n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
+        n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
+        total += dflash_bytes(sources.draft, hp.n_vocab, padded, config.n_seq, n_sweep)
+        total += tap_bytes(hp.n_embd, n_taps, n_rows)
+    return total
+
+
+def tap_rows(config: EngineConfig) -> int:
+    """Return the rows of the longest pass that keeps taps; config: after `with_drafts`."""
+    return max(SHORT_PROMPT, config.n_seq * (config.n_draft + 1))
+
+
 def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
     """Return whether `auto` loads a drafter: it must not cost many experts their place."""
     if plain.all_resident:
@@ -66,7 +140,9 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
     weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
     weights += _head_bytes(model, config.draft_vocab)
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
-    outputs = 4 * hp.n_embd * (config.n_seq + 1) + tap_bytes(hp.n_embd, 1, MAX_PAGED_ROWS)
+    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN) + tap_bytes(
+        hp.n_embd, 1, MAX_PAGED_ROWS
+    )
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,110 +14,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F16, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
 from ..units import round_up
-from .layout import PAGE
-
-Mask = npt.NDArray[np.float16]
-
-
-@dataclass(frozen=True)
-class RingShape:
-    """Rows of a sequence in layers that reach back equally far.
-
-    The first n_block rows are for the block that is drafted. Position p is in row
-    n_block + p % n_cells, so the ring holds the last n_cells positions. window: positions that a
-    row of the block reaches back, its own included; 0 for all that is held.
-    """
-
-    window: int
-    n_block: int
-    n_rows: int
-
-    @classmethod
-    def of(cls, window: int, n_block: int, n_ctx: int) -> RingShape:
-        """Return a ring for a window in a context of n_ctx positions."""
-        needed = min(window or n_ctx, n_ctx)
-        return cls(window, n_block, round_up(n_block + needed, PAGE))
-
-    @property
-    def n_cells(self) -> int:
-        """Positions that the ring holds."""
-        return self.n_rows - self.n_block
-
-    def length(self, n_past: int) -> int:
-        """Return how many rows a graph reads to see n_past positions, of few different numbers."""
-        n = self.n_block + min(n_past, self.n_cells)
-        step = max(PAGE, (1 << (n - 1).bit_length()) // 8)
-        return min(self.n_rows, round_up(n, step))
-
-    def rows(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the rows of positions."""
-        return self.n_block + places % self.n_cells
-
-    def fill_mask(self, mask: Mask, held: Span, is_causal: bool) -> None:
-        """Fill the mask of a block of n rows, numpy shape [n, length]."""
-        n = len(mask)
-        mask[:] = -np.inf
-        block = mask[:, :n]
-        reach = self.window or n + 1
-        ahead = np.arange(n)[:, None] - np.arange(n)
-        block[(ahead < reach) & ((ahead >= 0) | (not is_causal))] = 0.0
-        first = max(held.first, held.high - self.n_cells, 0)
-        if not self.window or held.n_past + n - self.window < first:
-            self._show(mask, first, held.n_past)
-            return
-        for i in range(n):
-            self._show(mask[i : i + 1], max(first, held.n_past + i + 1 - self.window), held.n_past)
-
-    def _show(self, rows: Mask, first: int, end: int) -> None:
-        """Let rows of the mask see the positions from first up to end."""
-        if first >= end:
-            return
-        at, stop = first % self.n_cells, (end - 1) % self.n_cells + 1
-        if at < stop:
-            rows[:, self.n_block + at : self.n_block + stop] = 0.0
-        else:
-            rows[:, self.n_block + at : self.n_rows] = 0.0
-            rows[:, self.n_block : self.n_block + stop] = 0.0
-
-
-@dataclass
-class Span:
-    """Positions of a sequence that a drafter has seen: from first up to n_past.
-
-    high: the most positions that it had; a ring has lost what is n_cells or more before.
-    """
-
-    first: int = 0
-    n_past: int = 0
-    high: int = 0
-
-    def restart(self, n_past: int) -> None:
-        """Begin at a position, with nothing before it."""
-        self.first = self.n_past = self.high = n_past
-
-    def grow(self, n: int) -> None:
-        """Take n more positions."""
-        self.n_past += n
-        self.high = max(self.high, self.n_past)
-
-    def truncate(self, n_past: int) -> None:
-        """Forget the positions from n_past on."""
-        if n_past < self.first:
-            self.restart(n_past)
-        self.n_past = min(self.n_past, n_past)
-
-
-def ring_shapes(hp: DFlashHParams, n_ctx: int) -> tuple[RingShape, ...]:
-    """Return the different rings of a drafter's layers."""
-    windows = dict.fromkeys(hp.window(il) for il in range(hp.n_layer))
-    return tuple(RingShape.of(window, hp.block_size, n_ctx) for window in windows)
-
-
-def draft_ring_bytes(hp: DFlashHParams, n_ctx: int, n_seq: int) -> int:
-    """Return the device bytes of `DraftRings`."""
-    rows = {shape.window: shape.n_rows for shape in ring_shapes(hp, n_ctx)}
-    n_rows = sum(rows[hp.window(il)] for il in range(hp.n_layer))
-    return 2 * 2 * hp.n_embd_gqa * n_rows * n_seq
+from .ringshape import Mask, Span, ring_shapes
 
 
 class DraftRings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,63 +21,14 @@ from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..modelfile.scan import TensorInfo
 from ..units import round_up
+from .draftlayout import EMBEDDING, PlannedTensor, plan_tensors
 from .weights import TokenEmbedding
 
 _Q = GGMLQuantizationType
 # Elements that are converted at a time, and threads that convert.
 _PIECE, _N_THREADS = 1 << 22, 8
-# Bytes; no device aligns tensors to more.
-_ALIGN = 128
-_EMBEDDING = "token_embd.weight"
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A tensor as it will be on the device: ne, of a type; from column `first` of a file's."""
-
-    name: str
-    type: GGMLQuantizationType
-    ne: tuple[int, int]
-    source: TensorInfo
-    first: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        block, size = GGML_QUANT_SIZES[self.type]
-        return self.ne[0] // block * size
-
-
-def _plan(file: DraftFile, as_stored: bool) -> Iterator[_Planned]:
-    """Yield what goes to the device; fc is cut into one matrix for each tap."""
-    n_embd = file.hparams.n_embd
-    has_head = "output.weight" in file.tensors
-    for name, info in file.tensors.items():
-        if name == "d2t" or (name == _EMBEDDING and has_head):
-            continue
-        n_rows = info.ne[1] * info.ne[2] * info.ne[3]
-        if name == "fc.weight":
-            kind = _stored(info, n_embd, as_stored)
-            for k in range(len(file.hparams.taps)):
-                yield _Planned(f"fc.{k}", kind, (n_embd, n_rows), info, k * n_embd)
-        else:
-            kind = _stored(info, info.ne[0], as_stored)
-            yield _Planned(name, kind, (info.ne[0], n_rows), info, 0)
-
-
-def _stored(info: TensorInfo, n: int, as_stored: bool) -> GGMLQuantizationType:
-    """Return the type of rows of n elements on the device."""
-    if info.n_dims == 1 or info.ne[1] == 1:
-        return _Q.F32
-    if n % GGML_QUANT_SIZES[info.type][0]:
-        raise UnsupportedModel(f"tensor {info.name}: rows of {info.type.name} cannot be cut at {n}")
-    return _Q.Q8_0 if info.type is _Q.BF16 and not as_stored and n % 32 == 0 else info.type
-
-
-def draft_weight_bytes(file: DraftFile, as_stored: bool = False) -> int:
-    """Return the device bytes of a drafter's weights; see `DraftWeights`."""
-    planned = _plan(file, as_stored)
-    return sum(round_up(p.row_bytes * p.ne[1], _ALIGN) for p in planned)
+# Rows of a tensor: the first, and their number.
+Piece = tuple[PlannedTensor, int, int]
 
 
 class DraftWeights:
@@ -100,7 +50,7 @@ class DraftWeights:
             UnsupportedModel: a tensor has a layout that cannot be used.
         """
         hp: DFlashHParams = file.hparams
-        planned = list(_plan(file, as_stored))
+        planned = list(plan_tensors(file, as_stored))
         self._context = Context(len(planned))
         self.tensors: dict[str, Tensor] = {}
         offsets, size = {}, 0
@@ -122,8 +72,8 @@ class DraftWeights:
             raise
         self.fc = [self.tensors[f"fc.{k}"] for k in range(len(hp.taps))]
         self.layers = [self._layer(il) for il in range(hp.n_layer)]
-        self.output = self.tensors.get("output.weight") or self.tensors.get(_EMBEDDING)
-        self.embedding = TokenEmbedding(file) if _EMBEDDING in file.tensors else None
+        self.output = self.tensors.get("output.weight") or self.tensors.get(EMBEDDING)
+        self.embedding = TokenEmbedding(file) if EMBEDDING in file.tensors else None
 
     def _layer(self, il: int) -> dict[str, Tensor]:
         prefix = f"blk.{il}."
@@ -135,7 +85,7 @@ class DraftWeights:
         self._context.close()
 
 
-def _send(file: DraftFile, planned: list[_Planned], tensors: dict[str, Tensor]) -> None:
+def _send(file: DraftFile, planned: list[PlannedTensor], tensors: dict[str, Tensor]) -> None:
     """Read, convert and upload all tensors; threads convert while others are uploaded."""
     pieces = [
         (p, row, min(max(1, _PIECE // p.source.ne[0]), p.ne[1] - row))
@@ -155,7 +105,9 @@ class _Converter:
         self._file = file
         self._pool = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="moegraph-draft")
 
-    def convert(self, pieces: list[tuple[_Planned, int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
+    def convert(
+        self, pieces: list[tuple[PlannedTensor, int, int]]
+    ) -> Iterator[npt.NDArray[np.uint8]]:
         """Yield the bytes of pieces, in order."""
         ahead = 2 * _N_THREADS
         begun = [self._pool.submit(self._rows, *piece) for piece in pieces[:ahead]]
@@ -165,7 +117,7 @@ class _Converter:
                 begun.append(self._pool.submit(self._rows, *pieces[i + ahead]))
             yield result
 
-    def _rows(self, p: _Planned, row: int, n: int) -> npt.NDArray[np.uint8]:
+    def _rows(self, p: PlannedTensor, row: int, n: int) -> npt.NDArray[np.uint8]:
         """Return n rows as they will be on the device, U8 numpy [n, row_bytes]."""
         block, size = GGML_QUANT_SIZES[p.source.type]
         raw = np.empty((n, p.source.ne[0] // block * size), np.uint8)

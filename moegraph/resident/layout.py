@@ -33,6 +33,8 @@ N_GROUPS = 4
 MAX_MTP_DRAFT = 16
 # Known rows whose K and V the MTP block computes at a time.
 MTP_ROWS = 256
+# Accepted rows that may wait for that; no verify pass has more.
+MTP_TAKEN = 128
 # Embeddings that an MTP block has for itself, after `blk.N.`.
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.

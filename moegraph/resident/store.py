@@ -2,18 +2,20 @@
 
 The device copies from pinned memory at full PCIe speed without the host. Layers that are not pinned
 (not wanted, refused by the driver, or too little host memory) are read from the file into a small
-pinned ring before an upload; `read` reports a truncated file as an error, where a mapping would
-raise SIGBUS. The CPU computes experts where they are: in pinned memory or in the mapped file.
+pinned ring before an upload (filering.py); `read` reports a truncated file as an error, where a
+mapping would raise SIGBUS. The CPU computes experts where they are: in pinned memory or in the
+mapped file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
 from ..ggml.device import Device, HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C
@@ -22,7 +24,8 @@ from ..ggml.ops import F32, Tensor
 from ..modelfile import ModelFile, TensorInfo
 from ..units import format_bytes, round_up
 from .expertcopies import ExpertCopies, Layer
-from .layout import N_STAGING, Packing, expert_tensors
+from .filering import FileRing, Key
+from .layout import Packing, expert_tensors
 
 
 def raw_rows(context: Context, packing: Packing, n: int) -> Tensor:
@@ -64,8 +67,7 @@ class ExpertStore:
         self._infos = {il: expert_tensors(model, il) for il in layers}
         self._packing = {il: Packing.of(infos) for il, infos in self._infos.items()}
         self._base: dict[int, Any] = {}
-        self._ring: list[HostBuffer] = []
-        self._turn = 0
+        self._ring: FileRing | None = None
         self.warning = ""
         self.rows: dict[int, Tensor] = {}
         self._context = Context(len(self._infos) + 1)
@@ -75,9 +77,9 @@ class ExpertStore:
         left = [il for il in layers if il not in self._pinned]
         if left:
             size = max(packing.n_bytes for packing in self._packing.values())
-            self._ring = [device.host_buffer(size) for _ in range(N_STAGING)]
-        blocks = (*self._pinned.values(), *self._ring)
-        self.pinned_bytes = sum(block.array.nbytes for block in blocks)
+            self._ring = FileRing(device, size, self._read)
+        self.pinned_bytes = sum(block.array.nbytes for block in self._pinned.values())
+        self.pinned_bytes += self._ring.n_bytes if self._ring else 0
         self.in_place = frozenset(info.name for il in left for info in self._infos[il].values())
 
     def _pin(self, pin: str, report: Callable[[int], None]) -> None:
@@ -126,7 +128,7 @@ class ExpertStore:
     @property
     def uses_ring(self) -> bool:
         """Whether experts of some layers pass through the ring."""
-        return bool(self._ring)
+        return self._ring is not None
 
     def infos(self, il: int) -> dict[str, TensorInfo]:
         """Return a layer's expert stacks in the file, by part."""
@@ -136,32 +138,42 @@ class ExpertStore:
         """Return how an expert of a layer is packed."""
         return self._packing[il]
 
-    def _read(
-        self, il: int, infos: dict[str, TensorInfo], expert: int, target: npt.NDArray[np.uint8]
-    ) -> None:
+    def _read(self, il: int, expert: int, target: npt.NDArray[np.uint8]) -> None:
         """Read an expert from the file and pack it."""
         packing = self._packing[il]
-        for part, info in infos.items():
+        for part, info in self._infos[il].items():
             at, size = packing.offsets[part], packing.sizes[part]
             self._model.read(info, target[at : at + size], expert * size)
 
     def source(self, il: int, expert: int) -> Any:
-        """Return the address of a packed expert.
-
-        The ring holds N_STAGING experts: if `uses_ring`, wait for the copies of N_STAGING experts
-        before you ask for the next one.
-        """
+        """Return the address of a packed expert; after at most N_STAGING calls, call `copied`."""
         base = self._base.get(il)
         if base is not None:
             return base + expert * self._packing[il].stride
-        block = self._ring[self._turn]
-        self._turn = (self._turn + 1) % N_STAGING
-        self._read(il, self._infos[il], expert, block.array)
-        return block.address()
+        if self._ring is None:
+            raise InternalError(f"layer {il} is neither in pinned memory nor read from the file")
+        return self._ring.take(il, expert)
+
+    def ahead(self, wanted: Iterable[Key]) -> None:
+        """Begin to read experts (layer, expert) that will be asked for soon, unless pinned."""
+        if self._ring:
+            self._ring.ahead(key for key in wanted if key[0] not in self._base)
+
+    def copied(self) -> None:
+        """Note that the uploads of all experts that were asked for are enqueued."""
+        if self._ring:
+            self._ring.copied()
+
+    def forget(self) -> None:
+        """Drop what was read ahead; what was enqueued is copied."""
+        if self._ring:
+            self._ring.forget()
 
     def close(self) -> None:
         """Free the host memory. No upload may be under way."""
-        for handle in (*self._pinned.values(), *self._ring):
+        for handle in self._pinned.values():
             handle.close()
+        if self._ring:
+            self._ring.close()
         self._pinned.clear()
         self._context.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,20 @@ from ..kinds import Kind, MissRules, rules_of
 # members of an Enum are slow to look up
 _VERIFY = Kind.VERIFY
 _LOGITS, _ARGMAX, _CANDIDATES = Results.LOGITS, Results.ARGMAX, Results.CANDIDATES
+
+
+@lru_cache(maxsize=256)
+def _tree_of(
+    parents: bytes, shape: tuple[int, ...], n_seqs: int, n: int, lengths: tuple[int, ...]
+) -> Tree:
+    """Return the trees of a verify pass; the same ones come again and again.
+
+    parents: I32, numpy shape `shape`, which broadcasts to [n_seqs, n].
+    """
+    given = np.frombuffer(parents, dtype=np.int32).reshape(shape)
+    rows = np.array(np.broadcast_to(given, (n_seqs, n)))
+    rows[np.arange(n) >= np.array(lengths)[:, None]] = PADDING
+    return Tree(check_parents(rows), lengths)
 
 
 @dataclass(slots=True)
@@ -83,12 +98,10 @@ class Batch:
         given = tuple([n] * n_seqs if lengths is None else lengths)
         if len(given) != n_seqs or not all(1 <= length <= n for length in given):
             raise RequestError(f"lengths {list(given)} for {n_seqs} sequences of 1 to {n} rows")
-        chain = np.arange(-1, n - 1, dtype=np.int32)
-        rows = np.array(np.broadcast_to(chain if parents is None else parents, tokens.shape))
-        padding = np.arange(n) >= np.array(given)[:, None]
-        rows[padding] = PADDING
-        tree = Tree(check_parents(rows), given)
-        tokens = np.where(padding, tokens[:, :1], tokens)  # some embedding that is finite
+        rows = np.arange(-1, n - 1) if parents is None else np.asarray(parents)
+        tree = _tree_of(rows.astype(np.int32).tobytes(), rows.shape, n_seqs, n, given)
+        if tree.is_ragged:
+            tokens = np.where(tree.real, tokens, tokens[:, :1])  # some embedding that is finite
         return cls(tokens, tuple(slots), Kind.VERIFY, True, greedy, tree, draws)
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import RequestError
 from ..ggml.handles import Context
@@ -71,6 +72,7 @@ class Commits:
         self._context = Context(1)
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, size // 4)
         place(self._buffer, self._all, 0)
+        self._regions: dict[_Inputs, dict[str, npt.NDArray[np.int32]]] = {}
         self._verified: dict[int, tuple[Batch, int]] = {}  # sequence -> its place in the pass
 
     def begin(self, batch: Batch) -> None:
@@ -129,7 +131,7 @@ class Commits:
         at = _Inputs(max(map(len, paths.values())), len(paths))
         moves = any(path != list(range(len(path))) for path in paths.values())
         built = self._graph(at, moves)  # first: building one may use the device
-        self._fill(at, paths)
+        self._fill(at, paths, moves)
         begins()
         status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
         self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
@@ -148,28 +150,36 @@ class Commits:
         n_nodes = 64 * len(self._stage.layers)
         return self._graphs.get(("commit", at, moves), n_nodes, lambda b: self._build(b, at, moves))
 
-    def _fill(self, at: _Inputs, paths: Mapping[int, list[int]]) -> None:
+    def _fill(self, at: _Inputs, paths: Mapping[int, list[int]], moves: bool) -> None:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
         if self._uploaded:
             self._uploaded.wait()
-        state, rows = self._stage.state, {}
-        for name, (offset, ne) in at.parts().items():
-            region = self._host.array[offset : offset + 4 * int(np.prod(ne))].view(np.int32)
-            rows[name] = region.reshape(ne[::-1] if len(ne) > 1 else (at.n_seqs, -1))
-        steps = np.arange(at.n_rows)
+        state, rows = self._stage.state, self._rows_of(at)
         for seq, (slot, path) in enumerate(paths.items()):
-            n, one, n_past = len(path), np.array(slot), state.n_past[slot]
+            n, first = len(path), state.n_past[slot]
             batch, place_in_pass = self._verified[slot]
             rows["slots"][seq], rows["lengths"][seq] = slot, n
             # rows are counted over all sequences of the pass; those after the first n do not matter
             rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
             rows["path"][seq, :n] += np.array(path, dtype=np.int32)
-            rows["sources"][seq] = rows["targets"][seq] = state.spare_row
-            rows["sources"][seq, :n] = state.pool.rows(one, n_past + np.array(path))
-            rows["targets"][seq, :n] = state.pool.rows(one, n_past + steps[:n])
+            if moves:
+                rows["sources"][seq] = rows["targets"][seq] = state.spare_row
+                rows["sources"][seq, :n] = [state.pool.row(slot, first + row) for row in path]
+                rows["targets"][seq, :n] = [state.pool.row(slot, first + i) for i in range(n)]
         self._device.send(self._all, self._host, 0, at.n_bytes)
         if self._uploaded:
             C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
+
+    def _rows_of(self, at: _Inputs) -> dict[str, npt.NDArray[np.int32]]:
+        """Return the inputs in host memory, each numpy shape [n_seqs, n]."""
+        found = self._regions.get(at)
+        if found is None:
+            found = {}
+            for name, (offset, ne) in at.parts().items():
+                region = self._host.array[offset : offset + 4 * int(np.prod(ne))].view(np.int32)
+                found[name] = region.reshape(at.n_seqs, -1)
+            self._regions[at] = found
+        return found
 
     def _build(self, b: Builder, at: _Inputs, moves: bool) -> None:
         """Append the commit of up to at.n_rows rows of each of at.n_seqs sequences.
@@ -194,6 +204,7 @@ class Commits:
     def close(self) -> None:
         """Free the memory."""
         self._verified.clear()
+        self._regions.clear()
         for handle in (self._uploaded, self._host, self._buffer, self._context):
             if handle:
                 handle.close()

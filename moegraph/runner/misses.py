@@ -136,6 +136,13 @@ class MissHandler:
         """Enqueue uploads of (expert, slot) pairs of a layer to a bank."""
         self._upload.send(il, bank, pairs)
 
+    def slow_link(self, times: int) -> None:
+        """Do each upload so often, as if the link were slower; graphs fetch as before.
+
+        Benchmarks so see what cards on slower links will see.
+        """
+        self._upload.n_copies = times
+
     def begin_pass(self, plan: PassPlan) -> None:
         """Upload what the plan exchanges, wait for promoted experts, and send changed tables.
 

@@ -294,6 +294,7 @@ class Sweep:
             s.send(group.il, group.index, pairs)
             if uploaded:
                 C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
+        s.read_ahead(self._crossing.waiting(self._crossing.n_each))
 
     def _send_ahead(self, il: int) -> None:
         """Send experts of the next layer, if there is room, before its router has chosen."""
@@ -442,6 +443,8 @@ class Sweep:
             return
         s, state = self._s, self._state
         s.device.synchronize()
+        if s.misses:
+            s.misses.store.forget()
         if s.residency is not None and (
             self._is_entering or (self._plan and s.residency.is_current(self._plan))
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,11 @@ class Sweeps:
             first = self.ring.first(il, group)
             placed = [(expert, first + at) for expert, at in pairs]
             self.misses.send(il, self.ring.bank(il), placed)
+
+    def read_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Begin to read experts (layer, expert) that will be sent soon, unless they are pinned."""
+        if self.misses:
+            self.misses.store.ahead(wanted)
 
     def record(self, il: int, ids: npt.NDArray[np.int32]) -> None:
         """Record the choice of all rows in layer il."""

@@ -34,14 +34,15 @@ _NONE: dict[int, int] = {}
 class Uploader:
     """Enqueues copies of experts, and the graphs that add them.
 
-    n_bytes: bytes that crossed to the device, summed.
+    n_bytes: bytes that crossed to the device, summed. n_copies: how often each upload is done; more
+    than once only in benchmarks, which so make the link slower.
     """
 
     def __init__(self, stage: Stage, max_ids: int) -> None:
         """Allocate host rows for passes of at most max_ids chosen ids."""
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
         device, self._n_expert = stage.device, stage.hp.n_expert
-        self.n_bytes = 0
+        self.n_bytes, self.n_copies = 0, 1
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
         self._slots = HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids)
         self._uploaded = device.event()
@@ -55,25 +56,31 @@ class Uploader:
 
         prefetched: expert -> its slot in the prefetch bank.
         """
-        upload, source = self._device.upload.ptr, self._store.source
-        packing, memory, n_uploaded = self._store.packing(il), bank.to_fill, 0
-        for expert, slot in pairs:
-            at = slot * packing.stride
+        upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
+        memory, n_bytes = bank.to_fill, packing.n_bytes
+        for expert, slot in pairs if prefetched else ():
             if expert in prefetched:
-                C.mg_copy_bytes(
-                    upload,
-                    self._banks.prefetch(il).to_fill,
-                    prefetched[expert] * packing.stride,
-                    memory,
-                    at,
-                    packing.n_bytes,
-                )
-                continue
-            if n_uploaded % N_STAGING == 0:
-                self._wait_for_ring()
-            C.ggml_backend_tensor_set_async(upload, memory, source(il, expert), at, packing.n_bytes)
-            n_uploaded += 1
-        self.n_bytes += packing.n_bytes * n_uploaded
+                source = self._banks.prefetch(il).to_fill
+                source_at = prefetched[expert] * packing.stride
+                C.mg_copy_bytes(upload, source, source_at, memory, slot * packing.stride, n_bytes)
+        if prefetched:
+            pairs = [pair for pair in pairs if pair[0] not in prefetched]
+        try:
+            for n_done, (expert, slot) in enumerate(pairs):
+                if n_done % N_STAGING == 0:
+                    store.copied()
+                    store.ahead((il, e) for e, _ in pairs[n_done : n_done + 2 * N_STAGING])
+                found = store.source(il, expert)
+                for _ in range(self.n_copies):
+                    C.ggml_backend_tensor_set_async(
+                        upload, memory, found, slot * packing.stride, n_bytes
+                    )
+        except BaseException:
+            store.forget()
+            raise
+        finally:
+            store.copied()
+        self.n_bytes += n_bytes * len(pairs)
 
     def fill(self, il: int, placed: Pairs) -> None:
         """Upload experts into slots of their layer and wait."""
@@ -167,12 +174,6 @@ class Uploader:
         )  # fmt: skip
         if status:
             self._device.check(status, f"the missing experts of layer {il}")
-
-    def _wait_for_ring(self) -> None:
-        """Wait for all uploads so far: the ring blocks that they read are refilled next."""
-        if self._store.uses_ring and self._uploaded:
-            C.ggml_backend_event_record(self._uploaded.ptr, self._device.upload.ptr)
-            self._uploaded.wait()
 
     def close(self) -> None:
         """Free the events and the host rows."""

@@ -93,6 +93,7 @@ class MtpModel:
         """Return the block's K and V rows of the positions of a sequence, and its last output."""
         from moegraph.runner.inspect import read_tensor
 
+        self.drafter.catch_up(slot)
         state, il = self.state, self.hp.n_layer
         assert state.last_out is not None
         rows = state.pool.rows(np.array(slot), np.arange(state.n_past[slot]))

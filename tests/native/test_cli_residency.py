@@ -164,7 +164,10 @@ def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:
     assert row["predicted"]["decode_tps"] is None, "no machine was measured with such experts"
     assert row["upstream_n_cpu_moe"] >= 1
     absent = sum((32 - n) * size for n, size in zip(plan.n_slots, need.slot_bytes))
-    assert row["prompt"] == {"sent_bytes": absent, "link_s": None} and absent > 0
+    assert [prompt["n_tokens"] for prompt in row["prompts"]] == [512, 2048, 8192]
+    for prompt in row["prompts"]:
+        assert 0 < prompt["sent_bytes"] <= absent
+        assert prompt["seconds"] is None and prompt["n_sweeps"] == 1
 
 
 def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint) -> None:
@@ -249,6 +252,7 @@ def test_a_measured_machine_says_what_it_is(measured: Path) -> None:
     assert machine.whole > 0 and machine.host_layer >= 0 and machine.fetch_layer >= 0
     for curve in (machine.stream, machine.cpu, machine.fetch):
         assert 0 < curve(1) <= curve(4)
+    assert machine.prompt is not None and 0 < machine.prompt(64) < machine.prompt(512)
     told = fields["measured"]
     assert "an upload is a copy within host memory" in told["notes"][0]
     assert "link_bytes_per_s" not in told, "there is no link"
@@ -297,8 +301,11 @@ def test_plan_and_simulate_predict_with_a_measured_machine(
     budgets = ("--vram", f"{mib_for(need, 0.3)}MiB", "--vram", "1")
     result = invoke("plan", "tiny", *budgets, *SMALL, "--machine", measured, "--json")
     half, whole = (row["predicted"] for row in json.loads(result.stdout)["budgets"])
-    sent = [row["prompt"]["link_s"] for row in json.loads(result.stdout)["budgets"]]
-    assert sent[0] > 0 and sent[1] == 0
+    found = [row["prompts"] for row in json.loads(result.stdout)["budgets"]]
+    assert all(prompt["link_s"] > 0 for prompt in found[0])
+    assert all(prompt["link_s"] == 0 for prompt in found[1])
+    for missing, all_resident in zip(*found):
+        assert missing["seconds"] > all_resident["seconds"] > 0
     assert whole["decode_tps"] == pytest.approx(1e6 / whole_us, rel=1e-3)
     assert 0 < half["decode_tps"] < whole["decode_tps"]
     assert "no speed" not in result.stderr

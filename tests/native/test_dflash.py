@@ -15,13 +15,14 @@ from helpers.faults import FAULTS, faulty
 from helpers.reference_dflash import ReferenceDrafter
 from modelgen.drafter import DraftShape, values
 
-from moegraph.draft.dflash import DFlashDrafter, dflash_bytes
+from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Draft
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
+from moegraph.resident.draftlayout import dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -290,7 +291,7 @@ def test_memory_is_as_planned(pair: Callable[..., Pair], tmp_path: Path) -> None
     for n, changes in enumerate(({}, {"markov_rank": 32, "n_vocab_draft": 300})):
         both = pair(**changes)
         file = open_drafter(write_small(tmp_path / f"again{n}", taps=(3, 0, 4), **changes))
-        planned = dflash_bytes(file, 512, 1, 512, True)
+        planned = dflash_bytes(file, N_VOCAB, 512, 1, 512, True)
         file.close()
         taken = both.drafter.n_bytes
         assert taken <= planned < 2 * taken

@@ -14,10 +14,11 @@ from helpers.shared import prompt
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.engine import Engine
+from moegraph.engine import Engine, loader
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
+from moegraph.placement.drafters import with_drafts
 from moegraph.runner import LayeredRunner, NotFinite
 from moegraph.sampling import SamplingParams
 
@@ -36,13 +37,17 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "long-penalties": {"repeat_penalty": 1.1, "repeat_last_n": 100_000, "seed": 6,
                        "logit_bias": dict.fromkeys(range(500), 0.1)},
 }  # fmt: skip
-# of the 8 x 32 experts of legacy32
+# Slots for a share of the experts: of legacy32, then of mini35b.
 RESIDENCIES: dict[str, dict[str, Any]] = {
     "whole": {"mode": "whole"},
     "60": {"cache_slots": 154, "pin_layers": 0, "miss": "stream"},
     "25": {"cache_slots": 64, "pin_layers": 0, "miss": "cpu"},
 }
-
+MINI: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "60": {"cache_slots": 77, "pin_layers": 0, "miss": "stream"},
+    "25": {"cache_slots": 32, "pin_layers": 0, "miss": "cpu"},
+}
 FAULTY = [RESIDENCIES["whole"], {"cache_slots": 64, "pin_layers": 0, "miss": "stream"}]
 
 
@@ -60,7 +65,7 @@ def speculate(engine: Engine, *drafters: Any, **controller: Any) -> AnyControlle
     chosen = AnyController(names, **controller)
     cache = engine.runner.cache if isinstance(engine.runner, LayeredRunner) else None
     engine.speculation = Speculation(
-        drafters, chosen, engine.hparams.n_vocab, engine.config.n_draft + 1,
+        drafters, chosen, engine.hparams.n_vocab, engine._loaded.config.n_draft + 1,
         lambda: cache.n_missing if cache else 0,
     )  # fmt: skip
     return chosen
@@ -94,6 +99,62 @@ def test_text_with_drafts_is_the_text_without(open_engine: Open, residency: str)
         assert sum(step.n_tokens for step in controller.steps) == len(plain) - 1
         n_accepted += sum(step.n_accepted for step in controller.steps)
     assert n_accepted > 20
+
+
+@pytest.mark.parametrize("residency", ["whole", "25"])
+def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
+    open_engine: Open, residency: str
+) -> None:
+    engine = open_engine("mini35b", cpu_reference=True, spec="mtp", **MINI[residency])
+    (block,) = engine._loaded.drafters
+    for i, name in enumerate(("greedy", "penalties", "whole")):
+        ids, params = prompt(engine, 9 + 60 * i, seed=i).tolist(), SamplingParams(**SAMPLERS[name])
+        plain = plain_text(engine, ids, sampling=params)
+        # the block's weights are random; so it is right in what another drafter knows
+        known = scripted(engine, ids, plain, right=0.9, seed=i)
+        controller = speculate(engine, block, known, seed=i)
+        for reuse in (False, True):
+            assert events_of(engine, ids, sampling=params, reuse=reuse) == plain, name
+        assert {"mtp", "scripted", ""} == {step.source for step in controller.steps}
+        assert not engine.drain_messages()
+
+
+# and the rows of a verify pass that there must be memory for
+SETTINGS: list[tuple[dict[str, Any], int]] = [
+    ({"spec": "lookup"}, 16),
+    ({"spec": "lookup", "budget": 3}, 3),
+    ({"spec": "mtp", "draft_max": 2}, 3),
+    ({"spec": "mtp", "budget": 6}, 6),
+    ({"spec": "mtp", "ddtree": True, "ddtree_budget": 9, "ddtree_no_chain_seed": True}, 10),
+    ({"spec": "auto"}, 16),
+    ({"spec": "off"}, 0),
+]
+
+
+@pytest.mark.parametrize("residency", ["whole", "60"])
+def test_settings_decide_what_an_engine_drafts(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, residency: str
+) -> None:
+    """And the text stays what it is."""
+    # `auto` means something on a GPU only
+    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
+    texts = []
+    for settings, n_rows in SETTINGS:
+        engine = open_engine("mini35b", cpu_reference=True, **MINI[residency], **settings)
+        ids = np.concatenate([prompt(engine, 40), prompt(engine, 30)]).tolist()
+        params = SamplingParams(temperature=0.5, seed=1)
+        texts.append(events_of(engine, ids, sampling=params, max_tokens=30))
+        speculation, spec = engine.speculation, settings["spec"]
+        if spec == "off":
+            assert speculation is None
+            break
+        assert speculation is not None and not engine.drain_messages()
+        names = ["mtp", "lookup"] if spec == "auto" else [spec]
+        assert list(speculation.drafters) == names
+        assert spec != "mtp" or speculation.controller.stats.steps > 0
+        assert speculation.max_rows == n_rows <= engine.state.drafts.n_rows
+        engine.close()
+    assert texts == [texts[0]] * len(SETTINGS)
 
 
 def test_text_ends_where_it_ends_without_drafts(open_engine: Open) -> None:
@@ -298,7 +359,7 @@ MARGIN = 0.5
 def test_by_default_text_parts_only_where_two_tokens_are_nearly_as_likely(
     open_engine: Open, residency: str
 ) -> None:
-    engine = open_engine("mini35b", n_draft=12, deterministic=True, **RESIDENCIES[residency])
+    engine = open_engine("mini35b", n_draft=12, deterministic=True, **MINI[residency])
     n_parted = n_accepted = 0
     for seed in range(5):
         ids = prompt(engine, 12, seed).tolist()

@@ -14,13 +14,14 @@ from helpers.mtp import MtpModel
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
+from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
-from moegraph.placement.drafters import mtp_bytes
+from moegraph.placement.drafters import mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MTP_ROWS
+from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.sweep_batch import SweepBatch
@@ -88,6 +89,31 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
         commit(model, tree, [-1, 0, 0, 2, 2], [0, 2, 4])
         commit(model, ids[50:60], list(range(-1, 9)), list(range(10)))
         assert_same(model.cache(), wanted)
+
+
+def test_tokens_without_drafts_are_caught_up_with(model_path: ModelPath, no_leak: None) -> None:
+    """More than may wait, of two sequences in turn."""
+    ids, other = random_ids(MTP_TAKEN + 60), random_ids(80, seed=2)
+    settings = {**EXACT, "n_seq": 2}
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids, 0)
+        model.read(other, 1)
+        wanted = model.cache(0), model.cache(1)
+    with MtpModel(model_path("mini35b"), **settings) as model:
+        model.read(ids[:20], 0)
+        model.read(other[:20], 1)
+        for at in range(20, len(ids)):
+            model.decode(int(ids[at]), 0)
+            if at < 80:
+                model.decode(int(other[at]), 1)
+        assert_same(model.cache(1), wanted[1])
+        assert_same(model.cache(0), wanted[0])
+        # a cut, and what follows it
+        for token in (1, 2, 3):
+            model.decode(token, 1)
+        model.state.truncate(1, 81)
+        model.drafter.truncate(1, 81)
+        assert_same([a[:80] for a in model.cache(1)[:2]], wanted[1][:2])
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
@@ -299,8 +325,21 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
 
 
-def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
-    plain = open_engine("mini35b")
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` means something: on the CPU nothing drafts unless it is named."""
+    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
+
+
+def has_block(engine: Any) -> bool:
+    """Return whether an engine has the MTP block."""
+    return any(isinstance(drafter, MtpDrafter) for drafter in engine._loaded.drafters)
+
+
+def test_an_engine_loads_the_block_if_asked(
+    open_engine: Callable[..., Any], as_on_a_gpu: None
+) -> None:
+    plain = open_engine("mini35b", spec="off")
     assert plain.memory()["drafters_bytes"] == 0
     asked = open_engine("mini35b", spec="mtp", n_draft=3)
     [drafter] = asked._loaded.drafters
@@ -310,17 +349,17 @@ def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> 
     assert taken["kv_bytes"] == plain.memory()["kv_bytes"] <= planned["kv"]
     ids = random_ids(50)
     np.testing.assert_array_equal(asked.forward_logits(ids), plain.forward_logits(ids))
-    assert len(open_engine("mini35b", spec="auto")._loaded.drafters) == 1
-    assert open_engine("legacy32", spec="auto")._loaded.drafters == ()
+    assert has_block(open_engine("mini35b", spec="auto"))
+    assert not has_block(open_engine("legacy32", spec="auto"))
     with pytest.raises(ModelFileError, match=r"0 prediction \(MTP\) blocks"):
         open_engine("legacy32", spec="mtp")
 
 
 def test_auto_leaves_the_block_where_experts_need_the_memory(
-    model_path: ModelPath, open_engine: Callable[..., Any]
+    model_path: ModelPath, open_engine: Callable[..., Any], as_on_a_gpu: None
 ) -> None:
     with open_model(model_path("mini35b")) as file:
-        config = EngineConfig(n_ctx=512, n_ubatch=64)
+        config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
         need = needed_bytes(file, config, 512)
         drafters = mtp_bytes(file, config, 512)
     for n_bytes, spec, loaded in (
@@ -330,6 +369,6 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
         (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
     ):
         engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
-        assert bool(engine._loaded.drafters) == loaded
+        assert has_block(engine) == loaded
         assert engine.plan.total <= n_bytes
         engine.close()

@@ -16,6 +16,7 @@ from moegraph.errors import Cancelled, ContextOverflow, NativeError, RequestErro
 from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.placement import footprint
+from moegraph.runner import upload
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep import Sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
@@ -128,6 +129,31 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
         )
         assert 0 < needed <= sent_bytes(engine) - before <= 1.1 * needed
         assert (engine.runner.cache.tables == tables).all(), "a prompt changes no slot"
+
+
+def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = open_engine(**MISSING[1]), open_engine(**MISSING[1])
+    ids, copies = prompt(engine, 150, seed=5), []
+    engine.runner.misses.slow_link(3)
+    real = upload.C
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def ggml_backend_tensor_set_async(self, *args: Any) -> None:
+            copies.append(args[4])
+            real.ggml_backend_tensor_set_async(*args)
+
+    before = sent_bytes(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "C", Counting())
+        found = swept(engine, ids)
+    n_bytes = sent_bytes(engine) - before
+    np.testing.assert_array_equal(found, swept(other, ids))
+    assert sum(copies) == 3 * n_bytes > 0, "bytes are counted once"
 
 
 def test_what_a_prompt_used_most_has_slots_afterwards(open_engine: Open) -> None:

@@ -181,6 +181,24 @@ class Oracle:
         out.unlink()
         return logits, h
 
+    def block(
+        self, model: Path, drafter: Path, features: npt.NDArray[np.float32], anchor: int, mask: int,
+        n: int, causal: bool = False, **cfg: Any,
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
+        """Fill in a block of n rows with a DFlash drafter; return its logits [n, n_vocab].
+
+        features: of the positions before, [n_past, n_taps * n_embd].
+        """
+        out, given = self._scratch / "out.npz", self._scratch / "features.npy"
+        np.save(given, features)
+        fields = {"drafter": str(drafter), "features": str(given), "out": str(out)}
+        more = {"anchor": anchor, "mask": mask, "n": n, "causal": causal}
+        self.request("block", model=str(model), cfg=cfg, **fields, **more)
+        with np.load(out) as arrays:
+            logits: npt.NDArray[np.float32] = arrays["logits"]
+        out.unlink()
+        return logits
+
     def tokenize(self, model: Path, text: str) -> list[int]:
         """Return the token ids of a text, no special tokens added or parsed."""
         ids: list[int] = self.request("tokenize", model=str(model), text=text)["ids"]

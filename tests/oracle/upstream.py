@@ -16,6 +16,10 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
     draft   model cfg prompt n out   the MTP block reads the prompt, then drafts n tokens after the
                                   argmax; out gets h [n_prompt, n_embd], the model's h_nextn, and
                                   logits [n + 1, n_vocab], the model's of the last row first
+    block   model drafter cfg features anchor mask n out   a DFlash drafter takes K and V of
+                                  positions with features (an .npy of [n_past, n_taps * n_embd]),
+                                  then fills in a block of n rows, the anchor first; out gets logits
+                                  [n, n_vocab]
     tokenize model text           token ids
     unload                        drop all models
 
@@ -130,8 +134,10 @@ class Context:
     """One context: decodes token lists and, when made for it, keeps the named nodes."""
 
     def __init__(
-        self, up: Upstream, model: Model, cfg: Config, dump: bool, kind: int = MODEL
-    ) -> None:
+        self, up: Upstream, model: Model, cfg: Config, dump: bool, kind: int = MODEL,
+        other: Context | None = None,
+    ) -> None:  # fmt: skip
+        """other: of the target, for a drafter that uses its embeddings and its head."""
         self.up, self.model, self.cfg = up, model, cfg
         params = up.llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = cfg.n_ctx, cfg.n_batch, cfg.n_ubatch
@@ -142,6 +148,8 @@ class Context:
         params.op_offload = cfg.device == "gpu" and cfg.op_offload
         params.no_perf = True
         params.ctx_type = kind
+        if other:
+            params.ctx_other = other.handle
         self.wanted: set[str] = set()
         self.nodes: dict[tuple[str, int], Array] = {}
         if dump:
@@ -200,6 +208,21 @@ class Context:
             return np.empty((0, self.model.n_vocab), np.float32)
         flat = self.up.llama.llama_get_logits(self.handle)
         return np.ctypeslib.as_array(flat, (n_rows, self.model.n_vocab)).copy()
+
+    def inject(self, features: npt.NDArray[np.float32]) -> None:
+        """Have a DFlash drafter make K and V of positions, [n, n_taps * n_embd]."""
+        places = self.n_past + np.arange(len(features), dtype=np.int32)
+        # one position for each axis of rope, if it has several
+        pos = np.concatenate([places, places, places, np.zeros_like(places)])
+        rows = np.ascontiguousarray(features, np.float32)
+        batch = self.up.llama.llama_batch()  # what is not given has its default
+        batch.n_tokens = len(features)
+        batch.pos = pos.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        status = self.up.llama.llama_decode(self.handle, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}: {self.up.log_tail()}")
+        self.n_past += len(features)
 
 
 class Server:
@@ -288,6 +311,24 @@ class Server:
         finally:
             self.up.llama.llama_free(block.handle)
         np.savez(request["out"], h=h, logits=np.stack(logits))
+        return {}
+
+    def op_block(self, request: dict[str, Any]) -> dict[str, Any]:
+        cfg, llama = Config.parse(request.get("cfg", {})), self.up.llama
+        target = self.model(request["model"], cfg).context(cfg, False)
+        drafter = Model(self.up, request["drafter"], cfg)
+        block = Context(self.up, drafter, cfg, False, MODEL, target)
+        try:
+            llama.llama_set_causal_attn(block.handle, request["causal"])
+            features = np.load(request["features"])
+            if len(features):
+                block.inject(features)
+            rows = [request["anchor"]] + [request["mask"]] * (request["n"] - 1)
+            logits = block.decode(rows, "all")
+        finally:
+            llama.llama_free(block.handle)
+            drafter.close()
+        np.savez(request["out"], logits=logits)
         return {}
 
     @staticmethod

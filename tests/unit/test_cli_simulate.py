@@ -43,6 +43,11 @@ def test_a_table_of_budgets_and_policies(cli: Cli, trace: Path) -> None:
     assert result.exit_code == 0, result.stderr
     header, *rows = result.stdout.splitlines()
     assert header.split()[:4] == ["resident", "slots", "policy", "hit"]
+    at = rows.index("")
+    rows, (title, _, *prompts) = rows[:at], rows[at + 1 :]
+    assert title == "Prompts, estimated" and [row.split()[0] for row in prompts] == ["25", "100"]
+    quarter, whole = ([float(s) for s in row.split()[2:]] for row in prompts)
+    assert sorted(whole) == whole and all(a > b for a, b in zip(quarter, whole))
     assert [row.split()[:4] for row in rows] == [["25", "%", "8", "lru"], ["100", "%", "32", "lru"]]
     assert rows[1].split()[4:] == ["1.000", "0.00", "0.00", "0.70", "1428.6"]
     assert "80 tokens, lag-1 overlap" in result.stderr
@@ -157,6 +162,7 @@ def test_budgets_stand_apart_and_the_best_is_marked(cli: Cli, trace: Path) -> No
     policies = ("--policy", "lfu", "--policy", "lru", "--policy", "adaptive")
     result = cli(*args, *policies)
     groups = result.stdout.split("\n\n")
+    assert groups.pop().startswith("Prompts")
     assert len(groups) == 2
     rows = {line.split()[3]: line for line in groups[0].splitlines()[1:]}
     speed = {name: float(line.removesuffix("best").split()[-1]) for name, line in rows.items()}

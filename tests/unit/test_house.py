@@ -27,16 +27,16 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
-    "modelfile", "modelfile.hparams", "modelfile.summary",
+    "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.stream",
-    "resident.kvpool", "resident.layout",
+    "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.tree",
+    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.taken", "draft.tree",
     "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
     "engine.stepclock",
 )  # fmt: skip
@@ -54,7 +54,7 @@ LAZY = {
 FILE_CAP, FILE_MEDIAN = 500, 200
 FUNCTION_CAP, FUNCTION_P90 = 80, 35
 WIDTH = 100
-KINDS = ("int", "choice", "flag", "device", "size", "path")
+KINDS = ("int", "float", "choice", "flag", "device", "size", "path")
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -310,11 +310,11 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
     for setting in listed.values():
         assert setting.help.endswith(".") and setting.kind in KINDS
         assert bool(setting.choices) == (setting.kind == "choice")
-        assert (setting.minimum is None) == (setting.kind != "int")
+        assert (setting.minimum is None) == (setting.kind not in ("int", "float"))
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags] == [
-        "n_seq", "n_draft", "spec", "draft_vocab"
+    assert [s.name for s in listed.values() if not s.flags and s.group != "Draft"] == [
+        "n_seq", "n_draft",
     ]  # fmt: skip
 
 

@@ -143,6 +143,9 @@ def test_machines_come_back_from_their_file(tmp_path: Path) -> None:
         for n in (1, 2, 5, 9):
             assert back.stall(n, n) == pytest.approx(machine.stall(n, n))
             assert back.fetch(n) == pytest.approx(machine.fetch(n))
+        assert (back.prompt is None) == (machine.prompt is None)
+        if back.prompt and machine.prompt:
+            assert back.prompt(700) == pytest.approx(machine.prompt(700))
         for name in ("whole", "host_layer", "fetch_layer"):
             assert getattr(back, name) == pytest.approx(getattr(machine, name))
     assert find_machine("h200") is MACHINES["h200"]

@@ -1,0 +1,367 @@
+"""Chooses what each step drafts: the source, how much, and in which shape; nothing if none pays.
+
+A choice is worth the tokens it is expected to give in the seconds it is expected to take. Tokens
+come from acceptance by depth, seconds from the measured cost of drafts and of verify passes, which
+includes the missing experts that further rows would need.
+
+What is not tried is not known, so now and then a step tries another way. Two accounts keep that
+cheap, and each earns a small share of all time. One is charged what drafting loses against plain
+decoding and credited what it gains; without credit every step is a plain one, so drafting cannot
+cost more than that share, however wrong the estimates are. The other is charged what trials of
+other drafters lose against the best one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from .drafter import Draft
+from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
+from .rates import STEADY, TRIAL, Acceptance
+from .shapes import Growth, grow
+from .stats import Recorder, SpecStats
+from .stepcost import DraftCost, Experts, PassCost
+
+# Rows of verify passes; each width has graphs of its own, so there are not too many.
+WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
+# Plain steps before the first draft, so that there is something to compare with. Of two times the
+# smaller one counts, because graphs are built in the first.
+_FIRST_PLAIN = 2
+# Both accounts: what they begin with, and their limit, in plain steps; their share of all time.
+_CREDIT, _MOST_CREDIT = 6.0, 12.0
+_SHARE = 0.012
+# Drafting begins if it is this much faster than plain decoding, and ends if it is slower than that.
+_BEGIN, _END = 1.02, 0.99
+# Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
+_INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 64, 2
+# Steps between two trials of a drafter that is new, or another one than the best; it is new until
+# so many of its drafts were verified.
+_NEW_INTERVAL, _KNOWN = 2, 10.0
+# Drafting steps between two plain ones, which only keep the time of a plain step up to date.
+_REFRESH = 192
+# Steps between two plans; the first steps are planned one by one.
+_PLAN_INTERVAL, _FIRST_PLANS = 4, 16
+# What is kept of counts of acceptance when another text begins, and at each plan without their
+# drafter.
+_KEPT_BEGIN, _KEPT_IDLE = 0.25, 0.99
+
+
+@dataclass
+class _Drafter:
+    """What is known of one source, and its best plan; value: its tokens a second.
+
+    hope, hoped: value and depth of its best plan if it is as good as it may well be.
+    """
+
+    source: Source
+    acceptance: Acceptance
+    cost: DraftCost
+    most: int  # depths
+    value: float = 0.0
+    plan: Plan = PLAIN
+    hope: float = 0.0
+    hoped: int = 0
+    n_steps: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether too little of it is known to judge single drafts."""
+        return self.acceptance.n_seen < _KNOWN
+
+
+class Controller:
+    """Plans the steps of an engine; it lives over all its generations.
+
+    A step calls `choose`, drafts, calls `shape`, verifies, and calls `observe`, which does the
+    arithmetic: best while the device computes. Plain steps are observed too.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], settings: DraftSettings, experts: Experts | None = None
+    ) -> None:
+        """experts: None if none can be missing."""
+        self.settings = settings
+        most = settings.most_rows
+        self.widths = tuple(sorted({w for w in (*WIDTHS, most) if 1 < w <= most}))
+        self.passes = PassCost(self.widths, experts)
+        spec = settings.spec
+        wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
+        self._drafters = {s.name: self._drafter(s) for s in wanted if self._most(s) > 0}
+        self._ranked = list(self._drafters.values())
+        self._account_s = self._trials_s = 0.0
+        self._is_drafting = False
+        self._since_trial = self._since_plain = 0
+        self._interval = _INTERVAL
+        self._plain_value = 0.0
+        self._n_steps = 0
+        self._recorder = Recorder()
+
+    def _most(self, source: Source) -> int:
+        """Return the most depths that this source may draft."""
+        settings = self.settings
+        limits = [source.max_draft, settings.draft_max]
+        if not settings.ddtree:
+            limits.append(settings.most_rows - 1)
+        return min(limit for limit in limits if limit is not None)
+
+    def _drafter(self, source: Source) -> _Drafter:
+        most = self._most(source)
+        acceptance = Acceptance(max(most, 1), source.accept, source.n_top)
+        return _Drafter(source, acceptance, DraftCost(source.fixed, source.per_token, most), most)
+
+    def begin(self) -> None:
+        """Begin another text: costs stay known, acceptance counts less."""
+        for drafter in self._ranked:
+            drafter.acceptance.forget(_KEPT_BEGIN)
+        self._interval = self._since_trial = _INTERVAL
+        self._n_steps = min(self._n_steps, _FIRST_PLAIN)
+
+    def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
+        """Return what the next step drafts.
+
+        n_left: tokens until the text must end. without: sources that have nothing to draft now;
+        call again with those whose draft was empty.
+        """
+        usable = [d for d in self._ranked if d.source.name not in without]
+        if not usable or n_left <= 1:
+            return PLAIN
+        is_known = self.passes.plain_s > 0.0 and self._n_steps >= _FIRST_PLAIN
+        if self.settings.is_fixed and (is_known or self._is_length_given):
+            plan = self._fixed_plan(usable[0])
+        elif not is_known:
+            return PLAIN
+        elif self._pays(usable[0]):
+            plan = self._other(usable) or self._affordable(usable[0])
+            if self._since_plain >= _REFRESH:
+                plan = PLAIN
+        else:
+            plan = self._trial(usable) or PLAIN
+        return plan if plan.n_draft < n_left else replace(plan, n_draft=n_left - 1)
+
+    def _pays(self, best: _Drafter) -> bool:
+        limit = _END if self._is_drafting else _BEGIN
+        return best.plan.n_draft > 0 and best.value > limit * self._plain_value
+
+    def _affordable(self, drafter: _Drafter) -> Plan:
+        """Return the best plan of a drafter that pays, or a shorter one that the account covers.
+
+        At worst a step gives one token, as a plain step does in less time.
+        """
+        plan, plain_s = drafter.plan, self.passes.plain_s
+        most_s = plain_s + self._account_s
+        n = plan.n_draft
+        while n > 0 and self._seconds(drafter, n) > most_s:
+            n -= 1
+        if n == plan.n_draft:
+            return plan
+        tokens = grow(drafter.acceptance.rates[:n], (), n).tokens[-1]
+        pays = n > 0 and tokens * plain_s > self._seconds(drafter, n)
+        return replace(plan, n_draft=n) if pays else PLAIN
+
+    def _fixed_plan(self, drafter: _Drafter) -> Plan:
+        """Return the plan of a source that must draft."""
+        settings, source = self.settings, drafter.source
+        if settings.ddtree:
+            n_top = settings.ddtree.n_top(drafter.most)
+            return Plan(source.name, drafter.most, n_top, settings.ddtree)
+        if self._is_length_given:
+            return Plan(source.name, drafter.most, 1)
+        return Plan(source.name, max(drafter.plan.n_draft, 1), source.n_top)
+
+    @property
+    def _is_length_given(self) -> bool:
+        settings = self.settings
+        return bool(settings.draft_max or settings.budget or settings.ddtree)
+
+    def _trial(self, usable: Sequence[_Drafter]) -> Plan | None:
+        """Return a trial of the drafter that was tried least, if one is due and there is credit."""
+        drafter = min(usable, key=lambda d: (not d.is_new, d.n_steps))
+        if self._since_trial < (_NEW_INTERVAL if drafter.is_new else self._interval):
+            return None
+        return self._trial_of(drafter, self._plain_value, self._account_s)
+
+    def _other(self, usable: Sequence[_Drafter]) -> Plan | None:
+        """Return a trial of another drafter, or of longer drafts, if that may be better."""
+        if self._since_trial < _NEW_INTERVAL:
+            return None
+        best = usable[0]
+        others = [d for d in usable if d is not best or d.hoped > d.plan.n_draft]
+        other = max(others, key=lambda d: d.hope, default=best)
+        return self._trial_of(other, _BEGIN * best.value, self._trials_s)
+
+    def _trial_of(self, drafter: _Drafter, value: float, credit_s: float) -> Plan | None:
+        """Return a trial of a drafter that may be better than `value`, as long as credit allows.
+
+        At worst it gives one token; that may cost half of the credit.
+        """
+        if drafter.hope <= value:
+            return None
+        most_s = 1.0 / value + 0.5 * credit_s
+        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most)
+        least = min(max(n // 2, _TRIAL_DRAFT), n)  # a shorter one would tell little
+        while n >= least and self._seconds(drafter, n) > most_s:
+            n -= 1
+        if n < least:
+            return None
+        return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True)
+
+    def _seconds(self, drafter: _Drafter, n_draft: int) -> float:
+        """Return what a step takes that verifies a chain."""
+        width = next((w for w in self.widths if w > n_draft), self.widths[-1])
+        return drafter.cost(n_draft, self.passes.plain_s) + self.passes.seconds[width]
+
+    def shape(self, plan: Plan, draft: Draft) -> Shape:
+        """Return the rows to verify of a draft, of a plan without a DDTree."""
+        n_depth, log_p = min(draft.n_depth, plan.n_draft), confidence(draft)
+        if log_p and self.settings.p_min > 0.0:
+            n_depth = _confident(log_p[:n_depth], self.settings.p_min)
+        if n_depth == 0:
+            return Shape()
+        drafter = self._drafters[plan.source]
+        if plan.is_trial or drafter.is_new or (self.settings.is_fixed and self._is_length_given):
+            return Shape(n_depth)
+        known = drafter.acceptance
+        accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
+        growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.widths[-1] - 1)
+        # a plan cut short for want of credit competes with plain steps
+        is_best = plan.n_draft >= drafter.plan.n_draft
+        rate = max(self._plain_value, drafter.value if is_best else 0.0)
+        return growth.shape(self._worthwhile(growth, rate))
+
+    def _worthwhile(self, growth: Growth, rate: float) -> int:
+        """Return the rows that gain most, now that the draft is there and paid for.
+
+        rate: tokens a second that other steps would give in the time that a row takes.
+        """
+        best, most = (
+            (2, -math.inf) if self.settings.is_fixed else (1, 1.0 - rate * self.passes.plain_s)
+        )
+        for width in self.widths:
+            if width > len(growth.tokens):
+                break
+            gain = growth.tokens[width - 1] - rate * self.passes.seconds[width]
+            if gain > most:
+                best, most = width, gain
+        return best
+
+    def observe(self, step: Step) -> None:
+        """Learn from a step, and plan the next ones."""
+        if self.settings.is_timed:
+            self._recorder.add(step, self.passes.plain_s)
+        else:
+            self._recorder.add(step, 0.0)
+            step = self._by_law(step)
+        plain_s = self.passes.plain_s
+        if step.n_rows > 1:
+            self._since_plain += 1
+            if step.seconds:
+                seconds = step.seconds - step.drafter_s
+                self.passes.observe_verify(step.n_rows, seconds, step.n_missing)
+        elif not step.source and step.seconds:
+            self.passes.observe_plain(step.seconds, step.n_missing)
+            self._since_plain = 0
+        drafter = self._drafters.get(step.source)
+        if drafter:
+            self._observe_draft(drafter, step)
+        self._since_trial = 0 if step.is_trial else self._since_trial + 1
+        if step.seconds:
+            self._book(step, plain_s)
+        self._n_steps += 1
+        if self._n_steps < _FIRST_PLANS or self._n_steps % _PLAN_INTERVAL == 0:
+            self._plan()
+
+    def _by_law(self, step: Step) -> Step:
+        """Return a step with the times that it should take."""
+        drafter, seconds = self._drafters.get(step.source), 0.0
+        if drafter:
+            seconds = drafter.source.fixed + drafter.source.per_token * step.n_draft
+        verify_s = self.passes.by_law(step.n_rows, step.n_missing)
+        return replace(step, seconds=seconds + verify_s, drafter_s=seconds)
+
+    @property
+    def stats(self) -> SpecStats:
+        """What was drafted so far."""
+        return self._recorder.stats
+
+    def _observe_draft(self, drafter: _Drafter, step: Step) -> None:
+        drafter.n_steps += 1
+        if step.n_draft and step.seconds and self.passes.plain_s:
+            drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.plain_s)
+        if step.n_spine:
+            kept = STEADY if self._is_drafting or drafter.is_new else TRIAL
+            drafter.acceptance.observe(step.ranks, step.log_p, kept)
+        if step.is_trial and not self._is_drafting:
+            self._interval = min(2 * self._interval, _LONGEST)
+
+    def _book(self, step: Step, plain_s: float) -> None:
+        """Charge the accounts for what a step lost, credit what it gained."""
+        if not plain_s:
+            self._account_s = self._trials_s = _CREDIT * self.passes.plain_s
+            return
+        most = _MOST_CREDIT * plain_s
+        earned = _SHARE * step.seconds
+        gained = step.n_tokens * plain_s - step.seconds if step.source else 0.0
+        if self._is_drafting and step.is_trial:
+            gained = 0.0
+            self._trials_s += step.n_tokens / self._ranked[0].value - step.seconds
+        self._trials_s = min(self._trials_s + earned, most)
+        self._account_s = min(self._account_s + earned + gained, most)
+
+    def _plan(self) -> None:
+        """Work out the best plan of each drafter, and whether drafting pays."""
+        self.passes.update()
+        plain_s = self.passes.plain_s
+        if not plain_s:
+            return
+        self._plain_value = 1.0 / plain_s
+        first = self._ranked[0] if self._ranked else None
+        for drafter in self._ranked:
+            known, source = drafter.acceptance, drafter.source
+            if drafter is not first:
+                known.forget(_KEPT_IDLE)
+            leaf = known.leaf if source.n_top > 1 else ()
+            growth = grow(known.rates, leaf, self.widths[-1] - 1)
+            drafter.value, drafter.plan = self._best_plan(drafter, growth)
+            hopes = grow(known.hopes(), leaf, self.widths[-1] - 1)
+            drafter.hope, best = self._best_plan(drafter, hopes)
+            drafter.hoped = best.n_draft
+        self._ranked.sort(key=lambda drafter: -drafter.value)
+        was_drafting = self._is_drafting
+        self._is_drafting = bool(self._ranked) and self._pays(self._ranked[0])
+        if self._is_drafting != was_drafting:
+            self._interval = _INTERVAL
+
+    def _best_plan(self, drafter: _Drafter, growth: Growth) -> tuple[float, Plan]:
+        """Return the best value of rows added in this order, and the plan that drafts them."""
+        plain_s, source = self.passes.plain_s, drafter.source
+        fixed_s = drafter.cost(1, plain_s)
+        token_s = drafter.cost(2, plain_s) - fixed_s
+        value, plan_depth, depth, done = 0.0, 0, 0, 0
+        for width in self.widths:
+            if width > len(growth.tokens):
+                break
+            for at in growth.depths[done : width - 1]:
+                depth = max(depth, at)
+            done = width - 1
+            seconds = fixed_s + (depth - 1) * token_s + self.passes.seconds[width]
+            if growth.tokens[width - 1] > value * seconds:
+                value, plan_depth = growth.tokens[width - 1] / seconds, depth
+        return value, Plan(source.name, plan_depth, source.n_top)
+
+
+def confidence(draft: Draft) -> tuple[float, ...]:
+    """Return the drafter's log probability of the likeliest token at each depth, () if it has none.
+
+    A drafter that estimates how probably it is right gives that instead.
+    """
+    if draft.confidence is not None:
+        return tuple(math.log(max(p, 1e-9)) for p in draft.confidence.tolist())
+    return () if draft.log_p is None else tuple(draft.log_p[:, 0].tolist())
+
+
+def _confident(log_p: Sequence[float], p_min: float) -> int:
+    """Return how many tokens come before the first that is less probable than p_min."""
+    limit = math.log(p_min)
+    return next((depth for depth, p in enumerate(log_p) if p < limit), len(log_p))

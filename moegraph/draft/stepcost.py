@@ -1,0 +1,192 @@
+"""What a step costs: the verify pass by its number of rows, and the draft by its length.
+
+A law gives both before anything is measured; measured times correct it. A verify pass of w rows
+takes
+
+    (base * law(w) + miss * n_layer * distinct(w) * share) * ratio(w)
+
+`base`: a plain decode step without its missing experts. `law`: the byte law of a pass with every
+expert resident. `distinct`: experts of a layer that w rows choose. `share`: how many of those are
+missing, as counted. `miss`: seconds of a missing expert. `ratio`: measured over predicted; a width
+that was never measured takes it from its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+# Time of a pass over that of one row, with every expert resident; measured on a 35B-A3B.
+_LAW = ((1, 1.0), (2, 1.17), (4, 1.5), (8, 1.92), (16, 2.48), (23, 2.9), (32, 3.4), (65, 5.2))
+# Rows that choose their experts independently and choose as many as these rows of a text do.
+_INDEPENDENT = ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
+# Weight of an older time against a new one, at most; and of the law against all of them.
+_MEMORY, _LAW_WEIGHT = 12.0, 0.5
+# A single time may be off by this factor: the process may have been paused, or a graph built.
+_OUTLIER = 1.5
+# How far a measured ratio reaches, in powers of two of the width.
+_REACH = 0.7
+
+
+def _along(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return y at x along lines between the points; the last one continues."""
+    at = min(max(bisect_right(points, x, key=itemgetter(0)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
+
+    miss_s: seconds that a pass takes longer for each missing expert.
+    """
+
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    miss_s: float
+
+    def distinct(self, n_rows: int) -> float:
+        """Return how many experts of all layers a pass of this many rows chooses."""
+        unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
+        share = 1.0 - math.pow(unchosen, _along(_INDEPENDENT, n_rows))
+        return self.n_layer * self.n_expert * share
+
+
+class PassCost:
+    """Seconds of plain steps and of verify passes.
+
+    widths: rows that a verify pass may have, in order. plain_s: a plain step; 0 if none has been
+    measured. seconds: by width, of its verify pass; empty as long as plain_s is 0.
+    """
+
+    def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
+        self.widths = tuple(widths)
+        self._experts = experts
+        self._share = 0.0  # of the distinct experts that passes choose, those that are missing
+        self._n_shares = 0.0
+        self._base = self.plain_s = 0.0
+        self._n_plain = 0.0
+        self._law = {w: _along(_LAW, w) for w in (1, *self.widths)}
+        self._distinct = {w: experts.distinct(w) if experts else 0.0 for w in (1, *self.widths)}
+        self._weight = dict.fromkeys(self.widths, 0.0)
+        self._log_ratio = dict.fromkeys(self.widths, 0.0)
+        self._is_new = set(self.widths)
+        near = {(a, b): _nearness(a, b) for a in self.widths for b in self.widths}
+        self._near = {
+            a: [(b, near[a, b]) for b in self.widths if near[a, b] > 0.01] for a in self.widths
+        }
+        self.seconds: dict[int, float] = {}
+
+    def predicted_missing(self, n_rows: int) -> float:
+        """Return how many experts a pass of this many rows is expected to lack, of all layers."""
+        return self._share * self._distinct[n_rows]
+
+    def by_law(self, n_rows: int, n_missing: int) -> float:
+        """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
+        lacked = n_missing * self._experts.miss_s if self._experts else 0.0
+        return self._law.get(n_rows, _along(_LAW, n_rows)) + lacked
+
+    def observe_plain(self, seconds: float, n_missing: int) -> None:
+        """Count a plain decode step."""
+        self._observe_missing(1, n_missing)
+        miss_s = n_missing * self._experts.miss_s if self._experts else 0.0
+        base = max(seconds - miss_s, 0.2 * seconds)
+        if self._n_plain < 2:  # the first may have built graphs
+            self._base = min(base, self._base or base)
+        else:
+            base = min(base, _OUTLIER * self._base)
+            self._base += (base - self._base) / min(self._n_plain, _MEMORY)
+        self._n_plain += 1
+        if not self.plain_s:
+            self.update()
+
+    def observe_verify(self, n_rows: int, seconds: float, n_missing: int) -> None:
+        """Count a verify pass with all that surrounds it, but for the draft."""
+        if n_rows not in self._weight or not self._base:
+            return
+        self._observe_missing(n_rows, n_missing)
+        lacked = n_missing * self._experts.miss_s if self._experts else 0.0
+        found = math.log(max(seconds, 1e-9) / (self._base * self._law[n_rows] + lacked))
+        known = self._ratio(n_rows)
+        if n_rows in self._is_new:
+            self._is_new.remove(n_rows)
+            if found > known + math.log(_OUTLIER):
+                return  # it built its graph
+        limit = math.log(_OUTLIER)
+        found = min(max(found, known - limit), known + limit)
+        weight = min(self._weight[n_rows] + 1.0, _MEMORY)
+        self._log_ratio[n_rows] += (found - self._log_ratio[n_rows]) / weight
+        self._weight[n_rows] = weight
+
+    def _observe_missing(self, n_rows: int, n_missing: int) -> None:
+        if self._experts is None:
+            return
+        self._n_shares = min(self._n_shares + 1.0, 4 * _MEMORY)
+        share = n_missing / self._distinct[n_rows]
+        self._share += (share - self._share) / self._n_shares
+
+    def _ratio(self, n_rows: int) -> float:
+        """Return the logarithm of measured over predicted time."""
+        total, weight = 0.0, _LAW_WEIGHT
+        for other, near in self._near[n_rows]:
+            total += near * self._weight[other] * self._log_ratio[other]
+            weight += near * self._weight[other]
+        return total / weight
+
+    def update(self) -> None:
+        """Have plain_s and seconds follow from all that was counted."""
+        miss_s = self._experts.miss_s if self._experts else 0.0
+        lacking = miss_s * self._share
+        self.plain_s = self._base + lacking * self._distinct[1]
+        self.seconds = {
+            w: (self._base * self._law[w] + lacking * self._distinct[w]) * math.exp(self._ratio(w))
+            for w in self.widths
+        }
+
+
+def _nearness(a: int, b: int) -> float:
+    """Return how much a ratio measured at width b says about width a, 0 to 1."""
+    if a == b:
+        return 1.0
+    return 0.3 * math.exp(-((math.log2(a / b) / _REACH) ** 2))
+
+
+class DraftCost:
+    """Seconds of a draft: a fixed part and one for each token, fitted to what was measured."""
+
+    def __init__(self, fixed: float, per_token: float, max_draft: int) -> None:
+        """fixed, per_token: the law, in plain steps."""
+        self._fixed, self._per_token = fixed, per_token
+        self._ends = (1, max(max_draft, 2))
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weights, n, n * n, seconds, n * seconds
+        self._is_new = True
+
+    def observe(self, n_draft: int, seconds: float, plain_s: float) -> None:
+        """Count a draft of n_draft depths."""
+        if self._is_new:
+            self._is_new = False
+            if seconds > _OUTLIER * max(self(n_draft, plain_s), 0.1 * plain_s):
+                return
+        kept = 1.0 - 1.0 / (4 * _MEMORY)
+        found = (1.0, n_draft, n_draft * n_draft, seconds, n_draft * seconds)
+        self._sums = tuple(kept * old + new for old, new in zip(self._sums, found))
+
+    def __call__(self, n_draft: int, plain_s: float) -> float:
+        """Return the seconds of a draft of n_draft depths; plain_s: of a plain step."""
+        if n_draft <= 0:
+            return 0.0
+        weight, n, nn, s, ns = self._sums
+        for end in self._ends:
+            law = (self._fixed + self._per_token * end) * plain_s
+            weight += _LAW_WEIGHT
+            n += _LAW_WEIGHT * end
+            nn += _LAW_WEIGHT * end * end
+            s += _LAW_WEIGHT * law
+            ns += _LAW_WEIGHT * end * law
+        slope = max(0.0, (weight * ns - n * s) / (weight * nn - n * n))
+        return max(0.0, (s - slope * n) / weight + slope * n_draft)

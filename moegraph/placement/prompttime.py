@@ -1,0 +1,126 @@
+"""Predict how long prompts take, by residency: an estimate from a few measured times.
+
+A prompt is a sweep (runner/sweep.py). A layer computes all its rows, then those that chose missing
+experts once more, and the link sends each chosen missing expert once, while other chunks of the
+prompt are computed:
+
+    layer = compute + max(rows of missing experts, link - compute of all chunks but the first)
+
+Compute is the time of a prompt with all experts resident, which a machine knows. On an H200 this
+law was within 10 % of prompts of 512 to 8,192 tokens with 60 % of the experts resident, and within
+16 % with 25 % (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..experts.cost import Machine
+from .footprint import SWEEP_ROWS
+from .trace import Trace
+
+# What is predicted unless one asks for other lengths.
+PROMPT_LENGTHS = (512, 2048, 8192)
+# The rows of missing experts are gathered and added again. If all experts are missing, that takes
+# so many times the compute of the layer (H200, 35B-A3B).
+_MISSING_ROWS = 1.2
+# Added to the counts of a trace that is shorter than a prompt: an expert that it never chose may
+# still be chosen.
+_UNSEEN = 0.5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PromptEstimate:
+    """What a prompt of n_tokens is expected to take.
+
+    n_sweeps: parts of the prompt that go through all layers. sent_bytes: of missing experts.
+    link_s, seconds: of sending them, and of the whole prompt; None if the machine does not know.
+    """
+
+    n_tokens: int
+    n_sweeps: int
+    sent_bytes: int
+    link_s: float | None
+    seconds: float | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return the tokens of the prompt that are read in a second."""
+        return None if self.seconds is None else self.n_tokens / self.seconds
+
+
+def estimate_prompt(
+    trace: Trace, resident: npt.NDArray[np.bool_], n_tokens: int, slot_bytes: Sequence[int],
+    machine: Machine | None, n_ubatch: int,
+) -> PromptEstimate:  # fmt: skip
+    """Predict a prompt from an empty context.
+
+    trace: says how often experts are chosen. resident: numpy [n_layer, n_expert], the experts that
+    have a slot. slot_bytes [n_layer]. machine: its times, scaled to this model; None if unknown.
+    """
+    parts = [min(SWEEP_ROWS, n_tokens - at) for at in range(0, n_tokens, SWEEP_ROWS)]
+    sent, link, seconds = 0.0, 0.0, 0.0
+    for n in parts:
+        chosen, counts = _chosen(trace, n)
+        n_sent = np.where(resident, 0.0, chosen).sum(axis=1)
+        sent += float(n_sent @ np.array(slot_bytes, dtype=float))
+        if machine is None:
+            continue
+        missing = np.where(resident, 0.0, counts).sum(axis=1) / counts.sum(axis=1)
+        links = np.array([machine.stream(x) for x in n_sent])
+        compute = _compute(machine, n, n_ubatch) / machine.n_layer
+        hidden = compute * (1.0 - min(n_ubatch, n) / n)
+        link += float(links.sum())
+        seconds += float(sweep_seconds(compute, missing, links, hidden).sum())
+    is_known = machine is not None and machine.prompt is not None
+    return PromptEstimate(
+        n_tokens, len(parts), round(sent), None if machine is None else link,
+        seconds if is_known else None,
+    )  # fmt: skip
+
+
+def sweep_seconds(compute: float, missing: Floats, link: Floats, hidden: float) -> Floats:
+    """Return the seconds of layers, by the law.
+
+    compute: of all rows of a layer. missing: share of the choices that miss. link: seconds of
+    sending. hidden: seconds of computing during which experts are sent.
+    """
+    return compute + np.maximum(_MISSING_ROWS * missing * compute, link - hidden)
+
+
+def compute_seconds(seconds: float, missing: float, link: float) -> float:
+    """Return what a prompt in one chunk would take with all experts resident, by the same law.
+
+    seconds: what it took. missing: the share of the choices that missed, 0 to 1. link: the seconds
+    of sending the missing experts.
+    """
+    return max(1e-9, min(seconds / (1.0 + _MISSING_ROWS * missing), seconds - link))
+
+
+def _compute(machine: Machine, n: int, n_ubatch: int) -> float:
+    """Return the seconds of a prompt of n rows in chunks, all experts resident."""
+    if machine.prompt is None:
+        return 0.0
+    n_full, rest = divmod(n, n_ubatch)
+    return n_full * machine.prompt(n_ubatch) + machine.prompt(rest)
+
+
+def _chosen(trace: Trace, n: int) -> tuple[Floats, Floats]:
+    """Return the chance that n tokens choose each expert, and how often they do.
+
+    Both numpy [n_layer, n_expert]. As in the trace, as far as it reaches; tokens beyond it choose
+    independently, with the frequencies of the trace.
+    """
+    if n <= trace.n_tokens:
+        counts = trace.part(0, n).counts().astype(float)
+        return (counts > 0).astype(float), counts
+    k = trace.shape.n_expert_used
+    counts = trace.counts() + _UNSEEN
+    shares = np.minimum(1.0, k * counts / counts.sum(axis=1, keepdims=True))
+    return 1.0 - (1.0 - shares) ** n, shares * n

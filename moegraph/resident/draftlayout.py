@@ -1,0 +1,105 @@
+"""What the sizes of a DFlash drafter follow from; the planner reads it too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ..errors import UnsupportedModel
+from ..modelfile.drafter import DFlashHParams
+from ..modelfile.draftfile import DraftFile
+from ..modelfile.scan import TensorInfo
+from ..units import round_up
+from .ringshape import draft_ring_bytes, ring_shapes
+
+_Q = GGMLQuantizationType
+# Bytes; no device aligns tensors to more.
+_ALIGN = 128
+EMBEDDING = "token_embd.weight"
+# Rows of a prompt in one graph.
+CHUNK = 512
+# Most rows of a pass that one sequence takes.
+MAX_ROWS = 128
+# Of inputs of candidates and alignment, for each row of a block, and in all.
+_ROW_BYTES, _SMALL = 2048, 16 << 10
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor as it will be on the device: ne, of a type; from column `first` of a file's."""
+
+    name: str
+    type: GGMLQuantizationType
+    ne: tuple[int, int]
+    source: TensorInfo
+    first: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.ne[0] // block * size
+
+
+def plan_tensors(file: DraftFile, as_stored: bool) -> Iterator[PlannedTensor]:
+    """Yield what goes to the device; fc is cut into one matrix for each tap."""
+    n_embd = file.hparams.n_embd
+    has_head = "output.weight" in file.tensors
+    for name, info in file.tensors.items():
+        if name == "d2t" or (name == EMBEDDING and has_head):
+            continue
+        n_rows = info.ne[1] * info.ne[2] * info.ne[3]
+        if name == "fc.weight":
+            kind = _stored(info, n_embd, as_stored)
+            for k in range(len(file.hparams.taps)):
+                yield PlannedTensor(f"fc.{k}", kind, (n_embd, n_rows), info, k * n_embd)
+        else:
+            kind = _stored(info, info.ne[0], as_stored)
+            yield PlannedTensor(name, kind, (info.ne[0], n_rows), info, 0)
+
+
+def _stored(info: TensorInfo, n: int, as_stored: bool) -> GGMLQuantizationType:
+    """Return the type of rows of n elements on the device."""
+    if info.n_dims == 1 or info.ne[1] == 1:
+        return _Q.F32
+    if n % GGML_QUANT_SIZES[info.type][0]:
+        raise UnsupportedModel(f"tensor {info.name}: rows of {info.type.name} cannot be cut at {n}")
+    return _Q.Q8_0 if info.type is _Q.BF16 and not as_stored and n % 32 == 0 else info.type
+
+
+def draft_weight_bytes(file: DraftFile, as_stored: bool = False) -> int:
+    """Return the device bytes of a drafter's weights; see `DraftWeights`."""
+    planned = plan_tensors(file, as_stored)
+    return sum(round_up(p.row_bytes * p.ne[1], _ALIGN) for p in planned)
+
+
+def dflash_bytes(
+    file: DraftFile, n_vocab: int, n_ctx: int, n_seq: int, n_sweep: int, as_stored: bool = False
+) -> int:
+    """Return a bound on the device bytes of a `DFlashDrafter`; arguments as there.
+
+    n_vocab: tokens of the target. n_ctx: most positions that layers without a window see.
+    """
+    hp = file.hparams
+    parts = draft_ring_bytes(hp, n_ctx, n_seq), _memory_bytes(hp, n_ctx, n_sweep)
+    return draft_weight_bytes(file, as_stored) + sum(parts) + _graph_bytes(hp, n_vocab, n_sweep)
+
+
+def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
+    """Return a bound on what `DraftMemory` takes."""
+    shapes = ring_shapes(hp, n_ctx)
+    masks = 2 * hp.block_size * sum(shape.n_rows for shape in shapes)
+    block = hp.block_size * (4 * hp.n_embd + _ROW_BYTES)
+    words = 4 * (2 + len(shapes)) * (MAX_ROWS + n_sweep)
+    return masks + block + words + 4 * hp.n_embd * n_sweep + 4 * hp.n_vocab_draft + _SMALL
+
+
+def _graph_bytes(hp: DFlashHParams, n_vocab: int, n_sweep: int) -> int:
+    """Return a bound on the intermediates of a drafter's graphs."""
+    # of a chunk of a prompt: fused and normed rows, K and V; of a block: its widest layer, logits
+    chunk = 4 * min(CHUNK, n_sweep) * (4 * hp.n_embd + 6 * hp.n_embd_gqa)
+    widest = 4 * hp.n_embd_head * hp.n_head + 3 * hp.n_ff + 6 * hp.n_embd
+    logits = (4 if hp.markov_rank else 2) * (hp.n_vocab_draft or n_vocab)
+    return max(chunk, 4 * hp.block_size * (widest + logits))

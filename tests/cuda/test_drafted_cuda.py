@@ -1,0 +1,111 @@
+"""Drafts on a GPU: text parts from plain text only where two tokens are nearly as likely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.scripted_drafts import AnyController, ScriptedDrafter
+from helpers.shared import prompt
+
+from moegraph.config import EngineConfig
+from moegraph.draft.lookup import LookUp
+from moegraph.engine import Engine
+from moegraph.engine.speculation import Speculation
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+# Logits; see tests/native/test_drafted.py.
+MARGIN = 0.5
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "layered": {"mode": "layered"},
+    "fetched": {"pin_layers": 0, "cache_slots": 40, "miss": "stream", "host_pin": "all"},
+    "streamed": {"pin_layers": 0, "cache_slots": 40, "miss": "stream", "host_pin": "none"},
+}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "defaults": {"seed": 1},
+    "penalties": {"repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": 20, "seed": 3},
+    "typical": {"temperature": 1.0, "top_k": 0, "typical_p": 0.9, "seed": 5},
+}
+
+
+@pytest.fixture
+def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Open]:
+    """Return a function that loads a random model on the GPU and closes it after the test."""
+    opened: list[Engine] = []
+
+    def load(**settings: object) -> Engine:
+        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
+        opened.append(Engine.load(model_file("mini35b"), EngineConfig(**chosen)))
+        return opened[-1]
+
+    yield load
+    for engine in opened:
+        engine.close()
+
+
+def speculate(engine: Engine, *drafters: Any, seed: int = 0) -> AnyController:
+    """Have an engine draft in all shapes by chance."""
+    controller = AnyController([drafter.name for drafter in drafters], seed=seed)
+    rows = engine.config.n_draft + 1
+    engine.speculation = Speculation(drafters, controller, engine.hparams.n_vocab, rows)
+    return controller
+
+
+def tokens_of(engine: Engine, ids: list[int], name: str, n: int = 48) -> list[int | None]:
+    params = SamplingParams(**SAMPLERS[name])
+    return [event.token for event in engine.generate(ids, params, max_tokens=n, text=False)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_drafted_text_repeats_and_parts_only_at_near_ties(open_cuda: Open, placement: str) -> None:
+    engine = open_cuda(n_draft=15, deterministic=True, spec="mtp", **PLACEMENTS[placement])
+    (block,) = engine._loaded.drafters
+    n_parted = n_accepted = 0
+    for i, name in enumerate(SAMPLERS):
+        ids = prompt(engine, 20 + 30 * i, seed=i).tolist()
+        engine.speculation = None
+        plain = tokens_of(engine, ids, name)
+        kept = list(engine.generate(
+            ids, SamplingParams(**SAMPLERS[name]), max_tokens=48, text=False, keep_logits=True,
+        ))  # fmt: skip
+        text = [*ids, *plain]
+        drafted = []
+        for _ in range(2):
+            known = ScriptedDrafter(text, engine.hparams.n_vocab, right=0.8, seed=i)
+            controller = speculate(engine, known, LookUp(), block, seed=i)
+            drafted.append(tokens_of(engine, ids, name))
+            assert known.held == engine.held(0)
+        if placement == "whole":
+            assert drafted[0] == drafted[1], name
+        n_accepted += sum(step.n_accepted for step in controller.steps)
+        at = next((i for i, (a, b) in enumerate(zip(plain, drafted[0])) if a != b), None)
+        if at is None:
+            assert drafted[0] == plain
+            continue
+        n_parted += 1
+        logits, a, b = kept[at].logits, plain[at], drafted[0][at]
+        assert logits is not None and a is not None and b is not None
+        if name == "greedy":
+            assert logits[-1][a] - logits[-1][b] < MARGIN
+    assert n_accepted > 40 and not engine.drain_messages()
+    assert n_parted <= 3
+
+
+@pytest.mark.parametrize("placement", ["whole", "fetched"])
+def test_shapes_that_come_again_build_no_graph(open_cuda: Open, placement: str) -> None:
+    engine = open_cuda(n_draft=15, deterministic=True, **PLACEMENTS[placement])
+    ids = prompt(engine, 40).tolist()
+    plain = tokens_of(engine, ids, "defaults", 100)
+    known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8)
+    speculate(engine, known)
+    tokens_of(engine, ids, "defaults", 100)
+    known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8)
+    speculate(engine, known)
+    built = engine.runner.graphs.n_built
+    tokens_of(engine, ids, "defaults", 100)
+    assert engine.runner.graphs.n_built - built <= 2  # lengths of paths, if the text parted

@@ -1,0 +1,123 @@
+"""Generations that a DFlash drafter drafts: the same text, and its K and V are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.drafters import write_small
+from helpers.scripted_drafts import AnyController
+from helpers.shared import prompt
+
+from moegraph.draft.dflash import DFlashDrafter
+from moegraph.engine import Engine
+from moegraph.engine.speculation import Speculation
+from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
+from moegraph.runner.inspect import read_tensor
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+PRESET = "legacy32"
+RESIDENCIES: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "60": {"cache_slots": 154, "pin_layers": 0, "miss": "stream"},
+    "25": {"cache_slots": 64, "pin_layers": 0, "miss": "cpu"},
+}
+SAMPLERS = {"greedy": None, "sampled": SamplingParams(seed=3, temperature=0.9)}
+
+
+def drafting(open_engine: Open, path: Path, seed: int = 0, **settings: Any) -> Engine:
+    """Open an engine in reference mode that drafts with a file, in any shape."""
+    settings = {"n_draft": 15, **settings}
+    engine = open_engine(PRESET, cpu_reference=True, spec="dflash", draft=str(path), **settings)
+    [drafter] = engine._loaded.drafters
+    controller = AnyController([drafter.name], seed=seed)
+    engine.speculation = Speculation([drafter], controller, engine.hparams.n_vocab, 16)
+    return engine
+
+
+def drafter_of(engine: Engine) -> DFlashDrafter:
+    """Return an engine's drafter."""
+    [drafter] = engine._loaded.drafters
+    assert isinstance(drafter, DFlashDrafter)
+    return drafter
+
+
+def text(engine: Engine, ids: np.ndarray, sampling: SamplingParams | None, n: int) -> list[int]:
+    """Return the ids of an answer; what the sequence holds already may be reused."""
+    events = engine.generate(ids, sampling, max_tokens=n, text=False, reuse=True, marks=[len(ids)])
+    return [event.token for event in events]
+
+
+def cache(engine: Engine, first: int, n_past: int) -> list[np.ndarray]:
+    """Return K and V of every layer at positions [first, n_past), as far as rings hold them."""
+    rings, found = drafter_of(engine)._rings, []
+    for il, kind in enumerate(rings.kind):
+        places = np.arange(max(first, n_past - rings.shapes[kind].n_cells), n_past)
+        rows = rings.rows(kind, 0, places)
+        found += [read_tensor(t[il])[rows] for t in (rings.k, rings.v)]
+    return found
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_text_is_that_without_drafts(
+    open_engine: Open, tmp_path: Path, sampler: str, residency: str
+) -> None:
+    sampling, path = SAMPLERS[sampler], write_small(tmp_path, markov_rank=32)
+    plain = open_engine(PRESET, cpu_reference=True)
+    engine = drafting(open_engine, path, **RESIDENCIES[residency])
+    for seed in range(3):
+        ids = prompt(plain, 12 + 40 * seed, seed=seed)
+        assert text(engine, ids, sampling, 24) == text(plain, ids, sampling, 24)
+        span, n_past = drafter_of(engine)._rings.spans[0], engine.state.n_past[0]
+        assert (span.first, span.n_past) == (0, n_past)
+        got, held = cache(engine, 0, n_past), np.array(engine.held(0), dtype=np.int32)
+        again = drafting(open_engine, path)
+        text(again, held, None, 1)
+        for a, b in zip(got, cache(again, 0, n_past)):
+            assert a.any()
+            np.testing.assert_array_equal(a, b)
+        again.close()
+
+
+def test_conversations_go_on(open_engine: Open, tmp_path: Path) -> None:
+    """A prompt that begins as the last one did, one that does not, and one from host copies."""
+    plain = open_engine(PRESET, cpu_reference=True)
+    engine = drafting(open_engine, write_small(tmp_path))
+    first, other = prompt(plain, 60, seed=1), prompt(plain, 40, seed=2)
+    for ids in (first, first[:50], other, np.concatenate([first, other])):
+        assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
+        assert drafter_of(engine)._rings.spans[0].n_past == engine.state.n_past[0]
+
+
+def test_the_controller_of_the_engine_drafts(open_engine: Open, tmp_path: Path) -> None:
+    """Without scripts: the settings alone, in the default mode."""
+    path = write_small(tmp_path, "safetensors", "BF16")
+    engine = open_engine(PRESET, spec="dflash", draft=str(path.parent))
+    ids = prompt(engine, 30)
+    assert len(text(engine, ids, None, 12)) == 12
+    assert engine.speculation is not None
+    lines = "\n".join(engine.drafter_lines)
+    assert "taps: outputs of layers 1, 4, 6" in lines and "mask token 990" in lines
+    assert "window: 1 of 2 layers see 24 positions" in lines and "rope: plain" in lines
+
+
+def test_drafter_memory_is_planned(open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine(PRESET, spec="dflash", draft=str(write_small(tmp_path)))
+    taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
+    assert taken <= engine.plan.bytes["drafters"] < 2 * taken
+
+
+def test_settings_that_cannot_be(open_engine: Open, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--draft FILE"):
+        open_engine(PRESET, spec="dflash")
+    with pytest.raises(UnsupportedModel, match="does not fit"):
+        open_engine(PRESET, spec="dflash", draft=str(write_small(tmp_path / "a", n_embd=512)))
+    with pytest.raises(ModelFileError, match="no such file"):
+        open_engine(PRESET, spec="dflash", draft=str(tmp_path / "none.gguf"))
+    # on the CPU, and with several sequences, auto does not draft
+    assert open_engine(PRESET, draft=str(tmp_path / "none.gguf")).speculation is None
