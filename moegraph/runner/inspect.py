@@ -27,8 +27,9 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
     Arrays have numpy shapes: ggml's reversed, without leading dimensions of 1, but at least two
-    dimensions. KV cache and states advance as in any pass. The states behind it are in the result
-    under upstream's names conv_state_last and new_state.
+    dimensions. On CUDA, a node that is part of another's kernel is NaN. KV cache and states advance
+    as in any pass. The states behind it are in the result under upstream's names conv_state_last
+    and new_state.
 
     Raises:
         ConfigError: not every expert is resident; a single graph cannot handle missing experts.
@@ -52,6 +53,7 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
                 f"{device.name} cannot hold every node of a pass; use fewer rows"
             )
         with Buffer(raw, device.compute):
+            C.ggml_backend_buffer_clear(raw, 0xFF)
             runner.fill_inputs(batch, at)
             device.check(C.mg_launch(device.compute.ptr, builder.graph, ffi.NULL, 0), "a pass")
             device.synchronize()
