@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +22,14 @@ from moegraph.graphs.router import build_router
 from moegraph.resident.bank import Bank
 
 WIDTHS = (2, 3, 4, 5, 8, 9, 16, 17, 32)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from modelgen.blocks import TYPES
+
 # What the library's kernels for few rows read, and other types.
 OURS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 OTHERS = ("Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "F16", "BF16")
-N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 64, 8
+N_EMBD, N_FF, N_EXPERT, N_USED = 2048, 512, 16, 8
 EPS = 1e-6
 
 Ints = npt.NDArray[np.int32]
@@ -36,7 +44,17 @@ def rows_of(seed: int, rows: Ints, *ne: int) -> npt.NDArray[np.float32]:
 def ids_of(rows: Ints) -> Ints:
     """Return the experts of each row; many share some."""
     rng = np.random.default_rng(5)
-    return np.array([rng.permutation(N_EXPERT // 2)[:N_USED] for _ in range(32)], np.int32)[rows]
+    return np.array([rng.permutation(N_EXPERT)[:N_USED] for _ in range(32)], np.int32)[rows]
+
+
+@cache
+def _blocks(kind: str, seed: int, n: int) -> npt.NDArray[np.uint8]:
+    return TYPES[kind].fill(np.random.default_rng(seed), n // TYPES[kind].n_elem, 0.5)
+
+
+def matrix(graph: Graph, kind: str, seed: int, *ne: int) -> Tensor:
+    """Make a weight of random blocks, extents in ggml order; they are drawn once."""
+    return graph.blocks(kind, _blocks(kind, seed, math.prod(ne)), *ne)
 
 
 def dense(kind: str, n_out: int) -> Build:
@@ -44,7 +62,7 @@ def dense(kind: str, n_out: int) -> Build:
 
     def build(graph: Graph, rows: Ints) -> Tensor:
         x = graph.b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
-        w = graph.matrix(kind, np.random.default_rng(2), N_EMBD, n_out)
+        w = matrix(graph, kind, 2, N_EMBD, n_out)
         return graph.b.mul_mat(w, x)
 
     return build
@@ -54,10 +72,10 @@ def projections(kind: str) -> Build:
     """Four products of one input."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(2)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         parts = [
-            b.expand(b.mul_mat(graph.matrix(kind, rng, N_EMBD, n), x)) for n in (4096, 2048, 32, 32)
+            b.expand(b.mul_mat(matrix(graph, kind, n, N_EMBD, n), x)) for n in (4096, 2048, 32, 32)
         ]
         out = parts[0]
         for part in parts[1:]:
@@ -71,12 +89,12 @@ def experts(gate_up: str, down: str) -> Build:
     """Routed experts and their weighted sum."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(3)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         parts = {
-            "gate": graph.matrix(gate_up, rng, N_EMBD, N_FF, N_EXPERT),
-            "up": graph.matrix(gate_up, rng, N_EMBD, N_FF, N_EXPERT),
-            "down": graph.matrix(down, rng, N_FF, N_EMBD, N_EXPERT),
+            "gate": matrix(graph, gate_up, 3, N_EMBD, N_FF, N_EXPERT),
+            "up": matrix(graph, gate_up, 4, N_EMBD, N_FF, N_EXPERT),
+            "down": matrix(graph, down, 5, N_FF, N_EMBD, N_EXPERT),
         }
         slots, weights = graph.leaf(ids_of(rows), I32), graph.leaf(rows_of(4, rows, N_USED, 1))
         each = build_expert_rows(b, Bank(N_EXPERT, parts), x, slots, weights, 0)
@@ -89,12 +107,12 @@ def shared(kind: str) -> Build:
     """The shared expert, the sums after it and the norm."""
 
     def build(graph: Graph, rows: Ints) -> Tensor:
-        b, rng = graph.b, np.random.default_rng(3)
+        b = graph.b
         x = b.scale(graph.leaf(rows_of(1, rows, N_EMBD)), 1.0)
         w: Any = {
-            "ffn_up_shexp.weight": graph.matrix(kind, rng, N_EMBD, N_FF),
-            "ffn_gate_shexp.weight": graph.matrix(kind, rng, N_EMBD, N_FF),
-            "ffn_down_shexp.weight": graph.matrix(kind, rng, N_FF, N_EMBD),
+            "ffn_up_shexp.weight": matrix(graph, kind, 3, N_EMBD, N_FF),
+            "ffn_gate_shexp.weight": matrix(graph, kind, 4, N_EMBD, N_FF),
+            "ffn_down_shexp.weight": matrix(graph, kind, 5, N_FF, N_EMBD),
             "ffn_gate_inp_shexp.weight": graph.weight(random(6, N_EMBD, 1).reshape(1, N_EMBD)),
         }
         out = build_shared_expert(b, w, x, 0)
