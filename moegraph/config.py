@@ -17,7 +17,8 @@ SPEC_SOURCES = ("mtp", "dflash", "lookup")
 # Most rows of a verify pass: operations on trees take this many.
 MAX_VERIFY_ROWS = 65
 # The headings of --help, in order.
-GROUPS = ("Common", "Sampling", "Context", "Expert", "Draft", "Diagnostic")
+DRAFT_GROUP = "Draft"
+GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -84,7 +85,7 @@ class EngineConfig:
     n_ctx: int = _setting(
         "int",
         4096,
-        ("-c", "--ctx-size"),
+        ("-c", "--max-ctx", "--ctx-size"),
         "Context length in tokens. 0: the length that the model was trained with.",
         minimum=0,
         maximum=1 << 22,
@@ -255,81 +256,110 @@ class EngineConfig:
     spec: str = _setting(
         "choice",
         "off",
-        (),
+        ("--spec",),
         "What drafts tokens that the model then verifies, several in one pass; the text stays the "
         "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
         choices=("auto", "off", *SPEC_SOURCES),
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft: str = _setting(
         "path",
         "",
-        (),
+        ("-md", "--model-draft", "--draft"),
         "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors).",
         metavar="FILE",
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft_max: int | None = _setting(
         "int",
         None,
-        (),
+        ("--spec-draft-n-max", "--draft-max"),
         "Maximum number of drafted tokens that follow one another. Default: what the drafter can; "
         "--spec auto chooses up to that.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS - 1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     draft_p_min: float = _setting(
         "float",
         0.0,
-        (),
+        ("--spec-draft-p-min", "--draft-p-min"),
         "A draft ends before a token that the drafter gives a smaller probability.",
         minimum=0,
         maximum=1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     budget: int | None = _setting(
         "int",
         None,
-        (),
+        ("--budget",),
         "Rows of a pass that verifies a draft, the last token of the text included. 1: no drafts. "
         "Default: chosen, up to the drafter's length.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree: bool = _setting(
         "flag",
         False,
-        (),
+        ("--ddtree",),
         "Verify a tree of the likeliest paths (DDTree) instead of one path with a few leaves.",
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_budget: int = _setting(
         "int",
         64,
-        (),
+        ("--ddtree-budget",),
         "Drafted tokens in a DDTree.",
         minimum=1,
         maximum=MAX_VERIFY_ROWS - 1,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_temp: float = _setting(
         "float",
         1.0,
-        (),
+        ("--ddtree-temp",),
         "Temperature of the drafter's probabilities by which a DDTree compares paths. Sampling is "
         "not affected.",
         minimum=0,
         maximum=100,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     ddtree_no_chain_seed: bool = _setting(
         "flag",
         False,
-        (),
+        ("--ddtree-no-chain-seed",),
         "Begin a DDTree with the likeliest path of each length, not with the drafter's first "
         "choice at every depth.",
+        group=DRAFT_GROUP,
+    )
+    draft_swa: int = _setting(
+        "int",
+        0,
+        ("--draft-swa",),
+        "Let all layers but the last of a DFlash drafter reach back N positions only, which saves "
+        "memory and time. 0: what its file says.",
+        metavar="N",
+        minimum=0,
+        maximum=1 << 30,
+        group="Draft",
+    )
+    draft_ctx_max: int = _setting(
+        "int",
+        0,
+        ("--draft-ctx-max",),
+        "Most positions that the layers of a DFlash drafter without a window see. 0: all.",
+        metavar="N",
+        minimum=0,
+        maximum=1 << 30,
+        group="Draft",
+    )
+    draft_keep_bf16: bool = _setting(
+        "flag",
+        False,
+        ("--draft-keep-bf16",),
+        "Keep BF16 weights of a DFlash drafter as they are. Otherwise they become Q8_0, which is "
+        "half the size and twice as fast.",
         group="Draft",
     )
     n_draft: int = _setting(
@@ -344,12 +374,12 @@ class EngineConfig:
     draft_vocab: int = _setting(
         "int",
         0,
-        (),
+        ("--draft-vocab",),
         "Number of tokens, the most frequent ones, that drafts may consist of. Fewer make drafting "
-        "faster, and change no text. 0: all (Python API only).",
+        "faster, and change no text. 0: all.",
         minimum=0,
         maximum=1 << 24,
-        group="Draft",
+        group=DRAFT_GROUP,
     )
     cpu_reference: bool = _setting(
         "flag",

@@ -342,13 +342,17 @@ def _mixed(word: int) -> int:
     return x ^ (x >> 31)
 
 
-def gumbel(key: int, ids: IntArray) -> npt.NDArray[np.float64]:
+def gumbel(
+    key: int | npt.NDArray[np.uint64], ids: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.float64]:
     """Return a number of the standard Gumbel distribution for each token: of its id and the key.
 
-    The largest of ``log(p) + gumbel`` belongs to a token that is a draw from p.
+    The largest of ``log(p) + gumbel`` belongs to a token that is a draw from p. key: one, or an
+    array that broadcasts with the ids.
     """
     with np.errstate(over="ignore"):
-        x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+        x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x = x + (key if isinstance(key, np.ndarray) else np.uint64(key))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
         x ^= x >> np.uint64(31)

@@ -78,6 +78,7 @@ RUN_JSON = {
     "experts": "what the expert cache did, see below; null in mode whole",
     "profile": "path, class, tokens, whether it was written, and why not; null without a profile, "
     "or if no expert can be missing",
+    "spec": "what was drafted, see below; null if nothing drafts",
 }
 
 CHAT_JSON = {
@@ -95,6 +96,7 @@ CHAT_JSON = {
     "decode_tps": "generated tokens per second, without the first one",
     "timings": "`prefill_s` (to the first token), `decode_s` (from there to the last)",
     "hit_rate": "share of the router's choices that were resident, 0 to 1; null in mode whole",
+    "spec": "as for run, of this answer",
     "sampling": "as for run",
 }
 
@@ -113,6 +115,21 @@ EXPERTS_JSON = {
     "phases_us_per_pass": "host time by phase: `launch`, `wait`, `resolve`",
     "guard": "`bypassed`: whether the cache is bypassed, because that is faster; `n_probes`, "
     "`n_bypassed_tokens`",
+}
+SPEC_JSON = {
+    "source": "what drafted in most steps: `mtp`, `dflash`, `dspark` or `lookup`; null if nothing "
+    "was drafted",
+    "steps, plain_steps": "steps that verified drafts, and all others",
+    "drafted, accepted": "tokens that were drafted and verified, and those that the text took",
+    "tokens_per_step": "tokens of the text for each step with drafts: the accepted ones and one "
+    "more",
+    "accepted_by_position": "of the steps that drafted a first, second, ... token in a row: the "
+    "share in which it was accepted",
+    "drafter_ms, verify_ms, commit_ms": "time of a step with drafts: making the draft, the pass "
+    "that verifies it, taking the accepted rows",
+    "speedup": "estimated speed over that of single tokens, by the steps without drafts; null if "
+    "unknown",
+    "chosen": "by source and number of rows of the verify pass: steps",
 }
 PLAN_JSON = {
     "path, n_layer, n_expert, n_expert_used": "the model",
@@ -170,6 +187,8 @@ BENCH_JSON = {
     "experts": "as in `moegraph run --json`; csv and sql have `hit_rate` and "
     "`uploaded_bytes_per_pass` in its place",
     "sampling": "of a run test, as in `moegraph run --json`; null otherwise; not in csv and sql",
+    "drafts": "of a run test, as `spec` in `moegraph run --json`; null otherwise. csv and sql have "
+    "`drafted`, `accepted` and `tokens_per_step` in its place",
     "process_ms, load_ms, tokenizer_ms, prefill_ms, other_ms": "with `--ttft`: parts of the mean "
     "time to the first token, which is `avg_ns`. process: until the command line is read. "
     "prefill: with the first token",
@@ -199,7 +218,8 @@ MACHINE_JSON = {
 }
 JSON_TABLES = {
     "run": [("`--json` prints one object:", RUN_JSON),
-            ("`experts`, counted over all passes:", EXPERTS_JSON)],
+            ("`experts`, counted over all passes:", EXPERTS_JSON),
+            ("`spec`, see [drafting](drafting.md):", SPEC_JSON)],
     "chat": [(CHAT_HEAD, CHAT_JSON)],
     "inspect": [("`--json` prints one object:", INSPECT_JSON)],
     "plan": [("`--json` prints one object:", PLAN_JSON)],

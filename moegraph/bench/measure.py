@@ -18,6 +18,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ..draft.scripted import ScriptedAccept
+from ..draft.stats import SpecStats
 from ..engine import Engine
 from ..errors import ContextOverflow
 from ..experts.cachestats import ExpertStats
@@ -31,7 +33,9 @@ class BenchSpec:
     n_prompt, n_gen, depth: tokens. repetitions: timed runs of each test. seed: of the random
     tokens. pairs: (n_prompt, n_gen) of pp+tg tests. warm_up: run each test once uncounted. n_run:
     lengths of run tests. samplings: how these sample, each with words for the names of its tests.
-    text: whether they make text, for which the model needs a vocabulary.
+    text: whether they make text, for which the model needs a vocabulary. draft_accept: rates by
+    position at which their drafts are accepted by a script, as in `ScriptedAccept`; empty: by the
+    target's choice.
     """
 
     n_prompt: tuple[int, ...] = (512,)
@@ -44,6 +48,7 @@ class BenchSpec:
     n_run: tuple[int, ...] = ()
     samplings: tuple[tuple[str, SamplingParams], ...] = (("", SamplingParams(seed=1)),)
     text: bool = True
+    draft_accept: tuple[float, ...] = ()
 
     @property
     def tests(self) -> list[BenchTest]:
@@ -99,7 +104,8 @@ class BenchRow:
     """One row: seconds of each repetition of a test of n_prompt + n_gen tokens.
 
     experts: statistics of the expert cache over these repetitions, including the tokens that fill
-    the depth; None without a cache. sampling: of a run test; None for the others.
+    the depth; None without a cache. sampling: of a run test; None for the others. drafts: what a
+    run test drafted; None for the others, and if nothing drafts.
     """
 
     test: str
@@ -109,6 +115,7 @@ class BenchRow:
     seconds: tuple[float, ...]
     experts: ExpertStats | None = None
     sampling: SamplingParams | None = None
+    drafts: SpecStats | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -142,18 +149,22 @@ def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:
         raise ContextOverflow(
             f"a test needs {longest} positions, but the context holds {engine.n_ctx}; raise -c"
         )
+    if spec.draft_accept and engine.speculation:
+        engine.speculation.accept = ScriptedAccept(spec.draft_accept, spec.seed)
     rng = np.random.default_rng(spec.seed)
     for test in spec.tests:
         timed = _timed if test.sampling is None else partial(_timed_run, spec.text)
         if spec.warm_up:
             timed(engine, test, rng)
-        before = engine.expert_stats()
+        before, undrafted = engine.expert_stats(), engine.spec_stats()
         seconds = tuple(timed(engine, test, rng) for _ in range(spec.repetitions))
-        after = engine.expert_stats()
+        after, drafted = engine.expert_stats(), engine.spec_stats()
         experts = after.since(before) if after and before else None
+        drafts = drafted.since(undrafted) if drafted and undrafted and test.sampling else None
         yield BenchRow(
-            test.name, test.n_prompt, test.n_gen, test.depth, seconds, experts, test.sampling
-        )
+            test.name, test.n_prompt, test.n_gen, test.depth, seconds, experts, test.sampling,
+            drafts,
+        )  # fmt: skip
     engine.reset()
 
 

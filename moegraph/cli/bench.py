@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from .. import __version__
-from ..config import EngineConfig
+from ..config import DRAFT_GROUP, EngineConfig
+from ..config import settings as engine_settings
 from ..errors import ConfigError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
@@ -98,6 +99,14 @@ class _Samplings(NamedTuple):
     "sampling settings apply to these.",
 )
 @click.option(
+    "--draft-accept",
+    "draft_accept",
+    callback=lists.shares,
+    metavar="RATES",
+    help="Accept drafts by a script instead of comparing them, at the real cost: how often the "
+    "drafted token at position 1, 2, ... is accepted, such as 0.85,0.72,0.6. Needs --spec.",
+)
+@click.option(
     "--ttft",
     is_flag=True,
     help="Measure instead the time to the first token, with the prompts of -p: each in a process "
@@ -142,15 +151,16 @@ class _Samplings(NamedTuple):
 def bench(
     target: str | None, models: tuple[str, ...], n_prompt: tuple[int, ...],
     n_gen: tuple[int, ...], pairs: tuple[tuple[int, int], ...], n_depth: tuple[int, ...],
-    n_run: tuple[int, ...], ttft: bool, repetitions: int, no_warmup: bool, style: str,
-    trace_path: Path | None, phases_path: Path | None, **given: Any,
+    n_run: tuple[int, ...], draft_accept: tuple[float, ...], ttft: bool, repetitions: int,
+    no_warmup: bool, style: str, trace_path: Path | None, phases_path: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Measure the model TARGET: prompt processing (pp) and generation (tg), in tokens per second.
 
     Rows, names and JSON fields are llama-bench's. Options marked LIST take several values, as in
     llama-bench: 1,2 or 1-4, 0-64+16, 1-64*2, or the option repeated. Bench measures all
     combinations and loads the model for each combination of settings. Tokens are random; only run
-    tests sample. Without -c, the context is as large as the tests need.
+    tests sample, and only they draft (--spec). Without -c, the context is as large as the tests
+    need.
 
     \b
     Examples:
@@ -159,6 +169,7 @@ def bench(
       moegraph bench model.gguf -t 4,8 -ctk f16,q8_0 -pg 512,128 -o jsonl
       moegraph bench model.gguf --vram 6,8,12 -p 0 --routing my.trace
       moegraph bench model.gguf -p 0 --run 128 --temp 0,0.8 --top-k 0,40
+      moegraph bench model.gguf -p 0 -n 0 --run 256 --spec off,mtp --draft-accept 0.8,0.6,0.5
       moegraph bench model.gguf --ttft -p 32,2048 --vram 8 -r 2
     """
     from ..bench import BenchSpec
@@ -182,6 +193,8 @@ def bench(
     trace = _read_routing(trace_path) if trace_path else None
     configs = _configs(given)
     _check_configs(configs, phases_path)
+    _check_drafts(configs, n_run, draft_accept)
+    spec = replace(spec, draft_accept=draft_accept)
     varied = _varied(names, configs)
     with OutputFile(phases_path) if phases_path else nullcontext() as plot:
         phases, warned = _Phases(varied), set[str]()
@@ -250,6 +263,20 @@ def _check_configs(configs: Sequence[EngineConfig], phases_path: Path | None) ->
         raise ConfigError("--phases needs --mode layered; a pass of one graph has no phases")
 
 
+def _check_drafts(
+    configs: Sequence[EngineConfig], n_run: tuple[int, ...], draft_accept: tuple[float, ...]
+) -> None:
+    """Refuse drafts that no test would show."""
+    is_drafting = any(config.spec != "off" for config in configs)
+    if is_drafting and not n_run:
+        raise RequestError("drafts are in run tests alone; give lengths with --run LIST")
+    of_drafts = [s for s in engine_settings() if s.group == DRAFT_GROUP and s.name != "spec"]
+    given = [s.flags[-1] for s in of_drafts if lists.is_given(s.name)]
+    given += ["--draft-accept"] if draft_accept else []
+    if given and not is_drafting:
+        raise RequestError(f"{given[0]} needs something that drafts; name it with --spec")
+
+
 def _varied(names: Sequence[str], configs: Sequence[EngineConfig]) -> frozenset[str]:
     """Return the columns whose values differ between the configurations or models."""
     found = {name for name in _SWEPT if len({getattr(c, name) for c in configs}) > 1}
@@ -290,7 +317,7 @@ def _ttft(name: str, config: EngineConfig, spec: BenchSpec) -> Iterator[dict[str
             **facts, **_device_facts(settings["device"], settings["device"]), **settings,
             "n_prompt": row.n_prompt, "n_gen": 1, "n_depth": 0,
             **_timings(row.seconds, [row.n_prompt / s for s in row.seconds]),
-            "test": row.test, "experts": None, "sampling": None,
+            "test": row.test, "experts": None, "sampling": None, "drafts": None,
             **{f"{phase}_ms": round(1e3 * s, 3) for phase, s in row.phases.items()},
             "load_phases_ms": {phase: round(1e3 * s, 3) for phase, s in row.load.items()},
         }  # fmt: skip
@@ -381,6 +408,7 @@ def _record(facts: dict[str, Any], row: BenchRow, threads: dict[str, Any]) -> di
         "test": row.test,
         "experts": row.experts.report() if row.experts else None,
         "sampling": sampling_report(row.sampling) if row.sampling else None,
+        "drafts": row.drafts.report() if row.drafts else None,
     }
 
 

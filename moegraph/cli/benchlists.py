@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from ..config import Setting
 from ..config import settings as engine_settings
+from ..draft.scripted import ScriptedAccept
 from ..sampling import settings as sampling_settings
 from .command import Option
 from .options import Command, setting_option
@@ -62,6 +63,17 @@ def pairs(
 def _parts(texts: tuple[str, ...]) -> list[str]:
     """Return the entries of all comma lists, in order; a repeated option appends its list."""
     return [part.strip() for text in texts for part in text.split(",")]
+
+
+def shares(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...]:
+    """Parse '0.85,0.72,0.6', shares by position; their owner checks the values."""
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+        if found:
+            ScriptedAccept(found)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}; write shares as 0.85,0.72,0.6") from None
+    return found
 
 
 def number_range(text: str) -> list[int]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..units import format_bytes, format_count
+from ..units import format_bytes, format_count, format_share
 from . import ui
 
 Records = Iterator[dict[str, Any]]
@@ -25,10 +25,13 @@ _SHOWN = ("n_threads", "mode", "size", "params")
 # Of rows of --ttft: the parts of the time to the first token.
 _PARTS = ("process_ms", "load_ms", "tokenizer_ms", "prefill_ms", "other_ms")
 # What csv and sql have no place for.
-_NESTED = ("samples_ns", "samples_ts", "experts", "sampling", "load_phases_ms")
+_NESTED = ("samples_ns", "samples_ts", "experts", "sampling", "drafts", "load_phases_ms")
 _SQL_TABLE = "moegraph_bench"
 # Of columns that may be NULL in the first row.
-_SQL_KINDS = {"hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER"}
+_SQL_KINDS = {
+    "hit_rate": "REAL", "uploaded_bytes_per_pass": "INTEGER", "tokens_per_step": "REAL",
+    "drafted": "INTEGER", "accepted": "INTEGER",
+}  # fmt: skip
 
 
 def print_json(records: Records, tests: Sequence[str], varied: frozenset[str]) -> None:
@@ -93,13 +96,14 @@ def _sql_value(value: Any) -> str:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without samples and with two figures about experts: the same columns always."""
-    experts = record.get("experts") or {}
+    """Return a row without samples, with a few figures of what is nested: the same columns."""
+    experts, drafts = record.get("experts") or {}, record.get("drafts") or {}
     fields = {k: v for k, v in record.items() if k not in _NESTED}
     return {
         **fields,
         "hit_rate": experts.get("hit_rate"),
         "uploaded_bytes_per_pass": experts.get("uploaded_bytes_per_pass"),
+        **{name: drafts.get(name) for name in ("drafted", "accepted", "tokens_per_step")},
     }
 
 
@@ -157,6 +161,12 @@ def _markdown_cells(record: dict[str, Any], varied: frozenset[str]) -> dict[str,
     if experts:
         cells["hit rate"] = f"{experts['hit_rate']:.3f}"
         cells["MiB/pass"] = f"{experts['uploaded_bytes_per_pass'] / 2**20:.1f}"
+    drafts = record.get("drafts")
+    if drafts or "spec" in varied:
+        cells |= {"accepted": "", "tokens/step": ""}
+    if drafts and drafts["steps"]:
+        cells["accepted"] = format_share(drafts["accepted"] / drafts["drafted"])
+        cells["tokens/step"] = f"{drafts['tokens_per_step']:.2f}"
     cells["test"] = record["test"]
     if _PARTS[0] in record:
         cells |= {name.removesuffix("_ms"): f"{record[name]:.0f}" for name in _PARTS}

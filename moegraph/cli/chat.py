@@ -23,6 +23,7 @@ from .command import Command
 from .commands import COMMANDS, QUIT, WITH_FILES, find_command, run_command
 from .completion import MODEL_TARGET
 from .conversation import Answer, Conversation
+from .drafting import show_drafters, summary_lines
 from .filesampling import recommended
 from .linehistory import LineHistory, history_path
 from .report import stats_line
@@ -129,6 +130,8 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
         if template is None:
             template = stack.enter_context(_template_of(engine))
         talk = _conversation(job, engine, template, from_file)
+        if not (job.quiet or job.as_json):
+            show_drafters(engine)
         stack.enter_context(options.saving_profile(engine))
         if job.question is not None:
             _ask_once(talk, job.question)
@@ -237,6 +240,8 @@ def _ask_once(talk: Conversation, question: str) -> None:
     _remark(talk, answer)
     if not talk.as_json:
         talk.note(stats_line(answer.event, talk.engine.memory(), talk.sampling))
+        for line in summary_lines(answer.drafts, answer.event):
+            talk.note(line)
     _require_whole(answer)
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..draft.stats import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
 from ..text.chat import ChatTemplate, History, ReasoningSplitter, parting_places, token_marks
 from . import options, ui
+from .drafting import spec_report, spec_words
 from .interrupt import cancel_on_interrupt
 from .report import sampling_report
 
@@ -31,7 +33,7 @@ class Answer:
     """A model's answer to a question, and what it cost.
 
     n_forgotten: turns that were forgotten to make room. hit_rate: of the expert cache, 0 to 1;
-    None without one.
+    None without one. drafts: what was drafted for it; None if nothing drafts.
     """
 
     question: str
@@ -40,6 +42,7 @@ class Answer:
     event: GenerationEvent
     n_forgotten: int
     hit_rate: float | None
+    drafts: SpecStats | None = None
 
     @property
     def n_held(self) -> int:
@@ -82,7 +85,7 @@ class Conversation:
             prompt, ids, n_forgotten = self._fitted()
             splitter = ReasoningSplitter.after(prompt)
             opened = "<think>\n" if splitter.is_thinking else ""
-            stats = self.engine.expert_stats()
+            stats, drafts = self.engine.expert_stats(), self.engine.spec_stats()
             raw, (reasoning, text), event = self._generate(ids, self._marks(prompt, ids), splitter)
         except BaseException:
             self.history.restore(before)
@@ -96,7 +99,9 @@ class Conversation:
             self.n_held = event.n_prompt + event.n_generated
         now = self.engine.expert_stats()
         rate = None if now is None or stats is None else now.since(stats).cache.hit_rate
-        answer = Answer(question, text, reasoning, event, n_forgotten, rate)
+        drafted = self.engine.spec_stats()
+        drafted = None if drafted is None or drafts is None else drafted.since(drafts)
+        answer = Answer(question, text, reasoning, event, n_forgotten, rate, drafted)
         if self.as_json:
             click.echo(json.dumps(self.report(answer), ensure_ascii=False, allow_nan=False))
         return answer
@@ -198,7 +203,8 @@ class Conversation:
             line += f", {event.decode_tps:.1f} tok/s"
         if answer.hit_rate is not None:
             line += f"; hit rate {answer.hit_rate:.1%}"
-        return line
+        words = spec_words(answer.drafts)
+        return f"{line}; {words}" if words else line
 
     def report(self, answer: Answer) -> dict[str, Any]:
         """Return the object that --json prints for an answer; durations in seconds."""
@@ -221,6 +227,7 @@ class Conversation:
                 "decode_s": round(event.decode_s, 6),
             },
             "hit_rate": answer.hit_rate,
+            "spec": spec_report(answer.drafts),
             "sampling": sampling_report(self.sampling, self.from_file),
         }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..config import EngineConfig, Setting
+from ..config import DRAFT_GROUP, EngineConfig, Setting
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
@@ -39,7 +40,7 @@ _BIAS = re.compile(r"\s*(\d{1,10})\s*([+-])\s*(inf|\d{1,9}(?:\.\d{0,9})?|\.\d{1,
 
 
 def setting_option(setting: Setting) -> Callable[[Command], Command]:
-    """Return the click option of a setting."""
+    """Return the click option of a setting of the engine or the sampler."""
     described: dict[str, Any] = {
         "help": setting.help, "default": setting.default, "cls": Option, "group": setting.group,
     }  # fmt: skip
@@ -68,10 +69,16 @@ def engine_options(command: Command) -> Command:
     return engine_options_but()(command)
 
 
-def engine_options_but(*names: str) -> Callable[[Command], Command]:
-    """Return a decorator like engine_options that leaves some fields at their defaults."""
+def engine_options_but(*names: str, drafts: bool = True) -> Callable[[Command], Command]:
+    """Return a decorator like engine_options that leaves some fields at their defaults.
+
+    drafts: the command generates text, so it drafts where that pays; False: it takes no settings
+    of drafts.
+    """
     chosen = [s for s in engine_settings() if s.flags and s.name not in names]
+    chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
     taken = [flag for s in chosen for flag in s.flags]
+    chosen = [replace(s, default="auto") if s.name == "spec" else s for s in chosen]
     found = [setting_option(s) for s in chosen] + refused_options(taken)
     return lambda command: _apply(command, found)
 

@@ -84,6 +84,49 @@ class OutputFile:
         self.close()
 
 
+class TokenStream:
+    """Token ids as little-endian 32-bit integers on an open file descriptor; -1 ends them.
+
+    Raises:
+        ConfigError: the descriptor is not open for writing.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        try:
+            os.write(fd, b"")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--stream-fd {self._fd}: cannot write: {error.strerror}")
+
+    def write(self, token: int) -> None:
+        """Write one id.
+
+        Raises:
+            ConfigError: the reader has closed its end.
+        """
+        view = memoryview(token.to_bytes(4, "little", signed=True))
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, ConfigError):  # the descriptor may be what failed
+            self.write(-1)
+
+
 class NpyWriter:
     """Writes rows of F32 to a .npy file as they come; `close` completes the header."""
 

@@ -24,9 +24,16 @@ from ..text.chat.template import TEMPLATE_KEY
 from . import options, ui
 from .command import Command, Option
 from .completion import MODEL_TARGET
+from .drafting import (
+    reference_options,
+    show_drafters,
+    show_taken,
+    spec_report,
+    summary_lines,
+)
 from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
-from .outputs import NpyWriter, OutputFile
+from .outputs import NpyWriter, OutputFile, TokenStream
 from .report import run_report, stats_line
 from .starttimes import StartTimes
 from .tokens import read_ids, require_ids_in_range
@@ -54,6 +61,7 @@ class _Job:
     ids_path: Path | None
     out_ids: OutputFile | None
     logits_out: NpyWriter | None
+    stream: TokenStream | None
     ignore_eos: bool
     as_json: bool
     display_prompt: bool
@@ -62,7 +70,9 @@ class _Job:
 
 
 @click.command(cls=Command, short_help="Continue a prompt.")
-@click.argument("args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [PROMPT_IDS N_GEN OUT_IDS]")
+@click.argument(
+    "args", nargs=-1, type=MODEL_TARGET, metavar="TARGET [[DRAFT] PROMPT_IDS N_GEN OUT_IDS]"
+)
 @click.option(
     "-m", "--model", type=MODEL_TARGET, metavar="TARGET",
     help="The model, instead of the first argument.",
@@ -75,6 +85,12 @@ class _Job:
 @options.length_options
 @options.engine_options_but("cache_ram")
 @options.sampling_options
+@reference_options
+@click.option(
+    "--stream-fd", type=click.INT, metavar="FD", cls=Option, group="Diagnostic",
+    help="Write each token id to this file descriptor as it comes, as a little-endian 32-bit "
+    "integer, and -1 at the end.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(
     "--logits-out", type=click.Path(path_type=Path), metavar="F.npy", cls=Option,
@@ -96,7 +112,8 @@ def run(args: tuple[str, ...], **given: Any) -> None:
 
     With three more arguments, run takes token ids: it reads raw little-endian 32-bit ids from the
     file PROMPT_IDS, generates N_GEN tokens, and writes the ids of prompt and tokens to the file
-    OUT_IDS. This form is greedy unless you give --temp.
+    OUT_IDS. This form is greedy unless you give --temp. With DRAFT before them, that model drafts,
+    as with --draft DRAFT.
 
     \b
     Examples:
@@ -104,14 +121,20 @@ def run(args: tuple[str, ...], **given: Any) -> None:
       moegraph run model.gguf -f prompt.txt --temp 0 --json
       git diff | moegraph run model.gguf -f - --stop "diff --git"
       moegraph run model.gguf prompt.bin 64 out.bin --device cuda
+      moegraph run model.gguf draft.gguf prompt.bin 64 out.bin --budget 6
     """
     with ExitStack() as stack:
-        job = _check(click.get_current_context(), args, given, stack)
+        ctx = click.get_current_context()
+        job = _check(ctx, args, given, stack)
+        if not job.quiet:
+            show_taken(ctx)
         times = StartTimes()
         model = stack.enter_context(options.open_header(job.target, job.config.device))
         job = _check_request(job, model)
         engine = stack.enter_context(options.load_engine(model, job.config, text=True))
         times.lap("load")
+        if not (job.quiet or job.as_json):
+            show_drafters(engine)
         _generate(engine, job, times)
 
 
@@ -123,11 +146,13 @@ def _check(
     model = given["model"] or (rest.pop(0) if rest else None)
     if model is None:
         raise click.UsageError("no model; give a GGUF file or a shipped model's name", ctx)
+    if len(rest) == 4:
+        given["draft"] = _draft_argument(ctx, rest.pop(0))
     if len(rest) not in (0, 3):
         arguments = "1 argument" if len(rest) == 1 else f"{len(rest)} arguments"
         raise click.UsageError(
             f"{arguments} after the model; give a text prompt with -p; the form with token ids "
-            "takes three: PROMPT_IDS N_GEN OUT_IDS",
+            "takes three, PROMPT_IDS N_GEN OUT_IDS, or four, with DRAFT before them",
             ctx,
         )
     config = options.build_config(given)
@@ -144,16 +169,26 @@ def _check(
     else:
         prompt = _read_prompt(given)
     logits_out = stack.enter_context(NpyWriter(path)) if (path := given["logits_out"]) else None
+    fd = given["stream_fd"]
+    stream = None if fd is None else stack.enter_context(TokenStream(fd))
     stop = tuple(options.argument_text(text, given["escape"]) for text in given["stop"])
     display = given["display_prompt"]
     return _Job(
         target=model, config=config, sampling=sampling, chosen=options.chosen_sampling(ctx),
         max_tokens=max_tokens, stop=stop,
         prompt=prompt, ids=ids, ids_path=ids_path, out_ids=out_ids, logits_out=logits_out,
+        stream=stream,
         ignore_eos=given["ignore_eos"], as_json=given["as_json"],
         display_prompt=ui.is_terminal(sys.stdout) if display is None else display,
         quiet=given["quiet"],
     )  # fmt: skip
+
+
+def _draft_argument(ctx: click.Context, path: str) -> str:
+    """Return the file of the drafter, which stands after the model."""
+    if ctx.get_parameter_source("draft") is not ParameterSource.DEFAULT:
+        raise click.UsageError("a drafter follows the model, and --draft gives another", ctx)
+    return path
 
 
 def _check_id_form(ctx: click.Context, n_gen: str) -> int:
@@ -263,6 +298,8 @@ def _stream(
             if event.token is not None:
                 times.token()
                 tokens.append(event.token)
+                if job.stream is not None:
+                    job.stream.write(event.token)
             if event.text:
                 pieces.append(event.text)
                 if shows_text:
@@ -297,6 +334,9 @@ def _finish(
     if job.as_json:
         report = run_report(engine, sampling, prompt, tokens, text, event, times, job.from_file)
         report["profile"] = kept
+        report["spec"] = spec_report(engine.spec_stats())
         click.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
     elif not job.quiet:
         ui.note(stats_line(event, engine.memory(), sampling))
+        for line in summary_lines(engine.spec_stats(), event):
+            ui.note(line)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 )
 @heat_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@options.engine_options_but("profile", "profile_class", "cache_ram")
+@options.engine_options_but("profile", "profile_class", "cache_ram", drafts=False)
 @options.sampling_options
 def trace_command(
     target: str, output: Path | None, prompt: str | None, file: str | None, n_predict: int,

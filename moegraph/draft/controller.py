@@ -29,23 +29,25 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
 # Plain steps before the first draft, so that there is something to compare with. Of two times the
 # smaller one counts, because graphs are built in the first.
 _FIRST_PLAIN = 2
-# Both accounts: what they begin with, and their limit, in plain steps; their share of all time.
+# Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
+# that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
 _CREDIT, _MOST_CREDIT = 6.0, 12.0
-_SHARE = 0.012
+_SHARE, _CLEAR_SHARE = 0.012, 0.04
 # Drafting begins if it is this much faster than plain decoding, and ends if it is slower than that.
 _BEGIN, _END = 1.02, 0.99
 # Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
 _INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 64, 2
 # Steps between two trials of a drafter that is new, or another one than the best; it is new until
 # so many of its drafts were verified.
-_NEW_INTERVAL, _KNOWN = 2, 10.0
-# Drafting steps between two plain ones, which only keep the time of a plain step up to date.
-_REFRESH = 192
+_NEW_INTERVAL, _KNOWN = 2, 10
+# Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
+# drafting is this much faster than plain decoding, and otherwise.
+_CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
 # Steps between two plans; the first steps are planned one by one.
 _PLAN_INTERVAL, _FIRST_PLANS = 4, 16
 # What is kept of counts of acceptance when another text begins, and at each plan without their
 # drafter.
-_KEPT_BEGIN, _KEPT_IDLE = 0.25, 0.99
+_KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.99
 
 
 @dataclass
@@ -64,11 +66,12 @@ class _Drafter:
     hope: float = 0.0
     hoped: int = 0
     n_steps: int = 0
+    n_known: int = 0
 
     @property
     def is_new(self) -> bool:
         """Whether too little of it is known to judge single drafts."""
-        return self.acceptance.n_seen < _KNOWN
+        return self.n_known < _KNOWN
 
 
 class Controller:
@@ -83,8 +86,8 @@ class Controller:
     ) -> None:
         """experts: None if none can be missing."""
         self.settings = settings
-        most = settings.most_rows
-        self.widths = tuple(sorted({w for w in (*WIDTHS, most) if 1 < w <= most}))
+        most, longest = settings.most_rows, [source.max_draft + 1 for source in sources]
+        self.widths = tuple(sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most}))
         self.passes = PassCost(self.widths, experts)
         spec = settings.spec
         wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
@@ -115,6 +118,7 @@ class Controller:
         """Begin another text: costs stay known, acceptance counts less."""
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
+            drafter.n_known = min(drafter.n_known, _KNOWN // 2)
         self._interval = self._since_trial = _INTERVAL
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
@@ -134,14 +138,15 @@ class Controller:
             return PLAIN
         elif self._pays(usable[0]):
             plan = self._other(usable) or self._affordable(usable[0])
-            if self._since_plain >= _REFRESH:
+            if self._since_plain >= (_REFRESH if self._pays(usable[0], _CLEAR) else _OFTEN):
                 plan = PLAIN
         else:
             plan = self._trial(usable) or PLAIN
         return plan if plan.n_draft < n_left else replace(plan, n_draft=n_left - 1)
 
-    def _pays(self, best: _Drafter) -> bool:
-        limit = _END if self._is_drafting else _BEGIN
+    def _pays(self, best: _Drafter, limit: float | None = None) -> bool:
+        """Return whether drafting is faster than plain decoding, `limit` times as fast if given."""
+        limit = limit or (_END if self._is_drafting else _BEGIN)
         return best.plan.n_draft > 0 and best.value > limit * self._plain_value
 
     def _affordable(self, drafter: _Drafter) -> Plan:
@@ -158,7 +163,7 @@ class Controller:
             return plan
         tokens = grow(drafter.acceptance.rates[:n], (), n).tokens[-1]
         pays = n > 0 and tokens * plain_s > self._seconds(drafter, n)
-        return replace(plan, n_draft=n) if pays else PLAIN
+        return replace(plan, n_draft=n, n_nodes=0) if pays else PLAIN
 
     def _fixed_plan(self, drafter: _Drafter) -> Plan:
         """Return the plan of a source that must draft."""
@@ -167,8 +172,9 @@ class Controller:
             n_top = settings.ddtree.n_top(drafter.most)
             return Plan(source.name, drafter.most, n_top, settings.ddtree)
         if self._is_length_given:
-            return Plan(source.name, drafter.most, 1)
-        return Plan(source.name, max(drafter.plan.n_draft, 1), source.n_top)
+            n_nodes = settings.budget - 1 if settings.budget and source.has_tree else 0
+            return Plan(source.name, drafter.most, 1, n_nodes=n_nodes)
+        return replace(drafter.plan, source=source.name, n_draft=max(drafter.plan.n_draft, 1))
 
     @property
     def _is_length_given(self) -> bool:
@@ -184,7 +190,7 @@ class Controller:
 
     def _other(self, usable: Sequence[_Drafter]) -> Plan | None:
         """Return a trial of another drafter, or of longer drafts, if that may be better."""
-        if self._since_trial < _NEW_INTERVAL:
+        if self._since_trial < _NEW_INTERVAL or self._account_s < 0.0:
             return None
         best = usable[0]
         others = [d for d in usable if d is not best or d.hoped > d.plan.n_draft]
@@ -228,7 +234,10 @@ class Controller:
         # a plan cut short for want of credit competes with plain steps
         is_best = plan.n_draft >= drafter.plan.n_draft
         rate = max(self._plain_value, drafter.value if is_best else 0.0)
-        return growth.shape(self._worthwhile(growth, rate))
+        shape = growth.shape(self._worthwhile(growth, rate))
+        if log_p:
+            known.expect(accept, shape.n_spine)
+        return shape
 
     def _worthwhile(self, growth: Growth, rate: float) -> int:
         """Return the rows that gain most, now that the draft is there and paid for.
@@ -253,7 +262,7 @@ class Controller:
         else:
             self._recorder.add(step, 0.0)
             step = self._by_law(step)
-        plain_s = self.passes.plain_s
+        plain_s, builds = self.passes.plain_s, self.passes.is_new(step.n_rows)
         if step.n_rows > 1:
             self._since_plain += 1
             if step.seconds:
@@ -266,7 +275,7 @@ class Controller:
         if drafter:
             self._observe_draft(drafter, step)
         self._since_trial = 0 if step.is_trial else self._since_trial + 1
-        if step.seconds:
+        if step.seconds and not builds:
             self._book(step, plain_s)
         self._n_steps += 1
         if self._n_steps < _FIRST_PLANS or self._n_steps % _PLAN_INTERVAL == 0:
@@ -290,6 +299,7 @@ class Controller:
         if step.n_draft and step.seconds and self.passes.plain_s:
             drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.plain_s)
         if step.n_spine:
+            drafter.n_known += 1
             kept = STEADY if self._is_drafting or drafter.is_new else TRIAL
             drafter.acceptance.observe(step.ranks, step.log_p, kept)
         if step.is_trial and not self._is_drafting:
@@ -301,7 +311,9 @@ class Controller:
             self._account_s = self._trials_s = _CREDIT * self.passes.plain_s
             return
         most = _MOST_CREDIT * plain_s
-        earned = _SHARE * step.seconds
+        best = self._ranked[0] if self._ranked else None
+        is_clear = best and not best.is_new and self._pays(best, _CLEAR)
+        earned = (_CLEAR_SHARE if is_clear else _SHARE) * step.seconds
         gained = step.n_tokens * plain_s - step.seconds if step.source else 0.0
         if self._is_drafting and step.is_trial:
             gained = 0.0
@@ -338,7 +350,7 @@ class Controller:
         plain_s, source = self.passes.plain_s, drafter.source
         fixed_s = drafter.cost(1, plain_s)
         token_s = drafter.cost(2, plain_s) - fixed_s
-        value, plan_depth, depth, done = 0.0, 0, 0, 0
+        value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
         for width in self.widths:
             if width > len(growth.tokens):
                 break
@@ -347,8 +359,28 @@ class Controller:
             done = width - 1
             seconds = fixed_s + (depth - 1) * token_s + self.passes.seconds[width]
             if growth.tokens[width - 1] > value * seconds:
-                value, plan_depth = growth.tokens[width - 1] / seconds, depth
-        return value, Plan(source.name, plan_depth, source.n_top)
+                value = growth.tokens[width - 1] / seconds
+                plan_depth, best_width = depth, width
+        # where leaves are worth their rows, a drafter that knows what follows them does better
+        has_leaves = best_width > plan_depth + 1
+        n_nodes = best_width - 1 if has_leaves and source.has_tree else 0
+        return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes)
+
+    @property
+    def likely_rows(self) -> tuple[int, ...]:
+        """Rows of the verify passes that the next steps will probably have, at most three."""
+        if not self._ranked:
+            return ()
+        settings, best = self.settings, self._ranked[0]
+        if settings.ddtree or (settings.budget and settings.is_fixed):
+            return (settings.most_rows,)
+        if settings.is_fixed and settings.draft_max:
+            return (best.most + 1,)
+        wanted = [best.plan.n_draft + 1, best.plan.n_draft, _TRIAL_DRAFT + 1]
+        if best.plan is PLAIN:
+            wanted = [_TRIAL_DRAFT + 1, 4, 6]
+        found = [w for w in self.widths if any(w == n for n in wanted)]
+        return tuple(found)
 
 
 def confidence(draft: Draft) -> tuple[float, ...]:

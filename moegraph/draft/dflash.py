@@ -7,7 +7,7 @@ block: the anchor, then mask tokens. Its rows attend to these K and V and to one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,13 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.dflash import DraftHead, DraftOutputs, build_context, build_draft
-from ..graphs.dflash_memory import DraftMemory, Floats, Longs
+from ..graphs.dflash import build_context, build_draft
+from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
+from ..graphs.dspark import HeadMatrix
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
-from ..resident.draftlayout import CHUNK
+from ..resident.drafthead import DraftHead
+from ..resident.draftlayout import CHUNK, N_WAITING
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
@@ -37,20 +39,21 @@ _N_LAYER, _N_KEYS = 48, 16
 
 
 class DFlashDrafter:
-    """A drafter (`Drafter`) of DFlash and DSpark files.
+    """A drafter (`Drafter`) of DFlash files.
 
     hparams: what the file says.
     """
 
     def __init__(
         self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
-        as_stored: bool = False,
+        as_stored: bool = False, part: DraftHead | None = None,
     ) -> None:  # fmt: skip
         """Load a drafter that fits the target (`DraftFile.require_target`).
 
         stage: of the whole target. n_sweep: most rows of a part of a prompt. n_ctx: most positions
         that layers without a window see; None for the target's context. as_stored: BF16 weights
-        stay BF16.
+        stay BF16. part: the target's output matrix for some tokens, to propose no others; for a
+        drafter that `takes_part`. The caller closes it.
 
         Raises:
             OutOfDeviceMemory: it does not fit.
@@ -67,27 +70,32 @@ class DFlashDrafter:
             self._rings = DraftRings(stage.device, hp, n_ctx, state.n_seq)
             self._memory = DraftMemory(stage.device, hp, self._rings.shapes, n_sweep)
             self._graphs = GraphCache(stage.device)
+            self._part = part
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
             self._head = self._open_head()
             self._memory.send_mask(self._embed(hp.mask_id))
         self._host: HostBuffer | None = None  # for results of the longest draft
+        self._waiting = 0  # the sequence whose tokens wait for K and V
         self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
     @property
     def n_bytes(self) -> int:
         """Device memory of weights, K and V, and graphs."""
         parts = self._weights, self._rings, self._memory, self._graphs
-        return sum(part.n_bytes for part in parts)
+        return sum(part.n_bytes for part in (*parts, self._part) if part)
 
-    def _open_head(self) -> DraftHead:
-        """Return what gives logits: the drafter's own head, or the target's."""
+    def _open_head(self) -> HeadMatrix:
+        """Return what gives logits: the drafter's own head, or the target's, or a part of it."""
+        if self._part:
+            self._d2t = self._part.ids
+            return HeadMatrix(self._part.output, self._part.table)
         head, output = self._stage.weights.head, self._weights.output
         if output is None:
             output = head.output if head else None
         if output is None:
             raise InternalError("a drafter needs a stage with all layers")
         d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
-        return DraftHead(output, d2t)
+        return HeadMatrix(output, d2t)
 
     def _embed(self, token: int) -> Floats:
         """Return the embedding of a token, F32 [n_embd]."""
@@ -117,8 +125,10 @@ class DFlashDrafter:
             OutOfDeviceMemory: the intermediates do not fit.
         """
         self._draft_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
-        if self._stage.taps.layers:
-            self._commit_graph(self._n_rows(self.max_draft))
+        self._keys_graph(N_WAITING)
+        n = min(self._chunk, self._memory.features.ne[1])
+        self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
+        self._prompt_graph(0, n)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget a sequence; it now holds ids, I32 numpy [n_past], of which there is no K and V."""
@@ -134,27 +144,35 @@ class DFlashDrafter:
         span.truncate(first)
         if span.n_past < first:
             span.restart(first)
+        self._make_keys()
         return {il: partial(self._read_rows, slot, il) for il in self.taps}
 
     def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
         """Fuse the outputs of a tapped layer for rows of a prompt; after the last, make K and V."""
         chunks = [(row, min(self._chunk, n - row)) for row in range(0, n, self._chunk)]
-        source = int(ffi.cast("intptr_t", hidden.data))
         for row, m in chunks:
-            fuse = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=m)
-            built = self._graphs.get(("fuse", source, il, row, m), 8 * len(self._weights.fc), fuse)
+            built = self._fuse_graph(hidden, il, row, m)
             self._launch(built, "the drafter's features of a prompt")
         if il != self.taps[-1]:
             return
         places = first + np.arange(n)
         self._memory.send_prompt(places, self._cells(slot, places))
         for row, m in chunks:
-            keys = partial(self._build_prompt, row=row, n=m)
-            built = self._graphs.get(("prompt", row, m), _N_KEYS * self.hparams.n_layer + 16, keys)
-            self._launch(built, "the drafter's K and V of a prompt")
+            self._launch(self._prompt_graph(row, m), "the drafter's K and V of a prompt")
         span = self._rings.spans[slot]
         span.truncate(first)
         span.grow(n)
+
+    def _fuse_graph(self, hidden: Tensor, il: int, row: int, n: int) -> BuiltGraph:
+        """Return the graph that adds rows [row, row + n) of a tap, hidden, to the features."""
+        key = "fuse", int(ffi.cast("intptr_t", hidden.data)), il, row, n
+        build = partial(self._build_fuse, il=il, hidden=hidden, row=row, n=n)
+        return self._graphs.get(key, 8 * len(self._weights.fc), build)
+
+    def _prompt_graph(self, row: int, n: int) -> BuiltGraph:
+        """Return the graph of K and V of rows [row, row + n) of the features."""
+        build = partial(self._build_prompt, row=row, n=n)
+        return self._graphs.get(("prompt", row, n), _N_KEYS * self.hparams.n_layer + 16, build)
 
     def _cells(self, slot: int, places: Longs) -> list[Ids]:
         """Return where K and V of positions go in each ring."""
@@ -188,25 +206,54 @@ class DFlashDrafter:
         build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
 
     def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Enqueue K and V of tokens that a sequence took; rows: theirs in the last pass."""
-        n, span = len(rows), self._rings.spans[slot]
+        """Keep the taps of tokens that a sequence took; rows: theirs in the last pass.
+
+        K and V are made of them before the next draft, or when there are many.
+        """
+        if slot != self._waiting:
+            self._make_keys()
+            self._waiting = slot
+        span, rows = self._rings.spans[slot], list(rows)
+        while rows:
+            if span.n_waiting == N_WAITING:
+                self._make_keys()
+            n = 1  # rows that follow one another are one copy
+            while n < min(len(rows), N_WAITING - span.n_waiting) and rows[n] == rows[0] + n:
+                n += 1
+            for il in self.taps:
+                self._stage.taps.copy(il, rows[0], n, self._memory.waiting[il], span.n_waiting)
+            span.grow(n)
+            span.n_waiting += n
+            del rows[:n]
+
+    def _make_keys(self) -> None:
+        """Enqueue K and V of the tokens that wait for them."""
+        span = self._rings.spans[self._waiting]
+        n = span.n_waiting
         if not n:
             return
-        built, places = self._commit_graph(n), span.n_past + np.arange(n)
-        self._memory.send_rows(np.array(rows), places, self._cells(slot, places))
+        n_padded = min(N_WAITING, 1 << (n - 1).bit_length())
+        built, places = self._keys_graph(n_padded), np.zeros(n_padded, np.int64)
+        places[:n] = span.n_past - n + np.arange(n)
+        cells = self._cells(self._waiting, places)
+        for kind, rows in enumerate(cells):
+            rows[n:] = self._rings.spare_row(kind, self._waiting)
+        self._memory.send_rows(places, cells)
         self._launch(built, "the drafter over accepted tokens")
-        span.grow(n)
+        span.n_waiting = 0
 
-    def _commit_graph(self, n: int) -> BuiltGraph:
+    def _keys_graph(self, n: int) -> BuiltGraph:
+        """Return the graph of K and V of the first n tokens that wait for them."""
         n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
-        return self._graphs.get(("commit", n), n_nodes, lambda b: self._build_commit(b, n))
+        return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
 
-    def _build_commit(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of n rows of the last pass, and make K and V of them."""
-        ids, pos, cells = self._memory.row_leaves(b, n)
+    def _build_keys(self, b: Builder, n: int) -> None:
+        """Append: fuse the taps of waiting tokens, and make K and V of them."""
+        pos, cells = self._memory.row_leaves(b, n)
         total = None
         for il in self.taps:  # in the order of a prompt, so that sums are the same
-            x = b.get_rows(self._stage.taps.leaf(b, il), ids)
+            waiting = self._memory.waiting[il]
+            x = b.view(waiting, (waiting.ne[0], n), (waiting.nb[1],))
             total = self._add_tap(b, total, x, il)
         if total is None:
             raise InternalError("a drafter without taps")
@@ -221,41 +268,64 @@ class DFlashDrafter:
         n = min(n, self.max_draft)
         if n < 1:
             return empty_draft()
+        results = self.run_block(slot, anchor, n, partial(self._draft_graph, slot, n))
+        tokens, log_p = likeliest_rows(results.rows[0], n_top)
+        return self.as_draft(tokens if self._d2t is None else self._d2t[tokens], log_p, results)
+
+    def run_block(
+        self, slot: int, anchor: int, n: int, graph: Callable[[tuple[int, ...]], BuiltGraph]
+    ) -> Results:
+        """Compute a block that proposes n tokens, and wait for its results.
+
+        graph: returns the graph for the rows of the rings that it reads.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        self._make_keys()
         memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
-        built = self._draft_graph(slot, n, lengths)
+        built = graph(lengths)
         n_past = self._rings.spans[slot].n_past
         masks = memory.begin(self._embed(anchor), anchor, n_past, n_rows, lengths)
         self._rings.fill_masks(masks, slot, self.hparams.is_causal)
         memory.send(n_rows, lengths)
-        results: _Results = built.outputs
+        results: Results = built.outputs
         self._launch(built, f"a draft of {n} tokens", results.reads, results.n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)
-        tokens, log_p = likeliest_rows(results.rows, n_top)
-        if self._d2t is not None:
-            tokens = self._d2t[tokens]
-        sure = results.confidence
-        return Draft(tokens, log_p, None if sure is None else sure[: len(tokens)].copy())
+        return results
+
+    @staticmethod
+    def as_draft(tokens: Ids | list[Ids], log_p: Any, results: Results) -> Draft:
+        """Return the draft of rows of tokens and log probabilities, [n, n_top] each."""
+        sure, n = results.confidence, len(tokens)
+        return Draft(
+            np.asarray(tokens), np.asarray(log_p), None if sure is None else sure[:n].copy()
+        )
 
     def _n_rows(self, n: int) -> int:
         """Return the rows of a block that proposes n tokens."""
         return n if self.hparams.samples_anchor else n + 1
 
+    def _n_nodes(self, n: int) -> int:
+        """Return a bound on the nodes of the graph of a block that proposes n tokens."""
+        return _N_LAYER * self.hparams.n_layer + 24 * n + 32
+
     def _draft_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of a draft of n tokens; its outputs: where the results arrive."""
-        n_nodes = _N_LAYER * self.hparams.n_layer + 16 * n + 32
 
-        def build(b: Builder) -> _Results:
+        def build(b: Builder) -> Results:
             inp = self._memory.block_leaves(b, self._n_rows(n), n, lengths)
             args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
-            return self._results(build_draft(*args))
+            found = build_draft(*args)
+            return self._results([found.candidates], found.confidence)
 
-        return self._graphs.get(("draft", slot, n, lengths), n_nodes, build)
+        return self._graphs.get(("draft", slot, n, lengths), self._n_nodes(n), build)
 
-    def _results(self, outputs: DraftOutputs) -> _Results:
+    def _results(self, candidates: Sequence[Tensor], confidence: Tensor | None) -> Results:
         if self._host is None:
-            size = (outputs.candidates.nb[1] + 4) * self.hparams.block_size
+            size = (candidates[0].nb[1] + 4) * BEAM * self.hparams.block_size
             self._host = self._device.host_buffer(size)
-        return _Results(self._host, outputs)
+        return Results(self._host, candidates, confidence)
 
     def _launch(self, built: BuiltGraph, what: str, reads: Any = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
@@ -270,22 +340,29 @@ class DFlashDrafter:
                 part.close()
 
 
-class _Results:
+class Results:
     """Where the results of a draft arrive in host memory.
 
-    rows: I32 numpy [n, words], see `likeliest_rows`. confidence: F32 numpy [n], or None. reads: the
-    copies, n_reads of them.
+    rows: I32 numpy [n, words] each, see `likeliest_rows`. confidence: F32 numpy [n], or None.
+    reads: the copies, n_reads of them.
     """
 
-    def __init__(self, host: HostBuffer, outputs: DraftOutputs) -> None:
-        n_bytes, n = C.ggml_nbytes(outputs.candidates), outputs.candidates.ne[1]
-        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
-        copies = [{"src": outputs.candidates, "dst": host.address(), "size": n_bytes}]
+    def __init__(
+        self, host: HostBuffer, candidates: Sequence[Tensor], confidence: Tensor | None
+    ) -> None:
+        self.rows: list[Ids] = []
         self.confidence: npt.NDArray[np.float32] | None = None
-        if outputs.confidence is not None:
-            end = n_bytes + 4 * n
-            self.confidence = host.array[n_bytes:end].view(np.float32)
-            source = outputs.confidence
-            copies.append({"src": source, "dst": host.address(n_bytes), "size": 4 * n})
+        copies, at = [], 0
+        for tensor in (*candidates, confidence):
+            if tensor is None:
+                continue
+            n_bytes = C.ggml_nbytes(tensor)
+            copies.append({"src": tensor, "dst": host.address(at), "size": n_bytes})
+            part = host.array[at : at + n_bytes]
+            at += n_bytes
+            if tensor is confidence:
+                self.confidence = part.view(np.float32)
+            else:
+                self.rows.append(part.view(np.int32).reshape(tensor.ne[1], -1))
         self.n_reads = len(copies)
         self.reads = ffi.new("struct mg_readback[]", copies)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..ggml.choose import likeliest
+from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
 from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
@@ -176,22 +176,22 @@ class MtpDrafter:
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
         self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
-        self._launch(built, f"{n} tokens of the MTP block", built.outputs.reads, 2)
+        reads, n_reads = built.outputs.reads, len(built.outputs.parts)
+        self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)
-        return self._draft(built.outputs, n, n_top)
+        if self._block.experts:
+            self._block.experts.note(built.outputs.parts[2])
+        return self._draft(built.outputs, n_top)
 
-    def _draft(self, outputs: _ChainResults, n: int, n_top: int) -> Draft:
-        """Return what a chain left: its tokens first, then the likeliest others of each step."""
-        lists = [likeliest(row) for row in outputs.rows]
-        n_top = min(n_top, *(max(1, len(ids)) for ids, *_ in lists))
-        tokens, log_p = np.empty((n, n_top), dtype=np.int32), np.empty((n, n_top), dtype=np.float32)
-        part = self._block.part
-        for at, (rows, logs, largest) in enumerate(lists):
-            first, ids = outputs.tokens[at], part.ids[rows] if part else rows
-            others = ids != first  # of equally likely ones, the list may begin with another
-            tokens[at, 0], tokens[at, 1:] = first, ids[others][: n_top - 1]
-            log_p[at, 0], log_p[at, 1:] = largest, logs[others][: n_top - 1]
-        return Draft(tokens, log_p)
+    def _draft(self, outputs: _ChainResults, n_top: int) -> Draft:
+        """Return what a chain left, up to a step whose likeliest tokens are not known."""
+        tokens, log_p = likeliest_rows(outputs.rows, n_top)
+        if self._block.part:
+            tokens = self._block.part.ids[tokens]
+        # of equally likely tokens, the chain may have gone on with another
+        is_other = (tokens[:, 0] != outputs.tokens[: len(tokens)]) & ~np.isnan(log_p[:, 0])
+        n = int(is_other.argmax()) if is_other.any() else len(tokens)
+        return Draft(tokens[:n], log_p[:n])
 
     def _padded(self, n: int) -> int:
         """Return for how many rows the graph of n known rows is."""
@@ -240,15 +240,16 @@ class MtpDrafter:
         memory = self.memory
         token, slot, steps = memory.chain_leaves(b, n, n_kv)
         before = b.get_rows(self._last_out, slot)
-        build_chain(
-            b, self._block, token, before, steps, n_kv, memory.keep_logits, memory.keep_token
-        )
-        logits, tokens, draws = memory.result_leaves(b, n)
-        candidates = b.expand(b.name(b.candidates(logits, draws), "result_candidates"))
-        C.ggml_set_output(candidates)
+        keep = memory.keep_logits, memory.keep_token, memory.keep_ids
+        build_chain(b, self._block, token, before, steps, n_kv, *keep)
+        leaf = memory.result_leaves(b, n)
+        listed = b.candidates(leaf["logits"], leaf["draws"])
+        C.ggml_set_output(b.expand(b.name(listed, "result_candidates")))
+        parts = [listed, leaf["tokens"], *([leaf["ids"]] if self._block.experts else [])]
         if self._host is None:
-            self._host = self._device.host_buffer((candidates.nb[1] + 4) * self.max_draft)
-        return _ChainResults(self._host, candidates, tokens, n_kv)
+            n_bytes = sum(C.ggml_nbytes(part) for part in parts) // n
+            self._host = self._device.host_buffer(n_bytes * self.max_draft)
+        return _ChainResults(self._host, parts, n_kv)
 
     def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._device.compute.ptr, built.graph, reads, n)
@@ -268,18 +269,27 @@ class MtpDrafter:
 class _ChainResults:
     """Where the results of a chain arrive in host memory.
 
-    rows: I32 numpy [n, words of a row], see `likeliest`. tokens: I32 numpy [n]. reads: the copies.
+    parts: I32 numpy: rows [n, words of a row], see `likeliest_rows`; tokens [n, 1]; the experts of
+    each step [n, n_expert_used], if the host needs them. reads: the copies.
     """
 
-    def __init__(self, host: HostBuffer, candidates: Tensor, tokens: Tensor, n_kv: int) -> None:
-        n, n_bytes = tokens.ne[0], C.ggml_nbytes(candidates)
+    def __init__(self, host: HostBuffer, parts: Sequence[Tensor], n_kv: int) -> None:
+        n, at, reads = parts[1].ne[0], 0, []
         self.n_kv = n_kv
-        self.rows = host.array[:n_bytes].view(np.int32).reshape(n, -1)
-        self.tokens = host.array[n_bytes : n_bytes + 4 * n].view(np.int32)
-        self.reads = ffi.new(
-            "struct mg_readback[2]",
-            [
-                {"src": candidates, "dst": host.address(), "size": n_bytes},
-                {"src": tokens, "dst": host.address(n_bytes), "size": 4 * n},
-            ],
-        )
+        self.parts: list[npt.NDArray[np.int32]] = []
+        for part in parts:
+            size = C.ggml_nbytes(part)
+            reads.append({"src": part, "dst": host.address(at), "size": size})
+            self.parts.append(host.array[at : at + size].view(np.int32).reshape(n, -1))
+            at += size
+        self.reads = ffi.new("struct mg_readback[]", reads)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """The candidates of each step."""
+        return self.parts[0]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The likeliest token of each step."""
+        return self.parts[1][:, 0]

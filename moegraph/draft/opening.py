@@ -9,7 +9,7 @@ from .controller import Controller
 from .drafter import Drafter
 from .plan import DraftSettings, Source
 from .stepcost import Experts
-from .tree import DDTree
+from .tree import DDTree, TreeDrafter
 
 # What is believed of a drafter before it has run: seconds of a draft and of each of its tokens, in
 # plain steps of a 35B-A3B; how often it is right; how many candidates it can name.
@@ -40,7 +40,8 @@ def open_controller(
     sources = []
     for drafter in drafters:
         fixed, per_token, accept, n_top = _KNOWN[drafter.name]
-        sources.append(Source(drafter.name, drafter.max_draft, fixed, per_token, accept, n_top))
+        known = (fixed, per_token, accept, n_top, isinstance(drafter, TreeDrafter))
+        sources.append(Source(drafter.name, drafter.max_draft, *known))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)
     return Controller(sources, draft_settings(config, spec, max_rows), experts)

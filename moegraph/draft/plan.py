@@ -17,7 +17,8 @@ class Source:
 
     fixed, per_token: seconds of a draft and of each of its tokens, in units of a plain decode step.
     accept: expected probability that a drafted token is accepted if all before it were.
-    n_top: candidates that it can name at each depth.
+    n_top: candidates that it can name at each depth. has_tree: it can build trees itself, because
+    it knows what follows each token (`TreeDrafter`).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Source:
     per_token: float = 0.0
     accept: float = 0.7
     n_top: int = 1
+    has_tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Plan:
 
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
-    is_trial: it is not what is best by what is known, but may be better.
+    n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
+    not. is_trial: it is not what is best by what is known, but may be better.
     """
 
     source: str = ""
@@ -74,6 +77,7 @@ class Plan:
     n_top: int = 1
     ddtree: DDTree | None = None
     is_trial: bool = False
+    n_nodes: int = 0
 
 
 PLAIN = Plan()

@@ -49,11 +49,6 @@ class Acceptance:
         self.leaf: tuple[float, ...] = ()
         self._infer()
 
-    @property
-    def n_seen(self) -> float:
-        """Observations of the first depth, older ones counting less."""
-        return self._seen[0]
-
     def forget(self, kept: float) -> None:
         """Have what was seen count only `kept` times as much: the text may be another now."""
         self._seen = [kept * n for n in self._seen]
@@ -76,6 +71,19 @@ class Acceptance:
         if ranks and ranks[-1] != 0:
             self._count_rank(ranks[-1])
         self._infer()
+
+    def expect(self, accept: Sequence[float], first: int) -> None:
+        """Count the depths from `first` on of a draft that will not be verified so far.
+
+        accept: their rates by the drafter's confidence. Without them, only drafts of which the
+        drafter is sure would count, and the rates would be too high.
+        """
+        reach = math.prod(accept[:first])
+        for depth in range(first, len(accept)):
+            kept = 1.0 - (1.0 - STEADY) * reach
+            self._seen[depth] = kept * self._seen[depth] + reach
+            self._hits[depth] = kept * self._hits[depth] + reach * accept[depth]
+            reach *= accept[depth]
 
     def _count_class(self, log_p: float, hit: float, expected: float) -> None:
         at = _class_of(log_p)

@@ -63,7 +63,7 @@ class SpecStats:
     @property
     def speedup(self) -> float | None:
         """Return the speed over that of plain decoding, as estimated from plain steps; or None."""
-        known = self.seconds > 0.0 and self.plain_seconds > 0.0
+        known = self.steps > 0 and self.plain_seconds > 0.0
         return self.plain_seconds / self.seconds if known else None
 
     def since(self, earlier: SpecStats) -> SpecStats:

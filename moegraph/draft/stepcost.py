@@ -75,7 +75,7 @@ class PassCost:
         self._distinct = {w: experts.distinct(w) if experts else 0.0 for w in (1, *self.widths)}
         self._weight = dict.fromkeys(self.widths, 0.0)
         self._log_ratio = dict.fromkeys(self.widths, 0.0)
-        self._is_new = set(self.widths)
+        self._unmeasured = set(self.widths)
         near = {(a, b): _nearness(a, b) for a in self.widths for b in self.widths}
         self._near = {
             a: [(b, near[a, b]) for b in self.widths if near[a, b] > 0.01] for a in self.widths
@@ -85,6 +85,10 @@ class PassCost:
     def predicted_missing(self, n_rows: int) -> float:
         """Return how many experts a pass of this many rows is expected to lack, of all layers."""
         return self._share * self._distinct[n_rows]
+
+    def is_new(self, n_rows: int) -> bool:
+        """Return whether no pass of this width has been measured: the first one builds graphs."""
+        return n_rows in self._unmeasured
 
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
@@ -100,7 +104,7 @@ class PassCost:
             self._base = min(base, self._base or base)
         else:
             base = min(base, _OUTLIER * self._base)
-            self._base += (base - self._base) / min(self._n_plain, _MEMORY)
+            self._base += (base - self._base) / min(self._n_plain, 2 * _MEMORY)
         self._n_plain += 1
         if not self.plain_s:
             self.update()
@@ -113,8 +117,8 @@ class PassCost:
         lacked = n_missing * self._experts.miss_s if self._experts else 0.0
         found = math.log(max(seconds, 1e-9) / (self._base * self._law[n_rows] + lacked))
         known = self._ratio(n_rows)
-        if n_rows in self._is_new:
-            self._is_new.remove(n_rows)
+        if n_rows in self._unmeasured:
+            self._unmeasured.remove(n_rows)
             if found > known + math.log(_OUTLIER):
                 return  # it built its graph
         limit = math.log(_OUTLIER)

@@ -10,11 +10,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from .drafter import Draft
+from .drafter import Draft, Drafter
 
 LogP = npt.NDArray[np.float64]
 
@@ -59,6 +60,22 @@ class DraftTree:
             found.append(self.tokens[row])
             row = self.parents[row]
         return tuple(reversed(found))
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that knows what follows each token, not only what follows the likeliest ones."""
+
+    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+        """Propose the likeliest paths after the anchor, as a tree of at most n_nodes more rows.
+
+        The rows come in the order of their worth, so that the first of them are the best smaller
+        tree. The draft has the tokens of the tree's spine, at most n_depth; `Drafter.draft` says
+        more about it.
+
+        Raises:
+            NativeError: the device failed.
+        """
 
 
 def spine_tree(anchor: int, draft: Draft, n_spine: int, leaves: Sequence[int] = ()) -> DraftTree:

@@ -48,8 +48,10 @@ class DraftedSteps(Steps):
     def submit(self) -> None:
         """Draft, and start the pass of the last token and of what is drafted after it."""
         speculation, sequence = self._speculation, self._sequence
-        anchor, room = sequence.tokens[-1], sequence.n_room
-        self._proposal = proposal = speculation.propose(SEQ, anchor, sequence.n_left, room)
+        anchor, race = sequence.tokens[-1], self._sampler.race
+        self._proposal = proposal = speculation.propose(
+            SEQ, anchor, sequence.n_left, sequence.n_room, race
+        )
         self._tree = proposal.tree if proposal and proposal.tree.n_rows > 1 else None
         self._n_missing = speculation.n_missing()
         self._clock.launch()

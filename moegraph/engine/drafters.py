@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
+from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
@@ -15,8 +16,11 @@ from ..draft.stepcost import Experts
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile, open_drafter
+from ..modelfile.vocab import frequent_ids
 from ..placement.drafters import Sources, tap_rows
 from ..placement.footprint import sweep_rows
+from ..resident.drafthead import DraftHead
+from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
 from ..runner import LayeredRunner, Runner
@@ -35,6 +39,8 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
         return None
     file = stack.enter_context(closing(open_drafter(config.draft)))
     file.require_target(model)
+    if config.draft_swa:
+        file.hparams = file.hparams.with_window(config.draft_swa)
     return file
 
 
@@ -53,14 +59,22 @@ def open_drafters(
     drafters: list[Drafter] = []
     with closed_on_failure():
         if sources.mtp:
-            block = stack.enter_context(closing(open_mtp(stage, file, config.draft_vocab)))
+            block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
+            stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
             n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
-            dflash = DFlashDrafter(stage, sources.draft, n_sweep)
+            part = None
+            if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
+                ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)
+                part = DraftHead(stage.device, file, head_tensor(file), ids)
+                stack.enter_context(closing(part))
+            kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
+            seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
+            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.dflash import DFlashDrafter
+from ..draft.stats import SpecStats
 from ..errors import RequestError
 from ..events import CancelToken, Progress
 from ..experts.cachestats import ExpertStats
@@ -204,6 +205,10 @@ class Engine:
         if misses is None:
             return ExpertStats(self.runner.cache.stats, 0, 0, 0, None, phases)
         return misses.stats(phases)
+
+    def spec_stats(self) -> SpecStats | None:
+        """Return what was drafted and accepted since loading; None if nothing drafts."""
+        return self.speculation.controller.stats if self.speculation else None
 
     @property
     def warnings(self) -> list[str]:

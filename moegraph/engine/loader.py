@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, OutOfDeviceMemory
+from ..errors import ConfigError, NativeError, OutOfDeviceMemory
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -25,6 +25,7 @@ from ..modelfile import ModelFile
 from ..placement.drafters import (
     Sources,
     drafters_bytes,
+    is_fitting,
     is_worth_loading,
     sources_of,
     with_drafts,
@@ -147,7 +148,7 @@ class _Loading:
                 n_prefetch_slots, progress, self._times, sources.mtp,
             )
         )  # fmt: skip
-        drafters = open_drafters(stage, self.file, config, sources, self._stack)
+        drafters = self._open_drafters(stage, config, sources)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -193,14 +194,14 @@ class _Loading:
         self._warnings += draft.warnings if draft else ()
         choices = sources_of(self.file, config, draft)
         if config.spec != "auto" and choices:
-            return self._make_plan(choices[0]), choices[0]
+            return self._plan_named(choices)
         plain = self._make_plan(Sources())
         for sources in choices:
             try:
                 drafting = self._make_plan(sources)
             except (ConfigError, OutOfDeviceMemory):
                 continue
-            if is_worth_loading(drafting, plain):
+            if is_fitting(drafting, sources) and is_worth_loading(drafting, plain):
                 break
         else:
             drafting, sources = plain, Sources()
@@ -209,6 +210,28 @@ class _Loading:
                 f"{draft.path}: not loaded, to leave experts their memory; --spec dflash loads it"
             )
         return drafting, sources
+
+    def _open_drafters(
+        self, stage: Stage, config: EngineConfig, sources: Sources
+    ) -> tuple[Drafter, ...]:
+        """Open what drafts; `auto` goes on without what fails, and warns."""
+        try:
+            return open_drafters(stage, self.file, config, sources, self._stack)
+        except (NativeError, ConfigError) as error:
+            if config.spec != "auto":
+                raise
+            self._warnings.append(f"no drafts by a model: {error}")
+            stage.taps.close()
+            return open_drafters(stage, self.file, config, Sources(), self._stack)
+
+    def _plan_named(self, choices: list[Sources]) -> tuple[Plan, Sources]:
+        """Return the plan for what the settings name, as the first of choices that fits."""
+        for sources in choices[:-1]:
+            with suppress(OutOfDeviceMemory):
+                plan = self._make_plan(sources)
+                if is_fitting(plan, sources):
+                    return plan, sources
+        return self._make_plan(choices[-1]), choices[-1]
 
     def _make_plan(self, sources: Sources) -> Plan:
         """Return how many expert slots each layer gets beside what drafters take."""

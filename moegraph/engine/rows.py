@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..draft.race import Race
 from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 
@@ -112,6 +113,15 @@ class RowSampler:
         for row, ahead in zip(words, aheads):
             self._describe(row, ahead)
         return words
+
+    @property
+    def race(self) -> Race | None:
+        """What is known of the next draws before their rows are computed; None if greedy."""
+        params = self._sampler.params
+        if params.is_greedy:
+            return None
+        position = self._sampler.position
+        return Race(params, lambda n: self._sampler.key_at(position + n))
 
     def prepare(self) -> None:
         """Find out whose logits the next row changes."""

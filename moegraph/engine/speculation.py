@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from ..draft.drafter import Draft, Drafter
 from ..draft.plan import PLAIN, Plan, Shape, Step
-from ..draft.tree import DraftTree, spine_tree
+from ..draft.race import N_RUNNERS, Race
+from ..draft.stats import SpecStats
+from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
 from .stepclock import StepSeconds
 
@@ -31,6 +33,10 @@ Ids = npt.NDArray[np.int32]
 
 class Controller(Protocol):
     """Decides what each step drafts, and learns from what became of it."""
+
+    @property
+    def stats(self) -> SpecStats:
+        """What was drafted so far."""
 
     def begin(self) -> None:
         """Begin another text."""
@@ -136,10 +142,13 @@ class Speculation:
         told.extend(tokens)
         self._told[slot] = told
 
-    def propose(self, slot: int, anchor: int, n_left: int, n_room: int) -> Proposal | None:
+    def propose(
+        self, slot: int, anchor: int, n_left: int, n_room: int, race: Race | None = None
+    ) -> Proposal | None:
         """Return the rows of the next pass of a sequence; None if nothing was drafted.
 
-        n_left: tokens until the text must end. n_room: positions that the context still has.
+        n_left: tokens until the text must end. n_room: positions that the context still has. race:
+        of the sampler that will draw; None if it is greedy.
 
         Raises:
             NativeError: the device failed.
@@ -150,20 +159,28 @@ class Speculation:
             plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
-            draft = self._draft(slot, anchor, plan, n_left - 1)
-            if draft is None:
+            drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows, race)
+            if drafted is None:
                 without.add(plan.source)
                 continue
-            tree = self._tree(anchor, plan, draft).cut(most_rows)
-            return Proposal(plan, draft, tree, time.perf_counter() - start)
+            draft, tree = drafted
+            return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start)
         return None
 
-    def _draft(self, slot: int, anchor: int, plan: Plan, most: int) -> Draft | None:
-        """Return a draft of at most so many tokens; None without one that is any use."""
+    def _draft(
+        self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int, race: Race | None
+    ) -> tuple[Draft, DraftTree] | None:
+        """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
-        n = min(plan.n_draft, drafter.max_draft, most)
-        draft = drafter.draft(slot, anchor, n, plan.n_top)
+        n, tree = min(plan.n_draft, drafter.max_draft, most), None
+        if plan.n_nodes and isinstance(drafter, TreeDrafter):
+            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
+        else:
+            n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
+            draft = drafter.draft(slot, anchor, n, n_top)
         problem = draft.problem(self._n_vocab)
+        if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
+            problem = "its tree has tokens that the model lacks"
         if problem:
             self._failed.add(drafter.name)
             self.messages.append(
@@ -171,7 +188,12 @@ class Speculation:
                 "the text goes on without it"
             )
             return None
-        return draft.cut(n) if draft.n_depth else None
+        draft = draft.cut(n)
+        if not draft.n_depth:
+            return None
+        if race and tree is None:
+            draft = race.run(draft, plan.n_top)
+        return draft, tree or self._tree(anchor, plan, draft)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
         if plan.ddtree:

@@ -28,22 +28,6 @@ TOTAL_WORD = 0
 _N_LIKELY, _MOST, _IDS = 3, int(C.MOEGRAPH_CANDIDATES), 4
 
 
-def likeliest(row: Words) -> tuple[Words, npt.NDArray[np.float32], float]:
-    """Return what the op lists of a row of logits: ids, their log probabilities, the largest one.
-
-    row: result of the op. Probabilities are those of the softmax over the whole row. The ids are
-    in order, likeliest first: at least LIKELY, or as many as the vocabulary has; but none if too
-    many are equally likely, or if a logit is not finite. Then the largest is NaN.
-    """
-    numbers, n = row.view(np.float32), int(row[_N_LIKELY])
-    total, largest = float(numbers[TOTAL_WORD]), float(numbers[TOTAL_WORD + 1])
-    if not math.isfinite(total):
-        return row[:0], numbers[:0], math.nan
-    n, log_total = n if n <= _MOST else 0, math.log(total)
-    logits = numbers[_IDS + _MOST : _IDS + _MOST + n]
-    return row[_IDS : _IDS + n], logits - np.float32(largest + log_total), -log_total
-
-
 def likeliest_rows(rows: Words, n_top: int) -> tuple[Words, npt.NDArray[np.float32]]:
     """Return the n_top likeliest tokens of several rows and their log probabilities, [n, n_top].
 

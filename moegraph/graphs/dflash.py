@@ -11,6 +11,7 @@ from ..ggml.ops import Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
+from .dspark import HeadMatrix, build_markov
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,6 @@ class BlockInputs:
     anchor: Tensor
     masks: Sequence[Tensor]
     draws: Tensor
-
-
-@dataclass(frozen=True)
-class DraftHead:
-    """What gives logits: output [n_embd, n_draft], the target's head or the drafter's own.
-
-    d2t: I32 [1, n_draft], the target's token of each; None if they are the target's.
-    """
-
-    output: Tensor
-    d2t: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -125,64 +115,26 @@ def _by_head(b: Builder, rows: Tensor, d: int, n_head: int) -> Tensor:
     return b.view(rows, (d, rows.ne[1], n_head), (row, size))
 
 
-def build_draft(
+def build_rows(
     b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
-    head: DraftHead, slot: int, n_draft: int,
-) -> DraftOutputs:  # fmt: skip
-    """Append a whole draft of n_draft tokens after the anchor."""
+    head: HeadMatrix, slot: int, n_draft: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Append the rows of a block that propose n tokens: F32 [n_embd, n]; and their logits."""
     cur = build_block(b, hp, w, rings, inp, slot)
     first = 0 if hp.samples_anchor else 1
     rows = b.view(cur, (hp.n_embd, n_draft), (cur.nb[1],), first * cur.nb[1])
-    logits, confidence = b.name(b.mul_mat(head.output, rows), "draft_logits"), None
+    return rows, b.name(b.mul_mat(head.output, rows), "draft_logits")
+
+
+def build_draft(
+    b: Builder, hp: DFlashHParams, w: DraftWeights, rings: DraftRings, inp: BlockInputs,
+    head: HeadMatrix, slot: int, n_draft: int,
+) -> DraftOutputs:  # fmt: skip
+    """Append a whole draft of n_draft tokens after the anchor."""
+    rows, logits = build_rows(b, hp, w, rings, inp, head, slot, n_draft)
+    confidence = None
     if hp.markov_rank:
-        logits, confidence = _build_markov(b, w, logits, rows, inp.anchor, head)
-        b.name(logits, "draft_biased")
+        logits, confidence = build_markov(b, w, logits, rows, inp.anchor, head)
     candidates = b.expand(b.name(b.candidates(logits, inp.draws), "draft_candidates"))
     C.ggml_set_output(candidates)
     return DraftOutputs(candidates, confidence)
-
-
-def _build_markov(
-    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: DraftHead
-) -> tuple[Tensor, Tensor | None]:
-    """Append the Markov head: each row's logits, given the token before; that is the likeliest.
-
-    Returns logits F32 [n_draft, n], and confidence F32 [1, n] or None.
-
-    Source: llama.cpp src/models/dflash.cpp build_dspark_markov_head.
-    """
-    w1, w2 = w.tensors["markov_w1.weight"], w.tensors["markov_w2.weight"]
-    before, n = anchor, logits.ne[1]
-    biased, traits = [], []
-    for i in range(n):
-        trait = b.get_rows(w1, before)
-        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
-        biased.append(b.add(row, b.mul_mat(w2, trait)))
-        traits.append(trait)
-        if i + 1 < n:
-            before = b.argmax(biased[-1])
-            if head.d2t is not None:
-                before = b.reshape(b.get_rows(head.d2t, before), 1)
-    return _joined(b, biased), _build_confidence(b, w, rows, traits)
-
-
-def _build_confidence(
-    b: Builder, w: DraftWeights, rows: Tensor, traits: Sequence[Tensor]
-) -> Tensor | None:
-    """Append how probable it is that each token is right if those before are: F32 [1, n]."""
-    weight, bias = w.tensors.get("conf_proj.weight"), w.tensors.get("conf_proj.bias")
-    if weight is None:
-        return None
-    found = b.mul_mat(b.reshape(weight, weight.ne[0], 1), b.concat(rows, _joined(b, traits), 0))
-    found = found if bias is None else b.add(found, bias)
-    found = b.expand(b.sigmoid(found))
-    C.ggml_set_output(found)
-    return found
-
-
-def _joined(b: Builder, columns: Sequence[Tensor]) -> Tensor:
-    """Append one tensor of columns [m, 1]: [m, n]."""
-    joined = columns[0]
-    for column in columns[1:]:
-        joined = b.concat(joined, column, 1)
-    return joined

@@ -15,12 +15,15 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
-from ..resident.draftlayout import MAX_ROWS
+from ..resident.draftlayout import N_WAITING
 from ..resident.ringshape import Mask, RingShape
 from ..units import round_up
 from .dflash import BlockInputs
+from .dspark import Scratch
 
 _ALIGN = 256
+# Most tokens of a depth of which it is known what follows them.
+BEAM = 4
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -41,12 +44,16 @@ class _Layout:
         self.anchor = round_up(self.token + 4, _ALIGN)
         self.masks = self.anchor + row  # embeddings of the mask token
         self.draws = round_up(self.anchor + row * n, _ALIGN)
-        self.rows = self.draws + 4 * DRAW_WORDS * n
-        self.n_row_words = (2 + len(shapes)) * MAX_ROWS
+        self.n_draws = max(n, BEAM)
+        self.rows = self.draws + 4 * DRAW_WORDS * self.n_draws
+        self.n_row_words = (1 + len(shapes)) * N_WAITING
         self.prompt = self.rows + 4 * self.n_row_words
         self.n_prompt_words = (1 + len(shapes)) * n_sweep
         self.fused = round_up(self.prompt + 4 * self.n_prompt_words, _ALIGN)
-        self.d2t = self.fused + row * n_sweep
+        self.waiting = self.fused + row * n_sweep
+        self.scratch = self.waiting + row * N_WAITING * len(hp.taps)
+        # before the table there are zeros, which a look-up of -1 reads: that is the argmax of NaN
+        self.d2t = self.scratch + round_up(8 * n * BEAM, _ALIGN) + _ALIGN
         self.size = self.d2t + 4 * hp.n_vocab_draft
 
     def kq_masks(self, n_rows: int, lengths: Sequence[int]) -> list[int]:
@@ -58,7 +65,9 @@ class _Layout:
 class DraftMemory:
     """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
 
-    n_bytes: device memory.
+    features: F32 [n_embd, n_sweep], fused outputs of the taps for a part of a prompt.
+    waiting: for each tap, by layer, F32 [n_embd, N_WAITING]: outputs of tokens that wait for their
+    K and V. n_bytes: device memory.
     """
 
     def __init__(
@@ -75,14 +84,22 @@ class DraftMemory:
         what = "the inputs of drafts and features of prompts"
         self._buffer = device.buffer(at.size, what, "lower -c or use --spec off")
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(2)
+        layers = sorted(set(hp.taps))
+        self._context = Context(3 + len(layers))
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, at.size // 4)
         place(self._buffer, self._all, 0)
+        self.features: Tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
+        place(self._buffer, self.features, at.fused)
+        self.waiting: dict[int, Tensor] = {}
+        for k, il in enumerate(layers):
+            tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, N_WAITING)
+            place(self._buffer, tensor, at.waiting + 4 * hp.n_embd * N_WAITING * k)
+            self.waiting[il] = tensor
         self._host = device.host_buffer(at.masks)
         self._words_host = device.host_buffer(4 * max(at.n_row_words, at.n_prompt_words))
         self._words_sent = device.event()
         self.n_bytes = at.size
-        draws = np.full((hp.block_size, DRAW_WORDS), -1, np.int32)
+        draws = np.full((at.n_draws, DRAW_WORDS), -1, np.int32)
         draws[:, 0] = 0  # no temperature, no race
         self._set(at.draws, draws)
 
@@ -144,14 +161,14 @@ class DraftMemory:
             self._device.compute.ptr, self._all, host.address(source), to, size
         )
 
-    def send_rows(self, rows: Longs, places: Longs, cells: Sequence[Ints]) -> None:
-        """Enqueue the upload of rows of a pass, their positions, and where K and V go."""
-        self._send_words(self._at.rows, [rows, places, *cells])
+    def send_rows(self, places: Longs, cells: Sequence[Ints]) -> None:
+        """Enqueue the upload of positions of waiting tokens, and where their K and V go."""
+        self._send_words(self._at.rows, [places, *cells])
 
-    def row_leaves(self, b: Builder, n: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def row_leaves(self, b: Builder, n: int) -> tuple[Tensor, list[Tensor]]:
         """Return what `send_rows` sends, I32 [n] each."""
-        ids, pos, *cells = self._word_leaves(b, self._at.rows, n, n, 2)
-        return ids, pos, cells
+        pos, *cells = self._word_leaves(b, self._at.rows, n, n)
+        return pos, cells
 
     def send_prompt(self, places: Longs, cells: Sequence[Ints]) -> None:
         """Enqueue the upload of positions of rows of a prompt, and where K and V go."""
@@ -161,7 +178,7 @@ class DraftMemory:
 
     def prompt_leaves(self, b: Builder, row: int, n: int) -> tuple[Tensor, list[Tensor]]:
         """Return what `send_prompt` sends of rows [row, row + n), I32 [n] each."""
-        pos, *cells = self._word_leaves(b, self._at.prompt + 4 * row, n, self._n_sweep, 1)
+        pos, *cells = self._word_leaves(b, self._at.prompt + 4 * row, n, self._n_sweep)
         return pos, cells
 
     def _send_words(self, to: int, parts: Sequence[npt.NDArray[Any]]) -> None:
@@ -173,13 +190,17 @@ class DraftMemory:
         if self._words_sent:
             C.ggml_backend_event_record(self._words_sent.ptr, self._device.compute.ptr)
 
-    def _word_leaves(self, b: Builder, at: int, n: int, stride: int, n_more: int) -> list[Tensor]:
-        """Return leaves of n words each: n_more of them, and one of each ring."""
-        n_parts = n_more + self._n_rings
-        return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(n_parts)]
+    def _word_leaves(self, b: Builder, at: int, n: int, stride: int) -> list[Tensor]:
+        """Return leaves of n words each: positions, and rows of each ring."""
+        return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(1 + self._n_rings)]
+
+    def scratch(self, b: Builder, i: int, m: int) -> Scratch:
+        """Return memory for ids of m tokens, at most BEAM, after the i-th row of a block."""
+        at = self._at.scratch + 8 * BEAM * i
+        return Scratch(self._leaf(b, at, F32, m), self._leaf(b, at + 4 * BEAM, I32, m))
 
     def fused(self, b: Builder, row: int, n: int) -> Tensor:
-        """Return a leaf of rows [row, row + n) of a prompt's fused features, F32 [n_embd, n]."""
+        """Return a leaf of rows [row, row + n) of `features`, F32 [n_embd, n]."""
         n_embd = self._hp.n_embd
         return self._leaf(b, self._at.fused + 4 * n_embd * row, F32, n_embd, n)
 

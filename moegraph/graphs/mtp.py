@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..ggml.ops import Builder, Tensor
 from ..resident.mtp import MtpBlock
 from .attention import build_keys_values
+from .experts import build_fetched_slots
 from .inputs import PassInputs, PassShape
 from .layer import build_input_norm, build_mixer_router, build_moe
 
@@ -108,14 +109,15 @@ def build_taken_rows(
 
 def build_chain(
     b: Builder, block: MtpBlock, token: Tensor, before: Tensor, steps: list[StepInputs],
-    n_kv: int, keep_logits: Keep, keep_token: Keep,
+    n_kv: int, keep_logits: Keep, keep_token: Keep, keep_ids: Keep,
 ) -> None:  # fmt: skip
     """Append the steps of a chain.
 
     token I32 [1]: the last known token; before F32 [n_embd, 1]: l_out of the model's last layer at
     the position before it. n_kv: as in `PassShape`. keep_logits, keep_token: called with a step's
     logits F32 [n_vocab, 1], or the likeliest token I32 [1], and the number of the step: they give
-    the node memory that lasts.
+    the node memory that lasts. keep_ids: the same for the experts I32 [n_expert_used, 1] that a
+    step chose, if not all are on the device.
     """
     stage, shape = block.stage, PassShape(1, 1, n_kv, 1)
     il, eps = stage.layers.start, stage.hp.f_norm_rms_eps
@@ -124,7 +126,8 @@ def build_chain(
         x = build_block_input(b, block, token, h)
         norm = build_input_norm(b, stage, x, il)
         r = build_mixer_router(b, stage, inputs.of(x), shape, x, norm, il)
-        out = build_moe(b, stage, r.residual, r.post_norm, r.routing.topk, r.routing.weights, il)
+        slots = _slots(b, block, r.routing.topk, keep_ids, at)
+        out = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
         h = b.name(b.norm(out, block.head.norm, eps), "h_nextn")
         logits = b.expand(b.name(b.mul_mat(block.head.output, h), "result_output"))
         keep_logits(logits, at)
@@ -132,3 +135,15 @@ def build_chain(
         if block.part:  # its rows are not numbered as the tokens are
             token = b.get_rows(block.part.table, token)
         keep_token(b.expand(token), at)
+
+
+def _slots(b: Builder, block: MtpBlock, ids: Tensor, keep_ids: Keep, at: int) -> Tensor:
+    """Append the look-up of the slots of ids I32 [n_expert_used, 1]; missing ones are fetched."""
+    if block.experts is None:
+        return ids
+    ids = b.cont(ids)
+    keep_ids(ids, at)
+    stage = block.stage
+    return build_fetched_slots(
+        b, stage.banks, stage.layers.start, b.expand(ids), block.experts.source
+    )

@@ -33,8 +33,9 @@ class MtpMemory:
 
     before: F32 [n_embd, max_rows], l_out of the model at the position before each known row.
     taken: F32 [n_embd, MTP_TAKEN], l_out of accepted rows whose K and V are not computed yet.
-    logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; draws: I32 [DRAW_WORDS,
-    max_draft], constant, for candidates without a race.
+    logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; ids: I32
+    [n_expert_used, max_draft], the experts of each step; draws: I32 [DRAW_WORDS, max_draft],
+    constant, for candidates without a race.
     """
 
     def __init__(self, block: MtpBlock, max_rows: int, max_draft: int, is_paged: bool) -> None:
@@ -50,13 +51,15 @@ class MtpMemory:
         self._gathers = stage.state.n_seq > 1
         longest = PAGED if is_paged else stage.state.n_ctx
         n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
-        self._context = Context(6)
+        self._context = Context(7)
+        self._n_used = hp.n_expert_used
         shapes = {
             "inputs": (I32, (n_words,)),
             "before": (F32, (hp.n_embd, max_rows)),
             "taken": (F32, (hp.n_embd, MTP_TAKEN)),
             "logits": (F32, (self._n_vocab, max_draft)),
             "tokens": (I32, (max_draft,)),
+            "ids": (I32, (hp.n_expert_used, max_draft)),
             "draws": (I32, (DRAW_WORDS, max_draft)),
         }
         made, offsets, size = {}, {}, 0
@@ -138,7 +141,7 @@ class MtpMemory:
         words[: self._n_known(n_padded)] = 0
         words[:n], words[room : room + n] = tokens, places
         rows = words[2 * room : 2 * room + 2 * n_padded].view(np.int64)
-        rows[:n], rows[n:] = self._state.pool.rows(np.array(slot), places), self._state.spare_row
+        rows[:n], rows[n:] = self._state.pool.run(slot, first, n), self._state.spare_row
         words[4 * room : 4 * room + len(sources)] = sources
         words[5 * room], words[5 * room + _ALIGN] = sources[-1], slot
         self._send(self._n_known(n_padded))
@@ -182,7 +185,7 @@ class MtpMemory:
         places, idx = first + np.arange(n), 2 * _ALIGN + round_up(n, _ALIGN)
         words[0], words[_ALIGN] = token, slot
         words[2 * _ALIGN : 2 * _ALIGN + n] = places
-        words[idx : idx + 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
+        words[idx : idx + 2 * n].view(np.int64)[:] = state.pool.run(slot, first, n)
         at = self._attention(n)
         end = at + self._n_attention(n, n_kv)
         if n_kv == PAGED:
@@ -219,18 +222,22 @@ class MtpMemory:
         """Have a node I32 [1] write to place `at` of the tokens."""
         place(self._buffer, node, self._offsets["tokens"] + 4 * at)
 
-    def result_leaves(self, b: Builder, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return leaves for the logits, the tokens and the draws of n steps."""
-        leaves = []
-        for name, dtype, ne in (
-            ("logits", F32, (self._n_vocab, n)),
-            ("tokens", I32, (n,)),
-            ("draws", I32, (DRAW_WORDS, n)),
-        ):  # fmt: skip
-            leaves.append(b.leaf(dtype, ne, f"mtp_{name}"))
-            place(self._buffer, leaves[-1], self._offsets[name])
-        logits, tokens, draws = leaves
-        return logits, tokens, draws
+    def keep_ids(self, node: Tensor, at: int) -> None:
+        """Have a node I32 [n_expert_used, 1] write to row `at` of the chosen experts."""
+        place(self._buffer, node, self._offsets["ids"] + 4 * self._n_used * at)
+
+    def result_leaves(self, b: Builder, n: int) -> dict[str, Tensor]:
+        """Return leaves for what n steps leave: logits, tokens, ids; and for their draws."""
+        shapes = {
+            "logits": (F32, (self._n_vocab, n)),
+            "tokens": (I32, (n,)),
+            "ids": (I32, (self._n_used, n)),
+            "draws": (I32, (DRAW_WORDS, n)),
+        }
+        leaves = {name: b.leaf(dtype, ne, f"mtp_{name}") for name, (dtype, ne) in shapes.items()}
+        for name, leaf in leaves.items():
+            place(self._buffer, leaf, self._offsets[name])
+        return leaves
 
     def close(self) -> None:
         """Free the memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gguf.constants import GGMLQuantizationType
 
@@ -104,6 +104,11 @@ class DFlashHParams:
     def n_embd_gqa(self) -> int:
         """Return the width of K, and of V, of a row."""
         return self.n_embd_head * self.n_head_kv
+
+    def with_window(self, n_swa: int) -> DFlashHParams:
+        """Return these, with a window for all layers but the last."""
+        sliding = (*(True for _ in range(self.n_layer - 1)), False)
+        return replace(self, n_swa=n_swa, sliding=sliding)
 
     def window(self, il: int) -> int:
         """Return how many positions layer il reaches back, its own included; 0 for all."""

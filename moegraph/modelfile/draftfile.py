@@ -39,6 +39,12 @@ class DraftFile:
         self.path, self.hparams, self.tensors = source.path, hparams, tensors
         self.warnings: tuple[str, ...] = ()
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether the drafter can propose a part of the target's tokens: it has no head for all."""
+        own = "output.weight", "token_embd.weight", "markov_w2.weight"
+        return not any(name in self.tensors for name in own)
+
     def read(self, info: TensorInfo, out: np.ndarray, start: int = 0) -> None:
         """Copy a tensor's bytes, from byte `start` of it on, into out, U8 numpy [n]. Thread-safe.
 

@@ -15,10 +15,10 @@ from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,
-    MAX_PAGED_ROWS,
     MTP_ROWS,
     MTP_TAKEN,
     PAGE,
+    Packing,
     expert_tensors,
     is_dense,
     mtp_output,
@@ -81,14 +81,20 @@ def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """What is loaded to draft tokens: the model's MTP block, and a file that `draft` names."""
+    """What is loaded to draft tokens: the model's MTP block, and a file that `draft` names.
+
+    n_kept: how many experts of the block stay on the device, the others being fetched; None: all.
+    """
 
     mtp: bool = False
     draft: DraftFile | None = None
+    n_kept: int | None = None
 
 
 def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) -> list[Sources]:
     """Return what may be loaded, best first; `auto` takes the first that is worth its memory.
+
+    The MTP block comes with all its experts, then with few, if the others can be fetched.
 
     Raises:
         ConfigError: the settings name dflash, and no file.
@@ -99,21 +105,37 @@ def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) 
             raise ConfigError("--spec dflash needs the drafter's file; name it with --draft FILE")
         return [Sources(draft=draft)]
     mtp = wants_mtp(model, config)
-    if config.spec != "auto":
-        return [Sources(mtp)] if mtp else []
     found = [Sources(mtp, draft), Sources(False, draft), Sources(mtp)]
+    if config.spec != "auto":
+        found = [Sources(mtp)]
+    if config.host_pin != "none":
+        few = kept_experts(model.hparams.n_expert)
+        found = [one for each in found for one in (each, replace(each, n_kept=few))]
+    found = [one if one.mtp else replace(one, n_kept=None) for one in found]
     return list(dict.fromkeys(one for one in found if one.mtp or one.draft))
+
+
+def is_fitting(plan: Plan, sources: Sources) -> bool:
+    """Return whether a plan has room for all that its drafters keep on the device.
+
+    Where not all experts of the model are there, those of the MTP block give them room.
+    """
+    return plan.all_resident or not sources.mtp or sources.n_kept is not None
 
 
 def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
     """Return a bound on the device memory that drafters take; config: after `with_drafts`."""
-    total = mtp_bytes(model, config, n_ctx) if sources.mtp else 0
+    total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0
     if sources.draft:
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
         n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
-        total += dflash_bytes(sources.draft, hp.n_vocab, padded, config.n_seq, n_sweep)
+        seen = min(config.draft_ctx_max or padded, padded)
+        sizes = hp.n_vocab, seen, config.n_seq, n_sweep
+        total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
         total += tap_bytes(hp.n_embd, n_taps, n_rows)
+        if sources.draft.takes_part:
+            total += _head_bytes(model, config.draft_vocab)
     return total
 
 
@@ -129,20 +151,29 @@ def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
     return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
 
 
-def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int) -> int:
+def kept_experts(n_expert: int) -> int:
+    """Return how many experts of the MTP block stay on the device if not all layers are full."""
+    return n_expert // 4
+
+
+def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | None = None) -> int:
     """Return a bound on the device memory that drafting with a model's MTP block takes.
 
-    That is its weights with all experts, its K and V, the last outputs, and its graphs.
+    That is its weights, its K and V, the last outputs, and its graphs. n_kept: experts that stay on
+    the device, others being fetched; None: all stay.
     """
     hp, il, padded = model.hparams, model.hparams.n_layer, round_up(n_ctx, PAGE)
     infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
-    infos = [info for info in infos if info.name.startswith("blk.")]
-    weights = sum(info.nbytes for info in (*infos, *expert_tensors(model, il).values()))
+    weights = sum(info.nbytes for info in infos if info.name.startswith("blk."))
     weights += _head_bytes(model, config.draft_vocab)
+    experts = expert_tensors(model, il)
+    if n_kept is None or n_kept + hp.n_expert_used >= hp.n_expert:
+        weights += sum(info.nbytes for info in experts.values())
+    else:
+        weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
-    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN) + tap_bytes(
-        hp.n_embd, 1, MAX_PAGED_ROWS
-    )
+    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN)
+    outputs += tap_bytes(hp.n_embd, 1, tap_rows(config))
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
 
 

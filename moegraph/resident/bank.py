@@ -78,8 +78,12 @@ class ExpertBanks:
         layers: range,
         n_slots: Sequence[int],
         n_prefetch_slots: int = 0,
+        has_staging: bool = True,
     ) -> None:
-        """Load these layers; n_slots [n_layer] counts all layers of the model."""
+        """Load these layers; n_slots [n_layer] counts all layers of the model.
+
+        has_staging: missing experts may go through staging.
+        """
         hp = model.hparams
         self.n_prefetch_slots = n_prefetch_slots
         self.n_victims = min(MAX_FETCH_ROWS * hp.n_expert_used, MAX_FETCH_IDS, hp.n_expert)
@@ -91,7 +95,7 @@ class ExpertBanks:
         self._staging_of = {
             il: self._staging_banks(device, model, il)
             for il, n in self.n_slots.items()
-            if n < hp.n_expert
+            if has_staging and n < hp.n_expert
         }
         self._context = Context(2 * len(layers) + 1)
         self.tables, self.victim_lists = (

@@ -40,12 +40,14 @@ class DraftHead:
         self.output: Tensor = C.ggml_new_tensor_2d(self._context.ptr, int(info.type), info.ne[0], n)
         self.table: Tensor = C.ggml_new_tensor_2d(self._context.ptr, I32, 1, n)
         needed = C.ggml_backend_buft_get_alloc_size(device.buft, self.output)
-        at = round_up(needed, device.alignment)
+        # a word of zeros before the table: on CUDA, the argmax of NaN is -1
+        at = round_up(needed, device.alignment) + device.alignment
         self.n_bytes = at + 4 * n
         self._buffer = device.buffer(self.n_bytes, f"a draft head of {n} tokens", "lower it")
         C.ggml_backend_buffer_set_usage(
             self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS
         )  # fmt: skip
+        C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
         place(self._buffer, self.output, 0)
         place(self._buffer, self.table, at)
         ordered = np.ascontiguousarray(ids, dtype=np.int32)

@@ -20,8 +20,9 @@ _ALIGN = 128
 EMBEDDING = "token_embd.weight"
 # Rows of a prompt in one graph.
 CHUNK = 512
-# Most rows of a pass that one sequence takes.
-MAX_ROWS = 128
+# Tokens that wait for their K and V, at most. They wait for the next draft, because their weights
+# are read once for all.
+N_WAITING = 64
 # Of inputs of candidates and alignment, for each row of a block, and in all.
 _ROW_BYTES, _SMALL = 2048, 16 << 10
 
@@ -92,8 +93,9 @@ def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
     shapes = ring_shapes(hp, n_ctx)
     masks = 2 * hp.block_size * sum(shape.n_rows for shape in shapes)
     block = hp.block_size * (4 * hp.n_embd + _ROW_BYTES)
-    words = 4 * (2 + len(shapes)) * (MAX_ROWS + n_sweep)
-    return masks + block + words + 4 * hp.n_embd * n_sweep + 4 * hp.n_vocab_draft + _SMALL
+    words = 4 * (1 + len(shapes)) * (N_WAITING + n_sweep)
+    rows = 4 * hp.n_embd * (n_sweep + N_WAITING * len(hp.taps))
+    return masks + block + words + rows + 4 * hp.n_vocab_draft + _SMALL
 
 
 def _graph_bytes(hp: DFlashHParams, n_vocab: int, n_sweep: int) -> int:

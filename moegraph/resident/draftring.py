@@ -60,6 +60,10 @@ class DraftRings:
         shape = self.shapes[kind]
         return (slot * shape.n_rows + shape.rows(places)).astype(np.int32)
 
+    def spare_row(self, kind: int, slot: int) -> int:
+        """Return a row that padding may overwrite: the next block does, before it is read."""
+        return slot * self.shapes[kind].n_rows
+
     def view(self, b: Builder, cache: Tensor, slot: int, il: int, n: int) -> Tensor:
         """View the first n rows of a sequence in K or V of layer il: [n_embd_gqa, n]."""
         first = slot * self.shapes[self.kind[il]].n_rows

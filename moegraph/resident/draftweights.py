@@ -51,6 +51,8 @@ class DraftWeights:
         """
         hp: DFlashHParams = file.hparams
         planned = list(plan_tensors(file, as_stored))
+        # others first: a look-up of -1, the argmax of NaN, must find something before the table
+        planned.sort(key=lambda p: p.name.startswith("markov"))
         self._context = Context(len(planned))
         self.tensors: dict[str, Tensor] = {}
         offsets, size = {}, 0

@@ -61,7 +61,7 @@ class ExpertCopies:
         self._n_expert = model.hparams.n_expert
         self._report = report
         if self._must:
-            short = _shortage(sum(map(self._size, layers)), host_memory().available)
+            short = shortage(sum(map(self._size, layers)), host_memory().available)
             if short:
                 raise ConfigError(f"host_pin 'all' needs {short}; use --host-pin auto or none")
         self._registers = _registers(device)
@@ -86,7 +86,7 @@ class ExpertCopies:
             size = self._size(il)
             # count what we took as well: a control group may not see what the driver pins
             at_most = None if free is None else free - taken
-            short = "" if self._must else _shortage(size, at_most)
+            short = "" if self._must else shortage(size, at_most)
             if short:
                 self.why = f"the next layer needs {short}"
                 break
@@ -159,7 +159,7 @@ def _registers(device: Device) -> bool:
     return True
 
 
-def _shortage(size: int, at_most: int | None) -> str:
+def shortage(size: int, at_most: int | None) -> str:
     """Return why taking size bytes would leave too little host memory; empty if it would not.
 
     at_most: upper limit of the available bytes by our own count; None if unknown.

@@ -56,6 +56,14 @@ class KVPool:
         pages = self.table[slots, positions // PAGE].astype(np.int64)
         return pages * PAGE + positions % PAGE
 
+    def run(self, slot: int, first: int, n: int) -> npt.NDArray[np.int64]:
+        """Return the KV rows of n positions from first on, which have pages; fast for a few."""
+        at = first % PAGE
+        if at + n <= PAGE:
+            row = self._pages[slot][first // PAGE] * PAGE + at
+            return np.arange(row, row + n)
+        return self.rows(np.array(slot), first + np.arange(n))
+
     def grow(self, slot: int, n_rows: int) -> None:
         """Give a sequence pages for n_rows positions; it keeps what it has.
 

@@ -86,11 +86,16 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
 
 
+def head_tensor(model: ModelFile) -> TensorInfo:
+    """Return the output matrix of a model: its own, or the embeddings."""
+    names = "output.weight", "token_embd.weight"
+    return next(model.tensors[name] for name in names if name in model.tensors)
+
+
 def mtp_output(model: ModelFile) -> TensorInfo:
     """Return the output matrix of the MTP block: its own, the model's, or the embeddings."""
     own = f"blk.{model.hparams.n_layer}.nextn.shared_head_head.weight"
-    names = own, "output.weight", "token_embd.weight"
-    return next(model.tensors[name] for name in names if name in model.tensors)
+    return model.tensors[own] if own in model.tensors else head_tensor(model)
 
 
 def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:

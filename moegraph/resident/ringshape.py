@@ -79,16 +79,19 @@ class RingShape:
 class Span:
     """Positions of a sequence that a drafter has seen: from first up to n_past.
 
-    high: the most positions that it had; a ring has lost what is n_cells or more before.
+    high: the most positions that it had; a ring has lost what is n_cells or more before. Of the
+    last n_waiting positions there is no K and V yet.
     """
 
     first: int = 0
     n_past: int = 0
     high: int = 0
+    n_waiting: int = 0
 
     def restart(self, n_past: int) -> None:
         """Begin at a position, with nothing before it."""
         self.first = self.n_past = self.high = n_past
+        self.n_waiting = 0
 
     def grow(self, n: int) -> None:
         """Take n more positions."""
@@ -99,7 +102,9 @@ class Span:
         """Forget the positions from n_past on."""
         if n_past < self.first:
             self.restart(n_past)
-        self.n_past = min(self.n_past, n_past)
+        lost = max(0, self.n_past - n_past)
+        self.n_waiting = max(0, self.n_waiting - lost)
+        self.n_past -= lost
 
 
 def ring_shapes(hp: DFlashHParams, n_ctx: int) -> tuple[RingShape, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InternalError
 from ..ggml.device import Device
-from ..ggml.handles import Buffer
+from ..ggml.handles import Buffer, Context, closed_on_failure
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, Builder, Tensor
@@ -30,6 +30,7 @@ class TapRows:
     def __init__(self, device: Device, hp: HParams) -> None:
         self._device, self._hp = device, hp
         self._buffer: Buffer | None = None
+        self._context: Context | None = None
         self.layers: tuple[int, ...] = ()
         self.n_rows = 0
 
@@ -46,12 +47,20 @@ class TapRows:
         if wanted and not 0 <= wanted[0] <= wanted[-1] <= self._hp.n_layer:
             raise InternalError(f"taps {list(wanted)} of a model of {self._hp.n_layer} layers")
         size = tap_bytes(self._hp.n_embd, len(wanted), n_rows)
-        larger = None
+        larger, context = None, None
         if size:
-            larger = self._device.buffer(size, f"{n_rows} rows for drafting", "draft fewer tokens")
-            C.ggml_backend_buffer_clear(larger.ptr, 0)
+            with closed_on_failure():
+                what = f"{n_rows} rows for drafting"
+                larger = self._device.buffer(size, what, "draft fewer tokens")
+                C.ggml_backend_buffer_clear(larger.ptr, 0)
+                context = Context(1)
+                words: Tensor = C.ggml_new_tensor_1d(context.ptr, F32, size // 4)
+                place(larger, words, 0)
         self.close()
-        self._buffer, self.layers, self.n_rows = larger, wanted, n_rows
+        if context:
+            self._words = words
+        self._buffer, self._context = larger, context
+        self.layers, self.n_rows = wanted, n_rows
 
     @property
     def n_bytes(self) -> int:
@@ -81,6 +90,13 @@ class TapRows:
         place(self._memory, leaf, self._offset(il))
         return leaf
 
+    def copy(self, il: int, row: int, n: int, to: Tensor, to_row: int) -> None:
+        """Enqueue a copy of rows [row, row + n) of tap il to F32 [n_embd, ...], from to_row on."""
+        size, source = 4 * self._hp.n_embd, self._offset(il)
+        C.mg_copy_bytes(
+            self._device.compute.ptr, self._words, source + size * row, to, size * to_row, size * n
+        )
+
     def _offset(self, il: int) -> int:
         """Return the first byte of tap il."""
         return tap_bytes(self._hp.n_embd, self.layers.index(il), self.n_rows)
@@ -93,6 +109,7 @@ class TapRows:
 
     def close(self) -> None:
         """Free the memory; graphs that use it must be dropped before."""
-        if self._buffer:
-            self._buffer.close()
-        self._buffer, self.layers, self.n_rows = None, (), 0
+        for part in (self._buffer, self._context):
+            if part:
+                part.close()
+        self._buffer, self._context, self.layers, self.n_rows = None, None, (), 0

@@ -13,6 +13,8 @@ from helpers.mtp import MtpModel
 from modelgen.build import write_model
 from modelgen.presets import PRESETS
 
+from moegraph.ggml.lib import C, ffi
+
 N = 6
 
 
@@ -88,3 +90,35 @@ def test_accepted_tokens_give_nearly_the_keys_of_a_prompt(
             model.decode(token)
         for got, want in zip(model.cache(), wanted):
             assert nmse(got.astype(np.float32), want.astype(np.float32)) < 5e-3
+
+
+@pytest.mark.parametrize("n_vocab", [0, 300])
+def test_nan_ends_no_process(with_block: Callable[[str], Path], n_vocab: int) -> None:
+    with MtpModel(with_block("float32"), 256, device="cuda", n_vocab=n_vocab) as model:
+        model.read(random_ids(30))
+        wanted = model.drafter.draft(0, 3, 4, 2)
+        snapshot = model.state.snapshot(0)
+        bad = np.full(model.hp.n_embd, np.nan, dtype=np.float32)
+        C.ggml_backend_tensor_set(model.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
+        for _ in range(4):
+            assert model.drafter.draft(0, 3, 4, 2).problem(model.hp.n_vocab)
+        model.state.restore(snapshot)
+        np.testing.assert_array_equal(model.drafter.draft(0, 3, 4, 2).tokens, wanted.tokens)
+        snapshot.close()
+
+
+@pytest.mark.parametrize("n_kept", [0, 8])
+@pytest.mark.parametrize("preset", ["mini35b", "kquant40"])
+def test_experts_that_are_fetched_change_no_draft(
+    with_block: Callable[[str], Path], preset: str, n_kept: int
+) -> None:
+    ids, found = random_ids(60), []
+    for kept in (None, n_kept):
+        with MtpModel(with_block(preset), 256, device="cuda", n_kept=kept) as model:
+            model.read(ids)
+            rows = []
+            for turn in range(40):  # experts are exchanged meanwhile
+                model.drafter.draft(0, 3 + turn % 2, 1 + turn % 5, 1)
+                rows.append(model.logits(1 + turn % 5))
+            found.append(np.concatenate(rows))
+    np.testing.assert_array_equal(*found)

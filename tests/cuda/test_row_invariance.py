@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.company import RAGGED, WIDTHS, Alone, Company, open_pair, settings_for
+from helpers.company import RAGGED, WIDTHS, Alone, Company, open_company, settings_for
 from helpers.fetching_engines import fetch_layers
 from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, differing
 from helpers.row_cases import WIDTHS as SEVERAL
@@ -83,7 +83,7 @@ def test_deterministic_rows_have_the_bits_that_they_have_alone(
     hp = single.engine.hparams
     config = settings_for(share, hp.n_layer * hp.n_expert)
     with ExitStack() as stack:
-        check(open_pair(stack, model_file(preset), config, single)[0])
+        check(open_company(stack, model_file(preset), config, single))
 
 
 @pytest.mark.parametrize("host_pin", ["all", "none"])
@@ -94,7 +94,7 @@ def test_experts_that_the_host_streams_change_no_bit(
     hp = single.engine.hparams
     config = settings_for(25, hp.n_layer * hp.n_expert, host_pin=host_pin)
     with ExitStack() as stack:
-        company, _ = open_pair(stack, model_file("mini35b"), config, single)
+        company = open_company(stack, model_file("mini35b"), config, single)
         fetches = fetch_layers(company.engine)
         assert bool(fetches) == (host_pin == "all"), "not what this test is about"
         check(company)
@@ -112,7 +112,7 @@ def test_rows_have_the_bits_that_they_have_alone(
     hp = single.engine.hparams
     config = settings_for(share, hp.n_layer * hp.n_expert, deterministic=False, host_pin="all")
     with ExitStack() as stack:
-        check(open_pair(stack, model_file(preset), config, single)[0])
+        check(open_company(stack, model_file(preset), config, single))
 
 
 @pytest.mark.parametrize("share", [None, 25])

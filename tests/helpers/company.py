@@ -21,6 +21,8 @@ from moegraph.runner.inspect import node_values
 Logits = npt.NDArray[np.float32]
 N_SEQ = 32
 WIDTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32)
+# Settings that decide what a row's result is.
+_SHARED = ("device", "n_ctx", "n_ubatch", "n_threads", "deterministic")
 # Sequences, rows of each, and how many of them count.
 RAGGED = ((2, 4, (4, 1)), (3, 5, (5, 1, 3)), (4, 8, (8, 1, 5, 2)), (8, 4, (4, 1, 3, 2, 1, 4, 2, 1)))
 
@@ -174,18 +176,20 @@ def differing_nodes(engine: Engine, width: int) -> Iterator[str]:
             yield f"{where}: {n_bad} of {width} rows differ"
 
 
-def open_pair(
-    stack: ExitStack, model: str | Path, config: dict[str, Any], alone: Alone | None = None
-) -> tuple[Company, Alone]:
-    """Load the engine under test, and the one that computes rows alone if it is not given."""
-    if alone is None:
-        single = {"mode": "whole", "deterministic": config["deterministic"]}
-        kept = {name: config[name] for name in ("device", "n_ctx", "n_ubatch", "n_threads")}
-        engine = Engine.load(model, EngineConfig(**kept, **single))
-        stack.callback(engine.close)
-        alone = Alone(engine)
+def open_alone(stack: ExitStack, model: str | Path, config: dict[str, Any]) -> Alone:
+    """Load the engine that computes rows alone, with all experts; config: of the other one."""
+    kept = {name: config[name] for name in (*_SHARED, "cpu_reference") if name in config}
+    engine = Engine.load(model, EngineConfig(**kept, mode="whole"))
+    stack.callback(engine.close)
+    return Alone(engine)
+
+
+def open_company(
+    stack: ExitStack, model: str | Path, config: dict[str, Any], alone: Alone
+) -> Company:
+    """Load the engine under test, with `N_SEQ` sequences."""
     engine = Engine.load(model, EngineConfig(**config, n_seq=N_SEQ, n_draft=N_SEQ - 1))
     stack.callback(engine.close)
     company = Company(engine, alone)
     stack.callback(company.close)
-    return company, alone
+    return company

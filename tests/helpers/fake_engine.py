@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from moegraph.draft.stats import SpecStats
 from moegraph.engine.sequence import Sequence
 from moegraph.events import CancelToken, GenerationEvent
 from moegraph.sampling import SamplingParams
@@ -87,6 +88,13 @@ class FakeEngine:
 
     def expert_stats(self) -> None:
         """Everything is resident."""
+
+    spec: SpecStats | None = None
+    drafter_lines: tuple[str, ...] = ()
+
+    def spec_stats(self) -> SpecStats | None:
+        """Return what a test set."""
+        return self.spec
 
     def drain_messages(self) -> list[str]:
         """Return nothing new."""

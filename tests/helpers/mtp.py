@@ -25,9 +25,10 @@ class MtpModel:
     """A model on the CPU, all experts resident, and a drafter with its MTP block; closes all."""
 
     def __init__(
-        self, path: Path, max_rows: int = 64, n_ctx: int = 512, n_vocab: int = 0, **settings: Any
-    ) -> None:
-        """n_vocab: tokens that are drafted. settings: as in `EngineConfig`."""
+        self, path: Path, max_rows: int = 64, n_ctx: int = 512, n_vocab: int = 0,
+        n_kept: int | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        """n_vocab, n_kept: see `open_mtp`. settings: as in `EngineConfig`."""
         from moegraph.draft.mtp import MtpDrafter
         from moegraph.engine.loader import open_runner
         from moegraph.ggml.device import Device
@@ -48,8 +49,8 @@ class MtpModel:
             self.stage = own(closing(stage))
             stage.taps.reserve((hp.n_layer - 1,), 32)
             self.runner = own(closing(open_runner(stage, config)))
-            block = own(closing(open_mtp(stage, file, n_vocab)))
-            self.drafter = own(closing(MtpDrafter(block, max_rows)))
+            self.block = own(closing(open_mtp(stage, file, n_vocab, n_kept)))
+            self.drafter = own(closing(MtpDrafter(self.block, max_rows)))
             self.state = stage.state
             self._opened = stack.pop_all()
 

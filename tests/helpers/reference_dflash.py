@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,6 +107,19 @@ class ReferenceDrafter:
         scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.s.head_dim)
         weights = softmax(np.where(sees, scores, -np.inf))
         return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
+
+    def after(self, anchor: int, n_past: int, n: int) -> Callable[[int, int], dict[int, float]]:
+        """Return what gives log p of the target's tokens at a depth after a token."""
+        s, w = self.s, self.weights
+        rows = self.hidden(anchor, n_past, n if s.samples_anchor else n + 1)
+        logits = rows[0 if s.samples_anchor else 1 :] @ w.get("output.weight", self.head).T
+        names = w["d2t"] if s.n_vocab_draft else np.arange(logits.shape[1])
+
+        def given(depth: int, token: int) -> dict[int, float]:
+            biased = logits[depth] + w["markov_w2.weight"] @ w["markov_w1.weight"][token]
+            return dict(zip(names.tolist(), np.log(softmax(biased)).tolist()))
+
+        return given
 
     def draft(self, anchor: int, n_past: int, n: int) -> tuple[Array, Array | None]:
         """Return log probabilities of n drafted tokens [n, n_draft], and their confidence [n].

@@ -10,7 +10,7 @@ import numpy as np
 
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
-from moegraph.draft.tree import DDTree
+from moegraph.draft.tree import DDTree, DraftTree
 
 
 class ScriptedDrafter:
@@ -84,7 +84,8 @@ class ScriptedDrafter:
 class AnyController:
     """Chooses by chance: plain steps, chains, leaves, DDTrees. Keeps what it observes.
 
-    shape_of: the shapes that it chooses from: "plain", "chain", "leaves", "ddtree".
+    shapes: what it chooses from: "plain", "chain", "leaves", "ddtree", or "tree" for a drafter that
+    builds trees itself.
     """
 
     names: Sequence[str]
@@ -111,6 +112,8 @@ class AnyController:
         if self._shape == "ddtree":
             tree = DDTree(int(self._rng.integers(1, 9)), 1.0, bool(self._rng.integers(0, 2)))
             return Plan(name, n_draft, 4, tree)
+        if self._shape == "tree":
+            return Plan(name, n_draft, n_nodes=int(self._rng.integers(1, 20)))
         return Plan(name, n_draft, 1 if self._shape == "chain" else 3)
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
@@ -120,3 +123,14 @@ class AnyController:
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
+
+
+class ScriptedTrees(ScriptedDrafter):
+    """Builds trees itself: paths of the script, and wrong ones."""
+
+    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+        draft = self.draft(slot, anchor, n_depth, 3)
+        if not draft.n_depth:
+            return draft, DraftTree((anchor,), (-1,))
+        tree = DDTree(n_nodes, chain_seed=bool(self._rng.integers(0, 2))).tree(anchor, draft)
+        return draft, tree

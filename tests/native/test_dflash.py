@@ -17,12 +17,14 @@ from modelgen.drafter import DraftShape, values
 
 from moegraph.draft.dflash import DFlashDrafter
 from moegraph.draft.drafter import Draft
+from moegraph.draft.dspark import DSparkDrafter
+from moegraph.draft.tree import TreeDrafter
 from moegraph.engine import Engine
 from moegraph.ggml.handles import live_handles
-from moegraph.ggml.lib import C
+from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
-from moegraph.resident.draftlayout import dflash_bytes
+from moegraph.resident.draftlayout import N_WAITING, dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -74,7 +76,8 @@ class Pair:
 
     def again(self) -> DFlashDrafter:
         """Open the drafter once more."""
-        return DFlashDrafter(self.engine.stage, self.file, 512, as_stored=self._as_stored)
+        kind = DSparkDrafter if self.shape.markov_rank else DFlashDrafter
+        return kind(self.engine.stage, self.file, 512, as_stored=self._as_stored)
 
     def close(self) -> None:
         self.drafter.close()
@@ -310,3 +313,106 @@ def test_a_drafter_that_does_not_fit_leaves_nothing_open(pair: Callable[..., Pai
                 except error:
                     assert library.n_calls >= at
             assert live_handles() == before, (name, at)
+
+
+@pytest.mark.parametrize("name", ["dspark", "reduced", "no confidence"])
+def test_trees_know_what_follows_each_token(pair: Callable[..., Pair], name: str) -> None:
+    """Every row of a tree has the probability that the reference gives it after its parent."""
+    both = pair(**CHANGES[name])
+    both.prompt(40)
+    drafter = both.drafter
+    assert isinstance(drafter, DSparkDrafter) and isinstance(drafter, TreeDrafter)
+    n, anchor = drafter.max_draft, 17
+    draft, tree = drafter.tree(0, anchor, n, 24)
+    spine = drafter.draft(0, anchor, n, 8)
+    np.testing.assert_array_equal(draft.tokens, spine.tokens)
+    np.testing.assert_allclose(draft.log_p, spine.log_p, atol=1e-4)
+    assert (draft.confidence is None) == (spine.confidence is None)
+    if draft.confidence is not None:
+        np.testing.assert_allclose(draft.confidence, spine.confidence, atol=1e-5)
+    log_p = both.reference.after(anchor, 40, n)
+    values = [0.0]
+    for row in range(1, tree.n_rows):
+        parent = tree.parents[row]
+        given = log_p(len(tree.ahead(row)) - 1, tree.tokens[parent])
+        values.append(values[parent] + given[tree.tokens[row]])
+    assert tree.n_rows == 25
+    assert all(a >= b - 2 * TOLERANCE for a, b in zip(values[1:], values[2:]))
+    # paths off the spine go on
+    row, on_spine = 0, {0}
+    for token in draft.tokens[:, 0].tolist():
+        row = tree.child(row, token) or 0
+        on_spine.add(row)
+    assert len(on_spine) > 2 and any(parent not in on_spine for parent in tree.parents[1:])
+    small, of_one = drafter.tree(0, anchor, 1, 24)
+    assert small.n_depth == 1 and max(len(of_one.ahead(row)) for row in range(of_one.n_rows)) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"markov_rank": 32}, {**CHANGES["reduced"]}])
+def test_a_drafter_that_computes_nan_says_so(
+    pair: Callable[..., Pair], changes: dict[str, Any]
+) -> None:
+    both = pair(**changes)
+    both.prompt(20)
+    w = both.drafter._weights
+    bad = np.full(both.shape.n_embd, np.nan, np.float32)
+    C.ggml_backend_tensor_set(w.tensors["output_norm.weight"], ffi.from_buffer(bad), 0, bad.nbytes)
+    draft = both.drafter.draft(0, 7, 5, 3)
+    assert draft.problem(N_VOCAB) == "its probabilities are not numbers"
+    if isinstance(both.drafter, DSparkDrafter):
+        spine, tree = both.drafter.tree(0, 7, 5, 9)
+        assert spine.problem(N_VOCAB) and max(tree.tokens) < N_VOCAB
+
+
+def test_tokens_wait_for_the_next_draft(pair: Callable[..., Pair]) -> None:
+    """Many plain tokens, then a draft; tokens that are taken back while they wait."""
+    both = pair()
+    both.prompt(10)
+    spans, drafter = both.drafter._rings.spans, both.drafter
+    both.decode(70)
+    assert spans[0].n_waiting == 70 - N_WAITING
+    both.check()
+    assert spans[0].n_waiting == 0
+    both.decode(5)
+    assert spans[0].n_waiting == 5
+    drafter.truncate(0, 82)
+    assert (spans[0].n_waiting, spans[0].n_past) == (2, 82)
+    drafter.truncate(0, 60)
+    assert (spans[0].n_waiting, spans[0].n_past) == (0, 60)
+    got = drafter.draft(0, 7, 7, 3)
+    log_p, _ = both.reference.draft(7, 60, 7)
+    wanted = np.take_along_axis(log_p, got.tokens.astype(np.int64), 1)
+    np.testing.assert_allclose(got.log_p, wanted, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mg_launch", "mg_graph_alloc", "ggml_init"])
+def test_faults_while_drafting(pair: Callable[..., Pair], name: str) -> None:
+    """After any native call that fails, the same draft is right."""
+    both = pair(markov_rank=32)
+    both.prompt(20)
+    both.decode(3)
+    result, error = FAULTS[name]
+    n_failed = 0
+    for at in range(1, 9):
+        with faulty(name, at, result) as library:
+            try:
+                both.drafter.draft(0, 7, 1 + at % 7, 3)
+                both.drafter.tree(0, 7, 1 + at % 7, 3)
+            except error:
+                n_failed += 1
+            assert library.n_calls >= at or n_failed
+        both.drafter._graphs.clear()  # so that they are built again
+        both.decode(1)
+        both.check()
+    assert n_failed >= 2
+
+
+def test_reserved_memory_never_grows(pair: Callable[..., Pair]) -> None:
+    both = pair(markov_rank=32, windows="sf")
+    before = both.drafter.n_bytes
+    both.prompt(300)
+    both.decode(70)
+    for n in (1, 4, 8):
+        both.check(n)
+        both.drafter.tree(0, 7, n, 20)
+    assert both.drafter.n_bytes == before

@@ -13,6 +13,7 @@ from helpers.scripted_drafts import AnyController
 from helpers.shared import prompt
 
 from moegraph.draft.dflash import DFlashDrafter
+from moegraph.draft.dspark import DSparkDrafter
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError, ModelFileError, UnsupportedModel
@@ -34,7 +35,10 @@ def drafting(open_engine: Open, path: Path, seed: int = 0, **settings: Any) -> E
     settings = {"n_draft": 15, **settings}
     engine = open_engine(PRESET, cpu_reference=True, spec="dflash", draft=str(path), **settings)
     [drafter] = engine._loaded.drafters
-    controller = AnyController([drafter.name], seed=seed)
+    shapes = ["plain", "chain", "leaves", "ddtree"]
+    if isinstance(drafter, DSparkDrafter):
+        shapes += ["tree", "tree"]
+    controller = AnyController([drafter.name], shapes, seed)
     engine.speculation = Speculation([drafter], controller, engine.hparams.n_vocab, 16)
     return engine
 
@@ -54,6 +58,7 @@ def text(engine: Engine, ids: np.ndarray, sampling: SamplingParams | None, n: in
 
 def cache(engine: Engine, first: int, n_past: int) -> list[np.ndarray]:
     """Return K and V of every layer at positions [first, n_past), as far as rings hold them."""
+    drafter_of(engine)._make_keys()  # of tokens that wait for the next draft
     rings, found = drafter_of(engine)._rings, []
     for il, kind in enumerate(rings.kind):
         places = np.arange(max(first, n_past - rings.shapes[kind].n_cells), n_past)
@@ -107,9 +112,46 @@ def test_the_controller_of_the_engine_drafts(open_engine: Open, tmp_path: Path) 
 
 
 def test_drafter_memory_is_planned(open_engine: Open, tmp_path: Path) -> None:
-    engine = open_engine(PRESET, spec="dflash", draft=str(write_small(tmp_path)))
-    taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
-    assert taken <= engine.plan.bytes["drafters"] < 2 * taken
+    sizes = []
+    for keep in (False, True):
+        path = write_small(tmp_path, matrices="BF16", n_ff=2048)
+        engine = open_engine(PRESET, spec="dflash", draft=str(path), draft_keep_bf16=keep)
+        taken = drafter_of(engine).n_bytes + engine.stage.taps.n_bytes
+        sizes.append(taken)
+        assert taken <= engine.plan.bytes["drafters"] < 2 * taken
+    assert sizes[1] > sizes[0] + 2_000_000
+
+
+def test_drafts_of_a_part_of_the_vocabulary(open_engine: Open, tmp_path: Path) -> None:
+    plain = open_engine(PRESET, cpu_reference=True)
+    path = write_small(tmp_path)
+    engine, all_of_it = (drafting(open_engine, path, draft_vocab=n) for n in (700, 0))
+    ids = prompt(plain, 30)
+    for one in (engine, all_of_it):
+        assert text(one, ids, None, 16) == text(plain, ids, None, 16)
+    few, every = (drafter_of(one).draft(0, 7, 7, 40) for one in (engine, all_of_it))
+    special = every.tokens >= 1019  # kept, as the first 695 tokens are
+    kept = special | (every.tokens < 695)
+    assert not kept.all() and few.problem(1024) == ""
+    for depth in range(7):
+        wanted = every.tokens[depth, kept[depth]]
+        np.testing.assert_array_equal(few.tokens[depth, : len(wanted)], wanted)
+
+
+def test_windows_and_contexts_that_settings_limit(open_engine: Open, tmp_path: Path) -> None:
+    path = write_small(tmp_path, windows="fff", n_swa=0)
+    plain = open_engine(PRESET, cpu_reference=True)
+    ids = prompt(plain, 400)
+    sizes = []
+    for settings in ({}, {"draft_swa": 30}, {"draft_swa": 30, "draft_ctx_max": 100}):
+        engine = drafting(open_engine, path, **settings)
+        assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
+        drafter = drafter_of(engine)
+        sizes.append(sum(shape.n_cells for shape in drafter._rings.shapes))
+        if "draft_swa" in settings:
+            assert drafter.hparams.sliding == (True, True, False) and drafter.hparams.n_swa == 30
+        assert drafter.n_bytes + engine.stage.taps.n_bytes <= engine.plan.bytes["drafters"]
+    assert sizes[0] > 500 and sizes[1] > sizes[0] > sizes[2] > 400
 
 
 def test_settings_that_cannot_be(open_engine: Open, tmp_path: Path) -> None:

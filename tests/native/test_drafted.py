@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
-from helpers.scripted_drafts import AnyController, ScriptedDrafter
+from helpers.scripted_drafts import AnyController, ScriptedDrafter, ScriptedTrees
 from helpers.shared import prompt
 
 from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
+from moegraph.draft.tree import DraftTree
 from moegraph.engine import Engine, loader
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
@@ -117,6 +118,26 @@ def test_text_with_drafts_of_the_mtp_block_is_the_text_without(
             assert events_of(engine, ids, sampling=params, reuse=reuse) == plain, name
         assert {"mtp", "scripted", ""} == {step.source for step in controller.steps}
         assert not engine.drain_messages()
+
+
+def test_trees_that_a_drafter_builds_give_the_text_without(open_engine: Open) -> None:
+    engine = open_engine(cpu_reference=True, n_draft=12, n_ctx=256, mode="whole")
+    for i, name in enumerate(("greedy", "penalties")):
+        params = SamplingParams(**SAMPLERS[name])
+        ids = prompt(engine, 220 if i else 9, seed=i).tolist()  # the context ends
+        plain = plain_text(engine, ids, sampling=params, max_tokens=None if i else 40)
+        text = [*ids, *[event[0] for event in plain]]
+        drafter = ScriptedTrees(text, engine.hparams.n_vocab, seed=i)
+        controller = speculate(engine, drafter, LookUp(), shapes=["tree"], seed=i)
+        assert events_of(engine, ids, sampling=params, max_tokens=None if i else 40) == plain
+        assert max(step.n_rows for step in controller.steps) == 13
+        assert sum(step.n_accepted for step in controller.steps) > 5
+    wrong = Draft(np.array([[3]], np.int32)), DraftTree((1, 3, 1024), (-1, 0, 0))
+    drafter.tree = lambda *_: wrong  # type: ignore[method-assign]
+    assert events_of(engine, ids, sampling=params, max_tokens=None) == plain
+    assert ["its tree has tokens that the model lacks" in s for s in engine.drain_messages()] == [
+        True
+    ]
 
 
 # and the rows of a verify pass that there must be memory for

@@ -15,15 +15,17 @@ from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.engine import loader
-from moegraph.errors import InternalError, ModelFileError
+from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
+from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
-from moegraph.placement.drafters import mtp_bytes, with_drafts
+from moegraph.placement.drafters import kept_experts, mtp_bytes, with_drafts
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
+from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
 
 ModelPath = Callable[[str], Path]
@@ -264,6 +266,45 @@ def test_a_part_of_the_vocabulary_drafts_as_the_whole(
         assert model.drafter.n_bytes < n_bytes + len(part) * 4 * (model.hp.n_embd + 64)
 
 
+@pytest.mark.parametrize("preset", ["mini35b", "float32"])
+@pytest.mark.parametrize("n_kept", [0, 5, 20])
+def test_experts_that_are_fetched_change_no_draft(
+    model_path: ModelPath, no_leak: None, preset: str, n_kept: int
+) -> None:
+    path, ids = model_path(preset), random_ids(60)
+    found = []
+    for kept in (None, n_kept):
+        with MtpModel(path, n_kept=kept) as model:
+            model.read(ids)
+            rows = []
+            for turn in range(40):  # experts are exchanged meanwhile
+                model.drafter.draft(0, 3 + turn % 2, 1 + turn % 5, 1)
+                rows.append(model.logits(1 + turn % 5))
+            found.append(np.concatenate(rows))
+            experts, n_bytes = model.block.experts, model.drafter.n_bytes
+            assert (experts is None) == (kept is None)
+            if experts:
+                assert (experts.n_exchanged > 0) == (n_kept > 0)
+    np.testing.assert_array_equal(*found)
+    with MtpModel(path) as model:
+        assert n_bytes < model.drafter.n_bytes
+
+
+def test_experts_that_drafts_choose_stay_on_the_device(model_path: ModelPath) -> None:
+    with MtpModel(model_path("mini35b"), n_kept=12) as model:
+        experts, n_used = model.block.experts, model.hp.n_expert_used
+        chosen = np.arange(20, 20 + n_used, dtype=np.int32)
+        for _ in range(40):
+            experts.note(chosen)
+        assert experts.n_exchanged == n_used
+        for _ in range(40):
+            experts.note(chosen)
+        assert experts.n_exchanged == n_used, "what is kept stays"
+        table = read_tensor(model.block.stage.banks.tables[model.hp.n_layer]).reshape(-1)
+        assert (table[chosen] >= 0).all() and (table >= 0).sum() == 12
+        assert len(set(table[table >= 0].tolist())) == 12 and table.max() < 12
+
+
 def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
     with open_model(TINY) as file:
         n_vocab, meta = file.hparams.n_vocab, file.metadata
@@ -275,6 +316,24 @@ def test_frequent_tokens_are_the_first_and_those_of_turns_and_tools() -> None:
         rest = np.setdiff1d(found, special)
         np.testing.assert_array_equal(rest, np.setdiff1d(np.arange(n_vocab), special)[: len(rest)])
         assert len(frequent_ids(meta, n_vocab, 1 << 20)) == n_vocab
+
+
+@pytest.mark.parametrize("n_vocab", [0, 300])
+def test_drafts_of_nan_are_told_from_others(model_path: ModelPath, n_vocab: int) -> None:
+    """Of a model without quantized products, because those hide NaN."""
+    with MtpModel(model_path("float32"), n_vocab=n_vocab) as model:
+        model.read(random_ids(30))
+        wanted = model.drafter.draft(0, 3, 4, 2)
+        snapshot = model.state.snapshot(0)
+        bad = np.full(model.hp.n_embd, np.nan, dtype=np.float32)
+        C.ggml_backend_tensor_set(model.state.last_out, ffi.from_buffer(bad), 0, bad.nbytes)
+        draft = model.drafter.draft(0, 3, 4, 2)
+        assert draft.problem(model.hp.n_vocab) == "its probabilities are not numbers"
+        model.state.restore(snapshot)
+        again = model.drafter.draft(0, 3, 4, 2)
+        np.testing.assert_array_equal(again.tokens, wanted.tokens)
+        np.testing.assert_array_equal(again.log_p, wanted.log_p)
+        snapshot.close()
 
 
 def test_a_block_that_is_not_whole_is_refused(model_path: ModelPath, no_leak: None) -> None:
@@ -297,12 +356,14 @@ def test_a_state_without_room_for_the_block_is_refused(
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])
-@pytest.mark.parametrize(("n_seq", "n_vocab"), [(1, 0), (3, 0), (1, 700)])
+@pytest.mark.parametrize(("n_seq", "n_vocab", "n_kept"), [
+    (1, 0, None), (3, 0, None), (1, 700, None), (1, 0, 8), (1, 0, 0),
+])  # fmt: skip
 def test_the_plan_counts_what_it_takes(
-    model_path: ModelPath, preset: str, n_seq: int, n_vocab: int
+    model_path: ModelPath, preset: str, n_seq: int, n_vocab: int, n_kept: int | None
 ) -> None:
-    settings = {"n_seq": n_seq, "n_ubatch": 256}
-    with MtpModel(model_path(preset), MTP_ROWS, n_vocab=n_vocab, **settings) as model:
+    settings = {"n_seq": n_seq, "n_ubatch": 256, "n_vocab": n_vocab, "n_kept": n_kept}
+    with MtpModel(model_path(preset), MTP_ROWS, **settings) as model:
         model.drafter.reserve()
         taken = model.drafter.n_bytes + model.stage.taps.n_bytes
         before = model.drafter.n_bytes
@@ -312,8 +373,8 @@ def test_the_plan_counts_what_it_takes(
         assert model.drafter.n_bytes == before
         with open_model(model_path(preset)) as file:
             config = EngineConfig(n_seq=n_seq, n_ctx=512, draft_vocab=n_vocab)
-            planned = mtp_bytes(file, config, 512)
-    assert taken <= planned <= 1.5 * taken
+            planned = mtp_bytes(file, config, 512, n_kept)
+    assert taken <= planned <= 1.7 * taken
 
 
 def test_it_is_a_drafter(model_path: ModelPath) -> None:
@@ -361,14 +422,43 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
     with open_model(model_path("mini35b")) as file:
         config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
         need = needed_bytes(file, config, 512)
-        drafters = mtp_bytes(file, config, 512)
-    for n_bytes, spec, loaded in (
-        (need.fixed + need.experts + drafters, "auto", True),
-        (need.fixed + need.experts + drafters - 1, "auto", False),
-        (need.fixed + need.staging + need.experts // 4, "auto", False),
-        (need.fixed + need.staging + need.experts // 4 + drafters, "mtp", True),
+        kept = kept_experts(file.hparams.n_expert)
+        drafters, fewer = (mtp_bytes(file, config, 512, n) for n in (None, kept))
+    assert fewer < drafters
+    least, quarter = need.fixed + need.staging, need.experts // 4
+    for n_bytes, settings, loaded in (
+        (need.fixed + need.experts + drafters, {"spec": "auto"}, None),
+        (need.fixed + need.experts + drafters - 1, {"spec": "auto"}, kept),
+        (need.fixed + need.experts + fewer - 1, {"spec": "auto"}, False),
+        (least + quarter, {"spec": "auto"}, False),
+        (least + quarter + fewer, {"spec": "mtp"}, kept),
+        (least + quarter + drafters, {"spec": "mtp", "host_pin": "none"}, None),
     ):
-        engine = open_engine("mini35b", spec=spec, vram=f"{n_bytes}B", miss="stream")
-        assert has_block(engine) == loaded
+        settings = {"vram": f"{n_bytes}B", "miss": "stream", "host_pin": "all", **settings}
+        engine = open_engine("mini35b", **settings)
+        assert has_block(engine) == (loaded is not False)
+        if loaded is not False:
+            experts = engine._loaded.drafters[0]._block.experts
+            assert (experts and experts.n_kept) == loaded
+            assert 0 < engine.memory()["drafters_bytes"] <= engine.plan.bytes["drafters"]
         assert engine.plan.total <= n_bytes
         engine.close()
+
+
+@pytest.mark.parametrize("part", ["EmbeddingTable", "Weights", "ExpertBanks"])
+def test_auto_goes_on_without_a_block_that_cannot_be_loaded(
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, part: str
+) -> None:
+    ids = random_ids(30)
+    wanted = open_engine("mini35b").forward_logits(ids)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OutOfDeviceMemory("no room for it")
+
+    monkeypatch.setattr(f"moegraph.resident.mtp.{part}", fails)
+    engine = open_engine("mini35b", spec="auto")
+    assert not has_block(engine) and engine.stage.taps.layers == ()
+    assert engine.warnings == ["no drafts by a model: no room for it"]
+    np.testing.assert_array_equal(engine.forward_logits(ids), wanted)
+    with pytest.raises(OutOfDeviceMemory):
+        open_engine("mini35b", spec="mtp")

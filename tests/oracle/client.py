@@ -166,38 +166,19 @@ class Oracle:
         return reply["ids"], reply["margins"]
 
     def draft(
-        self, model: Path, prompt: Sequence[int], n: int, **cfg: Any
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Draft n tokens after a prompt and its argmax with the MTP block.
+        self, model: Path, parts: Sequence[Sequence[int]], n: int, **cfg: Any
+    ) -> list[npt.NDArray[np.float32]]:
+        """Have model and MTP block read a text in parts, and draft n tokens after each of them.
 
-        Return the logits [n + 1, n_vocab], the model's of the last row first, and the model's
-        h_nextn [n_prompt, n_embd].
+        Return the logits after each part, [n + 1, n_vocab], the model's of the last row first.
         """
         out = self._scratch / "out.npz"
-        raw = [int(t) for t in prompt]
-        self.request("draft", model=str(model), cfg=cfg, prompt=raw, n=n, out=str(out))
+        raw = [[int(t) for t in part] for part in parts]
+        self.request("draft", model=str(model), cfg=cfg, parts=raw, n=n, out=str(out))
         with np.load(out) as arrays:
-            logits, h = arrays["logits"], arrays["h"]
+            found = [arrays[f"logits{i}"] for i in range(len(parts))]
         out.unlink()
-        return logits, h
-
-    def block(
-        self, model: Path, drafter: Path, features: npt.NDArray[np.float32], anchor: int, mask: int,
-        n: int, causal: bool = False, **cfg: Any,
-    ) -> npt.NDArray[np.float32]:  # fmt: skip
-        """Fill in a block of n rows with a DFlash drafter; return its logits [n, n_vocab].
-
-        features: of the positions before, [n_past, n_taps * n_embd].
-        """
-        out, given = self._scratch / "out.npz", self._scratch / "features.npy"
-        np.save(given, features)
-        fields = {"drafter": str(drafter), "features": str(given), "out": str(out)}
-        more = {"anchor": anchor, "mask": mask, "n": n, "causal": causal}
-        self.request("block", model=str(model), cfg=cfg, **fields, **more)
-        with np.load(out) as arrays:
-            logits: npt.NDArray[np.float32] = arrays["logits"]
-        out.unlink()
-        return logits
+        return found
 
     def tokenize(self, model: Path, text: str) -> list[int]:
         """Return the token ids of a text, no special tokens added or parsed."""

@@ -13,9 +13,9 @@ reply has "ok"; with ok false, "error" says why. Operations (fields beside "op")
                                   one ubatch.
     greedy  model cfg prompts n   free-running argmax text for each prompt; returns ids and the
                                   smallest top-two margin met
-    draft   model cfg prompt n out   the MTP block reads the prompt, then drafts n tokens after the
-                                  argmax; out gets h [n_prompt, n_embd], the model's h_nextn, and
-                                  logits [n + 1, n_vocab], the model's of the last row first
+    draft   model cfg parts n out    model and MTP block read a text in parts; after each of them
+                                  the block drafts n tokens after the argmax. out gets logits{i}
+                                  [n + 1, n_vocab] of each part, the model's of the last row first
     block   model drafter cfg features anchor mask n out   a DFlash drafter takes K and V of
                                   positions with features (an .npy of [n_past, n_taps * n_embd]),
                                   then fills in a block of n rows, the anchor first; out gets logits
@@ -164,6 +164,12 @@ class Context:
         self.up.llama.llama_memory_clear(self.up.llama.llama_get_memory(self.handle), True)
         self.n_past = 0
 
+    def cut(self, n_past: int) -> None:
+        """Forget the positions from n_past on."""
+        memory = self.up.llama.llama_get_memory(self.handle)
+        self.up.llama.llama_memory_seq_rm(memory, 0, n_past, -1)
+        self.n_past = n_past
+
     def _on_node(self, address: int, ask: bool, _: object) -> bool:
         tensor = Tensor.from_address(address)
         key = node_key(tensor.name.decode())
@@ -296,39 +302,25 @@ class Server:
 
     def op_draft(self, request: dict[str, Any]) -> dict[str, Any]:
         cfg = Config.parse({**request.get("cfg", {}), "mtp": True})
-        model, prompt = self.model(request["model"], cfg), request["prompt"]
-        target = model.context(cfg, True)
-        target.wanted, target.nodes = {"h_nextn"}, {}
-        logits = [target.decode(prompt, "all")[-1]]
-        h = target.nodes["h_nextn", -1].reshape(len(prompt), -1)
-        block = Context(self.up, model, cfg, True, MTP)
+        model = self.model(request["model"], cfg)
+        target, block = model.context(cfg, True), Context(self.up, model, cfg, True, MTP)
+        target.wanted = block.wanted = {"h_nextn"}
+        found, last = {}, None
         try:
-            block.decode(prompt, "none", np.concatenate([np.zeros_like(h[:1]), h[:-1]]))
-            row, block.wanted = h[-1:], {"h_nextn"}
-            for _ in range(request["n"]):
-                logits.append(block.decode([int(logits[-1].argmax())], "last", row)[0])
-                row = block.nodes["h_nextn", -1].reshape(1, -1)
+            for i, part in enumerate(request["parts"]):
+                logits = [target.decode(part, "all")[-1]]
+                h = target.nodes["h_nextn", -1].reshape(len(part), -1)
+                before = np.zeros_like(h[:1]) if last is None else last
+                block.decode(part, "none", np.concatenate([before, h[:-1]]))
+                row = last = h[-1:]
+                for _ in range(request["n"]):
+                    logits.append(block.decode([int(logits[-1].argmax())], "last", row)[0])
+                    row = block.nodes["h_nextn", -1].reshape(1, -1)
+                found[f"logits{i}"] = np.stack(logits)
+                block.cut(target.n_past)
         finally:
             self.up.llama.llama_free(block.handle)
-        np.savez(request["out"], h=h, logits=np.stack(logits))
-        return {}
-
-    def op_block(self, request: dict[str, Any]) -> dict[str, Any]:
-        cfg, llama = Config.parse(request.get("cfg", {})), self.up.llama
-        target = self.model(request["model"], cfg).context(cfg, False)
-        drafter = Model(self.up, request["drafter"], cfg)
-        block = Context(self.up, drafter, cfg, False, MODEL, target)
-        try:
-            llama.llama_set_causal_attn(block.handle, request["causal"])
-            features = np.load(request["features"])
-            if len(features):
-                block.inject(features)
-            rows = [request["anchor"]] + [request["mask"]] * (request["n"] - 1)
-            logits = block.decode(rows, "all")
-        finally:
-            llama.llama_free(block.handle)
-            drafter.close()
-        np.savez(request["out"], logits=logits)
+        np.savez(request["out"], **found)  # type: ignore[arg-type]
         return {}
 
     @staticmethod

@@ -133,6 +133,12 @@ class TestBench:
          (("--run", "8", "--top-p", "2"), "top_p"), (("--run", "-8"), "lengths of 0 to"),
          (("--ttft", "-d", "5"), "--ttft does not go with -d"),
          (("--ttft", "-p", "0,5"), "does not go with -p 0"), (("--ttft", "-n", "5"), "with -n"),
+         (("--spec", "lookup"), "drafts are in run tests alone"),
+         (("--run", "8", "--budget", "4"), "--budget needs something that drafts"),
+         (("--run", "8", "--draft-accept", "0.5"), "--draft-accept needs something that drafts"),
+         (("--draft-accept", "0.5,x"), "write shares as 0.85"),
+         (("--draft-accept", "0.5,0.6"), "rate of acceptance 0.6; allowed: 0 to 0.5"),
+         (("--draft-accept", "nan"), "rate of acceptance nan"),
          (("--ttft", "--run", "5"), "with --run"), (("--ttft", "-pg", "5,5"), "with -pg")],
     )  # fmt: skip
     def test_other_lists_that_make_no_sense(
@@ -186,16 +192,20 @@ class TestBench:
             "--poll": "0,50", "-tb": "1-2", "--mode": "auto,whole", "--miss": "cpu,stream",
             "--device": "auto,cpu", "--pin-layers": "0,1", "--host-pin": "all,none",
             "--prefetch": "auto,off", "-c": "1024,2048", "-ub": "64-256*2",
+            "--spec": "off,lookup", "--draft-max": "2,4", "--draft-p-min": "0,0.5",
+            "--budget": "2,8", "--ddtree-budget": "8,22", "--ddtree-temp": "0.5,1",
+            "--draft-vocab": "0,32000", "--draft-swa": "0,512", "--draft-ctx-max": "0,2048",
         }  # fmt: skip
+        drafts = ("--run", "1", "--spec", "lookup")
         names = {setting.name for setting in benchlists.swept_settings()}
         assert len(names) == len(given) + 3  # with -t, -ctk and -ctv, which llama-bench has too
         for flag, values in given.items():
             cli.loaded.clear()
             rows = json.loads(
-                cli("bench", "m", "-p", "1", "-n", "0", flag, values, "-o", "json").stdout
+                cli("bench", "m", "-p", "1", "-n", "0", *drafts, flag, values, "-o", "json").stdout
             )
-            n = {"--cache-slots": 4, "-ub": 3}.get(flag, 2)
-            assert len(rows) == len(cli.loaded) == n, flag
+            n = {"--cache-slots": 4, "-ub": 3, "--spec": 3}.get(flag, 2)
+            assert len(rows) == 2 * len(cli.loaded) == 2 * n, flag
         shown = cli("bench", "m", "-p", "1", "-n", "0", "--vram", "6,8", "--policy", "lru,lfu")
         cells = [[c.strip() for c in line.split("|")] for line in shown.stdout.splitlines()]
         at = cells[0].index("vram")

@@ -155,7 +155,7 @@ class TestSettings:
             "--device", "cpu", "--mode", "layered", "--cpu-reference")  # fmt: skip
         assert cli.engine.config == EngineConfig(
             device="cpu", mode="layered", n_ctx=128, n_ubatch=64, n_threads=3,
-            type_k="q8_0", type_v="q4_0", cpu_reference=True,
+            type_k="q8_0", type_v="q4_0", cpu_reference=True, spec="auto",
         )  # fmt: skip
 
     def test_sampling_options_reach_the_engine(self, cli: Cli) -> None:
@@ -180,7 +180,7 @@ class TestSettings:
             (["--temp", "nan"], "temperature is nan"),
             (["--repeat-last-n", "-1"], "repeat_last_n is -1"),
             (["-s", "-2"], "seed is -2"),
-            (["-c", "-1"], "n_ctx is -1 (-c/--ctx-size)"),
+            (["-c", "-1"], "n_ctx is -1 (-c/--max-ctx/--ctx-size)"),
             (["-t", "0"], "n_threads is 0"),
             (["-ub", "0"], "n_ubatch is 0"),
             (["--device", "tpu"], "device is 'tpu'"),

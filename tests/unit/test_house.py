@@ -36,7 +36,9 @@ PURE = (
     "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
-    "draft.acceptance", "draft.drafter", "draft.lookup", "draft.taken", "draft.tree",
+    "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
+    "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost", "draft.taken",
+    "draft.tree",
     "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
     "engine.stepclock",
 )  # fmt: skip
@@ -313,9 +315,7 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert (setting.minimum is None) == (setting.kind not in ("int", "float"))
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags and s.group != "Draft"] == [
-        "n_seq", "n_draft",
-    ]  # fmt: skip
+    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_draft"]
 
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])

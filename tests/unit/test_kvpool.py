@@ -50,6 +50,9 @@ def test_rows_follow_the_pages() -> None:
     slots, positions = np.array([[0], [1]]), np.array([[PAGE - 1, PAGE], [0, PAGE + 5]])
     wanted = [[PAGE - 1, 3 * PAGE], [PAGE, 2 * PAGE + 5]]
     np.testing.assert_array_equal(pool.rows(slots, positions), wanted)
+    for first, n in ((0, 1), (3, 5), (PAGE - 2, 2), (PAGE - 2, 5), (PAGE, PAGE)):
+        run = [pool.row(0, first + i) for i in range(n)]
+        np.testing.assert_array_equal(pool.run(0, first, n), run)
     # what a sequence has no page for repeats its first one, which holds no one else's rows
     np.testing.assert_array_equal(pool.table, [[0, 3, 0], [1, 2, 1]])
 

@@ -1,0 +1,68 @@
+"""Drafts with DSpark: a tree of the likeliest paths, each token given the one before."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..ggml.choose import likeliest_rows
+from ..ggml.ops import Builder
+from ..graphs.cache import BuiltGraph
+from ..graphs.dflash import build_rows
+from ..graphs.dflash_memory import BEAM
+from ..graphs.dspark import build_lists
+from .dflash import DFlashDrafter, Results
+from .drafter import Draft, empty_draft
+from .pathtree import PathLists, best_paths
+from .tree import DraftTree
+
+# Tokens of each list that a tree may take.
+_N_TOP = 8
+
+
+class DSparkDrafter(DFlashDrafter):
+    """A drafter (`TreeDrafter`) of DSpark files."""
+
+    def reserve(self) -> None:
+        """Build the largest graphs; see `DFlashDrafter`."""
+        super().reserve()
+        self._lists_graph(0, self.max_draft, tuple(shape.n_rows for shape in self._rings.shapes))
+
+    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+        """Propose the likeliest paths after the anchor, the likeliest rows first.
+
+        After the first tokens of each depth, what follows is known for the BEAM likeliest; after
+        others, nothing follows.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        n = min(n_depth, self.max_draft)
+        if n < 1:
+            return empty_draft(), DraftTree((anchor,), (-1,))
+        results = self.run_block(slot, anchor, n, partial(self._lists_graph, slot, n))
+        tokens, log_p = [], []
+        for rows in results.rows:
+            ids, lp = likeliest_rows(rows, _N_TOP)
+            if len(ids) < len(rows):  # equally likely tokens: they are not listed
+                break
+            tokens.append(ids if self._d2t is None else self._d2t[ids])
+            log_p.append(lp)
+        if not tokens:
+            return empty_draft(), DraftTree((anchor,), (-1,))
+        draft = self.as_draft([t[0] for t in tokens], [lp[0] for lp in log_p], results)
+        return draft, best_paths(anchor, PathLists(tokens, log_p), n_nodes)
+
+    def _lists_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
+        """Return the graph of lists for n depths; its outputs: where the results arrive."""
+
+        def build(b: Builder) -> Results:
+            memory, hp = self._memory, self.hparams
+            inp = memory.block_leaves(b, self._n_rows(n), max(n, BEAM), lengths)
+            args = b, hp, self._weights, self._rings, inp, self._head, slot, n
+            rows, logits = build_rows(*args)
+            scratch = [memory.scratch(b, i, BEAM) for i in range(n - 1)]
+            more = inp.anchor, self._head, inp.draws, scratch
+            found = build_lists(b, self._weights, logits, rows, *more)
+            return self._results(found.candidates, found.confidence)
+
+        return self._graphs.get(("lists", slot, n, lengths), self._n_nodes(n), build)

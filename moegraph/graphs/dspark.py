@@ -1,0 +1,133 @@
+"""DSpark's heads: each token of a block is made to depend on the one before.
+
+The Markov head adds to the logits of a row what the token before says, a product of two small
+matrices. So the head can also say what follows other tokens than the likeliest ones: that makes
+lists of which the host builds a tree (`build_lists`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ggml.lib import C
+from ..ggml.ops import Builder, Tensor
+from ..resident.draftweights import DraftWeights
+
+# Byte of the ids in a row of candidates (struct moegraph_listed).
+_IDS = 16
+
+
+@dataclass(frozen=True)
+class HeadMatrix:
+    """What gives logits: output [n_embd, n_draft], the target's head or the drafter's own.
+
+    d2t: I32 [1, n_draft], the target's token of each; None if they are the target's.
+    """
+
+    output: Tensor
+    d2t: Tensor | None
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Fixed memory for ids of m tokens: numbers F32 [m], ids I32 [m]."""
+
+    numbers: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class ListOutputs:
+    """What may follow what, for each of n drafted tokens.
+
+    candidates: I32 [words, 1] for the token after the anchor, then [words, m] each: column i is
+    what follows the i-th of the tokens before, which are the first m of column 0 there. confidence:
+    F32 [1, n], along the first columns, or None.
+    """
+
+    candidates: Sequence[Tensor]
+    confidence: Tensor | None
+
+
+def build_markov(
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix
+) -> tuple[Tensor, Tensor | None]:
+    """Append the Markov head: each row's logits, given the likeliest token of the one before.
+
+    logits F32 [n_draft, n], of rows F32 [n_embd, n]; anchor I32 [1], the token before the first.
+    Returns logits F32 [n_draft, n], and confidence F32 [1, n] or None.
+
+    Source: llama.cpp src/models/dflash.cpp build_dspark_markov_head.
+    """
+    before, n = anchor, logits.ne[1]
+    biased, traits = [], []
+    for i in range(n):
+        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
+        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
+        biased.append(b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait)))
+        traits.append(trait)
+        if i + 1 < n:  # of NaN it is -1: tables have something readable before their first row
+            before = _as_target(b, b.argmax(biased[-1]), head)
+    return _joined(b, biased), _build_confidence(b, w, rows, traits)
+
+
+def build_lists(
+    b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix,
+    draws: Tensor, scratch: Sequence[Scratch],
+) -> ListOutputs:  # fmt: skip
+    """Append the Markov head for several tokens before each row; arguments as in `build_markov`.
+
+    draws: I32 [DRAW_WORDS, at least m], for candidates. scratch: for each row but the last; its
+    size is m.
+    """
+    before, n = anchor, logits.ne[1]
+    found, traits = [], []
+    for i in range(n):
+        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
+        traits.append(b.view(trait, (trait.ne[0], 1), (trait.nb[1],)))
+        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
+        biased = b.add(b.mul_mat(w.tensors["markov_w2.weight"], trait), row)
+        m = biased.ne[1]
+        found.append(b.candidates(biased, b.view(draws, (draws.ne[0], m), (draws.nb[1],))))
+        C.ggml_set_output(b.expand(found[-1]))
+        if i + 1 < n:
+            before = _as_target(b, _first_ids(b, found[-1], scratch[i], logits.ne[0]), head)
+    return ListOutputs(found, _build_confidence(b, w, rows, traits))
+
+
+def _first_ids(b: Builder, candidates: Tensor, scratch: Scratch, n_vocab: int) -> Tensor:
+    """Append the first ids of column 0 of candidates, I32 [m], in the range of tokens.
+
+    There may be no list, of NaN for example; then anything may be where the ids are.
+    """
+    ids = b.view(candidates, (scratch.ids.ne[0],), (), _IDS)
+    numbers = b.clamp(b.cpy(ids, scratch.numbers), 0.0, n_vocab - 1.0)
+    return b.cpy(numbers, scratch.ids)
+
+
+def _as_target(b: Builder, ids: Tensor, head: HeadMatrix) -> Tensor:
+    """Return the target's tokens for ids I32 [m] of the drafter."""
+    return ids if head.d2t is None else b.reshape(b.get_rows(head.d2t, ids), ids.ne[0])
+
+
+def _build_confidence(
+    b: Builder, w: DraftWeights, rows: Tensor, traits: Sequence[Tensor]
+) -> Tensor | None:
+    """Append how probable it is that each token is right if those before are: F32 [1, n]."""
+    weight, bias = w.tensors.get("conf_proj.weight"), w.tensors.get("conf_proj.bias")
+    if weight is None:
+        return None
+    found = b.mul_mat(b.reshape(weight, weight.ne[0], 1), b.concat(rows, _joined(b, traits), 0))
+    found = found if bias is None else b.add(found, bias)
+    found = b.expand(b.sigmoid(found))
+    C.ggml_set_output(found)
+    return found
+
+
+def _joined(b: Builder, columns: Sequence[Tensor]) -> Tensor:
+    """Append one tensor of columns [m, 1]: [m, n]."""
+    joined = columns[0]
+    for column in columns[1:]:
+        joined = b.concat(joined, column, 1)
+    return joined

@@ -1,0 +1,98 @@
+"""Drafts that use the sampler's random numbers: right wherever the drafter's probabilities are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegraph.draft.drafter import Draft, empty_draft
+from moegraph.draft.race import Race
+from moegraph.sampling import Sampler, SamplingParams
+
+N_VOCAB = 200
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "plain": OFF,
+    "cold": {**OFF, "temperature": 0.3},
+    "top-k": {**OFF, "top_k": 5, "temperature": 1.5},
+    "top-p": {**OFF, "top_p": 0.8},
+    "min-p": {**OFF, "min_p": 0.1},
+    "top-p-0": {**OFF, "top_p": 0.0},
+}
+
+
+def sorted_draft(logits: np.ndarray, n_top: int) -> Draft:
+    """Return a draft with the probabilities of a softmax of logits [n_depth, n_vocab]."""
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    order = np.argsort(-log_p, axis=1)[:, :n_top]
+    listed = np.take_along_axis(log_p, order, axis=1)
+    return Draft(order.astype(np.int32), listed.astype(np.float32))
+
+
+def drawn(params: SamplingParams, position: int, logits: np.ndarray) -> list[int]:
+    """Return what a sampler draws from each row, one position after another."""
+    sampler = Sampler(params, N_VOCAB)
+    sampler.accept_all([0] * position)
+    found = []
+    for row in logits:
+        found.append(sampler.sample(row.astype(np.float32)))
+        sampler.accept(found[-1])
+    return found
+
+
+def race_of(params: SamplingParams, position: int) -> Race:
+    sampler = Sampler(params, N_VOCAB)
+    return Race(params, lambda n: sampler.key_at(position + n))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_drafter_with_the_targets_probabilities_is_right(name: str) -> None:
+    """At every depth up to the first that the likeliest token does not win."""
+    rng, n_wrong, n_other = np.random.default_rng(len(name)), 0, 0
+    for seed in range(150):
+        params = SamplingParams(**SAMPLERS[name], seed=seed)
+        logits = rng.standard_normal((4, N_VOCAB)) * 2.5
+        draft = sorted_draft(logits, N_VOCAB)
+        expected = drawn(params, seed, logits)
+        raced = race_of(params, seed).run(draft, 3)
+        assert raced.problem(N_VOCAB) == "" and raced.tokens.shape == (raced.n_depth, 3)
+        n_wrong += raced.tokens[:, 0].tolist() != expected[: raced.n_depth]
+        is_first = (draft.tokens[:, 0] == expected).tolist()
+        n_other += not is_first[0]
+        assert is_first[: raced.n_depth - 1] == [True] * (raced.n_depth - 1)
+        assert raced.n_depth == 4 or not is_first[raced.n_depth - 1] or n_wrong
+    assert n_wrong <= 1  # F32 rounds what is at the edge of top-p
+    assert n_other > 10 or name == "top-p-0"
+
+
+def test_chances_are_how_often_tokens_win_against_a_drafter_that_is_unsure() -> None:
+    """The first token of a race wins more often than the drafter's likeliest, as it says."""
+    rng, won, likeliest, said = np.random.default_rng(0), 0, 0, 0.0
+    for seed in range(1500):
+        params = SamplingParams(seed=seed)
+        logits = rng.standard_normal((1, N_VOCAB)) * 3
+        near = logits + rng.standard_normal((1, N_VOCAB)) * 0.7
+        draft = sorted_draft(near, 40)
+        raced = race_of(params, 7).run(draft, 2)
+        (token,) = drawn(params, 7, logits)
+        won += token == raced.tokens[0, 0]
+        likeliest += token == draft.tokens[0, 0]
+        assert raced.log_p is not None
+        said += float(np.exp(raced.log_p[0, 0]))
+    assert won > 1.3 * likeliest
+    assert abs(said - won) < 0.15 * 1500
+
+
+def test_what_has_no_probabilities_stays_as_it_is() -> None:
+    race = race_of(SamplingParams(seed=1), 0)
+    lookup = Draft(np.array([[3], [4]], dtype=np.int32))
+    assert race.run(lookup, 1) is lookup
+    assert race.run(empty_draft(), 1).n_depth == 0
+    unlikely = Draft(
+        np.array([[1, 2]], dtype=np.int32), np.array([[0.0, -np.inf]], dtype=np.float32)
+    )
+    raced = race.run(unlikely, 2)
+    assert raced.tokens.tolist() == [[1, 2]] and raced.problem(9) == ""
