@@ -16,6 +16,8 @@ EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
 SPEC_SOURCES = ("mtp", "dflash", "lookup")
 # Most rows of a verify pass: operations on trees take this many.
 MAX_VERIFY_ROWS = 65
+# Prompt tokens that are computed at a time on the CPU, as in llama.cpp.
+CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
 GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
@@ -91,11 +93,12 @@ class EngineConfig:
         maximum=1 << 22,
         group="Context",
     )
-    n_ubatch: int = _setting(
+    n_ubatch: int | None = _setting(
         "int",
-        512,
+        None,
         ("-ub", "--ubatch-size"),
-        "Maximum number of prompt tokens in one pass.",
+        f"Prompt tokens that are computed at a time. Default: {CPU_ROWS} on the CPU; on a GPU up "
+        "to 2048, the fastest number that takes little memory from experts.",
         minimum=1,
         maximum=1 << 16,
         group="Context",
@@ -257,8 +260,9 @@ class EngineConfig:
         "choice",
         "off",
         ("--spec",),
-        "What drafts tokens that the model then verifies, several in one pass; the text stays the "
-        "same. auto: whatever makes it faster, step by step. off: nothing. Others: in every step.",
+        "What drafts tokens, of which the model verifies several in one pass. auto: whatever makes "
+        "it faster, step by step. off: nothing. Others: in every step. Greedy text may differ from "
+        "text without drafts where two tokens are nearly equally likely.",
         choices=("auto", "off", *SPEC_SOURCES),
         group=DRAFT_GROUP,
     )
@@ -389,6 +393,11 @@ class EngineConfig:
         group="Diagnostic",
     )
 
+    @property
+    def n_rows(self) -> int:
+        """Return n_ubatch, or what it is on the CPU if nothing is set."""
+        return CPU_ROWS if self.n_ubatch is None else self.n_ubatch
+
     def problems(self) -> list[str]:
         """Return every problem of this config as one line each; empty when it is valid."""
         found = [_problem(s, getattr(self, s.name)) for s in settings()]
@@ -396,6 +405,11 @@ class EngineConfig:
             found.append(
                 f"cpu_reference needs the CPU device, got device={self.device!r}; "
                 "use device 'cpu' or drop --cpu-reference"
+            )
+        if self.spec == "auto" and self.deterministic is True and self.cpu_reference is not True:
+            found.append(
+                "spec auto (--spec) goes by measured times, and deterministic excludes that; name "
+                "what drafts, such as --spec mtp, or drop --deterministic"
             )
         return [line for line in found if line]
 

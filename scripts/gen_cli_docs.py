@@ -137,7 +137,7 @@ PLAN_JSON = {
     "slot_bytes_by_layer": "bytes of one expert of each layer",
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `plan`, `predicted`, `prompts`",
+    "`upstream_n_cpu_moe`, `n_ubatch`, `plan`, `predicted`, `prompts`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
     "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
     "device by purpose, which add up to the budget",

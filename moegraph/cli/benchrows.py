@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..config import settings as engine_settings
 from ..units import format_bytes, format_count, format_share
 from . import ui
 
@@ -131,6 +132,9 @@ def _fitting(cells: dict[str, str], tests: Sequence[str], varied: frozenset[str]
     widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
     # Later tests may have longer names and larger numbers than the first one.
     widths["test"] = max([widths["test"], *map(len, tests)])
+    for setting in engine_settings():
+        if setting.name in varied and setting.name in widths:
+            widths[setting.name] = max([widths[setting.name], *map(len, setting.choices)])
     last = list(cells)[-1]
     widths[last] = max(widths[last], 16)
     for name in _SPARED:

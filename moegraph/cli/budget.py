@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,15 @@ _KEYS = {"pinned": "full_layers"}
 class Budget:
     """A budget in bytes, and its plan or the reason why it has none.
 
-    n_cpu_layers: the -ncmoe with which upstream would fit into the same budget.
+    n_cpu_layers: the -ncmoe with which upstream would fit into the same budget. n_ubatch: prompt
+    tokens that are computed at a time.
     """
 
     n_bytes: int
     reserve: int
     plan: Plan | None
     n_cpu_layers: int | None
+    n_ubatch: int
     refusal: str = ""
 
 
@@ -55,21 +57,25 @@ def default_budgets(need: Footprint, config: EngineConfig, reserve: int) -> list
 
 
 def plan_budget(
-    need: Footprint, config: EngineConfig, n_bytes: int, reserve: int,
+    need_of: Callable[[int], Footprint], config: EngineConfig, n_bytes: int, reserve: int,
     demand: list[list[float]] | None = None,
 ) -> Budget:  # fmt: skip
     """Plan a budget of n_bytes, of which the driver takes `reserve` bytes.
 
-    demand: as of `make_plan`.
+    need_of: what the model needs if so many rows of a prompt are computed at a time. demand: as of
+    `make_plan`.
 
     Raises:
         ConfigError: the slots or full layers that config demands do not fit.
     """
+    from ..placement.chunksize import choose_rows
     from ..placement.planner import make_plan, upstream_cpu_layers
 
     usable = n_bytes - reserve
+    n_rows = choose_rows(config, usable, need_of)
+    need = need_of(n_rows)
     if usable < 0:
-        return Budget(n_bytes, reserve, None, None, (
+        return Budget(n_bytes, reserve, None, None, n_rows, (
             f"--vram {format_bytes(n_bytes)} is less than the {format_bytes(reserve)} that the "
             "driver takes for itself (--context of `moegraph plan`); allow more memory"
         ))  # fmt: skip
@@ -85,8 +91,8 @@ def plan_budget(
     except (OutOfDeviceMemory, ConfigError) as error:
         if isinstance(error, ConfigError) and usable >= need.fixed + need.staging:
             raise
-        return Budget(n_bytes, reserve, None, upstream, str(error))
-    return Budget(n_bytes, reserve, plan, upstream)
+        return Budget(n_bytes, reserve, None, upstream, n_rows, str(error))
+    return Budget(n_bytes, reserve, plan, upstream, n_rows)
 
 
 def memory_rows(budget: Budget) -> list[tuple[str, str]]:
@@ -152,6 +158,7 @@ def budget_fields(budget: Budget) -> dict[str, Any]:
         "budget_bytes": budget.n_bytes,
         "refusal": budget.refusal or None,
         "upstream_n_cpu_moe": budget.n_cpu_layers,
+        "n_ubatch": budget.n_ubatch,
         "plan": None if plan is None else {
             "n_slots_by_layer": list(plan.n_slots),
             "full_layers": list(plan.pinned),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..modelfile import GgufFile, ModelFile, TensorInfo
     from ..modelfile.check import BadTensor
     from ..modelfile.summary import LayerSummary, ModelSummary, TypeTotal
+    from ..placement.planner import Footprint
 
 _MAX_VALUE_CHARS = 72
 _MAX_LISTED = 8
@@ -136,8 +137,12 @@ def _budgets(model: ModelFile, config: EngineConfig, sizes: Sequence[int]) -> li
 
     if not sizes:
         return []
-    need = needed_bytes(model, config, config.n_ctx or model.hparams.n_ctx_train)
-    return [plan_budget(need, config, n, RESERVE_BYTES) for n in sizes]
+
+    def need_of(n_rows: int) -> Footprint:
+        n_ctx = config.n_ctx or model.hparams.n_ctx_train
+        return needed_bytes(model, dataclasses.replace(config, n_ubatch=n_rows), n_ctx)
+
+    return [plan_budget(need_of, config, n, RESERVE_BYTES) for n in sizes]
 
 
 def _inspect(
@@ -413,7 +418,7 @@ def _facts(model: ModelFile, summary: ModelSummary) -> list[tuple[str, str]]:
             "layers",
             f"{hp.n_layer}: {hp.n_layer_recurrent} DeltaNet, "
             f"{hp.n_layer - hp.n_layer_recurrent} attention"
-            + (f"; {hp.n_layer_nextn} for prediction, not run" if hp.n_layer_nextn else ""),
+            + (f"; {hp.n_layer_nextn} for drafts (MTP)" if hp.n_layer_nextn else ""),
         ),
         ("experts", f"{hp.n_expert} a layer, {hp.n_expert_used} a token, and one shared"),
         ("context", f"{hp.n_ctx_train:,} positions in training"),

@@ -72,15 +72,20 @@ def engine_options(command: Command) -> Command:
 def engine_options_but(*names: str, drafts: bool = True) -> Callable[[Command], Command]:
     """Return a decorator like engine_options that leaves some fields at their defaults.
 
-    drafts: the command generates text, so it drafts where that pays; False: it takes no settings
-    of drafts.
+    drafts: the command generates text; False: it takes no settings of drafts.
     """
     chosen = [s for s in engine_settings() if s.flags and s.name not in names]
     chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
     taken = [flag for s in chosen for flag in s.flags]
-    chosen = [replace(s, default="auto") if s.name == "spec" else s for s in chosen]
+    chosen = [_spec_by_draft(s) if s.name == "spec" else s for s in chosen]
     found = [setting_option(s) for s in chosen] + refused_options(taken)
     return lambda command: _apply(command, found)
+
+
+def _spec_by_draft(setting: Setting) -> Setting:
+    """Return the setting of --spec with a default that depends on --draft; see `build_config`."""
+    help = f"{setting.help} Default: off; with --draft auto, or dflash if --deterministic."
+    return replace(setting, default=None, help=help)
 
 
 def sampling_options(command: Command) -> Command:
@@ -143,6 +148,8 @@ def build_config(options: Mapping[str, Any]) -> EngineConfig:
     names = {s.name for s in engine_settings() if s.flags}
     # None means that the engine chooses the value; a command may lack some options.
     given = {name: options[name] for name in names if options.get(name) is not None}
+    if given.get("draft") and "spec" not in given:
+        given["spec"] = "dflash" if given.get("deterministic") else "auto"
     return EngineConfig(**given).validate()
 
 
@@ -290,7 +297,7 @@ def load_engine(
         tokenizer = open_soon(model) if text and has_vocabulary(model) else None
         engine = Engine(model, config, bars, ids, tokenizer)
     warned = set() if warned is None else warned
-    idle = _idle_settings(engine) if is_chosen else []
+    idle = [*_idle_settings(engine), *idle_drafts(engine.config)] if is_chosen else []
     for warning in (*engine.file.warnings, *engine.warnings, *idle):
         if warning not in warned:
             ui.note(f"warning: {warning}")
@@ -311,6 +318,21 @@ def _idle_settings(engine: Engine) -> list[str]:
         return []
     have = "have no effect" if len(idle) > 1 else "has no effect"
     return [f"{', '.join(idle)} {have}: all experts fit on {engine.device_name}"]
+
+
+def idle_drafts(config: EngineConfig) -> list[str]:
+    """Return a line about settings of drafts that have no effect beside --spec, if any."""
+    idle = [
+        s.flags[-1]
+        for s in engine_settings()
+        if s.group == DRAFT_GROUP and s.name != "spec" and getattr(config, s.name) != s.default
+    ]
+    why = "nothing drafts; choose what does with --spec"
+    if config.spec != "off":
+        idle = ["--draft"] if config.draft and config.spec in ("mtp", "lookup") else []
+        why = f"--spec {config.spec} needs no file"
+    have = "have no effect" if len(idle) > 1 else "has no effect"
+    return [f"{', '.join(idle)} {have}: {why}"] if idle else []
 
 
 def show_messages(engine: Engine) -> None:

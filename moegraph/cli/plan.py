@@ -140,14 +140,19 @@ def plan_command(
         shape = router_shape(model)
         profile = read_profile(profile_path, shape) if profile_path else None
         trace = _trace(trace_path, shape)
-        need = needed_bytes(model, config, config.n_ctx or model.hparams.n_ctx_train)
+
+        def need_of(n_rows: int) -> Footprint:
+            n_ctx = config.n_ctx or model.hparams.n_ctx_train
+            return needed_bytes(model, replace(config, n_ubatch=n_rows), n_ctx)
+
+        need = need_of(config.n_rows)
         job = _Job(
             config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
             trace, profile, profile_class,
         )  # fmt: skip
         sizes = given_sizes or default_budgets(need, config, reserve)
         demand = profile.demand().tolist() if profile else None
-        budgets = [plan_budget(need, config, n, reserve, demand) for n in sizes]
+        budgets = [plan_budget(need_of, config, n, reserve, demand) for n in sizes]
         if len(budgets) == 1 and budgets[0].refusal:
             raise OutOfDeviceMemory(budgets[0].refusal)
         rows = [(b, _replay(need, b, job), _prompts(need, b, job)) for b in budgets]
@@ -204,7 +209,7 @@ def _prompts(need: Footprint, budget: Budget, job: _Job) -> list[PromptEstimate]
         return []
     return prompts_of(
         job.trace, budget.plan.n_slots, job.policy, replace(job.sizes, slot_bytes=need.slot_bytes),
-        job.profile, job.profile_class, job.config.n_ubatch,
+        job.profile, job.profile_class, budget.n_ubatch,
     )  # fmt: skip
 
 
@@ -214,11 +219,15 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
     click.echo()
     cells = [_cells(budget, found, job) for budget, found, _ in rows]
     ui.table(cells, _HEADER)
-    prompts = [(format_bytes(b.n_bytes), *prompt_cells(found)) for b, _, found in rows if found]
+    prompts = [
+        (format_bytes(b.n_bytes), f"{b.n_ubatch}", *prompt_cells(found))
+        for b, _, found in rows
+        if found
+    ]
     if job.sizes.machine and job.sizes.machine.prompt and prompts:
         click.echo()
         ui.heading("Prompts, estimated")
-        ui.table(prompts, ("budget", *prompt_header()))
+        ui.table(prompts, ("budget", "-ub", *prompt_header()))
     if len(rows) == 1:
         click.echo()
         ui.heading("Device memory")

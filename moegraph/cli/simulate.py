@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ..config import EngineConfig
+from ..config import CPU_ROWS
 from ..config import settings as engine_settings
 from ..units import GiB, MiB, format_bytes, format_share, parse_bytes
 from . import options, ui
@@ -248,7 +248,7 @@ def _replays(
 
 def prompts_of(
     trace: Trace, n_slots: Sequence[int], policy: Policy, sizes: Sizes, profile: Profile | None,
-    profile_class: str | None, n_ubatch: int = EngineConfig.n_ubatch,
+    profile_class: str | None, n_ubatch: int = CPU_ROWS,
 ) -> list[PromptEstimate]:  # fmt: skip
     """Return what prompts of some lengths take if slots are filled as at the start."""
     from ..placement.prompttime import PROMPT_LENGTHS, estimate_prompt

@@ -33,6 +33,10 @@ _FIRST_PLAIN = 2
 # that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
 _CREDIT, _MOST_CREDIT = 6.0, 12.0
 _SHARE, _CLEAR_SHARE = 0.012, 0.04
+# What a trial may lose against plain steps at the cost of its own account alone.
+_TRIAL_LOSS = 3.0
+# How much wider than the widest pass so far a pass may be: the law may be wrong.
+_WIDER = 2
 # Drafting begins if it is this much faster than plain decoding, and ends if it is slower than that.
 _BEGIN, _END = 1.02, 0.99
 # Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
@@ -205,13 +209,18 @@ class Controller:
         if drafter.hope <= value:
             return None
         most_s = 1.0 / value + 0.5 * credit_s
-        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most)
+        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most, self._widest - 1)
         least = min(max(n // 2, _TRIAL_DRAFT), n)  # a shorter one would tell little
         while n >= least and self._seconds(drafter, n) > most_s:
             n -= 1
         if n < least:
             return None
         return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True)
+
+    @property
+    def _widest(self) -> int:
+        """The most rows that the next pass may have."""
+        return max(_WIDER * self.passes.widest, 2 * _TRIAL_DRAFT)
 
     def _seconds(self, drafter: _Drafter, n_draft: int) -> float:
         """Return what a step takes that verifies a chain."""
@@ -262,7 +271,7 @@ class Controller:
         else:
             self._recorder.add(step, 0.0)
             step = self._by_law(step)
-        plain_s, builds = self.passes.plain_s, self.passes.is_new(step.n_rows)
+        plain_s = self.passes.plain_s
         if step.n_rows > 1:
             self._since_plain += 1
             if step.seconds:
@@ -275,7 +284,7 @@ class Controller:
         if drafter:
             self._observe_draft(drafter, step)
         self._since_trial = 0 if step.is_trial else self._since_trial + 1
-        if step.seconds and not builds:
+        if step.seconds:
             self._book(step, plain_s)
         self._n_steps += 1
         if self._n_steps < _FIRST_PLANS or self._n_steps % _PLAN_INTERVAL == 0:
@@ -316,7 +325,7 @@ class Controller:
         earned = (_CLEAR_SHARE if is_clear else _SHARE) * step.seconds
         gained = step.n_tokens * plain_s - step.seconds if step.source else 0.0
         if self._is_drafting and step.is_trial:
-            gained = 0.0
+            gained = min(0.0, gained + _TRIAL_LOSS * plain_s)
             self._trials_s += step.n_tokens / self._ranked[0].value - step.seconds
         self._trials_s = min(self._trials_s + earned, most)
         self._account_s = min(self._account_s + earned + gained, most)
@@ -352,7 +361,7 @@ class Controller:
         token_s = drafter.cost(2, plain_s) - fixed_s
         value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
         for width in self.widths:
-            if width > len(growth.tokens):
+            if width > min(len(growth.tokens), self._widest):
                 break
             for at in growth.depths[done : width - 1]:
                 depth = max(depth, at)

@@ -32,7 +32,7 @@ from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, empty_draft
+from .drafter import Draft, Ids, Race, empty_draft
 
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
@@ -259,7 +259,7 @@ class DFlashDrafter:
             raise InternalError("a drafter without taps")
         build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one graph, and one wait.
 
         Raises:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from ..sampling import SamplingParams
 
 if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
     from ..runner.sweep_batch import Tap
@@ -19,11 +21,12 @@ Ids = npt.NDArray[np.int32]
 class Draft:
     """Drafted tokens after a known token, the anchor, by depth; the first depth follows the anchor.
 
-    tokens: I32, numpy shape [n_depth, n_top], likeliest first at each depth, all different. log_p:
-    F32, same shape: the drafter's natural logarithms of their probabilities, by a softmax over
-    everything that it can propose; None if it has no probabilities. confidence: F32 [n_depth], how
-    probable the drafter thinks it is that the first token of a depth is right if those before are;
-    None if it has nothing better than log_p.
+    tokens: I32, numpy shape [n_depth, n_top], all different at each depth. The first of each depth
+    are the spine, and what a depth has follows the spine before it; the others are in the order of
+    their worth. log_p: F32, same shape: the drafter's natural logarithms of their probabilities, by
+    a softmax over everything that it can propose; None if it has none. confidence: F32 [n_depth],
+    how probable the drafter thinks it is that the first token of a depth is right if those before
+    are; None if it has nothing better than log_p.
     """
 
     tokens: Ids
@@ -69,6 +72,18 @@ def empty_draft() -> Draft:
     return Draft(np.zeros((0, 1), dtype=np.int32))
 
 
+@dataclass(frozen=True)
+class Race:
+    """What is known of the next draws of a sampler, see race.py.
+
+    params: its settings. key: returns the key of the random numbers of the n-th draw from now on;
+    draw 0 is that of the token after the anchor.
+    """
+
+    params: SamplingParams
+    key: Callable[[int], int]
+
+
 class Drafter(Protocol):
     """Proposes tokens for the sequences of one target.
 
@@ -110,12 +125,15 @@ class Drafter(Protocol):
         rows: the rows of the last pass, and so of the `TapRows`, that belong to the tokens.
         """
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor, and the n_top likeliest at each depth.
 
         anchor: the last token of the text, which the sequence does not hold yet. n is at least 1
         and at most max_draft; n_top is at least 1. The draft may be shorter than n, or empty, and
         may list fewer tokens than n_top.
+
+        race: the text is sampled so. What follows is best drafted after the token that will
+        probably win; that token then comes first at its depth.
 
         Raises:
             NativeError: the device failed.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from ..ggml.choose import likeliest_rows
 from ..ggml.ops import Builder
 from ..graphs.cache import BuiltGraph
 from ..graphs.dflash import build_rows
 from ..graphs.dflash_memory import BEAM
-from ..graphs.dspark import build_lists
+from ..graphs.dspark import build_drawn, build_lists
 from .dflash import DFlashDrafter, Results
-from .drafter import Draft, empty_draft
+from .drafter import Draft, Race, empty_draft
+from .drawn import drawn
 from .pathtree import PathLists, best_paths
 from .tree import DraftTree
 
@@ -51,6 +54,36 @@ class DSparkDrafter(DFlashDrafter):
             return empty_draft(), DraftTree((anchor,), (-1,))
         draft = self.as_draft([t[0] for t in tokens], [lp[0] for lp in log_p], results)
         return draft, best_paths(anchor, PathLists(tokens, log_p), n_nodes)
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
+        """Propose at most n tokens after the anchor: one graph, and one wait.
+
+        With a race, each depth begins with its winner, and later depths follow it; but with a
+        reduced vocabulary as without, because a race is about all tokens.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        n = min(n, self.max_draft)
+        if race is None or self._d2t is not None or n < 1:
+            return super().draft(slot, anchor, n, n_top)
+        self._memory.send_races(race.params.temperature, [race.key(depth) for depth in range(n)])
+        results = self.run_block(slot, anchor, n, partial(self._drawn_graph, slot, n))
+        return drawn(np.concatenate(results.rows), n_top)
+
+    def _drawn_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
+        """Return the graph of a draft that follows winners; its outputs: where results arrive."""
+
+        def build(b: Builder) -> Results:
+            memory = self._memory
+            inp = memory.block_leaves(b, self._n_rows(n), n, lengths)
+            args = b, self.hparams, self._weights, self._rings, inp, self._head, slot, n
+            _, logits = build_rows(*args)
+            scratch = [memory.scratch(b, i, 1) for i in range(n - 1)]
+            more = memory.races_leaf(b, n), scratch
+            return self._results(build_drawn(b, self._weights, logits, inp.anchor, *more), None)
+
+        return self._graphs.get(("drawn", slot, n, lengths), self._n_nodes(n), build)
 
     def _lists_graph(self, slot: int, n: int, lengths: tuple[int, ...]) -> BuiltGraph:
         """Return the graph of lists for n depths; its outputs: where the results arrive."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Ids, empty_draft
+from .drafter import Draft, Ids, Race, empty_draft
 
 if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
@@ -47,7 +47,7 @@ class LookUp:
         """Add tokens to a sequence."""
         self._texts[slot].extend(tokens)
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Return what followed the same tokens, one at each depth; nothing if there were none.
 
         Where that runs into the end of the text, it goes on with the draft: so a text that repeats

@@ -16,17 +16,26 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
 from ..graphs.inputs import PAGED
-from ..graphs.mtp import build_chain, build_known_rows, build_taken_rows
+from ..graphs.mtp import (
+    build_chain,
+    build_known_rows,
+    build_likeliest,
+    build_taken_rows,
+    build_winner,
+)
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, empty_draft
+from .drafter import Draft, Ids, Race, empty_draft
+from .drawn import drawn
 from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
+# Longest draft that is usual; launches until a graph is captured.
+_USUAL, _N_CAPTURED = 8, 3
 
 
 class MtpDrafter:
@@ -82,6 +91,19 @@ class MtpDrafter:
         self._known(self.memory.max_rows)
         n_kv = PAGED if self._is_paged else self._state.n_ctx
         self._chain(self.max_draft, n_kv)
+
+    def warm_up(self) -> None:
+        """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
+        state = self._state
+        for _ in range(_N_CAPTURED):
+            for n in range(1, min(_USUAL, self.max_draft) + 1):
+                self.draft(0, 0, n, 1)
+            for n in (1, 2, 4, _USUAL):  # sequence 0 has pages for as many by now
+                built = self._accepted(n)
+                tokens = np.zeros(n, dtype=np.int32)
+                self.memory.send_known(0, tokens, 0, n, range(n))
+                self._launch(built, "the MTP block over accepted tokens")
+        state.reset(0)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget what waits; what was restored has the drafter's K and V too."""
@@ -160,28 +182,43 @@ class MtpDrafter:
             self.memory.send_known(slot, ids, run.first + at, n_padded, rows)
             self._launch(built, "the MTP block over accepted tokens")
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
+
+        With a race, each depth begins with its winner, and later depths follow it; but if only a
+        part of the vocabulary is drafted, then as without, because a race is about all tokens.
 
         Raises:
             NativeError: the device failed.
         """
+        race = None if self._block.part else race
+        results = self._run(slot, anchor, n, race)
+        if results is None:
+            return empty_draft()
+        return drawn(results.rows, n_top) if race else self._draft(results, n_top)
+
+    def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> _ChainResults | None:
+        """Compute a chain and wait; None if there is no room for one."""
         state, n_past = self._state, self._state.n_past[slot]
         n = min(n, self.max_draft, state.n_ctx - n_past)
         if n < 1:
-            return empty_draft()
+            return None
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
         self.catch_up(slot)
-        built = self._chain(n, length)
+        built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
         self.memory.send_chain(slot, anchor, n, built.outputs.n_kv, length)
+        if race:
+            keys = [race.key(depth) for depth in range(n)]
+            self.memory.send_races(race.params.temperature, keys)
         reads, n_reads = built.outputs.reads, len(built.outputs.parts)
         self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
         C.ggml_backend_synchronize(self._device.compute.ptr)
+        results: _ChainResults = built.outputs
         if self._block.experts:
-            self._block.experts.note(built.outputs.parts[2])
-        return self._draft(built.outputs, n_top)
+            self._block.experts.note(results.parts[2])
+        return results
 
     def _draft(self, outputs: _ChainResults, n_top: int) -> Draft:
         """Return what a chain left, up to a step whose likeliest tokens are not known."""
@@ -223,7 +260,7 @@ class MtpDrafter:
         b = Builder(self._context, 1)
         return self._block.stage.taps.leaf(b, self._layer)
 
-    def _chain(self, n: int, length: int) -> BuiltGraph:
+    def _chain(self, n: int, length: int, races: bool = False) -> BuiltGraph:
         """Return a graph of a chain of n tokens over `length` positions or more.
 
         Its outputs: where the results arrive.
@@ -233,18 +270,30 @@ class MtpDrafter:
             n_kv = self._state.n_ctx
         n_nodes = n * (_N_NODES + 3 * self._block.stage.hp.n_expert_used)
         return self._graphs.get(
-            ("mtp chain", n, n_kv), n_nodes, lambda b: self._build_chain(b, n, n_kv)
+            ("mtp chain", n, n_kv, races), n_nodes, lambda b: self._build_chain(b, n, n_kv, races)
         )
 
-    def _build_chain(self, b: Builder, n: int, n_kv: int) -> _ChainResults:
-        memory = self.memory
+    def _build_chain(self, b: Builder, n: int, n_kv: int, races: bool) -> _ChainResults:
+        """Append a chain whose steps go on with the winner of a race, or the likeliest token."""
+        memory, block = self.memory, self._block
+
+        def choose(logits: Tensor, at: int) -> Tensor:
+            if races:
+                keep = partial(memory.keep_listed, at=at)
+                return build_winner(b, logits, memory.race_leaf(b, at), keep)
+            token = build_likeliest(b, block, logits)
+            memory.keep_token(token, at)
+            return token
+
         token, slot, steps = memory.chain_leaves(b, n, n_kv)
         before = b.get_rows(self._last_out, slot)
-        keep = memory.keep_logits, memory.keep_token, memory.keep_ids
-        build_chain(b, self._block, token, before, steps, n_kv, *keep)
+        keep = memory.keep_logits, memory.keep_ids
+        build_chain(b, block, token, before, steps, n_kv, *keep, choose)
         leaf = memory.result_leaves(b, n)
-        listed = b.candidates(leaf["logits"], leaf["draws"])
-        C.ggml_set_output(b.expand(b.name(listed, "result_candidates")))
+        listed = leaf["listed"]
+        if not races:
+            listed = b.candidates(leaf["logits"], leaf["draws"])
+            C.ggml_set_output(b.expand(b.name(listed, "result_candidates")))
         parts = [listed, leaf["tokens"], *([leaf["ids"]] if self._block.experts else [])]
         if self._host is None:
             n_bytes = sum(C.ggml_nbytes(part) for part in parts) // n

@@ -61,7 +61,8 @@ class PassCost:
     """Seconds of plain steps and of verify passes.
 
     widths: rows that a verify pass may have, in order. plain_s: a plain step; 0 if none has been
-    measured. seconds: by width, of its verify pass; empty as long as plain_s is 0.
+    measured. seconds: by width, of its verify pass; empty as long as plain_s is 0. widest: the most
+    rows of a verify pass so far, 1 before the first one.
     """
 
     def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
@@ -76,6 +77,8 @@ class PassCost:
         self._weight = dict.fromkeys(self.widths, 0.0)
         self._log_ratio = dict.fromkeys(self.widths, 0.0)
         self._unmeasured = set(self.widths)
+        self._first: dict[int, float] = {}  # log ratios of first passes, which may build graphs
+        self.widest = 1
         near = {(a, b): _nearness(a, b) for a in self.widths for b in self.widths}
         self._near = {
             a: [(b, near[a, b]) for b in self.widths if near[a, b] > 0.01] for a in self.widths
@@ -85,10 +88,6 @@ class PassCost:
     def predicted_missing(self, n_rows: int) -> float:
         """Return how many experts a pass of this many rows is expected to lack, of all layers."""
         return self._share * self._distinct[n_rows]
-
-    def is_new(self, n_rows: int) -> bool:
-        """Return whether no pass of this width has been measured: the first one builds graphs."""
-        return n_rows in self._unmeasured
 
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
@@ -116,13 +115,17 @@ class PassCost:
         self._observe_missing(n_rows, n_missing)
         lacked = n_missing * self._experts.miss_s if self._experts else 0.0
         found = math.log(max(seconds, 1e-9) / (self._base * self._law[n_rows] + lacked))
-        known = self._ratio(n_rows)
+        self.widest = max(self.widest, n_rows)
+        limit, known = math.log(_OUTLIER), self._ratio(n_rows)
         if n_rows in self._unmeasured:
             self._unmeasured.remove(n_rows)
-            if found > known + math.log(_OUTLIER):
-                return  # it built its graph
-        limit = math.log(_OUTLIER)
-        found = min(max(found, known - limit), known + limit)
+            if found > known + limit:
+                self._first[n_rows] = found
+                return
+        if n_rows in self._first:  # dear twice in a row: so it is
+            found = min(found, self._first.pop(n_rows))
+        else:
+            found = min(max(found, known - limit), known + limit)
         weight = min(self._weight[n_rows] + 1.0, _MEMORY)
         self._log_ratio[n_rows] += (found - self._log_ratio[n_rows]) / weight
         self._weight[n_rows] = weight

@@ -15,9 +15,10 @@ from ..events import CancelToken
 from ..ggml.choose import DRAW_ROWS
 from ..runner import NotFinite, Output
 from .passes import Passes
+from .proposal import Proposal, step_of
 from .rows import RowSampler
 from .sequence import Sequence
-from .speculation import Proposal, Speculation, step_of
+from .speculation import Speculation
 from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
 

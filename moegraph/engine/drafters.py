@@ -16,6 +16,7 @@ from ..draft.stepcost import Experts
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile, open_drafter
+from ..modelfile.resolve import shipped_drafter
 from ..modelfile.vocab import frequent_ids
 from ..placement.drafters import Sources, tap_rows
 from ..placement.footprint import sweep_rows
@@ -28,16 +29,20 @@ from .speculation import Speculation
 
 
 def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
-    """Open the drafter's file that the settings name; None if they name none that drafts.
+    """Open the drafter's file that the settings name, or the one shipped for a shipped model.
 
-    config: after `with_drafts`. stack: gets the call that closes it.
+    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
+    that closes it.
 
     Raises:
         ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
     """
-    if not config.draft or config.spec not in ("auto", "dflash"):
+    if config.spec not in ("auto", "dflash"):
         return None
-    file = stack.enter_context(closing(open_drafter(config.draft)))
+    path = config.draft or shipped_drafter(model.path)
+    if not path:
+        return None
+    file = stack.enter_context(closing(open_drafter(path)))
     file.require_target(model)
     if config.draft_swa:
         file.hparams = file.hparams.with_window(config.draft_swa)
@@ -63,10 +68,12 @@ def open_drafters(
             stack.enter_context(closing(block))
             mtp = stack.enter_context(closing(MtpDrafter(block)))
             mtp.reserve()
+            if stage.device.can.streams:
+                mtp.warm_up()
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
-            n_sweep = sweep_rows(min(config.n_ubatch, n_ctx), n_ctx)
+            n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
             part = None
             if 0 < config.draft_vocab < file.hparams.n_vocab and sources.draft.takes_part:
                 ids = frequent_ids(file.metadata, file.hparams.n_vocab, config.draft_vocab)

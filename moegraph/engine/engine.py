@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -107,6 +108,7 @@ class Engine:
 
     def _take(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        self.config = replace(self.config, n_ubatch=loaded.config.n_ubatch)
         self._profile = loaded.profile
         self.n_ctx = loaded.n_ctx
         self.plan = loaded.plan

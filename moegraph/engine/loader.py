@@ -22,6 +22,7 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
+from ..placement.chunksize import choose_rows
 from ..placement.drafters import (
     Sources,
     drafters_bytes,
@@ -128,11 +129,12 @@ class _Loading:
             )
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
-        self.config = config = with_drafts(config, self.device.can.exact_sums)
+        self.config = config = with_drafts(config)
         threads = CpuThreads(self.device, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
+        self.config = config = replace(config, n_ubatch=self._choose_rows())
         plan, sources = self._choose_plan()
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
@@ -211,6 +213,24 @@ class _Loading:
             )
         return drafting, sources
 
+    def _choose_rows(self) -> int:
+        """Return the rows of a chunk of a prompt."""
+        config, own_memory = self.config, self.device.can.own_memory
+        return choose_rows(
+            config,
+            self._budget()[0] if own_memory else None,
+            lambda n: needed_bytes(self.file, replace(config, n_ubatch=n), self.n_ctx),
+        )
+
+    def _budget(self) -> tuple[int | None, str]:
+        """Return the device memory that the plan may use, None without a limit, and who says so."""
+        if self.config.vram != "auto":
+            return parse_bytes(self.config.vram, "g") - self.device.context_bytes, "--vram"
+        if not self.device.can.own_memory:
+            return None, "--vram"
+        free = self.device.memory()[0]
+        return free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
+
     def _open_drafters(
         self, stage: Stage, config: EngineConfig, sources: Sources
     ) -> tuple[Drafter, ...]:
@@ -235,13 +255,8 @@ class _Loading:
 
     def _make_plan(self, sources: Sources) -> Plan:
         """Return how many expert slots each layer gets beside what drafters take."""
-        config, free = self.config, self.device.memory()[0]
+        config, (budget, source) = self.config, self._budget()
         drafters = drafters_bytes(self.file, config, self.n_ctx, sources)
-        budget, source = None, "--vram"
-        if config.vram != "auto":
-            budget = parse_bytes(config.vram, "g") - self.device.context_bytes
-        elif self.device.can.own_memory:
-            budget, source = free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
         return make_plan(
             needed_bytes(self.file, config, self.n_ctx, drafters),
             budget,
@@ -267,7 +282,7 @@ def open_runner(
     Raises:
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
     """
-    n_ubatch = min(config.n_ubatch, stage.state.n_ctx)
+    n_ubatch = min(config.n_rows, stage.state.n_ctx)
     n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
     with closed_on_failure():
         if stage.is_full and routing is None and config.mode != "layered":
@@ -300,7 +315,7 @@ def _open_misses(
         cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-    max_rows = config.n_ubatch * config.n_seq
+    max_rows = config.n_rows * config.n_seq
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
     for il, (_, shares) in enumerate(starts):
         if shares is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.race import Race
+from ..draft.drafter import Race
 from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 

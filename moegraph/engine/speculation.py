@@ -8,21 +8,19 @@ that its sequence takes. If it fails in between, they do not know what the seque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter
-from ..draft.plan import PLAIN, Plan, Shape, Step
-from ..draft.race import N_RUNNERS, Race
+from ..draft.drafter import Draft, Drafter, Race
+from ..draft.plan import Plan, Shape, Step
+from ..draft.race import N_RUNNERS, raced
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
-from .stepclock import StepSeconds
+from .proposal import Proposal
 
 if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
     from ..ggml.ops import Tensor
@@ -52,36 +50,6 @@ class Controller(Protocol):
 
     def observe(self, step: Step) -> None:
         """Learn from a step; the device computes meanwhile."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Rows for the next pass, the draft and the plan that they come from, and how long it took.
-
-    tree: the anchor alone if nothing of the draft is worth a row.
-    """
-
-    plan: Plan
-    draft: Draft
-    tree: DraftTree
-    drafter_s: float
-
-    @cached_property
-    def spine(self) -> list[int]:
-        """The draft's likeliest tokens, as far as they follow one another in the tree."""
-        row, tokens = 0, list[int]()
-        for token in self.draft.tokens[:, 0].tolist():
-            child = self.tree.child(row, token)
-            if child is None:
-                break
-            row = child
-            tokens.append(token)
-        return tokens
-
-    @property
-    def n_spine(self) -> int:
-        """Return the length of the spine."""
-        return len(self.spine)
 
 
 class Speculation:
@@ -177,7 +145,7 @@ class Speculation:
             draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
-            draft = drafter.draft(slot, anchor, n, n_top)
+            draft = drafter.draft(slot, anchor, n, n_top, race)
         problem = draft.problem(self._n_vocab)
         if tree and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._n_vocab:
             problem = "its tree has tokens that the model lacks"
@@ -192,7 +160,7 @@ class Speculation:
         if not draft.n_depth:
             return None
         if race and tree is None:
-            draft = race.run(draft, plan.n_top)
+            draft = raced(draft, race, plan.n_top)
         return draft, tree or self._tree(anchor, plan, draft)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
@@ -220,52 +188,3 @@ def _all_of(taps: list[Tap]) -> Tap:
             tap(rows, n, first)
 
     return taps[0] if len(taps) == 1 else call
-
-
-def step_of(
-    proposal: Proposal | None, drawn: Sequence[int], seconds: StepSeconds, n_missing: int
-) -> Step:
-    """Return what a step did.
-
-    drawn: the tokens that the text took; the last one was drawn, but not drafted. n_missing: the
-    distinct experts that the pass missed.
-    """
-    if proposal is None:
-        return Step(
-            PLAIN.source, seconds.total, len(drawn), verify_s=seconds.verify, n_missing=n_missing
-        )
-    spine = proposal.draft.cut(proposal.n_spine)
-    return Step(
-        proposal.plan.source,
-        seconds.total,
-        n_tokens=len(drawn),
-        n_rows=proposal.tree.n_rows,
-        n_draft=proposal.plan.n_draft,
-        n_spine=proposal.n_spine,
-        n_accepted=len(drawn) - 1,
-        ranks=tuple(_ranks(spine, drawn)),
-        log_p=tuple(_log_p(spine)),
-        drafter_s=proposal.drafter_s,
-        verify_s=seconds.verify,
-        commit_s=seconds.commit,
-        n_missing=n_missing,
-        is_trial=proposal.plan.is_trial,
-    )
-
-
-def _ranks(draft: Draft, drawn: Sequence[int]) -> Iterator[int]:
-    """Yield the rank of each drawn token at its depth, -1 if it has none, until one is not 0."""
-    for candidates, token in zip(draft.tokens.tolist(), drawn):
-        rank = candidates.index(token) if token in candidates else -1
-        yield rank
-        if rank:
-            return
-
-
-def _log_p(draft: Draft) -> list[float]:
-    """Return the drafter's log probabilities of its likeliest tokens, if it has any."""
-    known = draft.log_p[:, 0] if draft.log_p is not None else np.empty(0)
-    if draft.confidence is not None:
-        known = np.log(np.maximum(draft.confidence, 1e-30))
-    found: list[float] = known.tolist()
-    return found

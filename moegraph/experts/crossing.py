@@ -1,4 +1,4 @@
-"""Which experts cross the link in a sweep, in which order, and which rows of the prompt chose them.
+"""Which experts cross the link in a sweep, and in which order.
 
 A sweep computes a prompt layer by layer. The experts of a layer that have no slot pass through a
 ring of groups of slots. A group is filled with experts of one layer, read by all rows that chose
@@ -102,33 +102,6 @@ class Crossing:
         self._asked.pop(il, None)
 
 
-class Choices:
-    """Which rows chose the experts of one layer that have no slot.
-
-    ids: I32 numpy [n_rows * n_used], the choice of all rows. absent: bool, same shape: the expert
-    had no slot when the row was computed.
-    """
-
-    def __init__(self, ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> None:
-        places = np.flatnonzero(absent)
-        # numpy sorts numbers of 16 bits by radix, which takes a fraction of the time
-        chosen = ids[places].astype(np.uint16 if n_expert <= 1 << 16 else np.uint32)
-        self._places = places[np.argsort(chosen, kind="stable")]
-        counts = np.bincount(chosen, minlength=n_expert)
-        self._bounds = np.concatenate(([0], np.cumsum(counts)))
-
-    @property
-    def n_experts(self) -> int:
-        """How many experts were chosen that had no slot."""
-        return int((np.diff(self._bounds) > 0).sum())
-
-    def of(self, experts: Iterable[int]) -> Longs:
-        """Return the places in ids where one of these experts was chosen, ascending."""
-        bounds = self._bounds
-        parts = [self._places[bounds[e] : bounds[e + 1]] for e in experts]
-        return np.sort(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
-
-
 def by_popularity(ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> list[int]:
     """Return the absent experts among ids, the most chosen first."""
     counts = np.bincount(ids[absent], minlength=n_expert)
@@ -148,57 +121,36 @@ class Forecast:
         self._n_rows = n_rows
         self._n_sent = 0
         self._n_wasted = 0.0
+        self._order: list[int] = []  # experts of the layer, the surest first
+        self._unused = np.zeros(0)  # the chance of each that it is not chosen
 
     def note(self, n_chosen: int, n_unused: int) -> None:
         """Note how many experts of a layer were sent and chosen, and sent and not chosen."""
         self._n_sent += n_chosen
         self._n_wasted += n_unused
 
-    def likely(
-        self, counts: npt.NDArray[np.float64], absent: Longs, n_used: int, most: int
-    ) -> list[int]:
-        """Return up to `most` absent experts that the prompt will hardly miss, the surest first.
+    def begin(self, counts: npt.NDArray[np.float64], absent: Longs, n_used: int) -> None:
+        """Begin a layer of which some experts are absent.
 
         counts [n_expert]: how often each was chosen so far. An expert that was chosen c times in m
         rows is not chosen in n further rows with a chance of about (1 + n / m) ** -c.
         """
-        total = float(counts.sum())
-        if not total or not absent.size:
-            return []
-        chosen = counts[absent]
-        order = np.argsort(-chosen, kind="stable")[:most]
-        unused = (1.0 + self._n_rows * n_used / total) ** -chosen[order]
-        allowed = self._share * (self._n_sent + np.arange(1, len(order) + 1)) - self._n_wasted
+        total, chosen = float(counts.sum()), counts[absent]
+        order = np.argsort(-chosen, kind="stable") if total else np.zeros(0, dtype=np.int64)
+        self._order = absent[order].tolist()
+        self._unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
+
+    def likely(self, most: int) -> list[int]:
+        """Return up to `most` further experts that the prompt will hardly miss, the surest first.
+
+        None of them is returned again.
+        """
+        unused = self._unused[:most]
+        allowed = self._share * (self._n_sent + np.arange(1, len(unused) + 1)) - self._n_wasted
         fits = np.cumsum(unused) <= allowed
-        n = len(order) if fits.all() else int(np.argmin(fits))
-        return [int(expert) for expert in absent[order[:n]]]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Rows that one graph computes with the experts of one group: what its inputs are.
-
-    Every place is a row and one of the experts that it chose. token, slot, place: I32 [n_padded] of
-    each place: its row, the expert's slot in the ring, and its number among all places of the
-    layer. target: I32 [n_padded], the distinct rows. terms: I32 [n_rounds, n_padded]: which places
-    are added to each of these rows. Padding has slot -1 and gives zeros.
-    """
-
-    token: Ints
-    slot: Ints
-    place: Ints
-    target: Ints
-    terms: Ints
-
-    @property
-    def n_padded(self) -> int:
-        """Places, padding included."""
-        return len(self.token)
-
-    @property
-    def n_rounds(self) -> int:
-        """Most places of one row, rounded up to a power of two."""
-        return len(self.terms)
+        n = len(unused) if fits.all() else int(np.argmin(fits))
+        found, self._order, self._unused = self._order[:n], self._order[n:], self._unused[n:]
+        return found
 
 
 def padded(n: int) -> int:
@@ -207,43 +159,3 @@ def padded(n: int) -> int:
     while size <= n:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
-
-
-def units(
-    places: Longs, ids: Ints, slots: Ints, n_used: int, n_rows: int, most: int
-) -> Iterator[Unit]:
-    """Cut ascending places into units of fewer than `most` places.
-
-    slots: I32 [n_expert], expert -> slot in the ring. n_rows: rows of the sweep; row n_rows is
-    spare, and so is place n_rows * n_used.
-    """
-    for start in range(0, len(places), most - 1):
-        chosen = places[start : start + most - 1]
-        yield _unit(chosen, slots[ids[chosen]], n_used, n_rows)
-
-
-def _unit(chosen: Longs, slot: Ints, n_used: int, n_rows: int) -> Unit:
-    n, n_padded = len(chosen), padded(len(chosen))
-    token = chosen // n_used
-    is_first = np.empty(n, dtype=bool)  # of its row: rows ascend
-    is_first[0] = True
-    np.not_equal(token[1:], token[:-1], out=is_first[1:])
-    first = np.flatnonzero(is_first)
-    target, counts = token[first], np.append(first[1:], n) - first
-    n_rounds = 1 << int(counts.max() - 1).bit_length()
-    terms = np.full((n_rounds, n_padded), n_padded - 1, dtype=np.int32)
-    row_of = np.repeat(np.arange(len(target)), counts)
-    terms[np.arange(n) - first[row_of], row_of] = np.arange(n)
-    return Unit(
-        _padded(token, n_padded, 0),
-        _padded(slot, n_padded, -1),
-        _padded(chosen, n_padded, n_rows * n_used),
-        _padded(target, n_padded, n_rows),
-        terms,
-    )
-
-
-def _padded(values: npt.NDArray[np.signedinteger], n: int, fill: int) -> Ints:
-    out = np.full(n, fill, dtype=np.int32)
-    out[: len(values)] = values
-    return out

@@ -16,9 +16,8 @@ If a layer's graph fetches missing experts, `plan_victims` lists victims before 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -121,12 +120,13 @@ class LayerSlots:
         Raises:
             InternalError: an id is out of range, which only a broken router can produce.
         """
-        if min(ids) < 0 or max(ids) >= self.n_expert:
+        resident = self.resident
+        absent = [expert for expert in ids if expert not in resident]
+        if absent and (min(absent) < 0 or max(absent) >= self.n_expert):
             raise InternalError(
                 f"layer {self.il}: router chose ids {ids} of {self.n_expert} experts"
             )
-        resident = self.resident
-        return [expert for expert in ids if expert not in resident]
+        return absent
 
     def _count_misses(self, ids: list[int]) -> list[int]:
         absent = self.absent_of(ids)
@@ -229,7 +229,10 @@ class LayerSlots:
         """
         free = [(slot, -1) for slot in reversed(self.free) if slot >= self.policy.n_static]
         found = self._ranking.lowest(n - len(free))
-        self.victims = free[:n] + list(zip(self.table[found].tolist(), found))
+        slot_of = self.table.item  # for a few numbers faster than an array of indices
+        self.victims = [(slot_of(expert), expert) for expert in found]
+        if free:
+            self.victims = free[:n] + self.victims
         self._first_victims = set(found[: max(0, 2 * self.n_expert_used - len(free))])
         return self.victims
 
@@ -256,9 +259,12 @@ class LayerSlots:
             raise InternalError(f"layer {self.il}: a fetch was recorded that no graph announced")
         if missing:
             self._journal.dirty.add(self.il)
-            needed, listed = set(ids), self.victims[:n_listed]
-            spare = (entry for entry in listed if entry[1] not in needed)
-            usable = list(islice(spare, len(missing)))
+            needed, usable = set(ids), []
+            for entry in self.victims[:n_listed]:
+                if entry[1] not in needed:
+                    usable.append(entry)
+                    if len(usable) == len(missing):
+                        break
             n_fetched = len(usable)
             if n_fetched < len(missing) and n_listed < self.n_evictable:
                 raise InternalError(
@@ -266,21 +272,27 @@ class LayerSlots:
                 )
             if n_fetched > _MANY:
                 self._ranking.clear()
-            for expert, (slot, victim) in zip(missing, usable):
-                self._replace(expert, slot, victim)
+            self._replace(missing, usable)
         del in_flight[self.il]
         return n_fetched
 
-    def _replace(self, expert: int, slot: int, victim: int) -> None:
-        """Note that a graph fetched an expert into the slot of a listed victim, or of -1."""
-        if self.owner[slot] != victim:
-            raise InternalError(f"layer {self.il}: slot {slot} no longer holds expert {victim}")
-        if victim < 0:
-            self.free.remove(slot)
-        else:
-            self._evict(victim, slot)
-        self.owner[slot] = expert
-        self._hold(expert, slot)
+    def _replace(self, experts: Iterable[int], listed: Sequence[tuple[int, int]]) -> None:
+        """Note that a graph fetched experts into the slots of listed victims, or of -1."""
+        owner, table, resident = self.owner, self.table, self.resident
+        for expert, (slot, victim) in zip(experts, listed):
+            if owner[slot] != victim:
+                raise InternalError(f"layer {self.il}: slot {slot} no longer holds expert {victim}")
+            if victim < 0:
+                self.free.remove(slot)
+            else:
+                resident.discard(victim)
+                table[victim] = -1
+                self.n_evicted += 1
+            owner[slot] = expert
+            resident.add(expert)
+            self._ranking.add(expert)
+            table[expert] = slot
+        self.n_admitted += len(listed)
 
     def preload(
         self, experts: Sequence[int] | None = None, shares: Sequence[float] | None = None

@@ -28,9 +28,10 @@ DECLARATIONS = (
     NATIVE / "py" / "cpu_ffn.h",
     NATIVE / "py" / "pages.h",
     NATIVE / "py" / "choose.h",
+    NATIVE / "py" / "places.h",
 )
 
-_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose")
+_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose", "places")
 SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
 
 

@@ -547,6 +547,19 @@ class Lib:
         a7: ggml_cgraph_ptr,
         /,
     ) -> int: ...
+    def mg_upload_experts(
+        self,
+        a0: ggml_backend_ptr,
+        a1: Tensor,
+        a2: Address,
+        a3: int,
+        a4: Address,
+        a5: int,
+        a6: int,
+        a7: int,
+        a8: int,
+        /,
+    ) -> None: ...
     def mg_watch(self, a0: Address, a1: int, /) -> mg_watch_ptr: ...
     def mg_unwatch(self, a0: mg_watch_ptr, /) -> None: ...
     def mg_watch_faults(self) -> int: ...
@@ -570,6 +583,42 @@ class Lib:
     def mg_pages_pin(self, a0: mg_pages_ptr, a1: ggml_backend_ptr, /) -> bool: ...
     def mg_pages_free(self, a0: mg_pages_ptr, /) -> None: ...
     def mg_choose(self, a0: Address, a1: Address, a2: int, /) -> int: ...
+    def mg_sort_places(
+        self,
+        a0: Address,
+        a1: Address,
+        a2: int,
+        a3: int,
+        a4: Address,
+        a5: Address,
+        /,
+    ) -> int: ...
+    def mg_merge_places(
+        self,
+        a0: Address,
+        a1: Address,
+        a2: Address,
+        a3: int,
+        a4: int,
+        a5: int,
+        a6: Address,
+        a7: Address,
+        /,
+    ) -> int: ...
+    def mg_unit(
+        self,
+        a0: Address,
+        a1: int,
+        a2: Address,
+        a3: Address,
+        a4: int,
+        a5: int,
+        a6: int,
+        a7: int,
+        a8: int,
+        a9: Address,
+        /,
+    ) -> int: ...
 
 class FFI:
     """The part of cffi's compiled FFI object that moegraph uses."""

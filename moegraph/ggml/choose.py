@@ -46,6 +46,27 @@ def likeliest_rows(rows: Words, n_top: int) -> tuple[Words, npt.NDArray[np.float
         return ids, logits - below[:, None]
 
 
+# After the likeliest tokens and a floor: the tokens of the largest scores, their number first.
+_N_EARLY, _MOST_EARLY = _IDS + 2 * _MOST + 1, int(C.MOEGRAPH_EARLY)
+# Where the result has the token of the largest score, the winner of the race.
+WINNER_WORD = _N_EARLY + 1
+
+
+def winners(rows: Words) -> tuple[Words, npt.NDArray[np.float32]]:
+    """Return the winners of the races of several rows and their log probabilities, [n].
+
+    rows: results of the op, [n_rows, words]. Rows end before the first one whose list of the
+    largest scores is empty.
+    """
+    n_early = rows[:, _N_EARLY]
+    ends = (n_early < 1) | (n_early > _MOST_EARLY)
+    n = int(ends.argmax()) if ends.any() else len(rows)
+    numbers = rows[:n].view(np.float32)
+    logits = numbers[:, WINNER_WORD + _MOST_EARLY]
+    below = numbers[:, TOTAL_WORD + 1] + np.log(numbers[:, TOTAL_WORD])
+    return rows[:n, WINNER_WORD], logits - below
+
+
 class Changed:
     """Tokens whose logits a sampler changes, sorted by id.
 

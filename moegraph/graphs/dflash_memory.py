@@ -45,7 +45,9 @@ class _Layout:
         self.masks = self.anchor + row  # embeddings of the mask token
         self.draws = round_up(self.anchor + row * n, _ALIGN)
         self.n_draws = max(n, BEAM)
-        self.rows = self.draws + 4 * DRAW_WORDS * self.n_draws
+        self.races = self.draws + 4 * DRAW_WORDS * self.n_draws
+        self.n_races = n if hp.markov_rank else 0
+        self.rows = self.races + 4 * DRAW_WORDS * self.n_races
         self.n_row_words = (1 + len(shapes)) * N_WAITING
         self.prompt = self.rows + 4 * self.n_row_words
         self.n_prompt_words = (1 + len(shapes)) * n_sweep
@@ -102,6 +104,10 @@ class DraftMemory:
         draws = np.full((at.n_draws, DRAW_WORDS), -1, np.int32)
         draws[:, 0] = 0  # no temperature, no race
         self._set(at.draws, draws)
+        self._races_host = device.host_buffer(4 * DRAW_WORDS * max(1, at.n_races))
+        self._races = self._races_host.array[: 4 * DRAW_WORDS * at.n_races].view(np.int32)
+        self._races = self._races.reshape(at.n_races, DRAW_WORDS)
+        self._races[:] = -1
 
     def _set(self, offset: int, values: npt.NDArray[Any]) -> None:
         """Write values to the device, and wait."""
@@ -194,6 +200,17 @@ class DraftMemory:
         """Return leaves of n words each: positions, and rows of each ring."""
         return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(1 + self._n_rings)]
 
+    def races_leaf(self, b: Builder, n: int) -> Tensor:
+        """Return what `send_races` sends, I32 [DRAW_WORDS, n]."""
+        return self._leaf(b, self._at.races, I32, DRAW_WORDS, n)
+
+    def send_races(self, temperature: float, keys: Sequence[int]) -> None:
+        """Enqueue the upload of what the races of some rows depend on; the last draft has ended."""
+        n, words = len(keys), self._races
+        words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
+        words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
+        self._upload(self._races_host, 0, self._at.races, 4 * DRAW_WORDS * n)
+
     def scratch(self, b: Builder, i: int, m: int) -> Scratch:
         """Return memory for ids of m tokens, at most BEAM, after the i-th row of a block."""
         at = self._at.scratch + 8 * BEAM * i
@@ -207,7 +224,8 @@ class DraftMemory:
     def close(self) -> None:
         """Free the memory."""
         parts: list[Any] = [
-            self._words_sent, self._words_host, self._host, self._buffer, self._context
+            self._words_sent, self._words_host, self._races_host, self._host, self._buffer,
+            self._context,
         ]  # fmt: skip
         for part in parts:
             if part:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..ggml.choose import WINNER_WORD
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..resident.draftweights import DraftWeights
@@ -72,6 +73,29 @@ def build_markov(
     return _joined(b, biased), _build_confidence(b, w, rows, traits)
 
 
+def build_drawn(
+    b: Builder, w: DraftWeights, logits: Tensor, anchor: Tensor, races: Tensor,
+    scratch: Sequence[Scratch],
+) -> list[Tensor]:  # fmt: skip
+    """Append the Markov head where each row is given the winner of the race before it.
+
+    For a drafter of the target's tokens. races: I32 [DRAW_WORDS, n], what the race of each row
+    depends on. scratch: for each row but the last, for one id. Returns the candidates of each row,
+    I32 [words, 1].
+    """
+    before, found = anchor, []
+    for i in range(logits.ne[1]):
+        trait = b.get_rows(w.tensors["markov_w1.weight"], before)
+        row = b.view(logits, (logits.ne[0], 1), (logits.nb[1],), i * logits.nb[1])
+        biased = b.add(row, b.mul_mat(w.tensors["markov_w2.weight"], trait))
+        race = b.view(races, (races.ne[0], 1), (races.nb[1],), i * races.nb[1])
+        found.append(b.expand(b.candidates(biased, race)))
+        C.ggml_set_output(found[-1])
+        if i + 1 < logits.ne[1]:
+            before = _ids_at(b, found[-1], 4 * WINNER_WORD, scratch[i], logits.ne[0])
+    return found
+
+
 def build_lists(
     b: Builder, w: DraftWeights, logits: Tensor, rows: Tensor, anchor: Tensor, head: HeadMatrix,
     draws: Tensor, scratch: Sequence[Scratch],
@@ -92,16 +116,17 @@ def build_lists(
         found.append(b.candidates(biased, b.view(draws, (draws.ne[0], m), (draws.nb[1],))))
         C.ggml_set_output(b.expand(found[-1]))
         if i + 1 < n:
-            before = _as_target(b, _first_ids(b, found[-1], scratch[i], logits.ne[0]), head)
+            ids = _ids_at(b, found[-1], _IDS, scratch[i], logits.ne[0])
+            before = _as_target(b, ids, head)
     return ListOutputs(found, _build_confidence(b, w, rows, traits))
 
 
-def _first_ids(b: Builder, candidates: Tensor, scratch: Scratch, n_vocab: int) -> Tensor:
-    """Append the first ids of column 0 of candidates, I32 [m], in the range of tokens.
+def _ids_at(b: Builder, candidates: Tensor, at: int, scratch: Scratch, n_vocab: int) -> Tensor:
+    """Append ids from a byte of column 0 of candidates on, I32 [m], in the range of tokens.
 
     There may be no list, of NaN for example; then anything may be where the ids are.
     """
-    ids = b.view(candidates, (scratch.ids.ne[0],), (), _IDS)
+    ids = b.view(candidates, (scratch.ids.ne[0],), (), at)
     numbers = b.clamp(b.cpy(ids, scratch.numbers), 0.0, n_vocab - 1.0)
     return b.cpy(numbers, scratch.ids)
 

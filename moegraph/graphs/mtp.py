@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..ggml.choose import WINNER_WORD
 from ..ggml.ops import Builder, Tensor
 from ..resident.mtp import MtpBlock
 from .attention import build_keys_values
@@ -109,15 +110,15 @@ def build_taken_rows(
 
 def build_chain(
     b: Builder, block: MtpBlock, token: Tensor, before: Tensor, steps: list[StepInputs],
-    n_kv: int, keep_logits: Keep, keep_token: Keep, keep_ids: Keep,
+    n_kv: int, keep_logits: Keep, keep_ids: Keep, choose: Callable[[Tensor, int], Tensor],
 ) -> None:  # fmt: skip
     """Append the steps of a chain.
 
     token I32 [1]: the last known token; before F32 [n_embd, 1]: l_out of the model's last layer at
-    the position before it. n_kv: as in `PassShape`. keep_logits, keep_token: called with a step's
-    logits F32 [n_vocab, 1], or the likeliest token I32 [1], and the number of the step: they give
-    the node memory that lasts. keep_ids: the same for the experts I32 [n_expert_used, 1] that a
-    step chose, if not all are on the device.
+    the position before it. n_kv: as in `PassShape`. keep_logits: called with a step's logits F32
+    [n_vocab, 1] and the number of the step; gives the node memory that lasts. keep_ids: the same
+    for the experts I32 [n_expert_used, 1] that a step chose, if not all are on the device. choose:
+    appends the choice of a token, I32 [1], from logits.
     """
     stage, shape = block.stage, PassShape(1, 1, n_kv, 1)
     il, eps = stage.layers.start, stage.hp.f_norm_rms_eps
@@ -131,10 +132,28 @@ def build_chain(
         h = b.name(b.norm(out, block.head.norm, eps), "h_nextn")
         logits = b.expand(b.name(b.mul_mat(block.head.output, h), "result_output"))
         keep_logits(logits, at)
-        token = b.name(b.argmax(logits), "result_argmax")
-        if block.part:  # its rows are not numbered as the tokens are
-            token = b.get_rows(block.part.table, token)
-        keep_token(b.expand(token), at)
+        token = choose(logits, at)
+
+
+def build_likeliest(b: Builder, block: MtpBlock, logits: Tensor) -> Tensor:
+    """Append the choice of the likeliest token of logits F32 [n, 1]: I32, one number."""
+    token = b.name(b.argmax(logits), "result_argmax")
+    if block.part:  # its rows are not numbered as the tokens are
+        token = b.get_rows(block.part.table, token)
+    return b.expand(token)
+
+
+def build_winner(
+    b: Builder, logits: Tensor, draws: Tensor, keep: Callable[[Tensor], None]
+) -> Tensor:
+    """Append the race over logits F32 [n_vocab, 1]: the winner's id, I32 [1].
+
+    draws: I32 [DRAW_WORDS, 1]. keep: gives the candidates memory that is zeros at first: if none
+    is listed, there is an id all the same.
+    """
+    listed = b.name(b.candidates(logits, draws), "result_candidates")
+    keep(listed)
+    return b.view(b.expand(listed), (1,), (), 4 * WINNER_WORD)
 
 
 def _slots(b: Builder, block: MtpBlock, ids: Tensor, keep_ids: Keep, at: int) -> Tensor:

@@ -35,7 +35,8 @@ class MtpMemory:
     taken: F32 [n_embd, MTP_TAKEN], l_out of accepted rows whose K and V are not computed yet.
     logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; ids: I32
     [n_expert_used, max_draft], the experts of each step; draws: I32 [DRAW_WORDS, max_draft],
-    constant, for candidates without a race.
+    constant, for candidates without a race; races: the same for races; listed: I32 [words,
+    max_draft], their candidates.
     """
 
     def __init__(self, block: MtpBlock, max_rows: int, max_draft: int, is_paged: bool) -> None:
@@ -51,7 +52,7 @@ class MtpMemory:
         self._gathers = stage.state.n_seq > 1
         longest = PAGED if is_paged else stage.state.n_ctx
         n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
-        self._context = Context(7)
+        self._context = Context(9)
         self._n_used = hp.n_expert_used
         shapes = {
             "inputs": (I32, (n_words,)),
@@ -61,7 +62,10 @@ class MtpMemory:
             "tokens": (I32, (max_draft,)),
             "ids": (I32, (hp.n_expert_used, max_draft)),
             "draws": (I32, (DRAW_WORDS, max_draft)),
+            "races": (I32, (DRAW_WORDS, max_draft)),
+            "listed": (I32, (_listed_words(self._n_vocab), max_draft)),
         }
+        self._row_bytes = {name: 4 * ne[0] for name, (_, ne) in shapes.items() if len(ne) > 1}
         made, offsets, size = {}, {}, 0
         for name, (dtype, ne) in shapes.items():
             made[name] = C.ggml_new_tensor(self._context.ptr, dtype, len(ne), list(ne))
@@ -76,10 +80,14 @@ class MtpMemory:
         self.taken: Tensor = made["taken"]
         self.logits: Tensor = made["logits"]
         self.tokens: Tensor = made["tokens"]
-        self._inputs, self._draws = made["inputs"], made["draws"]
+        self._inputs, self._races = made["inputs"], made["races"]
         draws = np.full((max_draft, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, 0] = 0  # no temperature, no race
-        C.ggml_backend_tensor_set(self._draws, ffi.from_buffer(draws), 0, draws.nbytes)
+        C.ggml_backend_tensor_set(made["draws"], ffi.from_buffer(draws), 0, draws.nbytes)
+        self._races_host = stage.device.host_buffer(draws.nbytes)
+        self._race_words = self._races_host.array[: draws.nbytes].view(np.int32)
+        self._race_words = self._race_words.reshape(draws.shape)
+        self._race_words[:] = -1
         self._host = stage.device.host_buffer(4 * n_words * _N_HOST)
         self._words = self._host.array[: 4 * n_words * _N_HOST].view(np.int32)
         self._words = self._words.reshape(_N_HOST, n_words)
@@ -216,7 +224,7 @@ class MtpMemory:
 
     def keep_logits(self, node: Tensor, at: int) -> None:
         """Have a node F32 [n_vocab, 1] write to row `at` of the logits."""
-        place(self._buffer, node, self._offsets["logits"] + 4 * self._n_vocab * at)
+        self._keep(node, "logits", at)
 
     def keep_token(self, node: Tensor, at: int) -> None:
         """Have a node I32 [1] write to place `at` of the tokens."""
@@ -224,15 +232,36 @@ class MtpMemory:
 
     def keep_ids(self, node: Tensor, at: int) -> None:
         """Have a node I32 [n_expert_used, 1] write to row `at` of the chosen experts."""
-        place(self._buffer, node, self._offsets["ids"] + 4 * self._n_used * at)
+        self._keep(node, "ids", at)
+
+    def keep_listed(self, node: Tensor, at: int) -> None:
+        """Have a node I32 [words, 1] write to row `at` of the candidates of races."""
+        self._keep(node, "listed", at)
+
+    def _keep(self, node: Tensor, name: str, at: int) -> None:
+        place(self._buffer, node, self._offsets[name] + self._row_bytes[name] * at)
+
+    def race_leaf(self, b: Builder, at: int) -> Tensor:
+        """Return the leaf with what the race of a step depends on, I32 [DRAW_WORDS, 1]."""
+        leaf = b.leaf(I32, (DRAW_WORDS, 1), "inp_draws")
+        self._keep(leaf, "races", at)
+        return leaf
+
+    def send_races(self, temperature: float, keys: Sequence[int]) -> None:
+        """Upload what the races of some steps depend on; the last chain has ended."""
+        n, words = len(keys), self._race_words
+        words[:n, 0] = np.float32(1.0 / temperature).view(np.int32)
+        words[:n, 1:3] = np.array(keys, dtype=np.uint64).view(np.int32).reshape(n, 2)
+        self._device.send(self._races, self._races_host, 0, 4 * DRAW_WORDS * n)
 
     def result_leaves(self, b: Builder, n: int) -> dict[str, Tensor]:
-        """Return leaves for what n steps leave: logits, tokens, ids; and for their draws."""
+        """Return leaves for what n steps leave: logits, tokens, ids, listed; and for draws."""
         shapes = {
             "logits": (F32, (self._n_vocab, n)),
             "tokens": (I32, (n,)),
             "ids": (I32, (self._n_used, n)),
             "draws": (I32, (DRAW_WORDS, n)),
+            "listed": (I32, (self._row_bytes["listed"] // 4, n)),
         }
         leaves = {name: b.leaf(dtype, ne, f"mtp_{name}") for name, (dtype, ne) in shapes.items()}
         for name, leaf in leaves.items():
@@ -241,7 +270,16 @@ class MtpMemory:
 
     def close(self) -> None:
         """Free the memory."""
-        parts: list[Any] = [*self._sent, self._host, self._buffer, self._context]
+        host = self._host, self._races_host
+        parts: list[Any] = [*self._sent, *host, self._buffer, self._context]
         for part in parts:
             if part:
                 part.close()
+
+
+def _listed_words(n_vocab: int) -> int:
+    """Return the words of the candidates of a row of logits."""
+    with Context(8, 4) as context:
+        b = Builder(context, 4)
+        draws = b.leaf(I32, (DRAW_WORDS, 1), "draws")
+        return int(b.candidates(b.leaf(F32, (n_vocab, 1), "logits"), draws).ne[0])

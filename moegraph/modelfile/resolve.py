@@ -9,6 +9,7 @@ from ..errors import ModelFileError
 
 _MODELS = Path(__file__).resolve().parent.parent / "models"
 SHIPPED = {"tiny": "tiny.gguf"}
+_DRAFTERS = {"tiny.gguf": "tiny-dflash.gguf"}
 
 
 def resolve_target(target: str | os.PathLike[str]) -> Path:
@@ -37,3 +38,11 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
 def is_shipped(path: str | os.PathLike[str]) -> bool:
     """Return whether path is a shipped model; shipped models complete code and cannot chat."""
     return Path(path).parent == _MODELS
+
+
+def shipped_drafter(path: str | os.PathLike[str]) -> Path | None:
+    """Return the DFlash file shipped for a shipped model, None if path has none."""
+    if not is_shipped(path) or Path(path).name not in _DRAFTERS:
+        return None
+    drafter = _MODELS / _DRAFTERS[Path(path).name]
+    return drafter if drafter.is_file() else None

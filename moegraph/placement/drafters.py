@@ -19,6 +19,7 @@ from ..resident.layout import (
     MTP_TAKEN,
     PAGE,
     Packing,
+    draft_vocab,
     expert_tensors,
     is_dense,
     mtp_output,
@@ -39,15 +40,13 @@ _N_DRAFT = 15
 _MOST_EXPERTS = 0.1
 
 
-def with_drafts(config: EngineConfig, on_cpu: bool) -> EngineConfig:
-    """Return settings whose `spec` and `n_draft` say what an engine does on a device.
+def with_drafts(config: EngineConfig) -> EngineConfig:
+    """Return settings whose `spec` and `n_draft` say what an engine does.
 
-    The CPU rounds a row differently in passes of other widths, and `auto` goes by measured times.
-    So on the CPU, and with `deterministic`, nothing drafts unless a source is named: a text must
-    not depend on the time. Nor does `auto` take memory for the drafts of several sequences.
+    `auto` takes no memory for the drafts of several sequences.
     """
     spec = config.spec
-    if spec == "auto" and (on_cpu or config.deterministic or config.n_seq > 1):
+    if spec == "auto" and config.n_seq > 1:
         spec = "off"
     if config.budget == 1:
         spec = "off"
@@ -128,7 +127,7 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
     total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0
     if sources.draft:
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
-        n_sweep = sweep_rows(min(config.n_ubatch, padded), padded)
+        n_sweep = sweep_rows(min(config.n_rows, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
         seen = min(config.draft_ctx_max or padded, padded)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
@@ -179,10 +178,11 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
 
 def _head_bytes(model: ModelFile, n_vocab: int) -> int:
     """Return what a draft head of n_vocab tokens takes, and its table of tokens."""
-    if not 0 < n_vocab < model.hparams.n_vocab:
+    n_drafted = draft_vocab(model.hparams.n_vocab, n_vocab)
+    if n_drafted == model.hparams.n_vocab:
         return 0
     info = mtp_output(model)
-    return n_vocab * (info.nbytes // info.ne[1] + 4)
+    return n_drafted * (info.nbytes // info.ne[1] + 4)
 
 
 def _graph_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:

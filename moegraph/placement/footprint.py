@@ -53,9 +53,9 @@ def needed_bytes(
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
-    rows = min(config.n_ubatch, padded) * config.n_seq
+    rows = min(config.n_rows, padded) * config.n_seq
     compute = _compute_bytes(hp, rows, padded, config.n_seq)
-    drafted = config.n_seq * min(config.n_draft + 1, config.n_ubatch) if config.n_draft else 0
+    drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
     compute = max(compute, *(_narrow_bytes(hp, n, rows, padded) for n in (config.n_seq, drafted)))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
@@ -63,7 +63,7 @@ def needed_bytes(
     if config.deterministic:  # the rows of single experts, see `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * rows
     kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
-    n_ubatch = min(config.n_ubatch, padded)
+    n_ubatch = min(config.n_rows, padded)
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
     if config.n_seq > 1:  # the rows that one layer's attention gathers

@@ -24,7 +24,7 @@ CHUNK = 512
 # are read once for all.
 N_WAITING = 64
 # Of inputs of candidates and alignment, for each row of a block, and in all.
-_ROW_BYTES, _SMALL = 2048, 16 << 10
+_ROW_BYTES, _SMALL = 4096, 16 << 10
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,14 @@ def expert_tensors(model: ModelFile, il: int) -> dict[str, TensorInfo]:
     return {part: model.tensors[n] for part, n in names.items() if n in model.tensors}
 
 
+def draft_vocab(n_vocab: int, wanted: int) -> int:
+    """Return for how many of n_vocab tokens a draft head is; wanted: 0 for all.
+
+    Rows of logits begin at addresses that kernels read fast.
+    """
+    return min(round_up(wanted, 64) or n_vocab, n_vocab)
+
+
 def head_tensor(model: ModelFile) -> TensorInfo:
     """Return the output matrix of a model: its own, or the embeddings."""
     names = "output.weight", "token_embd.weight"

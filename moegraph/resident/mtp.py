@@ -23,7 +23,7 @@ from ..units import round_up
 from .bank import ExpertBanks
 from .drafthead import DraftHead
 from .expertcopies import shortage
-from .layout import NEXTN_EMBD, mtp_output
+from .layout import NEXTN_EMBD, draft_vocab, mtp_output
 from .mtpexperts import BlockExperts
 from .reading import PIECE_BYTES, Readers
 from .stage import Stage
@@ -157,8 +157,9 @@ def open_mtp(
         w = weights.layer(il)
         norm = w.get("nextn.shared_head_norm.weight", head.norm)
         output, part = w.get("nextn.shared_head_head.weight", head.output), None
-        if 0 < n_vocab < hp.n_vocab:
-            ids = frequent_ids(file.metadata, hp.n_vocab, n_vocab)
+        n_drafted = draft_vocab(hp.n_vocab, n_vocab)
+        if n_drafted < hp.n_vocab:
+            ids = frequent_ids(file.metadata, hp.n_vocab, n_drafted)
             part = own(closing(DraftHead(device, file, mtp_output(file), ids)))
             output = part.output
         parts = HeadWeights(norm, output), part, head.norm

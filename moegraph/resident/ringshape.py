@@ -51,12 +51,20 @@ class RingShape:
     def fill_mask(self, mask: Mask, held: Span, is_causal: bool) -> None:
         """Fill the mask of a block of n rows, numpy shape [n, length]."""
         n = len(mask)
+        first = max(held.first, held.high - self.n_cells, 0)
+        if not self.window and first == 0:  # the usual case of a long context, written once
+            seen = self.n_block + held.n_past
+            mask[:, :n] = 0.0
+            mask[:, n : self.n_block] = mask[:, seen:] = -np.inf
+            mask[:, self.n_block : seen] = 0.0
+            if is_causal:
+                mask[:, :n][np.triu_indices(n, 1)] = -np.inf
+            return
         mask[:] = -np.inf
         block = mask[:, :n]
         reach = self.window or n + 1
         ahead = np.arange(n)[:, None] - np.arange(n)
         block[(ahead < reach) & ((ahead >= 0) | (not is_causal))] = 0.0
-        first = max(held.first, held.high - self.n_cells, 0)
         if not self.window or held.n_past + n - self.window < first:
             self._show(mask, first, held.n_past)
             return

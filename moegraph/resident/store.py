@@ -154,6 +154,13 @@ class ExpertStore:
             raise InternalError(f"layer {il} is neither in pinned memory nor read from the file")
         return self._ring.take(il, expert)
 
+    def pinned(self, il: int) -> Any:
+        """Return the address of the first expert of a layer in pinned memory; None if it is not.
+
+        Experts are `packing(il).stride` bytes apart.
+        """
+        return self._base.get(il)
+
     def ahead(self, wanted: Iterable[Key]) -> None:
         """Begin to read experts (layer, expert) that will be asked for soon, unless pinned."""
         if self._ring:

@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import Cancelled, InternalError, NativeError, RequestError
-from ..experts.crossing import Choices, Crossing, Forecast, Group, by_popularity, units
+from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
+from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
 from ..kinds import SHORT_PROMPT, Kind
@@ -73,7 +74,7 @@ class Sweep:
         self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
-        self._forecast = Forecast(n)
+        self._forecast, self._foreseen = Forecast(n), -1  # the layer that it foresees
         self._plan: PassPlan | None = None
         self._is_entering = False
         self._cancelled: Callable[[], bool] = bool
@@ -129,6 +130,7 @@ class Sweep:
         residency, misses = self._s.residency, self._s.misses
         if residency is None or (self._plan and residency.is_current(self._plan)):
             return
+        self._foreseen = -1  # experts may have gained or lost slots
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
         n_tokens = max(len(self.batch.tokens), SHORT_PROMPT + 1)
@@ -221,13 +223,13 @@ class Sweep:
             yield True
         if waiting:
             self._ask(il, ids, absent, *waiting)
-        choices = Choices(ids, absent, s.stage.hp.n_expert)
+        missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
         while group := self._crossing.oldest(il):
-            self._use(il, group, choices, ids, part)
+            self._use(il, group, missing, ids, part)
             self._send_ahead(il + 1)
             yield True
-        n_asked, n_chosen = len(self._crossing.asked(il)), choices.n_experts
+        n_asked, n_chosen = len(self._crossing.asked(il)), missing.n_experts
         self._forecast.note(n_chosen, n_asked - n_chosen)
         self._crossing.leave(il)
         if s.sums_last:
@@ -302,34 +304,37 @@ class Sweep:
         residency = s.residency
         if not room or residency is None or il >= s.stage.hp.n_layer:
             return
-        asked = self._crossing.asked(il)
-        absent = np.flatnonzero(s.cache_table(il) < 0)
-        absent = absent[~np.isin(absent, list(asked))] if asked else absent
-        counts = residency.routing.popularity(il)
-        self._crossing.ask(
-            il, self._forecast.likely(counts, absent, s.stage.hp.n_expert_used, room)
-        )
+        if self._foreseen != il:
+            asked = self._crossing.asked(il)
+            absent = np.flatnonzero(s.cache_table(il) < 0)
+            absent = absent[~np.isin(absent, list(asked))] if asked else absent
+            counts = residency.routing.popularity(il)
+            self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
+            self._foreseen = il
+        self._crossing.ask(il, self._forecast.likely(room))
         self._send()
 
     def _use(
         self,
         il: int,
         group: Group,
-        choices: Choices,
+        missing: MissingPlaces,
         ids: npt.NDArray[np.int32],
         part: list[Chunk],
     ) -> None:
         """Enqueue what the experts of a group compute, then uploads into the group."""
         s, hp, start = self._s, self._s.stage.hp, time.perf_counter()
-        places = choices.of(group.experts)
+        places = missing.of(group.experts)
         free, uploaded = s.ring_events(group.index)
         if uploaded:
             C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
         slots = s.slots_of(il, group, hp.n_expert)
+        most = s.memory.most - 1
         for rows in self._by_chunk(places, part) if s.sums_last else [places]:
-            for unit in units(rows, ids, slots, hp.n_expert_used, s.memory.n_rows, s.memory.most):
-                built = s.graphs.unit(il, unit.n_padded, unit.n_rounds)
-                s.memory.send_unit(unit)
+            for at in range(0, len(rows), most):
+                unit = s.memory.write_unit(rows[at : at + most], ids, slots)
+                built = s.graphs.unit(il, *unit)
+                s.memory.send_unit(*unit)
                 self._launch(built, f"the missing experts of layer {il}")
         if free:
             C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
@@ -337,7 +342,7 @@ class Sweep:
         self._send()
         s.spent("resolve", start)
 
-    def _by_chunk(self, places: npt.NDArray[np.int64], part: list[Chunk]) -> list[Any]:
+    def _by_chunk(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[Any]:
         """Return the places of each chunk.
 
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A

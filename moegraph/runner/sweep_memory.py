@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..experts.crossing import Unit
+from ..experts.crossing import padded
 from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
+from ..ggml.places import write_unit
 from ..graphs.chunk import ChunkInputs
 from ..resident.stage import Stage
 from ..units import round_up
@@ -93,19 +93,32 @@ class SweepMemory:
             leaves.append(leaf)
         return leaves
 
-    def send_unit(self, unit: Unit) -> None:
-        """Enqueue the upload of the inputs of a unit."""
-        turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
-        sent = self._sent[turn]
+    def write_unit(
+        self, places: npt.NDArray[np.int32], ids: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Write the inputs of a unit to host memory; return its padded places and its rounds.
+
+        places: fewer than `most`. Others: as in `write_unit`. `send_unit` then uploads them.
+        """
+        sent, n_words = self._sent[self._turn], self._n_words(2 * self.most)
         if sent:
             sent.wait()
-        words = np.concatenate(list(_words(unit)))
-        at = 4 * turn * self._n_words(2 * self.most)
-        self._units_host.array[at : at + words.nbytes].view(np.int32)[:] = words
+        at, n_used = 4 * self._turn * n_words, self.ids.shape[1] // self.n_rows
+        words = self._units_host.array[at : at + 4 * n_words].view(np.int32)
+        n_padded = padded(len(places))
+        n_rounds = write_unit(places, ids, slots, n_used, self.n_rows, n_padded, _MAX_ROUNDS, words)
+        return n_padded, n_rounds
+
+    def send_unit(self, n_padded: int, n_rounds: int) -> None:
+        """Enqueue the upload of what `write_unit` wrote."""
+        turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
         C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, self._tensors["unit"], self._units_host.address(at), 0,
-            words.nbytes,
+            self._device.compute.ptr, self._tensors["unit"],
+            self._units_host.address(4 * turn * self._n_words(2 * self.most)), 0,
+            4 * (4 + n_rounds) * n_padded,
         )  # fmt: skip
+        sent = self._sent[turn]
         if sent:
             C.ggml_backend_event_record(sent.ptr, self._device.compute.ptr)
 
@@ -124,8 +137,3 @@ class SweepMemory:
         for part in parts:
             if part:
                 part.close()
-
-
-def _words(unit: Unit) -> Iterator[npt.NDArray[np.int32]]:
-    yield from (unit.token, unit.slot, unit.place, unit.target)
-    yield unit.terms.reshape(-1)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
+from ..ggml.ops import Tensor
 from ..graphs.cache import BuiltGraph
 from ..resident.bank import Bank
 from ..resident.layout import N_STAGING
@@ -65,6 +66,21 @@ class Uploader:
                 C.mg_copy_bytes(upload, source, source_at, memory, slot * packing.stride, n_bytes)
         if prefetched:
             pairs = [pair for pair in pairs if pair[0] not in prefetched]
+        base = store.pinned(il)
+        if base is not None and pairs:
+            both = np.array(pairs, dtype=np.int32)
+            C.mg_upload_experts(
+                upload, memory, base, packing.stride,
+                ffi.cast("int32_t *", ffi.from_buffer(both)), len(pairs), packing.stride, n_bytes,
+                self.n_copies,
+            )  # fmt: skip
+        else:
+            self._send_from_file(il, memory, pairs)
+        self.n_bytes += n_bytes * len(pairs)
+
+    def _send_from_file(self, il: int, memory: Tensor, pairs: Pairs) -> None:
+        """Enqueue copies of experts that are not pinned."""
+        upload, store, packing = self._device.upload.ptr, self._store, self._store.packing(il)
         try:
             for n_done, (expert, slot) in enumerate(pairs):
                 if n_done % N_STAGING == 0:
@@ -73,14 +89,13 @@ class Uploader:
                 found = store.source(il, expert)
                 for _ in range(self.n_copies):
                     C.ggml_backend_tensor_set_async(
-                        upload, memory, found, slot * packing.stride, n_bytes
+                        upload, memory, found, slot * packing.stride, packing.n_bytes
                     )
         except BaseException:
             store.forget()
             raise
         finally:
             store.copied()
-        self.n_bytes += n_bytes * len(pairs)
 
     def fill(self, il: int, placed: Pairs) -> None:
         """Upload experts into slots of their layer and wait."""

@@ -241,3 +241,13 @@ enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
     }
     return status;
 }
+
+void mg_upload_experts(ggml_backend_t upload, struct ggml_tensor * memory, const void * base, size_t stride,
+        const int32_t * pairs, int n, size_t slot_stride, size_t size, int times) {
+    for (int i = 0; i < n; i++) {
+        const char * from = (const char *) base + (size_t) pairs[2 * i] * stride;
+        for (int at = 0; at < times; at++) {
+            ggml_backend_tensor_set_async(upload, memory, from, (size_t) pairs[2 * i + 1] * slot_stride, size);
+        }
+    }
+}

@@ -67,6 +67,11 @@ enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_uploaded, struct ggml_cgraph * graph);
 
+// Enqueue copies of experts to slots of `memory`: n pairs (expert, slot). Experts are `stride` bytes apart from `base` on,
+// pinned host memory, and slots slot_stride bytes. Each copy has `size` bytes and is done `times` times.
+void mg_upload_experts(ggml_backend_t upload, struct ggml_tensor * memory, const void * base, size_t stride,
+        const int32_t * pairs, int n, size_t slot_stride, size_t size, int times);
+
 #ifdef __cplusplus
 }
 #endif

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moegraph.draft.drafter import Draft, empty_draft
+from moegraph.draft.drafter import Draft, Race, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree, DraftTree
 
@@ -54,7 +54,7 @@ class ScriptedDrafter:
         self.calls.append("truncate")
         del self.held[n_past:]
 
-    def draft(self, slot: int, anchor: int, n: int, n_top: int) -> Draft:
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         assert 1 <= n <= self.max_draft
         self.n_drafts += 1
         if self.n_drafts - 1 in self.spoiled:

@@ -16,7 +16,7 @@ from helpers.reference_dflash import ReferenceDrafter
 from modelgen.drafter import DraftShape, values
 
 from moegraph.draft.dflash import DFlashDrafter
-from moegraph.draft.drafter import Draft
+from moegraph.draft.drafter import Draft, Race
 from moegraph.draft.dspark import DSparkDrafter
 from moegraph.draft.tree import TreeDrafter
 from moegraph.engine import Engine
@@ -26,6 +26,7 @@ from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
 from moegraph.resident.draftlayout import N_WAITING, dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
+from moegraph.sampling import SamplingParams, gumbel
 
 Open = Callable[..., Engine]
 PRESET, N_VOCAB = "float32", 1024
@@ -416,3 +417,28 @@ def test_reserved_memory_never_grows(pair: Callable[..., Pair]) -> None:
         both.check(n)
         both.drafter.tree(0, 7, n, 20)
     assert both.drafter.n_bytes == before
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 30.0])
+def test_drafts_follow_the_winners_of_races(pair: Callable[..., Pair], temperature: float) -> None:
+    both = pair(markov_rank=32)
+    both.prompt(40)
+    params = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    keys = [(0x9E3779B97F4A7C15 * n) % (1 << 64) for n in range(3, 19)]
+    plain = both.drafter.draft(0, 17, 8, 4)
+    got = both.drafter.draft(0, 17, 8, 4, Race(params, lambda depth: keys[depth]))
+    log_p, before = both.reference.after(17, 40, 8), 17
+    assert got.log_p is not None and got.problem(N_VOCAB) == ""
+    for depth in range(8):
+        given = log_p(depth, before)
+        ids = np.arange(N_VOCAB)
+        values = np.array([given[token] for token in ids])
+        scores = values / temperature + gumbel(keys[depth], ids)
+        before = int(got.tokens[depth, 0])
+        assert scores[before] > scores.max() - 2 * TOLERANCE / temperature
+        wanted = [given[token] for token in got.tokens[depth].tolist()]
+        np.testing.assert_allclose(got.log_p[depth], wanted, atol=TOLERANCE)
+    if temperature == 1e-3:
+        np.testing.assert_array_equal(got.tokens, plain.tokens)
+    if temperature == 30.0:
+        assert (got.tokens[:, 0] != plain.tokens[:, 0]).any()

@@ -15,11 +15,10 @@ from moegraph.draft.drafter import Draft, empty_draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DraftTree
-from moegraph.engine import Engine, loader
+from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 from moegraph.errors import MoegraphError
 from moegraph.events import CancelToken
-from moegraph.placement.drafters import with_drafts
 from moegraph.runner import LayeredRunner, NotFinite
 from moegraph.sampling import SamplingParams
 
@@ -153,12 +152,8 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize("residency", ["whole", "60"])
-def test_settings_decide_what_an_engine_drafts(
-    open_engine: Open, monkeypatch: pytest.MonkeyPatch, residency: str
-) -> None:
+def test_settings_decide_what_an_engine_drafts(open_engine: Open, residency: str) -> None:
     """And the text stays what it is."""
-    # `auto` means something on a GPU only
-    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
     texts = []
     for settings, n_rows in SETTINGS:
         engine = open_engine("mini35b", cpu_reference=True, **MINI[residency], **settings)

@@ -202,3 +202,10 @@ def test_progress_ends_at_the_bytes_of_the_file(model_path, monkeypatch) -> None
         with open_model(model_path(PRESET)) as model:
             unread = model.tensors["token_embd.weight"].nbytes
         assert done == total - unread, "all but the embeddings, which stay in the file"
+
+
+def test_the_engine_says_how_many_rows_it_computes_at_a_time(model_path) -> None:
+    for n_ubatch, found in ((None, 512), (7, 7)):
+        config = EngineConfig(device="cpu", n_ctx=256, n_ubatch=n_ubatch)
+        with Engine.load(model_path("legacy32"), config) as engine:
+            assert engine.config.n_ubatch == found and engine.runner.n_ubatch <= found

@@ -14,13 +14,12 @@ from helpers.mtp import MtpModel
 from moegraph.config import EngineConfig
 from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
-from moegraph.engine import loader
 from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
-from moegraph.placement.drafters import kept_experts, mtp_bytes, with_drafts
+from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
 from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
 from moegraph.resident.mtp import open_mtp
@@ -131,6 +130,21 @@ def test_a_chain_begins_with_the_shorter_ones(model_path: ModelPath, kv: str) ->
             shorter = model.drafter.draft(1, 7, n, 4)
             np.testing.assert_array_equal(shorter.tokens, longest.tokens[:n])
             np.testing.assert_array_equal(model.logits(n), rows[:n])
+
+
+def test_warming_up_leaves_nothing(model_path: ModelPath) -> None:
+    ids = random_ids(30)
+    with MtpModel(model_path("mini35b"), n_kept=8) as model:
+        model.read(ids)
+        wanted, cache = model.drafter.draft(0, 3, 4, 2), model.cache()
+        model.state.reset(0)
+        model.drafter.warm_up()
+        assert model.state.pool.n_free == model.state.pool.n_pages
+        model.read(ids)
+        assert_same(model.cache(), cache)
+        again = model.drafter.draft(0, 3, 4, 2)
+        np.testing.assert_array_equal(again.tokens, wanted.tokens)
+        np.testing.assert_array_equal(again.log_p, wanted.log_p)
 
 
 def test_probabilities_are_those_of_the_logits(model_path: ModelPath) -> None:
@@ -386,20 +400,12 @@ def test_it_is_a_drafter(model_path: ModelPath) -> None:
         assert drafter.n_bytes > before > model.state.kv_bytes // 2
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` means something: on the CPU nothing drafts unless it is named."""
-    monkeypatch.setattr(loader, "with_drafts", lambda config, on_cpu: with_drafts(config, False))
-
-
 def has_block(engine: Any) -> bool:
     """Return whether an engine has the MTP block."""
     return any(isinstance(drafter, MtpDrafter) for drafter in engine._loaded.drafters)
 
 
-def test_an_engine_loads_the_block_if_asked(
-    open_engine: Callable[..., Any], as_on_a_gpu: None
-) -> None:
+def test_an_engine_loads_the_block_if_asked(open_engine: Callable[..., Any]) -> None:
     plain = open_engine("mini35b", spec="off")
     assert plain.memory()["drafters_bytes"] == 0
     asked = open_engine("mini35b", spec="mtp", n_draft=3)
@@ -417,7 +423,7 @@ def test_an_engine_loads_the_block_if_asked(
 
 
 def test_auto_leaves_the_block_where_experts_need_the_memory(
-    model_path: ModelPath, open_engine: Callable[..., Any], as_on_a_gpu: None
+    model_path: ModelPath, open_engine: Callable[..., Any]
 ) -> None:
     with open_model(model_path("mini35b")) as file:
         config = EngineConfig(n_ctx=512, n_ubatch=64, n_draft=15)
@@ -447,7 +453,7 @@ def test_auto_leaves_the_block_where_experts_need_the_memory(
 
 @pytest.mark.parametrize("part", ["EmbeddingTable", "Weights", "ExpertBanks"])
 def test_auto_goes_on_without_a_block_that_cannot_be_loaded(
-    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, part: str
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     ids = random_ids(30)
     wanted = open_engine("mini35b").forward_logits(ids)

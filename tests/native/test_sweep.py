@@ -134,7 +134,7 @@ def test_every_missing_expert_crosses_the_link_once(open_engine: Open) -> None:
 def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, other = open_engine(**MISSING[1]), open_engine(**MISSING[1])
+    engine, other = open_engine(**MISSING[2]), open_engine(**MISSING[2])
     ids, copies = prompt(engine, 150, seed=5), []
     engine.runner.misses.slow_link(3)
     real = upload.C
@@ -154,6 +154,9 @@ def test_a_slowed_link_copies_as_often_as_asked_and_changes_nothing(
     n_bytes = sent_bytes(engine) - before
     np.testing.assert_array_equal(found, swept(other, ids))
     assert sum(copies) == 3 * n_bytes > 0, "bytes are counted once"
+    pinned = open_engine(**MISSING[1])  # one call for all experts of a group
+    pinned.runner.misses.slow_link(3)
+    np.testing.assert_array_equal(swept(pinned, ids), found)
 
 
 def test_what_a_prompt_used_most_has_slots_afterwards(open_engine: Open) -> None:

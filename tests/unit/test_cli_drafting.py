@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from helpers.fake_engine import FakeEngine, ids_file
 
-from moegraph.cli import benchrows
+from moegraph.cli import benchrows, options
 from moegraph.config import EngineConfig
 from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
@@ -73,13 +73,29 @@ class TestSettings:
         config = cli.engine.config
         assert (config.draft_max, config.draft_p_min, config.draft) == (3, 0.25, "d.gguf")
 
-    def test_text_is_drafted_where_that_pays_unless_told_otherwise(self, cli: Cli) -> None:
+    def test_nothing_is_drafted_unless_asked_for_or_with_a_drafter(self, cli: Cli) -> None:
         cli.engine = FakeEngine("hi", kv=KV)
         for command in ("run", "chat"):
-            cli(command, "m", "-p", "x")
-            assert cli.engine.config.spec == "auto"
-            cli(command, "m", "-p", "x", "--spec", "off")
-            assert cli.engine.config.spec == "off"
+            for args, spec in (
+                ((), "off"), (("--spec", "auto"), "auto"), (("--draft", "d"), "auto"),
+                (("--draft", "d", "--spec", "off"), "off"),
+                (("--draft", "d", "--deterministic"), "dflash"),
+            ):  # fmt: skip
+                cli(command, "m", "-p", "x", *args)
+                assert cli.engine.config.spec == spec
+        line = cli.refused("run", "m", "-p", "x", "--spec", "auto", "--deterministic")
+        assert "goes by measured times" in line
+
+    def test_settings_of_drafts_that_change_nothing_are_named(self) -> None:
+        assert options.idle_drafts(EngineConfig(spec="lookup", budget=6)) == []
+        assert options.idle_drafts(EngineConfig()) == []
+        assert options.idle_drafts(EngineConfig(budget=6, ddtree=True)) == [
+            "--budget, --ddtree have no effect: nothing drafts; choose what does with --spec"
+        ]
+        assert options.idle_drafts(EngineConfig(spec="lookup", draft="d.gguf")) == [
+            "--draft has no effect: --spec lookup needs no file"
+        ]
+        assert options.idle_drafts(EngineConfig(spec="dflash", draft="d.gguf")) == []
 
     def test_what_is_measured_or_recorded_is_not_drafted(self, cli: Cli) -> None:
         assert "only run, chat and bench draft" in cli.refused("trace", "m", "-md", "d.gguf")
@@ -100,7 +116,8 @@ class TestReferenceForm:
         ids, out = ids_file(tmp_path / "in", 97, 98), tmp_path / "out"
         cli.engine = FakeEngine("xyz")
         assert cli("run", "m", "d.gguf", ids, 2, out, "--budget=6").exit_code == 0
-        assert (cli.engine.config.draft, cli.engine.config.budget) == ("d.gguf", 6)
+        config = cli.engine.config
+        assert (config.draft, config.budget, config.spec) == ("d.gguf", 6, "auto")
         assert out.read_bytes() == struct.pack("<4i", 97, 98, *b"xy")
         cli("run", "m", ids, 2, out)
         assert cli.engine.config.draft == ""

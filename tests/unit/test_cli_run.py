@@ -155,7 +155,7 @@ class TestSettings:
             "--device", "cpu", "--mode", "layered", "--cpu-reference")  # fmt: skip
         assert cli.engine.config == EngineConfig(
             device="cpu", mode="layered", n_ctx=128, n_ubatch=64, n_threads=3,
-            type_k="q8_0", type_v="q4_0", cpu_reference=True, spec="auto",
+            type_k="q8_0", type_v="q4_0", cpu_reference=True,
         )  # fmt: skip
 
     def test_sampling_options_reach_the_engine(self, cli: Cli) -> None:
@@ -296,7 +296,7 @@ class TestJson:
 
     def test_one_object_with_everything(self, cli: Cli) -> None:
         cli.engine = FakeEngine("hé")
-        report = self.report(cli, "-p", "ab", "--seed", "5", "-l", "7-inf")
+        report = self.report(cli, "-p", "ab", "--seed", "5", "-l", "7-inf", "-ub", "64")
         assert report["text"] == "hé"
         assert report["prompt_tokens"] == [97, 98]
         assert report["tokens"] == [*"hé".encode(), END]
@@ -308,7 +308,7 @@ class TestJson:
         assert report["decode_tps"] == 4
         assert report["memory"]["device_peak_bytes"] == 1 << 20
         assert report["config"]["device"] == "cpu"
-        assert report["config"]["n_ubatch"] == 512
+        assert report["config"]["n_ubatch"] == 64
         assert report["sampling"]["seed"] == 5
         assert report["sampling"]["logit_bias"] == {"7": "-inf"}
         assert report["model"]["n_expert"] == 32

@@ -13,7 +13,7 @@ from moegraph.errors import ConfigError, MoegraphError, one_line
 
 def test_the_defaults_are_valid_and_llama_cpps() -> None:
     config = EngineConfig().validate()
-    assert (config.n_ctx, config.n_ubatch, config.n_seq) == (4096, 512, 1)
+    assert (config.n_ctx, config.n_ubatch, config.n_seq) == (4096, None, 1)
     assert (config.type_k, config.type_v) == ("f16", "f16")
     assert (config.device, config.mode) == ("auto", "auto")
 

@@ -37,10 +37,10 @@ PURE = (
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
-    "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost", "draft.taken",
-    "draft.tree",
-    "engine.ownership", "engine.prefixtree", "engine.sequence", "engine.speculation",
-    "engine.stepclock",
+    "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost",
+    "draft.taken", "draft.tree",
+    "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.sequence",
+    "engine.speculation", "engine.stepclock",
 )  # fmt: skip
 
 # An import inside a function hides from readers what a module needs. Allowed: module -> why.

@@ -1,0 +1,231 @@
+"""The two drafters as trainable PyTorch modules, parameters named as in their GGUF files.
+
+An MTP block predicts one token from the target's last hidden state and the token drawn from it, and
+is chained on its own output. A DFlash drafter predicts a block of tokens at once from the outputs
+of several target layers; with DSpark's heads it also knows the token before each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from qwen_layers import Shape, Weights, attend, experts, gated_out, gated_qkv, rms_norm, rope
+from target import Features, Target
+from torch import Tensor, nn
+
+
+class Named(nn.Module):
+    """A module whose parameters have GGUF names, which contain dots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.ParameterDict()
+
+    def add(self, name: str, *shape: int, scale: float = 1.0) -> None:
+        """Add a parameter: ones for norms, else normal with variance scale^2 / its row length."""
+        x = torch.ones(shape)
+        if not name.endswith("norm.weight"):
+            x = torch.randn(shape) * scale * shape[-1] ** -0.5
+        self.table[name.replace(".", "/")] = nn.Parameter(x)
+
+    def names(self) -> list[str]:
+        """Return all names in the order in which they were added."""
+        return [k.replace("/", ".") for k in self.table]
+
+    def weight(self, name: str) -> nn.Parameter:
+        """Return one parameter."""
+        parameter: nn.Parameter = self.table[name.replace(".", "/")]
+        return parameter
+
+    def block(self, prefix: str) -> Weights:
+        """Return the parameters below a prefix, named by what follows it."""
+        names = [n for n in self.names() if n.startswith(prefix)]
+        return {n.removeprefix(prefix): self.weight(n) for n in names}
+
+
+class Mtp(Named):
+    """A full-attention layer of the target's shape behind the projection of (token, hidden)."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        hp = self.hp = target.hp
+        self.prefix = f"blk.{hp.n_layer}."
+        last = max(il for il in range(hp.n_layer) if not hp.is_recurrent(il))
+        for name, w in target.blocks[last].items():
+            self.add(self.prefix + name, *w.shape)
+            with torch.no_grad():
+                self.weight(self.prefix + name).copy_(w.float())
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            self.add(f"{self.prefix}nextn.{name}.weight", hp.n_embd)
+        self.add(f"{self.prefix}nextn.eh_proj.weight", hp.n_embd, 2 * hp.n_embd)
+        with torch.no_grad():
+            # The layer that the block starts from expects a residual stream: begin with the hidden
+            # state itself and let training mix in the token.
+            eh_proj = self.weight(f"{self.prefix}nextn.eh_proj.weight")
+            eh_proj[:, hp.n_embd :] += torch.eye(hp.n_embd)
+            self.weight(f"{self.prefix}nextn.shared_head_norm.weight").copy_(target.norm)
+
+    def forward(self, target: Target, ids: Tensor, hidden: Tensor, n_steps: int) -> list[Tensor]:
+        """Return the normed hidden state [batch, time, n_embd] of each step of the chain.
+
+        Row i of step s reads token i + s and predicts token i + s + 1, given the target's hidden
+        state of position i - 1 and the true tokens between. It sees the first step's keys up to
+        row i, as a prompt leaves them, and the later steps' own.
+        """
+        hp, w = self.hp, self.block(self.prefix)
+        time = ids.shape[1]
+        previous = F.pad(hidden[:, :-1], (0, 0, 1, 0))
+        causal = torch.ones(time, time, dtype=torch.bool, device=ids.device).tril()
+        own = torch.eye(time, dtype=torch.bool, device=ids.device)
+        pos = torch.arange(time, device=ids.device)[None]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        steps = []
+        for s in range(n_steps):
+            token = F.embedding(F.pad(ids[:, s:], (0, s)), target.embd)
+            e = rms_norm(token, w["nextn.enorm.weight"], hp.eps)
+            h = rms_norm(previous, w["nextn.hnorm.weight"], hp.eps)
+            x = F.linear(torch.cat([e, h], -1), w["nextn.eh_proj.weight"]).float()
+            q, k, v, gate = gated_qkv(w, rms_norm(x, w["attn_norm.weight"], hp.eps), pos + s, hp)
+            keys.append(k)
+            values.append(v)
+            mask = torch.cat([causal] + [own] * s, 1) if s else None
+            x = x + gated_out(w, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask), gate)
+            y = rms_norm(x, w["post_attention_norm.weight"], hp.eps)
+            x = x + experts(w, y, hp.n_expert_used)
+            previous = rms_norm(x, w["nextn.shared_head_norm.weight"], hp.eps)
+            steps.append(previous)
+        return steps
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Hyper-parameters of a DFlash drafter. taps: target layers whose outputs it reads."""
+
+    taps: tuple[int, ...]
+    n_layer: int = 3
+    n_head: int = 8
+    n_head_kv: int = 2
+    head_dim: int = 64
+    n_ff: int = 640
+    block_size: int = 12
+    markov_rank: int = 64
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks drafted after anchors [batch, n_anchor]: hidden [batch, n_anchor, block, n_embd].
+
+    visible: which rows take part, the same shape without the last axis.
+    """
+
+    hidden: Tensor
+    visible: Tensor
+
+
+class Dflash(Named):
+    """A block-diffusion drafter; row i >= 1 of a block predicts the token at anchor + i."""
+
+    def __init__(self, target: Target, shape: BlockShape, mask_id: int) -> None:
+        super().__init__()
+        hp = self.hp = target.hp
+        self.shape, self.mask_id = shape, mask_id
+        n, q, kv = hp.n_embd, shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
+        self.add("fc.weight", n, len(shape.taps) * n)
+        self.add("enc.output_norm.weight", n)
+        small = (2 * shape.n_layer) ** -0.5
+        for il in range(shape.n_layer):
+            b = f"blk.{il}."
+            self.add(f"{b}attn_norm.weight", n)
+            self.add(f"{b}attn_q.weight", q, n)
+            self.add(f"{b}attn_k.weight", kv, n)
+            self.add(f"{b}attn_v.weight", kv, n)
+            self.add(f"{b}attn_output.weight", n, q, scale=small)
+            self.add(f"{b}attn_q_norm.weight", shape.head_dim)
+            self.add(f"{b}attn_k_norm.weight", shape.head_dim)
+            self.add(f"{b}ffn_norm.weight", n)
+            self.add(f"{b}ffn_gate.weight", shape.n_ff, n)
+            self.add(f"{b}ffn_up.weight", shape.n_ff, n)
+            self.add(f"{b}ffn_down.weight", n, shape.n_ff, scale=small)
+        self.add("output_norm.weight", n)
+        self.add("markov_w1.weight", hp.n_vocab, shape.markov_rank)
+        self.add("markov_w2.weight", hp.n_vocab, shape.markov_rank, scale=0.1)
+        self.add("conf_proj.weight", 1, n + shape.markov_rank, scale=0.1)
+        self.table["conf_proj/bias"] = nn.Parameter(torch.zeros(1))
+
+    def forward(self, target: Target, ids: Tensor, features: Features, anchors: Tensor,
+                lengths: Tensor) -> Blocks:  # fmt: skip
+        """Draft blocks after anchors [batch, n_anchor], of lengths [batch, n_anchor] rows.
+
+        A row sees the context before its anchor and the rows of its own block, nothing else.
+        """
+        size, time = self.shape.block_size, ids.shape[1]
+        offset = torch.arange(size, device=ids.device)
+        pos = (anchors[..., None] + offset).flatten(1)
+        visible = offset < lengths[..., None]
+        tokens = torch.full_like(pos, self.mask_id).unflatten(1, (-1, size))
+        tokens[..., 0] = ids.gather(1, anchors)
+        mask = block_mask(anchors, visible, time)
+        taps = torch.cat([features.layers[il] for il in self.shape.taps], -1)
+        context = F.linear(taps, self.weight("fc.weight"))
+        context = rms_norm(context, self.weight("enc.output_norm.weight"), self.hp.eps)
+        x = F.embedding(tokens.flatten(1), target.embd).float()
+        for il in range(self.shape.n_layer):
+            x = self._layer(self.block(f"blk.{il}."), x, pos, context, mask)
+        x = rms_norm(x, self.weight("output_norm.weight"), self.hp.eps)
+        return Blocks(x.unflatten(1, (-1, size)), visible)
+
+    def _layer(self, w: Weights, x: Tensor, pos: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+        shape, eps = self.shape, self.hp.eps
+        y = rms_norm(x, w["attn_norm.weight"], eps)
+        q = F.linear(y, w["attn_q.weight"]).unflatten(-1, (-1, shape.head_dim))
+        q = self._rotated(q, w["attn_q_norm.weight"], pos)
+        y = torch.cat([context, y], 1)
+        before = torch.arange(context.shape[1], device=x.device).expand(x.shape[0], -1)
+        k = F.linear(y, w["attn_k.weight"]).unflatten(-1, (-1, shape.head_dim))
+        k = self._rotated(k, w["attn_k_norm.weight"], torch.cat([before, pos], 1))
+        v = F.linear(y, w["attn_v.weight"]).unflatten(-1, (-1, shape.head_dim))
+        x = x + F.linear(attend(q, k, v, mask), w["attn_output.weight"]).float()
+        y = rms_norm(x, w["ffn_norm.weight"], eps)
+        y = F.silu(F.linear(y, w["ffn_gate.weight"])) * F.linear(y, w["ffn_up.weight"])
+        return x + F.linear(y, w["ffn_down.weight"]).float()
+
+    def _rotated(self, x: Tensor, norm: Tensor, pos: Tensor) -> Tensor:
+        x = rms_norm(x, norm, self.hp.eps)
+        return rope(x, pos, self.shape.head_dim, self.hp.freq_base)
+
+    def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embedding [..., rank] of the tokens before, and their bias on the logits."""
+        embedding = F.embedding(previous, self.weight("markov_w1.weight"))
+        return embedding, F.linear(embedding, self.weight("markov_w2.weight"))
+
+    def confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """Return the logit [...] of a row's chance to be accepted; trains only this head."""
+        x = torch.cat([hidden.detach().float(), embedding.detach().float()], -1)
+        return F.linear(x, self.weight("conf_proj.weight"), self.weight("conf_proj.bias"))[..., 0]
+
+
+def block_mask(anchors: Tensor, visible: Tensor, time: int) -> Tensor:
+    """Return which keys [batch, 1, n_anchor * block, time + n_anchor * block] each row may see."""
+    _, n_anchor, size = visible.shape
+    rows = n_anchor * size
+    at = torch.arange(time, device=anchors.device)
+    context = (at < anchors[..., None]).repeat_interleave(size, 1)
+    block = torch.arange(rows, device=anchors.device) // size
+    own = (block[:, None] == block) & visible.flatten(1)[:, None]
+    # Rows that take no part see themselves, so that every row has a key.
+    own = own | torch.eye(rows, dtype=torch.bool, device=anchors.device)
+    return torch.cat([context, own], -1)[:, None]
+
+
+def n_parameters(module: nn.Module) -> int:
+    """Return the number of trainable values."""
+    return sum(math.prod(p.shape) for p in module.parameters())
+
+
+def shape_name(hp: Shape) -> str:
+    """Return a short description of the target."""
+    return f"{hp.n_layer} layers, n_embd {hp.n_embd}, n_vocab {hp.n_vocab}"

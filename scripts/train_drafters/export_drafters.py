@@ -1,0 +1,117 @@
+"""Write trained drafters as GGUF files, matrices as Q8_0.
+
+    python export_drafters.py MODEL.gguf TRAINED_DIR MTP.gguf DFLASH.gguf [--markov]
+
+TRAINED_DIR is train_drafters.py's output folder. MTP.gguf holds only the block and the keys that
+tell whether it fits; merge_mtp.py puts it into a copy of the model. DFLASH.gguf is a draft model of
+its own, which shares the target's embedding and head; with --markov it keeps DSpark's two heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from gguf_parts import ARCH, copy_fields, finish, value
+from safetensors.numpy import load_file
+
+DESCRIPTION = "trained on the model's own features and text; see scripts/train_drafters of moegraph"
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, x: np.ndarray) -> None:
+    """Add a matrix as Q8_0; vectors, routers and tiny matrices as F32."""
+    x = np.ascontiguousarray(x, np.float32)
+    if x.ndim == 1 or "gate_inp" in name or x.shape[0] == 1:
+        writer.add_tensor(name, x)
+    else:
+        quantized = gguf.quants.quantize(x, Type.Q8_0)
+        writer.add_tensor(name, quantized, raw_dtype=Type.Q8_0)
+
+
+def describe(writer: gguf.GGUFWriter, name: str) -> None:
+    """Write the general keys."""
+    writer.add_name(name)
+    writer.add_description(DESCRIPTION)
+    writer.add_license("MIT")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def write_mtp(reader: gguf.GGUFReader, trained: Path, out: Path) -> None:
+    """Write the MTP block with the keys of the model that it makes."""
+    writer = gguf.GGUFWriter(str(out), ARCH)
+    describe(writer, f"MTP block for {value(reader, 'general.name')}")
+    own = {f"{ARCH}.block_count", f"{ARCH}.nextn_predict_layers"}
+    copy_fields(reader, writer, f"{ARCH}.", own)
+    n_layer = value(reader, f"{ARCH}.block_count")
+    writer.add_uint32(f"{ARCH}.block_count", n_layer + 1)
+    writer.add_uint32(f"{ARCH}.nextn_predict_layers", 1)
+    for name, x in load_file(trained / "mtp.safetensors").items():
+        add_tensor(writer, name, x)
+    finish(writer, out)
+
+
+def add_dflash_keys(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, shape: Any) -> None:
+    """Write the keys of the draft architecture; shape: the dflash object of metrics.json."""
+    ints = {
+        "context_length": value(reader, f"{ARCH}.context_length"),
+        "embedding_length": value(reader, f"{ARCH}.embedding_length"),
+        "block_count": shape["n_layer"],
+        "feed_forward_length": shape["n_ff"],
+        "attention.head_count": shape["n_head"],
+        "attention.head_count_kv": shape["n_head_kv"],
+        "attention.key_length": shape["head_dim"],
+        "attention.value_length": shape["head_dim"],
+        "rope.dimension_count": shape["head_dim"],
+        "block_size": shape["block_size"],
+    }
+    for key, number in ints.items():
+        writer.add_uint32(f"dflash.{key}", number)
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        writer.add_float32(f"dflash.{key}", value(reader, f"{ARCH}.{key}"))
+    # The target counts positions in three dimensions, of which text uses the first.
+    writer.add_array("dflash.rope.dimension_sections", [shape["head_dim"] // 2, 0, 0, 0])
+    writer.add_bool("dflash.attention.causal", False)
+    # A tap is a layer's output, which the format names as the input of the next layer.
+    writer.add_array("dflash.target_layers", [il + 1 for il in shape["taps"]])
+
+
+def write_dflash(reader: gguf.GGUFReader, trained: Path, out: Path, markov: bool) -> None:
+    """Write the DFlash drafter, with or without the heads of DSpark."""
+    shape = json.loads((trained / "metrics.json").read_text())["dflash"]
+    writer = gguf.GGUFWriter(str(out), "dflash")
+    kind = "DSpark" if markov else "DFlash"
+    describe(writer, f"{kind} drafter for {value(reader, 'general.name')}")
+    add_dflash_keys(writer, reader, shape)
+    if markov:
+        writer.add_bool("dflash.sample_from_anchor", False)
+        writer.add_bool("dflash.has_confidence_head", True)
+    mask = "tokenizer.ggml.mask_token_id"
+    copy_fields(reader, writer, "tokenizer.", {mask, "tokenizer.chat_template"})
+    writer.add_mask_token_id(shape["mask_id"])
+    for name, x in load_file(trained / "dflash.safetensors").items():
+        if markov or not name.startswith(("markov", "conf")):
+            add_tensor(writer, name, x)
+    finish(writer, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("trained", type=Path)
+    parser.add_argument("mtp", type=Path)
+    parser.add_argument("dflash", type=Path)
+    parser.add_argument("--markov", action="store_true", help="keep the heads of DSpark")
+    args = parser.parse_args()
+    reader = gguf.GGUFReader(str(args.model))
+    write_mtp(reader, args.trained, args.mtp)
+    write_dflash(reader, args.trained, args.dflash, args.markov)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The shipped drafters fit the shipped model, and the MTP block merges into a copy of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from helpers.shipped import TINY, TINY_DFLASH, TINY_MTP, merged_tiny
+from merge_mtp import merge
+
+from moegraph.modelfile import open_model
+from moegraph.modelfile.draftfile import open_drafter
+
+
+def test_together_they_take_at_most_eight_megabytes() -> None:
+    assert TINY_MTP.stat().st_size + TINY_DFLASH.stat().st_size <= 8_000_000
+
+
+def test_dflash_fits_the_model() -> None:
+    draft = open_drafter(TINY_DFLASH)
+    with open_model(TINY) as target:
+        draft.require_target(target)
+    assert draft.warnings == ()
+    hp = draft.hparams
+    assert hp.taps == (1, 3, 5, 6)
+    assert hp.block_size == 12
+    assert not hp.is_causal
+
+
+def test_the_merged_model_has_its_old_tensors_and_a_block(tmp_path: Path) -> None:
+    path = merged_tiny(tmp_path)
+    with open_model(TINY) as old, open_model(path) as new:
+        assert (new.hparams.n_layer, new.hparams.n_layer_nextn) == (old.hparams.n_layer, 1)
+    before, after = ({t.name: t for t in gguf.GGUFReader(str(p)).tensors} for p in (TINY, path))
+    for name, tensor in before.items():
+        assert tensor.tensor_type == after[name].tensor_type
+        np.testing.assert_array_equal(tensor.data, after[name].data)
+    block = {t.name for t in gguf.GGUFReader(str(TINY_MTP)).tensors}
+    assert set(after) - set(before) == block
+
+
+def test_a_block_is_merged_once_and_only_where_it_fits(tmp_path: Path) -> None:
+    path = merged_tiny(tmp_path)
+    with pytest.raises(SystemExit, match="already has an MTP block"):
+        merge(path, TINY_MTP, tmp_path / "twice.gguf")
+    with pytest.raises(SystemExit, match="no key qwen35moe"):
+        merge(TINY, TINY_DFLASH, tmp_path / "dflash.gguf")
+    with pytest.raises(SystemExit, match="not for a model of 8 layers"):
+        merge(TINY, path_of_other_depth(tmp_path), tmp_path / "depth.gguf")
+
+
+def path_of_other_depth(folder: Path) -> Path:
+    """Write a file with the keys of a block for a model of 9 layers."""
+    path = folder / "deeper.gguf"
+    writer = gguf.GGUFWriter(str(path), "qwen35moe")
+    writer.add_uint32("qwen35moe.block_count", 10)
+    writer.add_uint32("qwen35moe.nextn_predict_layers", 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
