@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,16 @@ from helpers.company import RAGGED, WIDTHS, Alone, Company, open_company, settin
 from helpers.fetching_engines import fetch_layers
 from helpers.row_cases import OPERATIONS, OTHER_OPERATIONS, differing
 from helpers.row_cases import WIDTHS as SEVERAL
+from helpers.scripted_drafts import AnyController, ScriptedDrafter
+from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
+from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
+from moegraph.engine.speculation import Speculation
 from moegraph.errors import ConfigError
 from moegraph.ggml.device import Device
+from moegraph.sampling import SamplingParams
 
 PRESETS = ("mini35b", "kquant40", "iq64")
 # The library's kernels for few rows compute these also without --deterministic, where the device
@@ -139,6 +145,41 @@ def test_greedy_text_with_drafts_is_that_without(
             engine.passes.commit({0: list(range(taken))})
             text += chosen[:taken]
     assert text[:n] == plain
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "defaults": {"seed": 1},
+    "penalties": {"repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": 20, "seed": 3},
+}
+
+
+def answer(engine: Engine, ids: list[int], params: SamplingParams) -> list[int | None]:
+    """Return the tokens of an answer."""
+    return [e.token for e in engine.generate(ids, params, max_tokens=120, text=False)]
+
+
+@pytest.mark.parametrize("place", [{}, {"host_pin": "all"}, {"host_pin": "none"}], ids=str)
+def test_generated_text_with_drafts_is_that_without(
+    place: dict[str, Any], model_file: Callable[[str], Path]
+) -> None:
+    """Chains and trees of all widths, from a script, from what was said, and from the MTP block."""
+    config = settings_for(25 if place else None, 4 * 32, n_draft=15, spec="mtp", **place)
+    with Engine.load(model_file("mini35b"), EngineConfig(**config)) as engine:
+        (block,) = engine._loaded.drafters
+        ids = prompt(engine, 20).tolist()
+        n_accepted = 0
+        for name, values in SAMPLERS.items():
+            engine.speculation = None
+            plain = answer(engine, ids, SamplingParams(**values))
+            for seed in range(3):
+                known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, 0.8, seed=seed)
+                drafters = (known, LookUp(), block)
+                controller = AnyController([drafter.name for drafter in drafters], seed=seed)
+                engine.speculation = Speculation(drafters, controller, engine.hparams.n_vocab, 16)
+                assert answer(engine, ids, SamplingParams(**values)) == plain, f"{name} {seed}"
+                n_accepted += sum(step.n_accepted for step in controller.steps)
+        assert n_accepted > 100
 
 
 def test_the_cpu_computes_no_expert(model_file: Callable[[str], Path]) -> None:
