@@ -20,7 +20,7 @@ MAX_VERIFY_ROWS = 64
 CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
-GROUPS = ("Common", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
+GROUPS = ("Common", "Server", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -255,6 +255,15 @@ class EngineConfig:
         "Number of sequences that the KV cache has room for (Python API only).",
         minimum=1,
         maximum=256,
+    )
+    n_kv: int = _setting(
+        "int",
+        0,
+        (),
+        "Positions that all sequences have together (Python API only). 0: n_ctx for each of them. "
+        "-1: n_ctx in all, of which one sequence may use everything.",
+        minimum=-1,
+        maximum=1 << 28,
     )
     spec: str = _setting(
         "choice",

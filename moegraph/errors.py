@@ -49,6 +49,21 @@ class ContextOverflow(RequestError):
     """A request needs more positions than the context has."""
 
 
+class PoolFull(ContextOverflow):
+    """Sequences need pages of the KV cache that others have; free some, and try again.
+
+    n_needed, n_free: pages.
+    """
+
+    def __init__(self, n_needed: int, n_free: int) -> None:
+        super().__init__(
+            f"the KV cache is full: pages needed: {n_needed}, free: {n_free}; raise -c, or serve "
+            "fewer sequences at once"
+        )
+        self.n_needed = n_needed
+        self.n_free = n_free
+
+
 class EngineBusy(RequestError):
     """A generation is running on this engine: close it, or wait until it ends."""
 

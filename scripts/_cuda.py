@@ -57,7 +57,7 @@ def find_toolkit() -> tuple[Path, tuple[int, int]]:
     else:
         raise BuildError(
             "no nvcc; install the CUDA toolkit (12.4 or newer) and put its bin folder on PATH, or"
-            " set CUDACXX to nvcc. Without --cuda-arch a CPU build is made"
+            " set CUDACXX to nvcc"
         )
     release = re.search(r"release (\d+)\.(\d+)", _output(name, "--version"))
     # nvcc on PATH may be a link or a wrapper; -v prints the toolkit's folder
@@ -78,6 +78,17 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
     Raises:
         BuildError: neither the toolkit nor a wheel has headers and library.
     """
+    found = toolkit_cublas(toolkit) or wheel_cublas(Path(sysconfig.get_path("purelib")), major)
+    if found is None:
+        raise BuildError(
+            f"no cuBLAS for CUDA {major}, neither in {toolkit} nor as a wheel; install libcublas of"
+            f" the toolkit, or: pip install '{wheel_name(major)}=={major}.*'"
+        )
+    return found
+
+
+def toolkit_cublas(toolkit: Path) -> Cublas | None:
+    """Find cuBLAS in the toolkit."""
     pairs = [
         (toolkit / sub / "include", toolkit / sub / lib)
         for sub in ("", "targets/x86_64-linux", "targets/sbsa-linux")
@@ -88,15 +99,20 @@ def find_cublas(toolkit: Path, major: int) -> Cublas:
     for include, lib in pairs:
         if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
             return Cublas(include, lib, True)
-    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
-    for wheel in (packages / f"cu{major}", packages / "cublas"):
+    return None
+
+
+def wheel_cublas(packages: Path, major: int) -> Cublas | None:
+    """Find cuBLAS of CUDA `major` in the wheel nvidia-cublas of a Python's packages."""
+    for wheel in (packages / "nvidia" / f"cu{major}", packages / "nvidia" / "cublas"):
         if (wheel / "lib" / f"libcublas.so.{major}").is_file():
             return Cublas(wheel / "include", wheel / "lib", False)
-    name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
-    raise BuildError(
-        f"no cuBLAS for CUDA {major}, neither in {toolkit} nor as a wheel; install libcublas of the"
-        f" toolkit, or: pip install '{name}=={major}.*'"
-    )
+    return None
+
+
+def wheel_name(major: int) -> str:
+    """Return the name of the wheel with cuBLAS of CUDA `major`."""
+    return "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
 
 
 def driver_library(toolkit: Path) -> Path | None:

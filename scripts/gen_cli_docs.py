@@ -137,12 +137,16 @@ PLAN_JSON = {
     "slot_bytes_by_layer": "bytes of one expert of each layer",
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `n_ubatch`, `plan`, `predicted`, `prompts`",
+    "`upstream_n_cpu_moe`, `n_ubatch`, `plan`, `predicted`, `prompts`, `drafters`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
     "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
     "device by purpose, which add up to the budget",
     "budgets[].predicted": "as a row of `moegraph simulate --json`",
     "budgets[].prompts[]": "as in `moegraph simulate --json`",
+    "budgets[].drafters": "null if nothing drafts, else `loaded` (mtp, dflash, dspark), their "
+    "`bytes` on the device, `displaced_experts`, predicted speeds beside those without a drafter "
+    "where drafts are accepted as often as is usual (`drafting_speedup`) and where nothing is "
+    "drafted (`idle_speedup`), and `notes` on what `auto` does not load",
 }
 SIMULATE_JSON = {
     "trace, machine, miss, slot_bytes_by_layer": "what was replayed",

@@ -78,12 +78,12 @@ def engine_options_but(*names: str, drafts: bool = True) -> Callable[[Command], 
     chosen = [s for s in engine_settings() if s.flags and s.name not in names]
     chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
     taken = [flag for s in chosen for flag in s.flags]
-    chosen = [_spec_by_draft(s) if s.name == "spec" else s for s in chosen]
+    chosen = [spec_by_draft(s) if s.name == "spec" else s for s in chosen]
     found = [setting_option(s) for s in chosen] + refused_options(taken)
     return lambda command: _apply(command, found)
 
 
-def _spec_by_draft(setting: Setting) -> Setting:
+def spec_by_draft(setting: Setting) -> Setting:
     """Return the setting of --spec with a default that depends on --draft; see `build_config`."""
     help = f"{setting.help} Default: off; with --draft auto, or dflash if --deterministic."
     return replace(setting, default=None, help=help)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from .budget import (
     refusals,
     slots_text,
 )
+from .draftplan import HEADER, chooser, draft_fields, draft_row, plain_need
 from .simulate import (
     Sizes,
     find_sizes,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from ..experts.cost import Machine
     from ..experts.policy import Policy
     from ..modelfile import ModelFile
+    from ..placement.draftchoice import Choice
     from ..placement.identity import RouterShape
     from ..placement.planner import Footprint
     from ..placement.profile import Profile
@@ -49,7 +52,8 @@ if TYPE_CHECKING:
     from ..placement.trace import Trace
 
 _SETTINGS = (
-    "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss"
+    "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss",
+    "spec", "draft", "draft_vocab",
 )  # fmt: skip
 # Tokens of a generated trace: enough to warm up and to average over.
 _N_GENERATED, _N_WARM = 512, 192
@@ -61,7 +65,9 @@ _HEADER = (
 
 def _plan_options(command: Any) -> Any:
     """Add the options of the engine settings that a plan depends on."""
-    for setting in reversed([s for s in engine_settings() if s.name in _SETTINGS]):
+    chosen = [s for s in engine_settings() if s.name in _SETTINGS]
+    chosen = [options.spec_by_draft(s) if s.name == "spec" else s for s in chosen]
+    for setting in reversed(chosen):
         command = options.setting_option(setting)(command)
     return command
 
@@ -124,27 +130,24 @@ def plan_command(
       moegraph plan model.gguf
       moegraph plan model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
+      moegraph plan model.gguf --draft dflash.gguf --draft-vocab 32768
     """
     from ..experts.cost import find_machine
     from ..experts.policy import parse_policy
-    from ..placement.footprint import needed_bytes
+    from ..placement.drafters import with_drafts
     from ..placement.identity import router_shape
     from ..placement.profile import read_profile
 
-    config = EngineConfig(**{name: given[name] for name in _SETTINGS}).validate()
+    config = with_drafts(options.build_config(given))
     given_sizes = [parse_bytes(size, unit="g") for size in vram]
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
-    with options.open_header(target) as model:
+    with options.open_header(target) as model, ExitStack() as stack:
         shape = router_shape(model)
         profile = read_profile(profile_path, shape) if profile_path else None
         trace = _trace(trace_path, shape)
-
-        def need_of(n_rows: int) -> Footprint:
-            n_ctx = config.n_ctx or model.hparams.n_ctx_train
-            return needed_bytes(model, replace(config, n_ubatch=n_rows), n_ctx)
-
+        need_of = plain_need(model, config)
         need = need_of(config.n_rows)
         job = _Job(
             config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
@@ -152,10 +155,16 @@ def plan_command(
         )  # fmt: skip
         sizes = given_sizes or default_budgets(need, config, reserve)
         demand = profile.demand().tolist() if profile else None
-        budgets = [plan_budget(need_of, config, n, reserve, demand) for n in sizes]
-        if len(budgets) == 1 and budgets[0].refusal:
-            raise OutOfDeviceMemory(budgets[0].refusal)
-        rows = [(b, _replay(need, b, job), _prompts(need, b, job)) for b in budgets]
+        choice_of = chooser(model, config, demand, stack)
+        rows = []
+        for n in sizes:
+            choice = choice_of(n - reserve)
+            beside = choice.need_of if choice else need_of
+            budget = plan_budget(beside, config, n, reserve, demand)
+            found, prompts = _replay(need, budget, job), _prompts(need, budget, job)
+            rows.append(_Row(budget, found, prompts, choice))
+        if len(rows) == 1 and rows[0].budget.refusal:
+            raise OutOfDeviceMemory(rows[0].budget.refusal)
         if as_json:
             click.echo(json.dumps(_report(model, need, job, rows)))
         else:
@@ -175,7 +184,14 @@ class _Job:
     profile_class: str | None
 
 
-_Rows = list[tuple[Budget, "Simulation | None", "list[PromptEstimate]"]]
+@dataclass(frozen=True)
+class _Row:
+    """A budget, the speeds predicted for it, and what drafts; None where nothing fits."""
+
+    budget: Budget
+    found: Simulation | None
+    prompts: list[PromptEstimate]
+    drafts: Choice | None
 
 
 def _trace(path: Path | None, shape: RouterShape) -> Trace:
@@ -213,16 +229,18 @@ def _prompts(need: Footprint, budget: Budget, job: _Job) -> list[PromptEstimate]
     )  # fmt: skip
 
 
-def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
+def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> None:
     ui.heading("Plan")
     ui.table(_head(model, need, job))
     click.echo()
-    cells = [_cells(budget, found, job) for budget, found, _ in rows]
-    ui.table(cells, _HEADER)
+    budgets = [row.budget for row in rows]
+    ui.table([_cells(row, job) for row in rows], _HEADER)
+    if job.config.spec != "off":
+        _show_drafts(rows)
     prompts = [
-        (format_bytes(b.n_bytes), f"{b.n_ubatch}", *prompt_cells(found))
-        for b, _, found in rows
-        if found
+        (format_bytes(row.budget.n_bytes), f"{row.budget.n_ubatch}", *prompt_cells(row.prompts))
+        for row in rows
+        if row.prompts
     ]
     if job.sizes.machine and job.sizes.machine.prompt and prompts:
         click.echo()
@@ -231,15 +249,25 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> None:
     if len(rows) == 1:
         click.echo()
         ui.heading("Device memory")
-        ui.table(memory_rows(rows[0][0]))
-        if plan := rows[0][0].plan:
+        ui.table(memory_rows(budgets[0]))
+        if plan := budgets[0].plan:
             click.echo()
             ui.heading("Host memory")
             ui.table([("experts", host_text(plan, host_memory().spare))])
-    for line in refusals([budget for budget, _, _ in rows]):
+    for line in refusals(budgets):
         ui.note(line)
     if not job.sizes.machine:
         ui.note("no speed; `moegraph doctor --measure TARGET` measures this machine and this model")
+
+
+def _show_drafts(rows: list[_Row]) -> None:
+    """Print what drafts in each budget, and what `auto` does not load."""
+    click.echo()
+    ui.heading("Drafters, predicted; speeds beside those without a drafter")
+    ui.table([draft_row(row.budget.n_bytes, row.drafts) for row in rows if row.drafts], HEADER)
+    for row in rows:
+        for line in row.drafts.notes if row.drafts else ():
+            ui.note(f"{format_bytes(row.budget.n_bytes)}: {line}")
 
 
 def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]:
@@ -259,7 +287,8 @@ def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]
     ]  # fmt: skip
 
 
-def _cells(budget: Budget, found: Simulation | None, job: _Job) -> list[str]:
+def _cells(row: _Row, job: _Job) -> list[str]:
+    budget, found = row.budget, row.found
     upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
     plan = budget.plan
     if plan is None or found is None:
@@ -271,7 +300,7 @@ def _cells(budget: Budget, found: Simulation | None, job: _Job) -> list[str]:
     ]  # fmt: skip
 
 
-def _report(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> dict[str, Any]:
+def _report(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> dict[str, Any]:
     has_times = job.sizes.machine is not None
     return {
         "path": str(model.path),
@@ -284,10 +313,11 @@ def _report(model: ModelFile, need: Footprint, job: _Job, rows: _Rows) -> dict[s
         "trace": trace_fields(job.trace),
         "budgets": [
             {
-                **budget_fields(budget),
-                "predicted": None if found is None else simulation_fields(found, has_times),
-                "prompts": [prompt_fields(prompt) for prompt in prompts],
+                **budget_fields(row.budget),
+                "predicted": row.found and simulation_fields(row.found, has_times),
+                "prompts": [prompt_fields(prompt) for prompt in row.prompts],
+                "drafters": draft_fields(row.drafts),
             }
-            for budget, found, prompts in rows
+            for row in rows
         ],
     }  # fmt: skip

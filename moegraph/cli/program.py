@@ -23,6 +23,7 @@ from .plan import plan_command
 from .pull import pull
 from .refused import refuse_clusters, with_close_guesses
 from .run import run
+from .serve import serve
 from .simulate import simulate_command
 from .trace import trace_command
 
@@ -175,7 +176,7 @@ def main(ctx: click.Context) -> None:
 
 
 for command in (
-    run, chat, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
+    run, chat, serve, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
     completion,
 ):  # fmt: skip
     main.add_command(command)

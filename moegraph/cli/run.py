@@ -21,6 +21,7 @@ from ..events import CancelToken, GenerationEvent
 from ..modelfile.resolve import is_shipped
 from ..sampling import SamplingParams
 from ..text.chat.template import TEMPLATE_KEY
+from ..text.idfiles import read_ids, require_ids_in_range
 from . import options, ui
 from .command import Command, Option
 from .completion import MODEL_TARGET
@@ -37,7 +38,6 @@ from .outputs import NpyWriter, OutputFile, TokenStream
 from .report import run_report, stats_line
 from .starttimes import StartTimes
 from .target import hf_option, only_target, require_target
-from .tokens import read_ids, require_ids_in_range
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -26,13 +26,14 @@ from ..graphs.dflash_memory import BEAM, DraftMemory, Floats, Longs
 from ..graphs.dspark import HeadMatrix
 from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
+from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
 from ..resident.draftlayout import CHUNK, N_WAITING
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, Race, empty_draft
+from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 
 # Nodes of a layer over a block, and of a layer's K and V.
 _N_LAYER, _N_KEYS = 48, 16
@@ -51,9 +52,9 @@ class DFlashDrafter:
         """Load a drafter that fits the target (`DraftFile.require_target`).
 
         stage: of the whole target. n_sweep: most rows of a part of a prompt. n_ctx: most positions
-        that layers without a window see; None for the target's context. as_stored: BF16 weights
-        stay BF16. part: the target's output matrix for some tokens, to propose no others; for a
-        drafter that `takes_part`. The caller closes it.
+        that layers without a window see; None for a sequence's share of the target's. as_stored:
+        BF16 weights stay BF16. part: the target's output matrix for some tokens, to propose no
+        others; for a drafter that `takes_part`. The caller closes it.
 
         Raises:
             OutOfDeviceMemory: it does not fit.
@@ -66,8 +67,8 @@ class DFlashDrafter:
         self._stage, self._device = stage, stage.device
         with closed_on_failure():
             self._weights = DraftWeights(stage.device, file, as_stored)
-            n_ctx = min(n_ctx or state.n_ctx, state.n_ctx)
-            self._rings = DraftRings(stage.device, hp, n_ctx, state.n_seq)
+            n_seen = state.shape.most_seen(n_ctx or 0)
+            self._rings = DraftRings(stage.device, hp, n_seen, state.n_seq)
             self._memory = DraftMemory(stage.device, hp, self._rings.shapes, n_sweep)
             self._graphs = GraphCache(stage.device)
             self._part = part
@@ -144,7 +145,28 @@ class DFlashDrafter:
         self._rings.truncate(slot, n_past)
 
     def settle(self, slot: int) -> None:
-        """Do nothing: copies of a sequence have no K and V of the drafter."""
+        """Enqueue K and V of the tokens that wait for them."""
+        if slot == self._waiting:
+            self._make_keys()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of K and V of a position."""
+        return ringcopies.row_bytes(self._rings)
+
+    def take_rows(self, slot: int, first: int, n: int) -> Parts:
+        """Copy K and V of n positions, as far as the rings have them, and wait."""
+        return ringcopies.take(self._device, self._rings, slot, first, n)
+
+    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
+        """Have a sequence hold ids, with K and V that were copied back."""
+        span = self._rings.spans[slot]
+        span.truncate(n_kept)
+        if span.n_past < n_kept:
+            span.restart(n_kept)
+        if slot == self._waiting:
+            self._make_keys()
+        ringcopies.put(self._device, self._rings, slot, n_kept, pieces)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # the room below needs the native libraries, drafts do not
     from ..runner.sweep_batch import Tap
 
 Ids = npt.NDArray[np.int32]
+Parts = list[npt.NDArray[np.uint8]]
+Piece = tuple[int, int, Parts]
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,24 @@ class Drafter(Protocol):
 
     def settle(self, slot: int) -> None:
         """Enqueue what waits of a sequence, because its state is about to be copied."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a position in caches of its own; 0 if it has none."""
+
+    def take_rows(self, slot: int, first: int, n: int) -> Parts:
+        """Copy its own caches' rows of n positions, of a settled sequence, and wait.
+
+        Returns for each cache U8 numpy [m, bytes of a row], the rows of the last m positions; none
+        if all that it has is in the target's caches and states.
+        """
+
+    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
+        """Note that a sequence holds ids, which were copied back but for the first n_kept.
+
+        pieces: of runs of positions from n_kept on, the first of which may begin earlier: the first
+        position, the number of positions, and what `take_rows` returned.
+        """
 
     def close(self) -> None:
         """Wait for the device, then free everything."""

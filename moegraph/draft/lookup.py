@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Ids, Race, empty_draft
+from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 
 if TYPE_CHECKING:
     from ..runner.sweep_batch import Tap
@@ -72,6 +72,19 @@ class LookUp:
 
     def settle(self, slot: int) -> None:
         """Do nothing: it keeps nothing on the device."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return 0: it keeps nothing on the device."""
+        return 0
+
+    def take_rows(self, slot: int, first: int, n: int) -> Parts:
+        """Return nothing: it keeps nothing on the device."""
+        return []
+
+    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
+        """Have a sequence hold ids."""
+        self.restart(slot, ids)
 
     def close(self) -> None:
         """Forget everything."""

@@ -28,7 +28,7 @@ from ..graphs.paged import can_page
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
-from .drafter import Draft, Ids, Race, empty_draft
+from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 from .drawn import drawn
 from .taken import Taken
 
@@ -169,6 +169,19 @@ class MtpDrafter:
         """Enqueue K and V of the tokens that a sequence took; copies of its state have them too."""
         self._compute(slot, self._state.n_past[slot])
 
+    @property
+    def row_bytes(self) -> int:
+        """Return 0: its K and V are in the target's caches."""
+        return 0
+
+    def take_rows(self, slot: int, first: int, n: int) -> Parts:
+        """Return nothing: its K and V are in the target's caches."""
+        return []
+
+    def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
+        """Forget what waits; what was copied back has the drafter's K and V too."""
+        self.restart(slot, ids)
+
     def _compute(self, slot: int, n_past: int) -> None:
         """Enqueue K and V of what waits of a sequence, if that ends before position n_past."""
         run, most = self._taken.take(slot, n_past), self.memory.max_rows
@@ -201,7 +214,7 @@ class MtpDrafter:
     def _run(self, slot: int, anchor: int, n: int, race: Race | None) -> _ChainResults | None:
         """Compute a chain and wait; None if there is no room for one."""
         state, n_past = self._state, self._state.n_past[slot]
-        n = min(n, self.max_draft, state.n_ctx - n_past)
+        n = min(n, self.max_draft, state.pool.room(slot) - n_past)
         if n < 1:
             return None
         length = PAGED if self._is_paged else state.n_kv(n_past + n)

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import EngineConfig
+from ..placement.draftprice import PRIORS
 from .controller import Controller
 from .drafter import Drafter
 from .plan import DraftSettings, Source
 from .stepcost import Experts
 from .tree import DDTree, TreeDrafter
 
-# What is believed of a drafter before it has run: seconds of a draft and of each of its tokens, in
-# plain steps of a 35B-A3B; how often it is right; how many candidates it can name.
-_KNOWN = {
-    "mtp": (0.02, 0.17, 0.75, 3),
-    "dflash": (0.18, 0.0, 0.7, 3),
-    "dspark": (0.22, 0.0, 0.7, 3),
-    "lookup": (0.0, 0.0, 0.6, 1),
-}
 # Seconds of a missing expert for a step that takes 1, where no time may be measured.
 _UNTIMED_MISS = 0.02
 
@@ -39,9 +32,9 @@ def open_controller(
         spec = "dspark"
     sources = []
     for drafter in drafters:
-        fixed, per_token, accept, n_top = _KNOWN[drafter.name]
-        known = (fixed, per_token, accept, n_top, isinstance(drafter, TreeDrafter))
-        sources.append(Source(drafter.name, drafter.max_draft, *known))
+        known, has_tree = PRIORS[drafter.name], isinstance(drafter, TreeDrafter)
+        costs = known.fixed, known.per_token, known.accept, known.n_top
+        sources.append(Source(drafter.name, drafter.max_draft, *costs, has_tree))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)
     return Controller(sources, draft_settings(config, spec, max_rows), experts)

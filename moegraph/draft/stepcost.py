@@ -14,28 +14,17 @@ that was never measured takes it from its neighbours.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
-# Time of a pass over that of one row, with every expert resident; measured on a 35B-A3B.
-_LAW = ((1, 1.0), (2, 1.17), (4, 1.5), (8, 1.92), (16, 2.48), (23, 2.9), (32, 3.4), (65, 5.2))
-# Rows that choose their experts independently and choose as many as these rows of a text do.
-_INDEPENDENT = ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
+from ..experts.rowlaw import independent_rows, pass_time
+
 # Weight of an older time against a new one, at most; and of the law against all of them.
 _MEMORY, _LAW_WEIGHT = 12.0, 0.5
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 _OUTLIER = 1.5
 # How far a measured ratio reaches, in powers of two of the width.
 _REACH = 0.7
-
-
-def _along(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return y at x along lines between the points; the last one continues."""
-    at = min(max(bisect_right(points, x, key=itemgetter(0)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class Experts:
     def distinct(self, n_rows: int) -> float:
         """Return how many experts of all layers a pass of this many rows chooses."""
         unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
-        share = 1.0 - math.pow(unchosen, _along(_INDEPENDENT, n_rows))
+        share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
         return self.n_layer * self.n_expert * share
 
 
@@ -72,7 +61,7 @@ class PassCost:
         self._n_shares = 0.0
         self._base = self.plain_s = 0.0
         self._n_plain = 0.0
-        self._law = {w: _along(_LAW, w) for w in (1, *self.widths)}
+        self._law = {w: pass_time(w) for w in (1, *self.widths)}
         self._distinct = {w: experts.distinct(w) if experts else 0.0 for w in (1, *self.widths)}
         self._weight = dict.fromkeys(self.widths, 0.0)
         self._log_ratio = dict.fromkeys(self.widths, 0.0)
@@ -92,7 +81,7 @@ class PassCost:
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
         lacked = n_missing * self._experts.miss_s if self._experts else 0.0
-        return self._law.get(n_rows, _along(_LAW, n_rows)) + lacked
+        return pass_time(n_rows) + lacked
 
     def observe_plain(self, seconds: float, n_missing: int) -> None:
         """Count a plain decode step."""

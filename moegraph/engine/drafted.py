@@ -9,6 +9,7 @@ logits differ from those of a pass of one row as much as a prompt's do: by round
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,12 +17,10 @@ from ..draft.acceptance import walk
 from ..draft.tree import DraftTree
 from ..errors import Cancelled
 from ..events import CancelToken
-from ..ggml.choose import DRAW_ROWS
 from ..runner import NotFinite, Output
+from .drawing import Drawing
 from .passes import Passes
 from .proposal import Proposal, step_of
-from .rows import RowSampler
-from .sequence import Sequence
 from .speculation import Speculation
 from .stepclock import StepClock, StepSeconds
 from .steps import SEQ, Drawn, Steps
@@ -31,11 +30,15 @@ class DraftedSteps(Steps):
     """Steps of a generation with drafts; a step without a draft is one of `Steps`."""
 
     def __init__(
-        self, passes: Passes, sampler: RowSampler, sequence: Sequence, greedy: bool,
-        keep_logits: bool, cancel: CancelToken, speculation: Speculation, has_streams: bool,
-    ) -> None:  # fmt: skip
+        self,
+        passes: Passes,
+        drawing: Drawing,
+        cancel: CancelToken,
+        speculation: Speculation,
+        has_streams: bool,
+    ) -> None:
         """has_streams: see `StepClock`. Others: as in `Steps`."""
-        super().__init__(passes, sampler, sequence, greedy, keep_logits, cancel)
+        super().__init__(passes, drawing, cancel)
         self._speculation = speculation
         self._clock = StepClock(has_streams)
         self._proposal: Proposal | None = None  # before the pass in flight
@@ -53,10 +56,11 @@ class DraftedSteps(Steps):
     def submit(self) -> None:
         """Draft, and start the pass of the last token and of what is drafted after it."""
         speculation, sequence = self._speculation, self._sequence
-        anchor, race = sequence.tokens[-1], self._sampler.race
-        self._proposal = proposal = speculation.propose(
-            SEQ, anchor, sequence.n_left, sequence.n_room, race
-        )
+        anchor, race = sequence.tokens[-1], self._drawing.sampler.race
+        proposal = speculation.propose(SEQ, anchor, sequence.n_left, sequence.n_room, race)
+        if proposal and (tree := self._drawing.cut(proposal.tree)) is not proposal.tree:
+            proposal = replace(proposal, tree=tree)
+        self._proposal = proposal
         self._tree = proposal.tree if proposal and proposal.tree.n_rows > 1 else None
         self._n_missing = speculation.n_missing()
         self._clock.launch()
@@ -64,16 +68,14 @@ class DraftedSteps(Steps):
             self._verify(self._tree)
         else:
             self._decode()
-        self._sampler.prepare()
+        self._drawing.prepare(self._tree)
         self._learn()
         self._clock.leave()
 
     def _verify(self, tree: DraftTree) -> None:
-        draws = None
-        if not (self._greedy or self._keep_logits) and tree.n_rows <= DRAW_ROWS:
-            draws = self._sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
+        draws = self._drawing.words_of(tree)
         # without draws, the walk reads the logits of each row that it comes to
-        argmax = draws is None and not self._keep_logits
+        argmax = draws is None and not self._drawing.keep_logits
         tokens, parents = np.array([tree.tokens], dtype=np.int32), np.array([tree.parents])
         self._passes.verify(tokens, SEQ, parents, None, argmax, self._cancel, draws)
 
@@ -125,9 +127,9 @@ class DraftedSteps(Steps):
 
         def draw(row: int) -> int | None:
             depth = len(drawn)
-            token = spine[depth] if depth < n_forced else self._pick(output, row)
-            self._take(token)
-            logits = output.require_logits()[row : row + 1] if self._keep_logits else None
+            token = spine[depth] if depth < n_forced else self._drawing.pick(output, row, row)
+            self._drawing.take(token)
+            logits = output.require_logits()[row : row + 1] if self._drawing.keep_logits else None
             drawn.append(Drawn(token, logits))
             is_over = self._sequence.finish_reason or (accept and depth >= n_forced)
             return None if is_over else token

@@ -15,8 +15,6 @@ from ..draft.opening import open_controller
 from ..draft.stepcost import Experts
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile, open_drafter
-from ..modelfile.resolve import shipped_drafter
 from ..modelfile.vocab import frequent_ids
 from ..placement.drafters import Sources, tap_rows
 from ..placement.footprint import sweep_rows
@@ -26,27 +24,6 @@ from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
 from ..runner import LayeredRunner, Runner
 from .speculation import Speculation
-
-
-def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
-    """Open the drafter's file that the settings name, or the one shipped for a shipped model.
-
-    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
-    that closes it.
-
-    Raises:
-        ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
-    """
-    if config.spec not in ("auto", "dflash"):
-        return None
-    path = config.draft or shipped_drafter(model.path)
-    if not path:
-        return None
-    file = stack.enter_context(closing(open_drafter(path)))
-    file.require_target(model)
-    if config.draft_swa:
-        file.hparams = file.hparams.with_window(config.draft_swa)
-    return file
 
 
 def open_drafters(

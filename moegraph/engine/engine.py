@@ -38,7 +38,9 @@ from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes
 from .prefixes import Prefixes
+from .requests import Constraint
 from .sequence import Sequence
+from .sequencecopies import SequenceCopies
 
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
 
@@ -117,10 +119,11 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
-        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
-        self.prefixes = Prefixes(self.passes, self.state.copies, limit)
-        self._stack.callback(self.prefixes.clear)
         self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
+        self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
+        limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
+        self.prefixes = Prefixes(self.passes, self.copies, limit)
+        self._stack.callback(self.prefixes.clear)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -405,6 +408,7 @@ class Engine:
         text: bool = True,
         reuse: bool = False,
         marks: SequenceOf[int] = (),
+        constraint: Constraint | None = None,
     ) -> Events:
         """Generate from a prompt; yields one event for each token, the last with a finish_reason.
 
@@ -422,6 +426,7 @@ class Engine:
             if the sequence can go on there: after all that it holds, or at a mark.
         marks: how many of the prompt's tokens later prompts may begin with; for reuse, the states
             after so many tokens are kept. The limit is `cache_ram`; see `Prefixes`.
+        constraint: a grammar that the answer follows.
 
         Raises:
             RequestError, ContextOverflow: the request is wrong; raised by this call.
@@ -446,7 +451,7 @@ class Engine:
         generation = Generation(
             self._loaded, self.passes, self.ownership,
             sequence, ids, sampling, cancel, keep_logits, progress,
-            self.prefixes if reuse else None, marks, self.speculation,
+            self.prefixes if reuse else None, marks, self.speculation, constraint,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
 

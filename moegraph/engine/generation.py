@@ -16,12 +16,13 @@ from ..runner import Output
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from .drafted import DraftedSteps
+from .drawing import Drawing
 from .loader import LoadedModel
 from .ownership import Ownership, is_live
 from .passes import Passes
 from .prefixes import Prefixes
 from .prompts import is_short
-from .rows import RowSampler
+from .requests import Constraint
 from .sequence import Sequence
 from .speculation import Speculation
 from .steps import SEQ, Drawn, Steps
@@ -75,6 +76,7 @@ class Generation:
         prefixes: Prefixes | None,
         marks: SequenceOf[int],
         speculation: Speculation | None,
+        constraint: Constraint | None,
     ) -> None:
         """prefixes: None to compute the whole prompt. Others: as in `Engine.generate`.
 
@@ -90,15 +92,14 @@ class Generation:
         self.progress = progress
         self.prefixes = prefixes
         self.marks = list(marks) if prefixes else []
-        self.greedy = not sampling.needs_logits and not keep_logits
-        sampler = RowSampler(sampling, model.file.hparams.n_vocab)
-        sampler.accept_all(sequence.prompt)
+        n_vocab = model.file.hparams.n_vocab
+        drawing = Drawing(passes, sequence, sampling, n_vocab, keep_logits, constraint)
+        self.greedy = drawing.greedy
         self.speculation = speculation
-        args = (passes, sampler, sequence, self.greedy, keep_logits, self.cancel)
-        self.steps = Steps(*args)
+        self.steps = Steps(passes, drawing, self.cancel)
         if speculation:
             streams = model.stage.device.can.streams
-            self.steps = DraftedSteps(*args, speculation, streams)
+            self.steps = DraftedSteps(passes, drawing, self.cancel, speculation, streams)
         self.prefill_s = self.decode_s = 0.0
         self.is_reading = False  # a prompt that fails leaves the sequence as it was
         self.n_reused = self.n_read = 0
@@ -198,8 +199,6 @@ class Generation:
             for states in saved:
                 self.prefixes.save(SEQ, states)
             if n in self.marks:
-                if self.speculation:
-                    self.speculation.settle(SEQ)
                 self.prefixes.save(SEQ)
         return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..draft.drafter import Drafter
-from ..errors import ConfigError, NativeError, OutOfDeviceMemory, UnsupportedModel
+from ..errors import ConfigError, NativeError, UnsupportedModel
 from ..events import Progress, Stopwatch
 from ..experts.cache import ExpertCache
 from ..experts.policy import POLICIES
@@ -22,18 +22,11 @@ from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
 from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
-from ..placement.chunksize import choose_rows
-from ..placement.drafters import (
-    Sources,
-    drafters_bytes,
-    is_fitting,
-    is_worth_loading,
-    sources_of,
-    with_drafts,
-)
-from ..placement.footprint import needed_bytes, sweep_rows
+from ..placement.draftchoice import Choice, Room, choose
+from ..placement.drafters import Sources, open_draft_file, with_drafts
+from ..placement.footprint import sweep_rows
 from ..placement.identity import router_shape
-from ..placement.planner import Plan, make_plan
+from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
 from ..resident.stage import Stage, open_stage
@@ -44,7 +37,7 @@ from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
-from .drafters import open_draft_file, open_drafters
+from .drafters import open_drafters
 from .warmup import warm_up
 
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
@@ -134,8 +127,9 @@ class _Loading:
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
-        self.config = config = replace(config, n_ubatch=self._choose_rows())
-        plan, sources = self._choose_plan()
+        choice = self._choose()
+        plan, sources = choice.plan, choice.sources
+        self.config = config = replace(config, n_ubatch=choice.n_ubatch)
         if not plan.all_resident and config.mode == "whole":
             raise ConfigError(
                 "mode 'whole' needs every expert on the device, but not all experts get a slot; "
@@ -186,44 +180,21 @@ class _Loading:
         self._stack.callback(part.close)
         return part
 
-    def _choose_plan(self) -> tuple[Plan, Sources]:
-        """Return how many expert slots each layer gets, and what is loaded to draft tokens.
+    def _choose(self) -> Choice:
+        """Return how the memory is divided, and what is loaded to draft tokens.
 
         Raises:
             ConfigError: the settings need a drafter's file, and name none.
             ModelFileError: the settings ask for the MTP block, and the file lacks it; or the
                 drafter's file is damaged, or does not fit.
         """
-        config = self.config
-        draft = open_draft_file(self.file, config, self._stack)
-        self._warnings += draft.warnings if draft else ()
-        choices = sources_of(self.file, config, draft)
-        if config.spec != "auto" and choices:
-            return self._plan_named(choices)
-        plain = self._make_plan(Sources())
-        for sources in choices:
-            try:
-                drafting = self._make_plan(sources)
-            except (ConfigError, OutOfDeviceMemory):
-                continue
-            if is_fitting(drafting, sources) and is_worth_loading(drafting, plain):
-                break
-        else:
-            drafting, sources = plain, Sources()
-        if draft and not sources.draft:
-            self._warnings.append(
-                f"{draft.path}: not loaded, to leave experts their memory; --spec dflash loads it"
-            )
-        return drafting, sources
-
-    def _choose_rows(self) -> int:
-        """Return the rows of a chunk of a prompt."""
-        config, own_memory = self.config, self.device.can.own_memory
-        return choose_rows(
-            config,
-            self._budget()[0] if own_memory else None,
-            lambda n: needed_bytes(self.file, replace(config, n_ubatch=n), self.n_ctx),
-        )
+        budget, source = self._budget()
+        demand = self._profile.demand if self._profile else None
+        room = Room(budget, source, self.device.can.own_memory, demand)
+        draft = open_draft_file(self.file, self.config, self._stack)
+        choice = choose(self.file, self.config, self.n_ctx, draft, room)
+        self._warnings += [*(draft.warnings if draft else ()), *choice.notes]
+        return choice
 
     def _budget(self) -> tuple[int | None, str]:
         """Return the device memory that the plan may use, None without a limit, and who says so."""
@@ -249,28 +220,6 @@ class _Loading:
                 self._warnings.append(f"no drafts by a model: {error}")
                 stage.taps.close()
         return open_drafters(stage, self.file, config, Sources(), self._stack)
-
-    def _plan_named(self, choices: list[Sources]) -> tuple[Plan, Sources]:
-        """Return the plan for what the settings name, as the first of choices that fits."""
-        for sources in choices[:-1]:
-            with suppress(OutOfDeviceMemory):
-                plan = self._make_plan(sources)
-                if is_fitting(plan, sources):
-                    return plan, sources
-        return self._make_plan(choices[-1]), choices[-1]
-
-    def _make_plan(self, sources: Sources) -> Plan:
-        """Return how many expert slots each layer gets beside what drafters take."""
-        config, (budget, source) = self.config, self._budget()
-        drafters = drafters_bytes(self.file, config, self.n_ctx, sources)
-        return make_plan(
-            needed_bytes(self.file, config, self.n_ctx, drafters),
-            budget,
-            config.pin_layers if config.pin_layers >= 0 else None,
-            config.cache_slots if config.cache_slots >= 0 else None,
-            source,
-            self._profile.demand if self._profile else None,
-        )
 
 
 def open_runner(
@@ -322,7 +271,7 @@ def _open_misses(
         cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
     starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
     placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-    max_rows = config.n_rows * config.n_seq
+    max_rows = stage.state.shape.pass_rows(config.n_rows)
     misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
     for il, (_, shares) in enumerate(starts):
         if shares is not None:

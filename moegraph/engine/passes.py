@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ContextOverflow, ModelFileError, MoegraphError, RequestError
+from ..errors import ModelFileError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
@@ -28,10 +28,11 @@ from ..runner.sweep_batch import SweepBatch
 from .cputhreads import CpuThreads
 from .ids import Cancel, Seqs, cancelled_of, checked_ids, checked_rows, require_seq, slots_of
 from .prompts import Prompts, is_short, where_not_finite
+from .room import Room
 
 
 class Passes:
-    """Runs passes, one in flight at a time, and records the tokens of every sequence."""
+    """Runs passes, one in flight at a time, and records what sequences hold; `room`: what fits."""
 
     def __init__(
         self, runner: Runner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
@@ -39,10 +40,11 @@ class Passes:
         self._runner = runner
         self._threads = threads
         self._files = files
-        self._n_ctx = n_ctx
+        self.room = Room(runner, n_ctx)
         self._state = runner.stage.state
         self._n_vocab = runner.stage.hp.n_vocab
-        self._held: list[list[int]] = [[] for _ in range(self._state.n_seq)]
+        self._n_seq = self._state.n_seq
+        self._held: list[list[int]] = [[] for _ in range(self._n_seq)]
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
         self._is_lost = False  # nobody will collect the pass in flight
@@ -56,7 +58,7 @@ class Passes:
         Raises:
             RequestError: there is no such sequence.
         """
-        self._require_seq(seq)
+        require_seq(seq, self._n_seq)
         return [] if seq in self._unfinished else self._held[seq]
 
     def reset(self, seq: int) -> None:
@@ -65,7 +67,7 @@ class Passes:
         Raises:
             RequestError: there is no such sequence.
         """
-        self._require_seq(seq)
+        require_seq(seq, self._n_seq)
         self._forget_before(seq)
         self.abandon(seq)
         self._clean_up()
@@ -73,9 +75,6 @@ class Passes:
     def _forget_before(self, seq: int) -> None:
         if seq in self._before:
             self._before.pop(seq).close()
-
-    def _require_seq(self, seq: int) -> None:
-        require_seq(seq, len(self._held))
 
     def abandon(self, *seqs: int) -> None:
         """Mark sequences as unfinished; the next call empties them. Safe from any thread."""
@@ -107,15 +106,9 @@ class Passes:
             self._forget_before(seq)
 
     def submit(
-        self,
-        tokens: object,
-        seq: Seqs,
-        all_rows: bool,
-        greedy: bool,
-        cancel: Cancel,
-        kind: Kind | None = None,
-        draws: npt.NDArray[np.int32] | None = None,
-    ) -> None:
+        self, tokens: object, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel,
+        kind: Kind | None = None, draws: npt.NDArray[np.int32] | None = None,
+    ) -> None:  # fmt: skip
         """Start a pass without waiting.
 
         tokens: numpy shape [n_seq_tokens], or [n_seqs, n_seq_tokens]. seq: the sequence of each
@@ -130,7 +123,7 @@ class Passes:
 
         Raises:
             RequestError: wrong ids, shape or sequences, too many rows, or a pass is in flight.
-            ContextOverflow: the rows do not fit into the context.
+            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             Cancelled: all sequences were cancelled while the pass was launched.
         """
         self._clean_up()
@@ -159,7 +152,7 @@ class Passes:
 
         Raises:
             RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
-            ContextOverflow: the rows do not fit into the context.
+            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
         """
         return self._begin(batch, False)
@@ -168,11 +161,11 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        self._require_seq(batch.slot)
+        require_seq(batch.slot, self._n_seq)
         checked_ids(batch.tokens, self._n_vocab)
         if batch.tokens.size == 0:
             raise RequestError("the prompt is empty; give it at least one token")
-        self._require_room(self._state.n_past[batch.slot] + batch.tokens.size)
+        self.room.require({batch.slot: batch.tokens.size})
         return self._prompts.begin(batch, runs)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
@@ -224,7 +217,8 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         seq = batch.slot
-        self._require_seq(seq)
+        require_seq(seq, self._n_seq)
+        self.room.require({seq: batch.tokens.size})
         self._forget_before(seq)
         if self._held[seq]:
             self._before[seq] = self._state.snapshot(seq)
@@ -270,7 +264,7 @@ class Passes:
         Raises:
             RequestError: as in `submit`, or the lengths do not fit the tokens.
             InternalError: a parent is neither an earlier row nor -1, or a tree has too many rows.
-            ContextOverflow: the rows do not fit into the context.
+            ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             Cancelled: all sequences were cancelled while the pass was launched.
         """
         self._clean_up()
@@ -299,7 +293,7 @@ class Passes:
             RequestError: a pass is in flight, or some rows are not such a path; nothing changes.
         """
         for seq in paths:
-            self._require_seq(seq)
+            require_seq(seq, self._n_seq)
         self._clean_up()
         wanted = {seq: list(path) for seq, path in paths.items()}
         changed = [seq for seq, path in wanted.items() if path]
@@ -319,7 +313,7 @@ class Passes:
             RequestError: there is no such sequence.
             OutOfDeviceMemory: there is no memory for it.
         """
-        self._require_seq(seq)
+        require_seq(seq, self._n_seq)
         self._clean_up()
         return self._state.snapshot(seq)
 
@@ -339,6 +333,18 @@ class Passes:
         del self._held[slot][snapshot.n_past :]
         self._unfinished.discard(slot)
 
+    def require_resting(self, seq: int) -> None:
+        """Check that nothing of a sequence is under way.
+
+        Raises:
+            RequestError: there is no such sequence, a pass is in flight, or the prompt of the
+                sequence is under way.
+        """
+        require_seq(seq, self._n_seq)
+        self._clean_up()
+        self._runner.require_idle()
+        self._prompts.require_read(seq)
+
     def put_back(
         self,
         seq: int,
@@ -351,10 +357,12 @@ class Passes:
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.
+            PoolFull: too few pages are free; nothing changes.
         """
-        self._require_seq(seq)
+        require_seq(seq, self._n_seq)
         self._clean_up()
         self._runner.require_idle()
+        self.room.require({seq: len(ids) - self._state.n_past[seq]})
         self.abandon(seq)
         self._prompts.clean_up({seq})
         self._runner.drop(seq)
@@ -394,8 +402,11 @@ class Passes:
             self._clean_up()
             raise
 
-    def collect(self) -> Output:
+    def collect(self, locates: bool = True) -> Output:
         """Wait for the pass in flight and return its results.
+
+        locates: compute a sequence whose results are not finite again, to name the layer; then
+        `logits` has nothing of the others.
 
         Raises:
             RequestError: no pass is in flight.
@@ -411,18 +422,18 @@ class Passes:
         except NotFinite as error:
             self._require_files()
             bad = error.sequences[0]
-            of = f" of sequence {bad}" if self._state.n_seq > 1 else ""
+            of = f" of sequence {bad}" if self._n_seq > 1 else ""
             n_held = len(self._held[bad])
             if self._batch and self._batch.tree:
                 self._to_truncate.update(error.sequences)  # what they hold is good
             else:
                 self.abandon(*error.sequences)
             try:
-                where = (
-                    "in a drafted row"
-                    if self._to_truncate or bad in self._before
-                    else where_not_finite(self._runner, self._held[bad], bad)
-                )
+                where = "in a pass of several sequences"
+                if self._to_truncate or bad in self._before:
+                    where = "in a drafted row"
+                elif locates:
+                    where = where_not_finite(self._runner, self._held[bad], bad)
             finally:
                 self._clean_up()
             raise NotFinite(
@@ -466,23 +477,13 @@ class Passes:
         """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences."""
         self._files.check()
         rows = checked_rows(tokens, self._n_vocab, self._runner.n_ubatch)
-        return rows, slots_of(seq, len(rows), self._state.n_seq)
+        return rows, slots_of(seq, len(rows), self._n_seq)
 
     def _checked(self, batch: Batch) -> Batch:
-        """Return a batch whose rows fit into the context.
-
-        Raises:
-            ContextOverflow: they do not.
-        """
-        for seq, slot in enumerate(batch.slots):
-            if slot == self._prompts.slot:
-                raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
-            self._require_room(self._state.n_past[slot] + batch.n_rows(seq))
+        """Return a batch that fits; errors as in `Room.require_pass`."""
+        self._prompts.require_read(*batch.slots)
+        self.room.require_pass(batch)
         return batch
-
-    def _require_room(self, last: int) -> None:
-        if last > self._n_ctx:
-            raise ContextOverflow(f"{last} positions, the context holds {self._n_ctx}; raise -c")
 
     def _require_files(self) -> None:
         """Empty the sequences of a pass that read zeros, because the model file was cut short."""

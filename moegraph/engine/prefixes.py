@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from ..errors import NativeError
 from ..ggml.free_memory import host_memory
-from ..resident.hostcopies import HostCopies, StatesCopy
+from ..resident.hostcopies import StatesCopy
 from .passes import Passes
 from .prefixtree import Path, PrefixTree, n_common
+from .sequencecopies import SequenceCopies
 
 Ids = npt.NDArray[np.int32]
 
@@ -34,7 +35,7 @@ class Prefixes:
     tree: what is kept.
     """
 
-    def __init__(self, passes: Passes, copies: HostCopies, max_bytes: int | None) -> None:
+    def __init__(self, passes: Passes, copies: SequenceCopies, max_bytes: int | None) -> None:
         """Keep at most max_bytes, also less than the host has free; None: no other limit."""
         self.tree = PrefixTree()
         self._passes = passes
@@ -54,7 +55,11 @@ class Prefixes:
     @property
     def n_bytes(self) -> int:
         """Return the host memory in use."""
-        return self.tree.n_bytes + self._copies.spare_bytes
+        return self.tree.n_bytes + self._copies.memory.spare_bytes
+
+    def n_saved(self, ids: Ids) -> int:
+        """Return how much of the beginning of ids any sequence can be made to hold."""
+        return sum(len(node.tokens) for node in self.tree.find(ids[:-1], 0))
 
     def resume(self, seq: int, ids: Ids) -> int:
         """Have a sequence hold as much of the beginning of ids as can be had without computing.
@@ -79,7 +84,7 @@ class Prefixes:
             start, end = end, end + len(node.tokens)
             if end > n_kept and node.rows is not None:
                 rows.append((start, node.rows))
-        self._passes.put_back(seq, ids[:n_saved].tolist(), n_kept, rows, path[-1].states)
+        self._copies.put_back(seq, ids[:n_saved].tolist(), n_kept, rows, path[-1].states)
         self.tree.touch(path[-1])
         return n_saved
 
@@ -106,7 +111,7 @@ class Prefixes:
 
     def prepare(self, n: int) -> None:
         """Take memory for saving n times, as far as there is room, before a prompt needs it."""
-        copies = self._copies
+        copies = self._copies.memory
         n_more = max(0, self._limit() - self.n_bytes) // max(1, copies.states_bytes)
         with suppress(NativeError):
             copies.prepare(min(n, copies.n_spare + n_more))
@@ -137,8 +142,7 @@ class Prefixes:
                 if states is not None:
                     states.close()
                 return False
-            n_held = sum(len(node.tokens) for node in path)
-            last.states = copies.take_states(seq, n_held) if states is None else states
+            last.states = copies.take_states(seq) if states is None else states
         elif states is not None:
             states.close()
         self.tree.touch(last)
@@ -156,7 +160,7 @@ class Prefixes:
     def _drop_spare(self, limit: int) -> None:
         """Free the memory that waits for the next states, if all is more than the limit."""
         if self.n_bytes > limit:
-            self._copies.close()
+            self._copies.memory.close()
 
     def _make_room(self, n_bytes: int, kept: Path) -> bool:
         """Remove older beginnings until there is room for n_bytes; none if that is impossible."""
@@ -174,4 +178,4 @@ class Prefixes:
     def clear(self) -> None:
         """Forget everything that is kept; what sequences hold stays."""
         self.tree.clear()
-        self._copies.close()
+        self._copies.memory.close()

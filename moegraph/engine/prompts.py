@@ -38,10 +38,16 @@ class Prompts:
         self._sweep: Sweep | None = None
         self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
 
-    @property
-    def slot(self) -> int | None:
-        """The sequence whose prompt is under way, or None."""
-        return self._sweep.slot if self._sweep else None
+    def require_read(self, *slots: int) -> None:
+        """Check that the prompt of none of these sequences is under way.
+
+        Raises:
+            RequestError: one is.
+        """
+        if self._sweep and self._sweep.slot in slots:
+            raise RequestError(
+                f"the prompt of sequence {self._sweep.slot} is under way; finish it first"
+            )
 
     def clean_up(self, slots: set[int]) -> None:
         """Undo the prompt if a step failed, or if its sequence is one of slots."""

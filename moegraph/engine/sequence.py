@@ -127,9 +127,14 @@ class Sequence:
             text += self._finish(self.finish_reason)
         return text
 
-    def cancel(self) -> str:
+    @property
+    def stop(self) -> str | None:
+        """Return the stop string that ended the text, if one did."""
+        return self._matcher.matched
+
+    def cancel(self, reason: str = "cancelled") -> str:
         """End the sequence early and return the held-back text."""
-        return self._finish("cancelled")
+        return self._finish(reason)
 
     def _finish(self, reason: str) -> str:
         """Flush decoder and matcher; this may still complete a stop string."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, Race
+from ..draft.drafter import Draft, Drafter, Parts, Race
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
 from ..draft.stats import SpecStats
@@ -24,6 +24,7 @@ from .proposal import Proposal
 
 if TYPE_CHECKING:  # these need the native libraries, decisions about drafts do not
     from ..ggml.ops import Tensor
+    from ..resident.hostcopies import RowsCopy
     from ..runner.sweep_batch import Tap
 
 Ids = npt.NDArray[np.int32]
@@ -114,6 +115,39 @@ class Speculation:
         """Have the drafters enqueue what waits of a sequence whose state is about to be copied."""
         for drafter in self.drafters.values():
             drafter.settle(slot)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes that drafters keep of a position in caches of their own."""
+        return sum(drafter.row_bytes for drafter in self.drafters.values())
+
+    def take_rows(self, slot: int, held: Sequence[int], first: int) -> dict[str, Parts]:
+        """Copy what drafters keep of positions from first on, of a settled sequence, and wait.
+
+        held: what the sequence holds up to the last of these positions. Returns nothing if the
+        drafters do not know of it.
+        """
+        if self._told.get(slot, [])[: len(held)] != held:
+            return {}
+        found = {
+            name: drafter.take_rows(slot, first, len(held) - first)
+            for name, drafter in self.drafters.items()
+        }
+        return {name: parts for name, parts in found.items() if parts}
+
+    def put_back(
+        self, slot: int, kept: Sequence[int], ids: list[int], rows: Sequence[tuple[int, RowsCopy]]
+    ) -> None:
+        """Tell the drafters that a sequence holds ids, from copies but for those that it kept.
+
+        rows: the position of the first row in each copy, and the copy.
+        """
+        told = self._told.pop(slot, [])
+        n_kept = len(kept) if told[: len(kept)] == kept else 0
+        for name, drafter in self.drafters.items():
+            pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
+            drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
+        self._told[slot] = list(ids)
 
     def propose(
         self, slot: int, anchor: int, n_left: int, n_room: int, race: Race | None = None

@@ -10,9 +10,8 @@ import numpy.typing as npt
 from ..events import CancelToken
 from ..kinds import Kind
 from ..runner import Output
+from .drawing import Drawing
 from .passes import Passes
-from .rows import RowSampler
-from .sequence import Sequence
 
 SEQ = 0  # the sequence of a generation
 
@@ -29,36 +28,24 @@ class Steps:
     """Draws the tokens of one generation: `first`, then `submit` and `collect` again and again.
 
     Between `submit` and `collect` the device computes, and there is time for other things.
-
-    greedy: the device's argmax is the next token. keep_logits: see `Drawn`.
     """
 
-    def __init__(
-        self,
-        passes: Passes,
-        sampler: RowSampler,
-        sequence: Sequence,
-        greedy: bool,
-        keep_logits: bool,
-        cancel: CancelToken,
-    ) -> None:
+    def __init__(self, passes: Passes, drawing: Drawing, cancel: CancelToken) -> None:
         self._passes = passes
-        self._sampler = sampler
-        self._sequence = sequence
-        self._greedy = greedy
-        self._keep_logits = keep_logits
+        self._drawing = drawing
+        self._sequence = drawing.sequence
         self._cancel = cancel
 
     def draws(self) -> npt.NDArray[np.int32] | None:
         """Return what the next single row needs to list candidates; None for other results."""
-        draws = None if self._greedy or self._keep_logits else self._sampler.draw()
-        return None if draws is None else draws[None]
+        words = self._drawing.words()
+        return None if words is None else words[None]
 
     def first(self, output: Output) -> list[Drawn]:
         """Draw the first token, from the results of the prompt."""
-        token = self._pick(output, -1)
-        self._take(token)
-        return [Drawn(token, output.logits if self._keep_logits else None)]
+        token = self._drawing.pick(output, -1)
+        self._drawing.take(token)
+        return [Drawn(token, output.logits if self._drawing.keep_logits else None)]
 
     def submit(self) -> None:
         """Start the pass of the last token.
@@ -69,7 +56,7 @@ class Steps:
         """
         self._decode()
         # the device computes: now there is time for the rest
-        self._sampler.prepare()
+        self._drawing.prepare()
 
     def collect(self) -> list[Drawn]:
         """Wait for the pass, and draw the next token.
@@ -81,23 +68,6 @@ class Steps:
         return self.first(self._passes.collect())
 
     def _decode(self) -> None:
-        row = np.array([[self._sequence.tokens[-1]]], dtype=np.int32)
-        self._passes.submit(
-            row, SEQ, self._keep_logits, self._greedy, self._cancel, Kind.DECODE, self.draws()
-        )
-
-    def _pick(self, output: Output, row: int) -> int:
-        """Return the token that the target draws after a row of results; -1: the last one."""
-        if self._greedy and output.argmax is not None:
-            return int(output.argmax[row])
-        listed, logits = output.candidates, output.logits
-        return self._sampler.sample(
-            None if listed is None else listed[row],
-            lambda: self._passes.logits(max(row, 0)) if logits is None else logits[row],
-        )
-
-    def _take(self, token: int) -> None:
-        """Have the text go on with a token."""
-        if not self._greedy:
-            self._sampler.accept(token)
-        self._sequence.append(token)
+        row, drawing = np.array([[self._sequence.tokens[-1]]], dtype=np.int32), self._drawing
+        keep, greedy = drawing.keep_logits, drawing.greedy
+        self._passes.submit(row, SEQ, keep, greedy, self._cancel, Kind.DECODE, self.draws())

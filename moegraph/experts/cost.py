@@ -237,14 +237,14 @@ def usual_slots(n_slots: Sequence[int], n_expert_used: int, n_expert: int) -> fl
     return sum(able) / len(able) if able else 0.0
 
 
-def expected_missing(n_slots: float, n_expert: int, n_used: int, n_rows: int) -> float:
+def expected_missing(n_slots: float, n_expert: int, n_used: int, n_rows: float) -> float:
     """Return how many experts of a layer n_rows rows miss, if they choose independently.
 
     The number for one row is assumed from the share of slots (_MISSING).
     """
     n_of_row = n_used * float(np.interp(n_slots / n_expert, _SHARES, _MISSING))
     n_absent = max(n_expert - n_slots, n_of_row, 1.0)
-    return n_absent * (1.0 - (1.0 - n_of_row / n_absent) ** n_rows)
+    return n_absent * (1.0 - math.pow(1.0 - n_of_row / n_absent, n_rows))
 
 
 def fetches_in_graph(

@@ -15,6 +15,7 @@ from ..ggml.handles import Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
+from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
 from ..resident.state import State
 from ..units import round_up
@@ -118,34 +119,42 @@ class _Layout:
         offsets.append(round_up(offsets[-1] + 4 * DRAW_WORDS * n_draws, _ALIGN))
         return cls(*offsets)
 
-    def mask(self, shape: PassShape, n_gathered: int) -> int:
-        """Return the offset of the mask, which follows kv_rows; n_gathered: most of a sequence."""
-        return round_up(self.attention + 4 * n_gathered * shape.n_seqs, _ALIGN)
+    def mask(self, n_gathered: int) -> int:
+        """Return the offset of the mask, which follows kv_rows; n_gathered: the most of them."""
+        return round_up(self.attention + 4 * n_gathered, _ALIGN)
 
     def rows(self, shape: PassShape, n_pages: int) -> int:
         """Return the offset of the rows of a pass with pages, which follow the lists of pages."""
         return round_up(self.attention + 4 * n_pages * shape.n_seqs, _ALIGN)
 
 
+def _n_gathered(state: State, shape: PassShape) -> int:
+    """Return the most KV rows that passes over as many sequences gather.
+
+    That is 0 if the engine has one sequence, which reads the caches in place.
+    """
+    return state.shape.most_kv(shape.n_seqs) * shape.n_seqs if state.n_seq > 1 else 0
+
+
 class InputBlock:
-    """Fixed memory for the inputs of any pass of at most max_rows rows over a stage.
+    """Fixed memory for the inputs of any pass over a stage, of n_ubatch rows of each sequence.
 
     hidden: where the stage finds its rows if it has no embedding.
     """
 
-    def __init__(self, stage: Stage, max_rows: int, hidden: HiddenRows | None) -> None:
+    def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
         self._device = device = stage.device
         self._embedding = stage.weights.embedding
         self._hidden = hidden
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
-        # an engine with one sequence reads the caches in place
-        self._n_gathered = state.n_ctx if state.n_seq > 1 else 0
         self._layouts: dict[int, _Layout] = {}
-        largest = PassShape(max_rows, 1, state.n_ctx, 0)
-        size = self._layout(max_rows).mask(largest, self._n_gathered * state.n_seq)
-        self._size = round_up(size + 2 * state.n_ctx * max_rows, _ALIGN)
+        n_rows = state.shape.n_rows
+        at = self._layout(state.shape.pass_rows(n_ubatch))
+        masked = at.mask(n_rows if state.n_seq > 1 else 0) + 2 * n_rows * n_ubatch
+        paged = PassShape(1, MAX_PAGED_ROWS, PAGED, 0)
+        self._size = round_up(max(masked, self._end(at, paged)), _ALIGN)
         self._buffer = device.buffer(self._size, "the inputs of a pass", "lower -ub or -c")
         self._host = device.host_buffer(self._size)
         self._uploaded = device.event()
@@ -194,9 +203,10 @@ class InputBlock:
             rows = leaf(I32, (ROW_WORDS, n_tokens), "inp_rows", at.rows(shape, n_pages))
         else:
             mask_ne = (shape.n_kv, shape.n_seq_tokens, 1, shape.n_seqs)
-            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(shape, self._n_gathered))
+            n_gathered = _n_gathered(self._state, shape)
+            kq_mask = leaf(F16, mask_ne, "inp_kq_mask", at.mask(n_gathered))
             spans(b, shape.n_kv, kq_mask, 0, 1, 2, 3)
-            if self._n_gathered:
+            if n_gathered:
                 kv_ne = (shape.n_kv * shape.n_seqs,)
                 kv_rows = leaf(I32, kv_ne, "inp_kv_rows", at.attention)
                 spans(b, shape.n_kv, kv_rows, 0, 1, 2, 3)
@@ -264,7 +274,7 @@ class InputBlock:
         if shape.is_paged:
             rows = at.rows(shape, self._state.pool.table.shape[1])
             return rows + 4 * ROW_WORDS * shape.n_tokens
-        return at.mask(shape, self._n_gathered) + 2 * shape.n_kv * shape.n_tokens
+        return at.mask(_n_gathered(self._state, shape)) + 2 * shape.n_kv * shape.n_tokens
 
     def _region(self, start: int, n: int, dtype: type) -> npt.NDArray[Any]:
         """View n numbers of the host block from byte `start`."""
@@ -298,10 +308,11 @@ class InputBlock:
             rows = region(at.rows(shape, n_pages), ROW_WORDS * n_tokens, np.int32)
             fill_rows(rows, pos0, n, tree)
             return
-        mask_at = at.mask(shape, self._n_gathered)
-        mask = region(mask_at, shape.n_kv * n_tokens, np.float16).reshape(-1, n, shape.n_kv)
+        n_gathered = _n_gathered(state, shape)
+        mask = region(at.mask(n_gathered), shape.n_kv * n_tokens, np.float16)
+        mask = mask.reshape(-1, n, shape.n_kv)
         fill_mask(mask, pos0, None if tree is None else tree.sees)
-        if self._n_gathered:
+        if n_gathered:
             rows = region(at.attention, shape.n_kv * shape.n_seqs, np.int32)
             rows[:] = gathered_rows(state.pool, slots, shape.n_kv).reshape(-1)
 
@@ -350,8 +361,8 @@ class _OneRow:
         n_pages = state.pool.table.shape[1]
         self._pages = region(at.attention, n_pages, np.int32)
         self._row = region(at.rows(shape, n_pages), ROW_WORDS, np.int32)
-        n_gathered = state.n_ctx if state.n_seq > 1 else 0
-        self._mask = region(at.mask(shape, n_gathered), shape.n_kv, np.float16)
+        n_gathered = _n_gathered(state, shape)
+        self._mask = region(at.mask(n_gathered), shape.n_kv, np.float16)
         self._kv_rows: npt.NDArray[np.int32] | None = None
         if n_gathered:
             self._kv_rows = region(at.attention, shape.n_kv, np.int32)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from ..config import MAX_VERIFY_ROWS, EngineConfig
 from ..errors import ConfigError, ModelFileError
 from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
-from ..modelfile.draftfile import DraftFile
+from ..modelfile.draftfile import DraftFile, open_drafter
 from ..modelfile.hparams import HParams
+from ..modelfile.resolve import shipped_drafter
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
@@ -26,6 +28,7 @@ from ..resident.layout import (
     paged_scratch_bytes,
     tap_bytes,
 )
+from ..resident.poolshape import PoolShape
 from ..units import round_up
 from .footprint import sweep_rows
 from .planner import Plan
@@ -36,8 +39,6 @@ _SMALL = 64 << 10
 
 # Rows of a verify pass besides the anchor, unless settings say how many.
 _N_DRAFT = 15
-# Most of the experts' bytes on the device that `auto` gives up for a drafter.
-_MOST_EXPERTS = 0.1
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
@@ -58,6 +59,27 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     if config.ddtree:
         n_draft = min(config.ddtree_budget, MAX_VERIFY_ROWS - 1)
     return replace(config, spec=spec, n_draft=n_draft)
+
+
+def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) -> DraftFile | None:
+    """Open the drafter's file that the settings name, or the one shipped for a shipped model.
+
+    None if there is none, or it is not to draft. config: after `with_drafts`. stack: gets the call
+    that closes it.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it is damaged, or does not fit the model.
+    """
+    if config.spec not in ("auto", "dflash"):
+        return None
+    path = config.draft or shipped_drafter(model.path)
+    if not path:
+        return None
+    file = stack.enter_context(closing(open_drafter(path)))
+    file.require_target(model)
+    if config.draft_swa:
+        file.hparams = file.hparams.with_window(config.draft_swa)
+    return file
 
 
 def wants_mtp(model: ModelFile, config: EngineConfig) -> bool:
@@ -129,7 +151,7 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
         hp, padded = model.hparams, round_up(n_ctx, PAGE)
         n_sweep = sweep_rows(min(config.n_rows, padded), padded)
         n_taps, n_rows = len(sources.draft.hparams.taps), tap_rows(config)
-        seen = min(config.draft_ctx_max or padded, padded)
+        seen = PoolShape.of(config, n_ctx).most_seen(config.draft_ctx_max)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
         total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
         total += tap_bytes(hp.n_embd, n_taps, n_rows)
@@ -143,13 +165,6 @@ def tap_rows(config: EngineConfig) -> int:
     return max(SHORT_PROMPT, config.n_seq * (config.n_draft + 1))
 
 
-def is_worth_loading(drafting: Plan, plain: Plan) -> bool:
-    """Return whether `auto` loads a drafter: it must not cost many experts their place."""
-    if plain.all_resident:
-        return drafting.all_resident
-    return drafting.resident_share >= (1 - _MOST_EXPERTS) * plain.resident_share
-
-
 def kept_experts(n_expert: int) -> int:
     """Return how many experts of the MTP block stay on the device if not all layers are full."""
     return n_expert // 4
@@ -161,7 +176,7 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
     That is its weights, its K and V, the last outputs, and its graphs. n_kept: experts that stay on
     the device, others being fetched; None: all stay.
     """
-    hp, il, padded = model.hparams, model.hparams.n_layer, round_up(n_ctx, PAGE)
+    hp, il, shape = model.hparams, model.hparams.n_layer, PoolShape.of(config, n_ctx)
     infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
     weights = sum(info.nbytes for info in infos if info.name.startswith("blk."))
     weights += _head_bytes(model, config.draft_vocab)
@@ -170,10 +185,10 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
         weights += sum(info.nbytes for info in experts.values())
     else:
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
-    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (padded * config.n_seq + 1)
+    kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (shape.n_rows + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN)
     outputs += tap_bytes(hp.n_embd, 1, tap_rows(config))
-    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, padded) + _SMALL
+    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
 
 
 def _head_bytes(model: ModelFile, n_vocab: int) -> int:

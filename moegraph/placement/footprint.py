@@ -23,6 +23,7 @@ from ..resident.layout import (
     stack_kind,
     zeros_bytes,
 )
+from ..resident.poolshape import PoolShape
 from ..units import round_up
 from .planner import Footprint
 
@@ -49,34 +50,37 @@ def needed_bytes(
     drafters: what drafters take (drafters.py).
     """
     hp = model.hparams
-    padded = round_up(n_ctx, PAGE)
+    shape = PoolShape.of(config, n_ctx)
+    padded, n_kv = shape.n_ctx, shape.n_rows
     sizes = slot_bytes(model)
     dense = [info for info in model.tensors.values() if is_dense(info.name, range(hp.n_layer))]
     if "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
-    rows = min(config.n_rows, padded) * config.n_seq
-    compute = _compute_bytes(hp, rows, padded, config.n_seq)
+    n_ubatch = min(config.n_rows, padded)
+    rows, masks = shape.pass_rows(n_ubatch), 2 * n_kv * n_ubatch
+    compute = rows * _row_bytes(hp) + masks + 8 * hp.n_vocab * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
-    compute = max(compute, *(_narrow_bytes(hp, n, rows, padded) for n in (config.n_seq, drafted)))
+    inputs = masks + 4 * rows * (hp.n_embd + hp.n_expert_used + 8)
+    narrow = (_narrow_bytes(hp, n, padded) for n in (config.n_seq, drafted))
+    compute = max(compute, *(inputs + n_bytes for n_bytes in narrow))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
-        compute += 4 * padded * hp.n_embd_head_k * hp.n_head_kv * config.n_seq
+        compute += 4 * n_kv * hp.n_embd_head_k * hp.n_head_kv
     if config.deterministic:  # the rows of single experts, see `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * rows
     kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
-    n_ubatch = min(config.n_rows, padded)
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
         n_attention = max(hp.n_layer - hp.n_layer_recurrent, 1)
-        compute += kv // n_attention * padded * config.n_seq + 4 * padded * config.n_seq
+        compute += kv // n_attention * n_kv + 4 * n_kv
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
         slot_bytes=sizes,
         weights=sum(info.nbytes for info in dense),
-        kv=kv * (padded * config.n_seq + 1),
+        kv=kv * (n_kv + 1),
         # a snapshot too, to undo a prompt
         state=state_bytes(hp, config.n_seq + 1) + zeros_bytes(hp) + _draft_bytes(hp, drafted),
         compute=compute,
@@ -113,11 +117,6 @@ def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
 
 
-def _compute_bytes(hp: HParams, n_tokens: int, n_ctx: int, n_seq: int) -> int:
-    """Return a bound on inputs, one layer's intermediates, and one head row per sequence."""
-    return n_tokens * (_row_bytes(hp) + 2 * n_ctx) + 8 * hp.n_vocab * n_seq
-
-
 def _row_bytes(hp: HParams) -> int:
     """Return a bound on the input and one layer's intermediates of a row, without its mask."""
     mixer = 3 * hp.conv_dim + 3 * hp.value_dim + 4 * hp.n_embd_head_k * hp.n_head
@@ -125,14 +124,13 @@ def _row_bytes(hp: HParams) -> int:
     return 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
 
 
-def _narrow_bytes(hp: HParams, n_tokens: int, max_rows: int, n_ctx: int) -> int:
+def _narrow_bytes(hp: HParams, n_tokens: int, n_ctx: int) -> int:
     """Return a bound for a decode or verify pass: a head row for each row, and paged attention.
 
-    max_rows: rows of the largest pass, whose inputs have memory of their own.
+    Its inputs come on top.
     """
-    inputs = max_rows * (2 * n_ctx + 4 * (hp.n_embd + hp.n_expert_used + 8))
     scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS), n_ctx)
-    return inputs + n_tokens * (_row_bytes(hp) + 8 * hp.n_vocab) + scratch
+    return n_tokens * (_row_bytes(hp) + 8 * hp.n_vocab) + scratch
 
 
 def _draft_bytes(hp: HParams, n_rows: int) -> int:

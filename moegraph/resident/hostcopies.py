@@ -23,6 +23,7 @@ from ..ggml.ops import Tensor
 from .kvpool import KVPool
 from .layout import PAGE
 
+Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
 _MAX_SPARE = 2
 
@@ -55,10 +56,15 @@ def _open(copy: StatesCopy) -> HostBuffer:
 
 
 class RowsCopy:
-    """KV rows of consecutive positions: of each cache, U8 numpy [n_rows, bytes of a row]."""
+    """KV rows of consecutive positions: of each cache, U8 numpy [n_rows, bytes of a row].
 
-    def __init__(self, parts: list[npt.NDArray[np.uint8]]) -> None:
+    drafted: by drafter, rows of its own caches, U8 [m, bytes of a row]: those of the last m
+    positions.
+    """
+
+    def __init__(self, parts: Parts, drafted: dict[str, Parts] | None = None) -> None:
         self.parts = parts
+        self.drafted = drafted or {}
 
     @property
     def n_rows(self) -> int:
@@ -68,18 +74,28 @@ class RowsCopy:
     @property
     def n_bytes(self) -> int:
         """Return the memory that they take."""
-        return sum(part.nbytes for part in self.parts)
+        drafted = (part for parts in self.drafted.values() for part in parts)
+        return sum(part.nbytes for part in (*self.parts, *drafted))
 
     def split(self, n: int) -> tuple[RowsCopy, RowsCopy]:
         """Return copies of the first n positions and of the others."""
+        n_rest = self.n_rows - n
         return (
-            RowsCopy([part[:n].copy() for part in self.parts]),
-            RowsCopy([part[n:].copy() for part in self.parts]),
-        )
+            RowsCopy(
+                [part[:n].copy() for part in self.parts],
+                {k: [p[: max(0, len(p) - n_rest)].copy() for p in parts]
+                 for k, parts in self.drafted.items()},
+            ),
+            RowsCopy(
+                [part[n:].copy() for part in self.parts],
+                {k: [p[max(0, len(p) - n_rest) :].copy() for p in parts]
+                 for k, parts in self.drafted.items()},
+            ),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give up the memory."""
-        self.parts = []
+        self.parts, self.drafted = [], {}
 
 
 class HostCopies:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
+from ..errors import InternalError, PoolFull
 from .layout import PAGE
 
 
 class KVPool:
-    """Pages of n_slots sequences, of up to n_slot_pages pages each.
+    """Pages of n_slots sequences, of up to n_slot_pages pages each and n_pages of all together.
 
     table: I32 numpy [n_slots, n_slot_pages], the pages of each sequence in order of position. The
     rest of a row repeats the first page, whose rows are safe to read, or is 0. version: grows
@@ -24,22 +24,32 @@ class KVPool:
     A call may be interrupted anywhere. Then `shrink` of that sequence makes the books right again.
     """
 
-    def __init__(self, n_slots: int, n_slot_pages: int) -> None:
+    def __init__(self, n_slots: int, n_slot_pages: int, n_pages: int | None = None) -> None:
+        """n_pages: None: enough for all sequences at their longest."""
         self.table: npt.NDArray[np.int32] = np.zeros((n_slots, n_slot_pages), dtype=np.int32)
         self.version = 0
         self._pages: list[list[int]] = [[] for _ in range(n_slots)]
         # page -> sequence or -1; this decides, and the lists follow from it
-        self._owner = np.full(n_slots * n_slot_pages, -1, dtype=np.int32)
+        n_pages = n_slots * n_slot_pages if n_pages is None else n_pages
+        self._owner = np.full(n_pages, -1, dtype=np.int32)
 
     @property
     def n_pages(self) -> int:
-        """Number of pages: enough for all sequences at their longest."""
+        """Number of pages."""
         return self._owner.size
 
     @property
     def n_free(self) -> int:
         """Number of pages that belong to no sequence."""
         return int((self._owner < 0).sum())
+
+    def needed(self, slot: int, n_rows: int) -> int:
+        """Return how many more pages a sequence needs for n_rows positions."""
+        return max(0, -(-n_rows // PAGE) - len(self._pages[slot]))
+
+    def room(self, slot: int) -> int:
+        """Return how many positions a sequence can have while the others keep their pages."""
+        return min(len(self._pages[slot]) + self.n_free, int(self.table.shape[1])) * PAGE
 
     def pages(self, slot: int) -> list[int]:
         """Return the pages of a sequence in order of position."""
@@ -69,6 +79,7 @@ class KVPool:
 
         Raises:
             InternalError: a sequence cannot have so many.
+            PoolFull: fewer are free; the sequence has what it had.
         """
         pages, n = self._pages[slot], -(-n_rows // PAGE)
         if n <= len(pages):
@@ -78,6 +89,8 @@ class KVPool:
                 f"sequence {slot} needs {n} pages of {PAGE} positions; the limit is "
                 f"{self.table.shape[1]}"
             )
+        if n - len(pages) > self.n_free:
+            raise PoolFull(n - len(pages), self.n_free)
         while len(pages) < n:
             usable = (self._owner < 0) | (self._owner == slot)
             usable[pages] = False

@@ -14,6 +14,7 @@ from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from .bank import ExpertBanks
+from .poolshape import PoolShape
 from .state import State
 from .store import ExpertStore
 from .taps import TapRows
@@ -87,9 +88,9 @@ def open_stage(
     full are empty.
 
     n_slots [n_layer]: expert slots of each layer of the model; the other layers' do not matter.
-    config: its n_seq, type_k, type_v and host_pin count. n_ctx: positions of a sequence.
-    n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the phases. has_mtp:
-    make room in the state for the MTP block (mtp.py), which follows these layers.
+    config: its n_seq, n_kv, n_draft, type_k, type_v and host_pin count. n_ctx: positions of a
+    sequence. n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the
+    phases. has_mtp: make room in the state for the MTP block (mtp.py), which follows these layers.
 
     Raises:
         InternalError: these are not consecutive layers of the model.
@@ -108,9 +109,9 @@ def open_stage(
             banks = ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots)
             own(closing(banks))
         times.lap("banks")
-        kv = config.n_seq, config.type_k, config.type_v
+        shape = PoolShape.of(config, n_ctx)
         cached = range(layers.start, layers.stop + has_mtp)
-        state = own(closing(State(device, hp, cached, n_ctx, *kv)))
+        state = own(closing(State(device, hp, cached, shape, config.type_k, config.type_v)))
         times.lap("state")
         taps = own(closing(TapRows(device, hp)))
         partial = [il for il in layers if n_slots[il] < hp.n_expert]

@@ -23,6 +23,7 @@ from .drafts import DraftRows
 from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .kvpool import KVPool
 from .layout import PAGE, zeros_bytes
+from .poolshape import PoolShape
 from .snapshots import Snapshot, Snapshots
 
 _ROT_MIN = 64
@@ -31,7 +32,8 @@ _ROT_MIN = 64
 class State:
     """KV cache and recurrent states of `n_seq` sequences in some layers, on one device.
 
-    k, v: of each full-attention layer, [n_embd_gqa, n_ctx * n_seq + 1]; `pool` knows which row has
+    shape: how many positions they may have. n_ctx, n_seq: of it.
+    k, v: of each full-attention layer, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
         which position. Padding rows of a pass are written to the last row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
         multiple of 4 bytes.
@@ -57,13 +59,12 @@ class State:
     """
 
     def __init__(
-        self, device: Device, hp: HParams, layers: range, n_ctx: int, n_seq: int, type_k: str,
-        type_v: str,
-    ) -> None:  # fmt: skip
-        self.n_ctx = round_up(n_ctx, PAGE)
-        self.n_seq = n_seq
+        self, device: Device, hp: HParams, layers: range, shape: PoolShape, type_k: str, type_v: str
+    ) -> None:
+        self.shape, self.n_ctx = shape, shape.n_ctx
+        self.n_seq = n_seq = shape.n_seq
         self._device = device
-        self.pool = KVPool(n_seq, self.n_ctx // PAGE)
+        self.pool = KVPool(n_seq, shape.n_seq_pages, shape.n_pages)
         self.n_attention_parts = device.n_attention_parts
         self.n_past = [0] * n_seq
         self._context = Context(4 * len(layers) + 4)
@@ -71,7 +72,7 @@ class State:
         self.v: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
         self.ssm: dict[int, Tensor] = {}
-        self.spare_row = self.n_ctx * n_seq
+        self.spare_row = shape.n_rows
         rows = self.spare_row + 1
         for il in layers:
             if hp.is_recurrent(il):
@@ -141,7 +142,7 @@ class State:
             size = round_up(size + needed, device.alignment)
         self._buffer = device.buffer(
             size,
-            f"the KV cache and states ({self.n_ctx} positions)",
+            f"the KV cache and states ({self.shape.n_rows} positions)",
             "lower -c or use -ctk q8_0 -ctv q8_0",
         )
         for tensor, offset in offsets.items():

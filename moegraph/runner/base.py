@@ -35,7 +35,7 @@ class Runner(ABC):
     hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
     rows of a pass there before `submit`; a stage without the head leaves them there. The device is
     `stage.device`. sweeps: what computes prompts layer by layer; None unless the stage has all
-    layers.
+    layers. max_rows: most rows of a pass.
     """
 
     mode: str
@@ -47,7 +47,8 @@ class Runner(ABC):
         self.n_ubatch = n_ubatch
         self.hidden = hidden
         self.graphs = GraphCache(device)
-        self._inputs = InputBlock(stage, n_ubatch * stage.state.n_seq, hidden)
+        self.max_rows = stage.state.shape.pass_rows(n_ubatch)
+        self._inputs = InputBlock(stage, n_ubatch, hidden)
         self._results = ResultMemory(device, stage.hp.n_vocab)
         self._commits = Commits(stage, self.graphs)
         self._can_page = can_page(stage)
@@ -91,13 +92,17 @@ class Runner(ABC):
     def recover(self) -> None:  # noqa: B027
         """Undo what is left of a pass that failed; before a sweep goes on."""
 
+    def is_paged(self, n_rows: int) -> bool:
+        """Return whether a decode or verify pass of so many rows reads K and V through pages."""
+        return self._can_page and n_rows <= MAX_PAGED_ROWS
+
     def shape_of(self, batch: Batch) -> PassShape:
         """Return what determines the graphs of a pass."""
         state, (n_seqs, n_seq_tokens) = self.stage.state, batch.tokens.shape
         slots, n_past = batch.slots, state.n_past
         longest = n_past[slots[0]] if n_seqs == 1 else max(n_past[slot] for slot in slots)
         is_prompt = batch.kind is _PREFILL
-        is_paged = self._can_page and not is_prompt and batch.tokens.size <= MAX_PAGED_ROWS
+        is_paged = not is_prompt and self.is_paged(batch.tokens.size)
         n_kv = PAGED if is_paged else state.n_kv(longest + n_seq_tokens)
         n_out, tree = n_seqs * n_seq_tokens if batch.all_rows else n_seqs, batch.tree
         if not self._has_head:
@@ -113,7 +118,7 @@ class Runner(ABC):
         """
         if shape.is_paged or self.device.can.streams:
             return shape
-        return shape._replace(n_kv=self.stage.state.n_ctx)
+        return shape._replace(n_kv=self.stage.state.shape.most_kv(shape.n_seqs))
 
     def fill_inputs(self, batch: Batch, shape: PassShape) -> None:
         """Give the sequences pages for their rows, and enqueue the upload of the inputs."""
@@ -246,7 +251,8 @@ class Runner(ABC):
         n_rows = min(n_draft + 1, self.n_ubatch)
         if n_draft:
             self._reserve_drafts(n_rows * self.stage.state.n_seq)  # drops graphs
-        self._reserve(Kind.PREFILL, self.n_ubatch)
+        n_whole = self.stage.state.shape.n_whole
+        self._reserve(Kind.PREFILL, self.n_ubatch, self.n_ubatch * n_whole)
         # whose attention over pages has memory of its own
         if self._can_page:
             self._reserve(Kind.DECODE, 1, MAX_PAGED_ROWS)
@@ -262,9 +268,10 @@ class Runner(ABC):
     def _reserve(self, kind: Kind, n_rows: int, most: int = 1 << 30) -> None:
         """Build the largest pass of n_rows rows for each sequence, and of at most `most` rows."""
         state, is_tree = self.stage.state, kind is Kind.VERIFY
-        n_seqs = max(1, min(state.n_seq, most // n_rows))
-        is_paged = self._can_page and kind is not _PREFILL and n_rows * n_seqs <= MAX_PAGED_ROWS
-        n_kv, n_out = PAGED if is_paged else state.n_ctx, n_seqs * n_rows if is_tree else n_seqs
+        n_seqs = max(1, min(state.n_seq, state.pool.n_pages, most // n_rows))
+        is_paged = kind is not _PREFILL and self.is_paged(n_rows * n_seqs)
+        n_kv = PAGED if is_paged else state.shape.most_kv(n_seqs)
+        n_out = n_seqs * n_rows if is_tree else n_seqs
         n_out *= self._has_head
         shape = PassShape(n_rows, n_seqs, n_kv, n_out, is_tree, is_tree)
         # what takes most memory

@@ -80,7 +80,7 @@ class LayeredRunner(Runner):
         ring_each: int = 0,
     ) -> None:
         """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_each: see `Sweeps`."""
-        max_rows = n_ubatch * stage.state.n_seq
+        max_rows = stage.state.shape.pass_rows(n_ubatch)
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
         self.misses = misses
@@ -158,7 +158,7 @@ class LayeredRunner(Runner):
         self.device.synchronize()
         self._current = None
         self.residency.rollback()
-        self._readback.reset(self.n_ubatch * self.stage.state.n_seq)
+        self._readback.reset(self.max_rows)
         self._is_unfinished = False
 
     def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:

@@ -58,7 +58,7 @@ class WholeRunner(Runner):
     def __init__(self, stage: Stage, n_ubatch: int, n_sweep: int = 0) -> None:
         """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
         is_alone = stage.has_embedding and stage.has_head
-        hidden = None if is_alone else HiddenRows(stage, n_ubatch * stage.state.n_seq)
+        hidden = None if is_alone else HiddenRows(stage, stage.state.shape.pass_rows(n_ubatch))
         super().__init__(stage, n_ubatch, hidden)
         if is_alone and n_sweep:
             self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep)

@@ -121,6 +121,18 @@ class Tokenizer:
             f"{self.path}: token {token} has {size} bytes; at most {MAX_PIECE_BYTES} are allowed"
         )
 
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is a control token, or a tag such as ``<tool_call>``.
+
+        Raises:
+            RequestError: the id is not in the vocabulary.
+        """
+        piece = self.piece(token, special=True)
+        attr = self._lib.llama_vocab_get_attr(self._open_vocab(), token)
+        is_tag = piece.startswith(b"<") and piece.endswith(b">")
+        own = self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return bool(attr & self._lib.LLAMA_TOKEN_ATTR_CONTROL) or bool(attr & own and is_tag)
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(token, special) for token in ids).decode(errors="replace")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from moegraph.engine import Engine
-
 from . import shared  # makes scripts/ importable
 
 from modelgen.drafter import DraftShape, write_drafter  # isort: skip
+
+if TYPE_CHECKING:
+    from moegraph.engine import Engine
 
 assert shared
 # For the small synthetic models of 1024 tokens, width 256 and 8 layers.

@@ -34,6 +34,12 @@ class ByteTokenizer:
     def piece(self, token: int, special: bool = False) -> bytes:
         return bytes([token])
 
+    def is_special(self, token: int) -> bool:
+        return token in (self.bos, self.eos)
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        return bytes(ids).decode(errors="replace")
+
 
 class FakeEngine:
     """Answers each generation with the next text of its script, then with its end token.

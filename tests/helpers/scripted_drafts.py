@@ -57,6 +57,14 @@ class ScriptedDrafter:
     def settle(self, slot: int) -> None:
         self.calls.append("settle")
 
+    row_bytes = 0
+
+    def take_rows(self, slot: int, first: int, n: int) -> list[np.ndarray]:
+        return []
+
+    def put_back(self, slot: int, ids: np.ndarray, n_kept: int, pieces: Sequence[Any]) -> None:
+        self.restart(slot, ids)
+
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         assert 1 <= n <= self.max_draft
         self.n_drafts += 1

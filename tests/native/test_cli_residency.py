@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers.drafters import write_small
 from helpers.fetching_engines import fetch_layers
 
 from moegraph.bench.machine import _machine, _Segment, measure_machine
@@ -183,6 +184,33 @@ def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint)
     assert " to " in rows[1], "with a profile, layers get different numbers of slots"
     assert len({len(row) for row in rows}) == 1, "columns of numbers end together"
     assert "without its experts needs" in result.stderr
+
+
+def test_a_plan_prices_drafters(need: Footprint) -> None:
+    few = mib_for(need, 0.4) + 4
+    sizes = ("--vram", "100MiB", "--vram", f"{few}MiB", "--vram", "1", "--context", "0")
+    result = invoke("plan", "tiny", *sizes, *SMALL, "--spec", "auto", "--json")
+    assert result.exit_code == 0, result.output
+    nothing, without, loaded = (row["drafters"] for row in json.loads(result.stdout)["budgets"])
+    assert nothing is None
+    assert without["loaded"] == [] and without["drafting_speedup"] is None
+    (line,) = without["notes"]
+    assert "not loaded" in line and line.endswith("--spec dflash loads it")
+    assert loaded["loaded"] == ["dspark"] and loaded["notes"] == []
+    assert loaded["displaced_experts"] == 0 and loaded["idle_speedup"] == 1.0
+    assert loaded["bytes"] > 1 << 20 and loaded["drafting_speedup"] > 1.2
+    result = invoke("plan", "tiny", *sizes, *SMALL, "--spec", "auto")
+    rows = result.stdout.partition("nothing drafted\n")[2].splitlines()
+    assert rows[0].split() == [str(few), "MiB", *"-----"]
+    assert rows[1].split()[2] == "dspark" and rows[1].endswith(" 1.000x")
+    assert f"{few} MiB: {line}" in result.stderr
+    assert "Drafters" not in invoke("plan", "tiny", *sizes, *SMALL).stdout
+
+
+def test_a_plan_with_a_drafter_of_another_model_is_one_line(tmp_path: Path) -> None:
+    other = write_small(tmp_path)
+    assert "does not fit" in refused("plan", "tiny", "--vram", "1", "--draft", other, code=3)
+    assert "prediction" in refused("plan", "tiny", "--vram", "1", "--spec", "mtp", code=3)
 
 
 def test_equal_refusals_are_one_line() -> None:

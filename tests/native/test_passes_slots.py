@@ -14,6 +14,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.lib import C, ffi
 from moegraph.resident.kvpool import PAGE
+from moegraph.resident.poolshape import PoolShape
 from moegraph.resident.state import State
 from moegraph.runner import NotFinite
 
@@ -218,5 +219,6 @@ def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) ->
     engine = open_engine()
     odd = replace(engine.hparams, n_head_kv=1, n_embd_head_k=32, n_embd_head_v=32)
     with pytest.raises(ConfigError, match=r"several sequences \(n_seq\) needs .* have 34; use f16"):
-        State(engine.device, odd, engine.stage.layers, 256, 2, "q8_0", "q8_0")
-    State(engine.device, odd, engine.stage.layers, 256, 1, "q8_0", "q8_0").close()
+        State(engine.device, odd, engine.stage.layers, PoolShape(256, 2, 512, 1), "q8_0", "q8_0")
+    one = PoolShape(256, 1, 256, 1)
+    State(engine.device, odd, engine.stage.layers, one, "q8_0", "q8_0").close()

@@ -263,7 +263,7 @@ class TestTemplate:
         assert cli.loaded == []
 
     def test_it_takes_exactly_one_model(self, cli: Cli) -> None:
-        assert "give one model" in cli.refused("chat")
+        assert "no model; give" in cli.refused("chat")
         assert "give one model" in cli.refused("chat", "m", "-m", "m")
 
 

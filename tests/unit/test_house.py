@@ -28,7 +28,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PURE = (
     "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
     "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
-    "text.chat", "text.stream",
+    "text.chat", "text.constraint", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
@@ -39,8 +39,8 @@ PURE = (
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
     "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost",
     "draft.taken", "draft.tree",
-    "engine.ownership", "engine.prefixtree", "engine.proposal", "engine.requests",
-    "engine.sequence",
+    "engine.chat", "engine.costs", "engine.ownership", "engine.prefixtree", "engine.proposal",
+    "engine.requests", "engine.scheduler", "engine.sequence", "engine.servicestatus",
     "engine.speculation", "engine.stepclock",
 )  # fmt: skip
 
@@ -316,7 +316,7 @@ def test_every_engine_setting_carries_what_the_command_line_needs() -> None:
         assert (setting.minimum is None) == (setting.kind not in ("int", "float"))
         assert setting.allowed
     # One sequence is served: room for more is for callers of the Python API.
-    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_draft"]
+    assert [s.name for s in listed.values() if not s.flags] == ["n_seq", "n_kv", "n_draft"]
 
 
 @pytest.mark.parametrize(("name", "useless"), [("run", {"cache_ram"}), ("chat", set())])

@@ -20,8 +20,7 @@ from moegraph.config import EngineConfig
 from moegraph.errors import ModelFileError, UnsupportedModel
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import nextn_tensors, require_nextn
-from moegraph.placement.drafters import is_worth_loading, mtp_bytes, wants_mtp
-from moegraph.placement.planner import Footprint, Plan, make_plan
+from moegraph.placement.drafters import mtp_bytes, wants_mtp
 
 __all__ = ["write"]
 
@@ -67,19 +66,6 @@ def test_settings_say_whether_a_whole_block_drafts(write: Write) -> None:
         )
         experts = sum(t.nbytes for n, t in model.tensors.items() if "blk.4" in n and "exps" in n)
         assert experts < small < large
-
-
-def test_auto_gives_up_few_experts_for_a_block() -> None:
-    def plan(budget: int, drafters: int) -> Plan:
-        need = Footprint(8, 2, (10,) * 10, 100, 20, 10, 30, staging=40, drafters=drafters)
-        return make_plan(need, budget)
-
-    # 160 bytes without experts, 800 for all of them, 40 for staging
-    for budget, drafters, worth in (
-        (960, 1, False), (961, 1, True), (600, 39, True), (600, 41, False), (220, 19, False),
-    ):  # fmt: skip
-        found = is_worth_loading(plan(budget, drafters), plan(budget, 0))
-        assert found == worth, (budget, drafters)
 
 
 def test_the_benchmark_shape_may_have_a_block() -> None:

@@ -111,9 +111,15 @@ class ChatTemplate:
             source = data.decode(errors="replace")
         return cls(source, str(path), tokens=tokens)
 
-    def render(self, messages: Iterable[Message], **variables: Any) -> str:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return "tools" in self.source
+
+    def render(self, messages: Iterable[Message | Mapping[str, Any]], **variables: Any) -> str:
         """Return the prompt for messages, up to the start of the next assistant message.
 
+        messages: a mapping is passed to the template as it is.
         variables: further names for the template, such as enable_thinking.
 
         Raises:
@@ -124,7 +130,10 @@ class ChatTemplate:
             self._start()
         values = {
             **self._tokens,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "messages": [
+                {"role": m.role, "content": m.content} if isinstance(m, Message) else dict(m)
+                for m in messages
+            ],
             "add_generation_prompt": True,
             **variables,
         }

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError
-from ..text.tokenizer import MAX_PROMPT_BYTES
 from ..units import format_bytes
+from .tokenizer import MAX_PROMPT_BYTES
 
 
 def read_ids(path: Path) -> npt.NDArray[np.int32]:

@@ -1,0 +1,297 @@
+"""`moegraph serve`: answer the clients of OpenAI's and Anthropic's interfaces."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..config import EngineConfig
+from ..errors import Cancelled, ConfigError
+from ..sampling import SamplingParams
+from . import options, ui
+from .command import Command, Option
+from .filesampling import recommended
+from .target import target_argument
+
+if TYPE_CHECKING:
+    from ..modelfile import ModelFile
+    from ..server.host import ModelHost
+    from ..server.state import ServerState
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SERVER = "Server"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked command line. chosen: sampling settings that the model file must not change."""
+
+    target: str
+    config: EngineConfig
+    sampling: SamplingParams
+    chosen: frozenset[str]
+    max_tokens: int | None
+    given: dict[str, Any]
+
+
+def _option(*flags: str, **described: Any) -> Callable[[Decorated], Decorated]:
+    return click.option(*flags, cls=Option, group=_SERVER, **described)
+
+
+@click.command(cls=Command, short_help="Answer clients over HTTP.")
+@target_argument
+@_option(
+    "--host", default="127.0.0.1", show_default=True, metavar="NAME", help="Address to listen on."
+)
+@_option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    metavar="N",
+    help="Port to listen on; 0 takes a free one.",
+)
+@_option(
+    "-np",
+    "--parallel",
+    "n_parallel",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Most requests that are computed at a time; others wait. They share the context: "
+    "one request may use all of it.",
+)
+@_option(
+    "--queue",
+    "n_waiting",
+    type=click.IntRange(0, 65536),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Most requests that wait; others are refused with status 429.",
+)
+@_option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name.")
+@_option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    help="Serve only clients that send this key; repeatable, or several with commas. Other "
+    "users of the machine can read command lines: better use a file, or MOEGRAPH_API_KEY.",
+)
+@_option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File of keys, one in each line. SIGHUP makes the server read it again.",
+)
+@_option("--insecure-no-key", is_flag=True, help="Let other machines use the server without a key.")
+@_option(
+    "--alias-host",
+    "alias_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Also answer requests whose Host is this name; repeatable.",
+)
+@_option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let pages of this origin use the server, such as https://chat.example; repeatable.",
+)
+@_option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    "n_predict",
+    type=click.INT,
+    default=-1,
+    metavar="N",
+    show_default=True,
+    help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
+)
+@_option(
+    "--chat-template-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Use this Jinja template instead of the model's own.",
+)
+@_option(
+    "-rea",
+    "--reasoning",
+    type=click.Choice(["on", "off", "auto"]),
+    default="auto",
+    show_default=True,
+    help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
+)
+@_option(
+    "--timeout",
+    "deadline_s",
+    type=click.FloatRange(0.001),
+    metavar="SECONDS",
+    help="End each answer after this time. Default: never.",
+)
+@_option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long requests may go on after SIGTERM or Ctrl-C.",
+)
+@_option(
+    "--sleep-idle",
+    "sleep_s",
+    type=click.FloatRange(0.001),
+    metavar="SECONDS",
+    help="Free the model's memory after this time without requests; the next one loads it again.",
+)
+@_option(
+    "--log-format",
+    type=click.Choice(["text", "json", "off"]),
+    default="text",
+    show_default=True,
+    help="Form of the log on stderr: a line for each request, without prompts and answers.",
+)
+@options.engine_options
+@options.sampling_options
+def serve(target: str, **given: Any) -> None:
+    """Serve the model TARGET, a GGUF file or a shipped model's name, over HTTP.
+
+    Interfaces: OpenAI's chat completions, completions and responses, Anthropic's messages, and
+    the paths of llama-server for health, properties, slots, metrics and tokens. When the model is
+    loaded, a line on stderr ends with the address, and /health answers with status 200.
+
+    SIGTERM and Ctrl-C let requests end for a while; a second one ends at once. SIGHUP reads the
+    keys again. Sampling settings are what a request gets that does not set them; those that you do
+    not give either are those that the model file recommends (general.sampling.*), or else the
+    defaults below. Needs the extra `server`: pip install 'moegraph[server]'.
+
+    \b
+    Examples:
+      moegraph serve Qwen3.6-35B-A3B-Q4_K_M.gguf -c 32768
+      moegraph serve model.gguf --port 0 --alias qwen --sleep-idle 600
+      MOEGRAPH_API_KEY=... moegraph serve model.gguf --host 0.0.0.0 --alias-host gpu.example
+    """  # fmt: skip
+    job = _check(click.get_current_context(), target, given)
+    _require_extra()
+    from ..server.guards import Guard, Keys
+    from ..server.keyfile import VARIABLE, read_keys
+    from ..server.listening import listen, url_of
+    from ..server.logs import start_logging
+    from ..server.running import Ways, run
+    from ..server.site import build_site
+
+    def current_keys() -> list[str]:
+        return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
+
+    keys = Keys(current_keys())
+    hosts = _hosts(given, bool(keys))
+    guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])
+    start_logging(given["log_format"], sys.stderr)
+    header = options.open_header(job.target, job.config.device)
+    with listen(given["host"], given["port"]) as sock:
+        service = _Server(job, header)
+        url = url_of(sock, given["host"])
+        ways = Ways(
+            ready=lambda: ui.note(f"{service.alias} is served at {url}"),
+            reload=lambda: keys.replace(current_keys()),
+            say=ui.note,
+            drain_s=given["drain_s"],
+        )
+        code = run(lambda host: build_site(service.state(host), guard), service.host, sock, ways)
+    if code == Cancelled.exit_code:
+        raise Cancelled
+
+
+def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
+    """Check all that can be checked before the model file is opened."""
+    config = replace(options.build_config(given), n_seq=given["n_parallel"]).validate()
+    return _Job(
+        target, config, options.build_sampling(given), options.chosen_sampling(ctx),
+        options.max_tokens(given["n_predict"]), given,
+    )  # fmt: skip
+
+
+def _require_extra() -> None:
+    """Say in one line how to install what the server needs beyond the engine."""
+    try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs the package {error.name}; pip install 'moegraph[server]'"
+        ) from None
+
+
+def _is_local(host: str) -> bool:
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:
+    """Return the names that the header Host may have.
+
+    Raises:
+        ConfigError: other machines could use the server, and nobody asked for that.
+    """
+    host = given["host"]
+    if not (has_key or _is_local(host) or given["insecure_no_key"]):
+        raise ConfigError(
+            f"--host {host} lets other machines use the server; give --api-key-file FILE or "
+            "MOEGRAPH_API_KEY, or --insecure-no-key if everyone may"
+        )
+    names = [*_LOOPBACK, host, *given["alias_hosts"]]
+    if not _is_local(host):
+        names.append(socket.gethostname())
+    return frozenset(name.lower() for name in names)
+
+
+class _Server:
+    """Makes what the server needs of the command line and of the model file."""
+
+    def __init__(self, job: _Job, header: ModelFile) -> None:
+        from .serving import ModelLoader
+
+        given = job.given
+        self.alias = given["alias"] or header.path.stem
+        self._job = job
+        self._load = ModelLoader(
+            job.target, header, job.config, self.alias,
+            template_file=given["chat_template_file"], n_waiting=given["n_waiting"],
+        )  # fmt: skip
+        options.require_vocabulary(header)
+        sampling = job.sampling.validate(header.hparams.n_vocab)
+        self._sampling, _ = recommended(sampling, header.kv, job.chosen, header.hparams.n_vocab)
+
+    def host(self) -> ModelHost:
+        """Return the host of the model, which loads it when it is started."""
+        from ..server.host import ModelHost
+
+        return ModelHost(self._load, self._load.facts, self._job.given["sleep_s"])
+
+    def state(self, host: ModelHost) -> ServerState:
+        """Return what the handlers of requests share."""
+        from ..server.state import ServerState
+
+        thinks = {"on": True, "off": False}.get(self._job.given["reasoning"])
+        return ServerState(
+            host,
+            sampling=self._sampling,
+            max_tokens=self._job.max_tokens,
+            deadline_s=self._job.given["deadline_s"],
+            ignore_eos=self._job.given["ignore_eos"],
+            variables={} if thinks is None else {"enable_thinking": thinks},
+        )

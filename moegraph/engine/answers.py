@@ -1,0 +1,179 @@
+"""The requests that a service is answering: their slots, their tokens and their ends.
+
+Every method is called on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..errors import Cancelled, InternalError, ModelFileError, MoegraphError
+from ..ggml.device import Device
+from ..runner import Output
+from .answer import Answer
+from .passes import Passes
+from .servicestatus import SlotStatus
+from .tally import Tally
+
+# Failures of the device one after another after which nothing more is tried.
+_MOST_FAILURES = 3
+
+
+class Answers:
+    """Requests by slot, and what is to be told of them.
+
+    sweeping: the request whose prompt's sweep is under way.
+    """
+
+    def __init__(self, passes: Passes, device: Device, n_slots: int, tally: Tally) -> None:
+        self._passes, self._device = passes, device
+        self.tally = tally
+        self.sweeping: Answer | None = None
+        self._slots: list[Answer | None] = [None] * n_slots
+        self._given_back = [0] * n_slots  # when, as a running number
+        self._clock = 0
+        self._to_tell: list[Answer] = []
+        self._left: list[Answer] = []
+        self._n_failures = 0
+
+    def idle_slots(self) -> list[int]:
+        """Return the slots without a request, the one unused for longest first."""
+        found = [slot for slot, answer in enumerate(self._slots) if answer is None]
+        return sorted(found, key=lambda slot: self._given_back[slot])
+
+    def take_slot(self, answer: Answer, slot: int, n_cached: int) -> None:
+        """Give an idle slot to a request; it holds the first n_cached tokens of its prompt."""
+        self._slots[slot] = answer
+        answer.begin(slot, n_cached)
+
+    def take_left(self) -> list[Answer]:
+        """Return the requests that need no more work since the last call."""
+        found, self._left = self._left, []
+        return found
+
+    # tokens
+
+    def draw(self, answer: Answer, output: Output, row: int) -> None:
+        """Draw the next token of a request from a row of results; `tell` delivers it."""
+
+        def work() -> None:
+            token, logits = answer.drawing.pick(output, row), output.logits
+            found = None
+            if answer.wants_logits:
+                found = self._passes.logits(row).copy() if logits is None else logits[row]
+            answer.drawing.take(token)
+            answer.drew(token, found)
+
+        self.guard(answer, work)
+        self.keep(answer)
+
+    def keep(self, answer: Answer) -> None:
+        """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""
+        if not answer.is_over:
+            self._to_tell.append(answer)
+            if answer.is_drawn:
+                self._leave(answer)
+
+    def guard(self, answer: Answer, work: Callable[[], None]) -> None:
+        """Do something for one request; if it fails, only that request ends."""
+        if answer.is_over:
+            return
+        try:
+            work()
+        except MoegraphError as error:
+            self.end(answer, "error", error)
+        except Exception as error:  # noqa: BLE001 - of a grammar, which is not ours
+            self.end(answer, "error", InternalError(f"{type(error).__name__}: {error}"))
+
+    def tell(self) -> None:
+        """Deliver what was drawn."""
+        waiting, self._to_tell = self._to_tell, []
+        for answer in waiting:
+            if answer.is_over:
+                continue
+            answer.tell()
+            if answer.is_over:
+                self.tally.ended(answer, answer.sequence.finish_reason or "")
+            elif answer.problem:
+                self.end(answer, "cancelled")
+
+    # ends
+
+    def end(self, answer: Answer, reason: str, error: MoegraphError | None = None) -> None:
+        """End a request, wherever it is; its sequence keeps what it holds."""
+        if answer.is_over:
+            return
+        if answer.sweep and self.sweeping is answer:
+            self._undo(answer)
+        answer.end(reason, error)
+        self.tally.ended(answer, answer.sequence.finish_reason or reason)
+        self._leave(answer)
+
+    def _undo(self, answer: Answer) -> None:
+        """Have a sequence be what it was before the prompt that is under way."""
+        answer.cancel.set()
+        try:
+            if answer.sweep and answer.sweep.is_open:
+                self._passes.step_prompt(answer.sweep, answer.cancel)
+        except MoegraphError:
+            pass  # that was asked for; anything else comes up again with the next work
+
+    def _leave(self, answer: Answer) -> None:
+        """Give the slot of a request back."""
+        if self.sweeping is answer:
+            self.sweeping = answer.sweep = None
+        if answer.slot >= 0 and self._slots[answer.slot] is answer:
+            self._clock += 1
+            self._slots[answer.slot], self._given_back[answer.slot] = None, self._clock
+        self._left.append(answer)
+
+    def succeeded(self) -> None:
+        """Note that the device has done some work."""
+        self._n_failures = 0
+
+    def failed(self, answers: Sequence[Answer], error: MoegraphError) -> None:
+        """End the requests of some work that failed.
+
+        Raises:
+            MoegraphError: the same error, if nothing more can be computed.
+        """
+        for answer in answers:
+            if isinstance(error, Cancelled):
+                self.end(answer, "deadline" if answer.is_late else "cancelled")
+            else:
+                self.end(answer, "error", error)
+        self.tally.begin_round()
+        if isinstance(error, Cancelled):
+            return
+        self._n_failures += 1
+        is_lost = isinstance(error, ModelFileError | InternalError)
+        if is_lost or self._n_failures >= _MOST_FAILURES:
+            raise error
+
+    @contextmanager
+    def cancelling(self, *answers: Answer) -> Iterator[None]:
+        """Let the cancellation of a single request stop CPU threads in the middle of a graph."""
+        if len(answers) != 1:
+            yield
+            return
+        self._device.bind_cancel(answers[0].cancel.flag)
+        try:
+            yield
+        finally:
+            if not self._device.compute.is_closed:
+                self._device.bind_cancel(None)
+
+    def slots(self) -> tuple[SlotStatus, ...]:
+        """Return what each slot is doing."""
+        return tuple(self._slot(slot) for slot in range(len(self._slots)))
+
+    def _slot(self, slot: int) -> SlotStatus:
+        answer, n_held = self._slots[slot], len(self._passes.held(slot))
+        if answer is None:
+            return SlotStatus(slot, n_held=n_held)
+        state = "reading" if answer is self.sweeping else "answering"
+        return SlotStatus(
+            slot, state, n_held, answer.request.name, len(answer.ids), answer.n_read,
+            answer.n_cached, answer.sequence.n_generated,
+        )  # fmt: skip

@@ -1,0 +1,54 @@
+"""What work takes, as measured while a service runs. It knows no device and no clock."""
+
+from __future__ import annotations
+
+import bisect
+
+# How much a measurement counts beside those before it.
+_NEWEST = 0.25
+
+
+class Costs:
+    """Running means, in seconds; None where nothing was measured.
+
+    step_s: a step of a prompt's sweep. short_s: a short prompt, read as one pass. request_s: a
+    request from the start of its prompt to its end.
+
+    Work is enqueued, so only a *round* can be measured: what ran from one moment when the device
+    had nothing to do to the next.
+    """
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        self.short_s: float | None = None
+        self.request_s: float | None = None
+        self._pass_s: dict[int, float] = {}  # by number of rows
+
+    def pass_s(self, n_rows: int) -> float | None:
+        """Return what a decode pass takes: that of so many rows, or of the nearest number known."""
+        known = sorted(self._pass_s)
+        if not known:
+            return None
+        at = bisect.bisect_left(known, n_rows)
+        near = min(known[max(0, at - 1) : at + 1], key=lambda n: abs(n - n_rows))
+        return self._pass_s[near]
+
+    def note_round(self, n_steps: int, n_rows: int, seconds: float) -> None:
+        """Learn from some steps of a sweep, and a decode pass after them; n_rows 0: no pass."""
+        pass_s = self.pass_s(n_rows) if n_rows else 0.0
+        if n_steps and pass_s is not None:
+            self.step_s = _mean(self.step_s, max(0.0, seconds - pass_s) / n_steps)
+        elif n_rows:
+            self._pass_s[n_rows] = _mean(self._pass_s.get(n_rows), seconds)
+
+    def note_short(self, seconds: float) -> None:
+        """Learn from a short prompt."""
+        self.short_s = _mean(self.short_s, seconds)
+
+    def note_request(self, seconds: float) -> None:
+        """Learn from a request that has ended by itself."""
+        self.request_s = _mean(self.request_s, seconds)
+
+
+def _mean(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _NEWEST * (seconds - before)

@@ -1,0 +1,160 @@
+"""Reads the prompts of a service: short ones as one pass, others by a sweep in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InternalError, MoegraphError
+from ..kinds import SHORT_PROMPT
+from ..resident.hostcopies import StatesCopy
+from ..runner import Output
+from ..runner.sweep_batch import SweepBatch
+from .answer import Answer
+from .answers import Answers
+from .prefixtree import n_common
+from .prompts import finished, is_short
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Reading:
+    """The prompts of a service, of which one may be under way as a sweep.
+
+    Every method is called on the engine's thread.
+    """
+
+    def __init__(self, engine: Engine, answers: Answers) -> None:
+        self._passes, self._prefixes = engine.passes, engine.prefixes
+        self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
+        self._streams = engine.device.can.streams
+        self._answers, self._tally = answers, answers.tally
+        self._read: list[Answer] = []
+
+    def take_read(self) -> list[Answer]:
+        """Return the requests whose prompts were read since the last call."""
+        found, self._read = self._read, []
+        return found
+
+    def is_short(self, answer: Answer) -> bool:
+        """Return whether a waiting request's prompt needs no sweep; an estimate."""
+        if answer.n_rest is None:
+            known = [0]
+            if answer.request.reuse:
+                known = [self._n_kept(slot, answer) for slot in self._answers.idle_slots()]
+                known.append(self._prefixes.n_saved(answer.ids))
+            answer.n_rest = len(answer.ids) - max(known)
+        return answer.n_rest <= SHORT_PROMPT
+
+    def _n_kept(self, slot: int, answer: Answer) -> int:
+        """Return how many tokens a slot holds, if the prompt goes on after all of them."""
+        held = np.asarray(self._passes.held(slot), dtype=np.int32)
+        goes_on = len(held) < len(answer.ids) and n_common(held, answer.ids) == len(held)
+        return len(held) if goes_on else 0
+
+    def _slot_for(self, answer: Answer) -> int:
+        """Return the idle slot that holds most of the prompt, else the one unused for longest."""
+        idle = self._answers.idle_slots()
+
+        def n_useful(slot: int) -> int:
+            held = np.asarray(self._passes.held(slot), dtype=np.int32)
+            n = n_common(held, answer.ids)
+            return n if 2 * n > len(held) else 0
+
+        return max(idle, key=n_useful) if answer.request.reuse else idle[0]
+
+    def begin(self, answer: Answer) -> bool:
+        """Give a request a slot and begin its prompt, or read it if it is short.
+
+        Return whether a sweep is under way now. A prompt that is longer than it seemed waits, if
+        another sweep is under way.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        slot = self._slot_for(answer)
+        try:
+            batch, marks = self._batch(answer, slot)
+            is_sweep = not is_short(batch, self._n_ubatch)
+            if is_sweep and self._answers.sweeping:
+                answer.n_rest = len(batch.tokens)
+                return False
+            self._answers.take_slot(answer, slot, len(answer.ids) - len(batch.tokens))
+            with self._answers.cancelling(answer):
+                if is_sweep:
+                    answer.sweep = self._passes.begin_prompt(batch)
+                    answer.marks, self._answers.sweeping = marks, answer
+                    return True
+                output, saved = self._passes.read(batch, answer.cancel)
+            self._was_read(answer, output, saved, marks)
+            self._tally.end_short()
+        except MoegraphError as error:
+            self._answers.failed([answer], error)
+        return False
+
+    def _batch(self, answer: Answer, slot: int) -> tuple[SweepBatch, list[int]]:
+        """Have a slot hold what is known of a prompt; return the rest of it, and its marks."""
+        self._file.check_unchanged()
+        ids, request, drawing = answer.ids, answer.request, answer.drawing
+        n_cached, marks = 0, list[int]()
+        if request.reuse:
+            n_cached = self._prefixes.resume(slot, ids)
+            marks = self._prefixes.begin(ids, request.marks, n_cached)
+        else:
+            self._passes.reset(slot)
+        cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
+        if self._answers.sweeping and len(ids) - n_cached <= SHORT_PROMPT:
+            cuts = ()  # they would need a sweep
+        words = drawing.words()
+        draws = None if words is None else words[None]
+        return SweepBatch(ids[n_cached:], slot, False, drawing.greedy, draws, cuts), marks
+
+    def read(self, answer: Answer, n_steps: int) -> None:
+        """Run some steps of the sweep that is under way.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        sweep = answer.sweep
+        if sweep is None:
+            raise InternalError("a prompt that is not under way was to be read")
+        more = True
+        try:
+            with self._answers.cancelling(answer):
+                while more and n_steps:
+                    more = self._passes.step_prompt(sweep, answer.cancel)
+                    self._tally.stepped()
+                    n_steps -= 1
+                    self._answers.tell()  # the device may be computing by now
+            if not (more and self._streams):
+                self._tally.end_round()
+            if more:
+                n_new = len(sweep.batch.tokens)
+                answer.n_read = answer.n_cached + n_new * sweep.n_done // sweep.n_steps
+                answer.tell_progress()
+            else:
+                self._was_read(answer, finished(sweep), sweep.saved, answer.marks)
+        except MoegraphError as error:
+            self._answers.failed([answer], error)
+
+    def _was_read(
+        self, answer: Answer, output: Output, saved: list[StatesCopy], marks: Sequence[int]
+    ) -> None:
+        """Draw the first token, and keep beginnings of the prompt."""
+        answers, n = self._answers, len(answer.ids)
+        answers.succeeded()
+        if answers.sweeping is answer:
+            answers.sweeping = answer.sweep = None
+        answer.n_read = n
+        if answer.is_drawn:  # nothing is to be generated
+            answers.keep(answer)
+        else:
+            answers.draw(answer, output, 0)
+        for states in saved:
+            self._prefixes.save(answer.slot, states)
+        if n in marks:
+            self._prefixes.save(answer.slot)
+        self._read.append(answer)

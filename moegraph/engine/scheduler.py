@@ -1,0 +1,214 @@
+"""Decides which work of many requests runs next. Pure: it knows no device, no clock, no thread.
+
+Requests wait in the order of their arrival until one of a fixed number of slots is free. A prompt
+is read layer by layer, as a *sweep* that may be suspended between its steps; only one sweep can be
+under way. A short prompt is read as one pass instead. Requests whose prompts are read decode
+together, one pass after another.
+
+Decode passes earn time for prompts, as much as they take themselves, and no more is kept than one
+pass or one step takes. So while a long prompt is read, others wait at most twice as long for a
+token as usual, unless a single step of a sweep takes longer than a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..errors import QueueFull
+from .costs import Costs
+
+T = TypeVar("T")
+
+# Seconds of a sweep between two looks at other requests while nothing decodes, and most steps.
+_ALONE_S, _MOST_STEPS = 0.02, 64
+# After so many decode passes beside a sweep, one without a step before it is measured.
+_MEASURE_EVERY = 32
+# Seconds after which a refused client may try again: at least, and at most.
+_SOONEST, _LATEST = 1.0, 120.0
+
+
+@dataclass(frozen=True)
+class Begin(Generic[T]):
+    """Give a request a slot and begin its prompt; read it all if it is short."""
+
+    key: T
+
+
+@dataclass(frozen=True)
+class Read(Generic[T]):
+    """Run some steps of the sweep that is under way."""
+
+    key: T
+    n_steps: int
+
+
+@dataclass(frozen=True)
+class Decode(Generic[T]):
+    """Run the next pass of these requests."""
+
+    keys: tuple[T, ...]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """There is nothing to do before a request arrives."""
+
+
+Work = Begin[T] | Read[T] | Decode[T] | Rest
+
+
+class Scheduler(Generic[T]):
+    """Requests by what they wait for, and what runs next.
+
+    A request is `add`ed, `next` says when to begin it, `began` or `is_read` note what came of that,
+    and `end` removes it, wherever it is.
+    """
+
+    def __init__(self, n_slots: int, n_waiting: int) -> None:
+        """n_waiting: most requests that wait for a slot."""
+        self.costs = Costs()
+        self._n_slots, self._n_waiting = n_slots, n_waiting
+        self._waiting: dict[T, None] = {}  # in the order of arrival
+        self._sweeping: T | None = None
+        self._decoding: dict[T, None] = {}
+        self._deadlines: dict[T, float] = {}
+        self._credit_s = 0.0  # time that decode passes have earned for prompts
+        self._n_beside = 0  # decode passes beside the sweep
+
+    @property
+    def n_waiting(self) -> int:
+        """Return how many requests wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Return how many requests have a slot."""
+        return len(self._decoding) + (self._sweeping is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._waiting and not self.n_running
+
+    def require_room(self) -> None:
+        """Check that one more request may wait.
+
+        Raises:
+            QueueFull: as many requests wait as are allowed.
+        """
+        if len(self._waiting) >= self._n_waiting and self.n_running + self.n_waiting:
+            seconds = min(max(self.retry_after_s, _SOONEST), _LATEST)
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait already, as many as may; "
+                f"try again in {math.ceil(seconds)} s",
+                seconds,
+            )
+
+    @property
+    def retry_after_s(self) -> float:
+        """Return after how many seconds a request is likely to leave the queue."""
+        return (self.costs.request_s or 0.0) / self._n_slots
+
+    def add(self, key: T, deadline: float | None = None) -> None:
+        """Have a request wait; deadline: when `due` returns it, None for never.
+
+        Raises:
+            QueueFull: as many requests wait as are allowed.
+        """
+        self.require_room()
+        self._waiting[key] = None
+        if deadline is not None:
+            self._deadlines[key] = deadline
+
+    def requests(self) -> list[T]:
+        """Return all requests."""
+        found = [*self._decoding, *self._waiting]
+        return found if self._sweeping is None else [self._sweeping, *found]
+
+    def due(self, now: float) -> list[T]:
+        """Return the requests whose deadline is over; each is returned once."""
+        found = [key for key, deadline in self._deadlines.items() if deadline <= now]
+        for key in found:
+            del self._deadlines[key]
+        return found
+
+    def began(self, key: T) -> None:
+        """Note that the sweep of a request is under way."""
+        self._waiting.pop(key, None)
+        self._sweeping, self._n_beside = key, 0
+
+    def is_read(self, key: T) -> None:
+        """Note that the prompt of a request is read; it decodes from now on."""
+        self._waiting.pop(key, None)
+        if self._sweeping == key:
+            self._sweeping = None
+        self._decoding[key] = None
+
+    def end(self, key: T) -> None:
+        """Remove a request; nothing happens if there is no such request."""
+        self._waiting.pop(key, None)
+        self._decoding.pop(key, None)
+        self._deadlines.pop(key, None)
+        if self._sweeping == key:
+            self._sweeping = None
+
+    def next(self, is_short: Callable[[T], bool]) -> Work[T]:
+        """Return what runs next.
+
+        is_short: whether so little of a request's prompt is left to read that it needs no sweep.
+        """
+        key = self._to_begin(is_short)
+        if key is not None:
+            return Begin(key)
+        if self._sweeping is not None and (n_steps := self._n_steps()):
+            return Read(self._sweeping, n_steps)
+        if self._decoding:
+            return Decode(tuple(self._decoding))
+        return Rest()
+
+    def _to_begin(self, is_short: Callable[[T], bool]) -> T | None:
+        """Return the request whose prompt begins now, if there is one.
+
+        While a sweep is under way, only a short prompt can begin; it goes before longer ones, which
+        could not run now.
+        """
+        if self.n_running >= self._n_slots or not self._waiting:
+            return None
+        first = next(iter(self._waiting))
+        if not self._decoding:
+            return first if self._sweeping is None else self._first_short(is_short)
+        if self._credit_s <= 0.0:
+            return None
+        if self._sweeping is None and not is_short(first):
+            return first  # this costs nothing yet
+        found = self._first_short(is_short)
+        if found is not None:
+            self._credit_s -= self.costs.short_s or self._credit_s
+        return found
+
+    def _first_short(self, is_short: Callable[[T], bool]) -> T | None:
+        return next((key for key in self._waiting if is_short(key)), None)
+
+    def _n_steps(self) -> int:
+        """Return how many steps of the sweep run now."""
+        step_s = self.costs.step_s
+        if not self._decoding:
+            return min(int(_ALONE_S / step_s) + 1, _MOST_STEPS) if step_s else 1
+        if self._credit_s <= 0.0 or self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1:
+            return 0
+        if not step_s:
+            self._credit_s = 0.0
+            return 1
+        n_steps = int(self._credit_s / step_s)
+        self._credit_s -= n_steps * step_s
+        return n_steps
+
+    def decoded(self, n_rows: int) -> None:
+        """Note that a decode pass of so many rows has run; it earns time for prompts."""
+        earned = self.costs.pass_s(n_rows) or 0.0
+        most = max(earned, self.costs.step_s or 0.0)
+        self._credit_s = min(self._credit_s + earned, most)
+        self._n_beside += self._sweeping is not None

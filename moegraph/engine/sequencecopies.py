@@ -1,0 +1,148 @@
+"""Copies of whole sequences in host memory: what the model, and what drafters keep of them.
+
+A sequence can be taken out of the device, so that others get its pages, and go on later in any
+slot as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import NativeError
+from ..resident.hostcopies import HostCopies, RowsCopy, StatesCopy
+from ..units import format_bytes
+from .passes import Passes
+from .speculation import Speculation
+
+
+class SwappedSequence:
+    """A sequence in host memory: its token ids, KV rows and states.
+
+    `SequenceCopies.swap_in` uses it up; close one that is not needed.
+    """
+
+    def __init__(self, ids: list[int], rows: RowsCopy | None, states: StatesCopy | None) -> None:
+        self.ids = ids
+        self.rows = rows
+        self.states = states
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the host memory that it takes."""
+        return sum(part.n_bytes for part in (self.rows, self.states) if part)
+
+    def close(self) -> None:
+        """Give up the memory; a second call does nothing."""
+        for part in (self.rows, self.states):
+            if part is not None:
+                part.close()
+        self.rows = self.states = None
+
+
+class SequenceCopies:
+    """Copies sequences to host memory and back, between two passes.
+
+    states_bytes: size of the states of a sequence.
+    """
+
+    def __init__(
+        self, passes: Passes, copies: HostCopies, speculation: Callable[[], Speculation | None]
+    ) -> None:
+        """speculation: returns what drafts, or None."""
+        self._passes = passes
+        self.memory = copies
+        self._speculation = speculation
+        self.states_bytes = copies.states_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the most bytes of the rows of a position."""
+        drafts = self._speculation()
+        return self.memory.row_bytes + (drafts.row_bytes if drafts else 0)
+
+    def take_states(self, seq: int) -> StatesCopy:
+        """Copy the states of a sequence, and wait.
+
+        Raises:
+            NativeError: there is no host memory.
+        """
+        if drafts := self._speculation():
+            drafts.settle(seq)
+        return self.memory.take_states(seq, len(self._passes.held(seq)))
+
+    def take_rows(self, seq: int, first: int, n: int) -> RowsCopy:
+        """Copy the rows of n positions of a sequence, those of drafters too, and wait.
+
+        Raises:
+            MemoryError: there is no host memory.
+        """
+        drafts = self._speculation()
+        if drafts:
+            drafts.settle(seq)
+        rows = self.memory.take_rows(seq, first, n)
+        if drafts:
+            held = self._passes.held(seq)[: first + n]
+            rows.drafted = drafts.take_rows(seq, held, first)
+        return rows
+
+    def put_back(
+        self,
+        seq: int,
+        ids: list[int],
+        n_kept: int,
+        rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy,
+    ) -> None:
+        """Have a sequence hold ids, from copies; see `State.put_back`.
+
+        Raises:
+            RequestError: there is no such sequence, or a pass is in flight.
+            PoolFull: too few pages are free; nothing changes.
+        """
+        held = self._passes.held(seq)[:n_kept]
+        self._passes.put_back(seq, ids, n_kept, rows, states)
+        if drafts := self._speculation():
+            drafts.put_back(seq, held, ids, rows)
+
+    def swap_out(self, seq: int) -> SwappedSequence:
+        """Take a sequence out of the device: it is empty after this, and its pages are free.
+
+        Verified rows that were not committed are lost.
+
+        Raises:
+            RequestError: there is no such sequence, a pass is in flight, or the prompt of the
+                sequence is under way; nothing changes.
+            NativeError: there is no host memory; nothing changes.
+        """
+        self._passes.require_resting(seq)
+        ids = list(self._passes.held(seq))
+        swapped = SwappedSequence(ids, None, None)
+        try:
+            if ids:
+                swapped.states = self.take_states(seq)
+                swapped.rows = self.take_rows(seq, 0, len(ids))
+        except MemoryError as error:
+            n_bytes = self.states_bytes + self.row_bytes * len(ids)
+            swapped.close()
+            raise NativeError(
+                f"no host memory for {format_bytes(n_bytes)} of sequence {seq}"
+            ) from error
+        except BaseException:
+            swapped.close()
+            raise
+        self._passes.reset(seq)
+        return swapped
+
+    def swap_in(self, seq: int, swapped: SwappedSequence) -> None:
+        """Have a sequence, whatever it held, be what another one was; this uses up the copy.
+
+        Raises:
+            RequestError: as in `swap_out`.
+            PoolFull: too few pages are free; nothing changes.
+        """
+        self._passes.require_resting(seq)
+        if swapped.rows is None or swapped.states is None:
+            self._passes.reset(seq)
+        else:
+            self.put_back(seq, swapped.ids, 0, [(0, swapped.rows)], swapped.states)
+        swapped.close()

@@ -1,0 +1,29 @@
+"""What a pass of several rows costs beside a pass of one: measured once, as tables. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import itemgetter
+
+# Time of a pass over that of one row, with every expert resident; measured on a 35B-A3B.
+_TIMES = ((1, 1.0), (2, 1.17), (4, 1.5), (8, 1.92), (16, 2.48), (23, 2.9), (32, 3.4), (65, 5.2))
+# Rows that choose their experts independently and choose as many as these rows of a text do.
+_INDEPENDENT = ((1, 1.0), (2, 1.71), (4, 2.86), (8, 4.62), (16, 7.11), (32, 10.33), (65, 15.0))
+
+
+def pass_time(n_rows: int) -> float:
+    """Return the time of a pass, in passes of one row, with every expert resident."""
+    return _along(_TIMES, n_rows)
+
+
+def independent_rows(n_rows: int) -> float:
+    """Return how many rows of different texts choose as many experts as these of one text."""
+    return _along(_INDEPENDENT, n_rows)
+
+
+def _along(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return y at x along lines between the points; the last one continues."""
+    at = min(max(bisect_right(points, x, key=itemgetter(0)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

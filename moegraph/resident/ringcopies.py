@@ -1,0 +1,104 @@
+"""Copies in host memory of what a DFlash drafter keeps of a sequence: rows of its rings.
+
+K and V of a position follow from that position alone, as those of the target do. So they are copied
+with the target's rows, as far as the rings still have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ggml.device import Device
+from ..ggml.lib import C, ffi
+from ..ggml.ops import Tensor
+from .draftring import DraftRings
+from .ringshape import RingShape
+
+Parts = list[npt.NDArray[np.uint8]]
+
+
+def row_bytes(rings: DraftRings) -> int:
+    """Return the bytes of a position in all layers."""
+    return sum(tensor.nb[1] for tensor, _ in _tensors(rings))
+
+
+def take(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Parts:
+    """Copy rows of n positions of a sequence, and wait: K and V of each layer, U8 [m, bytes].
+
+    m: the last of these positions that the layer's ring has. None waits for K and V.
+    """
+    device.synchronize()
+    parts, span = [], rings.spans[slot]
+    for tensor, shape in _tensors(rings):
+        end, size = first + n, tensor.nb[1]
+        start = max(first, min(end, _first_kept(rings, slot, shape)))
+        part = np.empty((end - start if end <= span.n_past else 0, size), np.uint8)
+        for at, row, m in _runs(shape, start, len(part)):
+            target = ffi.from_buffer(part[at : at + m])
+            row += slot * shape.n_rows
+            C.ggml_backend_tensor_get(tensor, target, row * size, m * size)
+        parts.append(part)
+    return parts
+
+
+def put(
+    device: Device, rings: DraftRings, slot: int, n_kept: int,
+    pieces: Sequence[tuple[int, int, Parts]],
+) -> None:  # fmt: skip
+    """Have a sequence's rings be as they were when rows were copied, and wait.
+
+    n_kept: its first positions, which the rings are right about. pieces: the first position,
+    the number of positions, and the copy of each run; together all positions from n_kept on, but
+    the first run may begin earlier.
+    """
+    stream, n_past = device.compute.ptr, n_kept
+    if pieces:
+        n_past = pieces[-1][0] + pieces[-1][1]
+    first = 0
+    for i, (tensor, shape) in enumerate(_tensors(rings)):
+        size, start, held = tensor.nb[1], n_past, []
+        for at, n, parts in reversed(pieces):
+            part = parts[i] if i < len(parts) else np.empty((0, size), np.uint8)
+            start = at + n - len(part)
+            held.append((start, part))
+            if len(part) < n:
+                break
+        if start <= n_kept:
+            start = min(start, _first_kept(rings, slot, shape), n_kept)
+        for at, part in reversed(held):
+            skipped = min(len(part), max(0, n_past - shape.n_cells - at))
+            for source, row, m in _runs(shape, at + skipped, len(part) - skipped):
+                rows = ffi.from_buffer(part[skipped + source : skipped + source + m])
+                row += slot * shape.n_rows
+                C.ggml_backend_tensor_set_async(stream, tensor, rows, row * size, m * size)
+        if start > n_past - shape.n_cells:
+            first = max(first, start)
+    device.synchronize()
+    span = rings.spans[slot]
+    span.restart(n_past)
+    span.first = first
+
+
+def _first_kept(rings: DraftRings, slot: int, shape: RingShape) -> int:
+    """Return the first position of a sequence that a ring still has."""
+    span = rings.spans[slot]
+    return max(span.first, span.high - shape.n_cells, 0)
+
+
+def _tensors(rings: DraftRings) -> Iterator[tuple[Tensor, RingShape]]:
+    for il, kind in enumerate(rings.kind):
+        for tensor in (rings.k[il], rings.v[il]):
+            yield tensor, rings.shapes[kind]
+
+
+def _runs(shape: RingShape, first: int, n: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, row, rows) of the parts of n positions whose rows are consecutive."""
+    at = 0
+    while at < n:
+        cell = (first + at) % shape.n_cells
+        m = min(n - at, shape.n_cells - cell)
+        yield at, shape.n_block + cell, m
+        at += m

@@ -1,0 +1,1 @@
+"""The HTTP server: requests of OpenAI's and Anthropic's clients, and what operates it."""

@@ -1,0 +1,104 @@
+"""The web application: its routes, its guards, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from .errors import ApiError, from_failure, openai_body
+from .guards import Gate, Guard
+from .reply import reply
+from .requestlog import RequestLog
+from .state import ServerState
+from .talk import ClientLeft
+
+log = logging.getLogger("moegraph.server")
+# The status that servers log for a client that left; it never reaches one.
+_LEFT = 499
+_EXPOSED = ("X-Request-Id", "Retry-After")
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """The routes of one interface, and how it writes errors.
+
+    prefixes: paths whose errors have this form, also where no route fits; none for OpenAI's form.
+    public: paths that need no key.
+    """
+
+    routes: Sequence[BaseRoute]
+    error_body: Callable[[ApiError], Mapping[str, Any]] = openai_body
+    prefixes: tuple[str, ...] = ()
+    public: tuple[str, ...] = ()
+
+
+def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) -> Starlette:
+    """Return the application that serves these routes with this state."""
+    forms = _ErrorForms(tables)
+    public = frozenset(path for table in tables for path in table.public)
+    middleware = [Middleware(RequestLog)]
+    if guard.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(guard.origins), allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=list(_EXPOSED),
+            )
+        )  # fmt: skip
+    # Errors are answered here: starlette would answer them outside of all middleware, and raise
+    # them again.
+    middleware.append(Middleware(Gate, guard=guard, public=public, answer=forms.answer_failure))
+    app = Starlette(
+        routes=[route for table in tables for route in table.routes],
+        middleware=middleware,
+        exception_handlers={HTTPException: forms.handle},
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+class _ErrorForms:
+    """Answers that errors become, in the form that the interface of their path expects."""
+
+    def __init__(self, tables: Sequence[RouteTable]) -> None:
+        self._tables = tables
+
+    def answer_failure(self, path: str, failure: Exception) -> Response:
+        """Return the response to a request for a path whose handler raised."""
+        if isinstance(failure, ClientLeft):
+            return Response(status_code=_LEFT)
+        error = from_failure(failure)
+        if error.status == 500:
+            log.error("request failed", exc_info=failure, extra={"path": path})
+        return self._answer(path, error)
+
+    def _answer(self, path: str, error: ApiError) -> Response:
+        bodies = [t.error_body for t in self._tables if path.startswith(t.prefixes)]
+        body = dict((bodies[0] if bodies else openai_body)(error))
+        return reply(body, status=error.status, headers=error.headers)
+
+    async def handle(self, request: HttpRequest, failure: Exception) -> Response:
+        """Answer a request that no route takes."""
+        if not isinstance(failure, HTTPException):
+            raise failure
+        return self._answer(request.url.path, _routing_error(request, failure))
+
+
+def _routing_error(request: HttpRequest, failure: HTTPException) -> ApiError:
+    method, path = request.method, request.url.path[:200]
+    if failure.status_code == 404:
+        return ApiError(404, f"there is no {method} {path!a}", code="unknown_path")
+    if failure.status_code == 405:
+        message = f"{path!a} takes no {method}"
+        return ApiError(405, message, code="method_not_allowed", headers=failure.headers)
+    return ApiError(failure.status_code, failure.detail, headers=failure.headers)

@@ -1,0 +1,128 @@
+"""Errors of the HTTP interface: a status, and the object that OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import (
+    ContextOverflow,
+    InternalError,
+    MoegraphError,
+    QueueFull,
+    RequestError,
+    ServiceClosed,
+)
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+_CONTEXT_CODE = "context_length_exceeded"
+# What a client that was turned away should wait for, in seconds, if nobody knows better.
+RETRY_S = 5.0
+# Longest part of a client's own words that an error repeats.
+_MAX_ECHO = 80
+
+
+class ApiError(Exception):
+    """A request fails with this HTTP status.
+
+    param: the field that is wrong, such as "messages[0].role". code: a word that programs can
+    compare. retry_after_s: when to try again, in seconds; None says nothing about it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+
+    @property
+    def kind(self) -> str:
+        """Return the type of error in OpenAI's words."""
+        return _KINDS.get(self.status, "invalid_request_error")
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    """Return the error object of OpenAI's interface."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def from_failure(error: BaseException) -> ApiError:
+    """Return the error that a client sees for one that was raised while its request was served."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
+    if isinstance(error, ServiceClosed):
+        return ApiError(503, str(error), code="closing", retry_after_s=RETRY_S)
+    if isinstance(error, ContextOverflow):
+        return ApiError(400, str(error), code=_CONTEXT_CODE)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, MemoryError):
+        return ApiError(503, "out of host memory", code="out_of_memory", retry_after_s=RETRY_S)
+    if isinstance(error, MoegraphError):
+        return ApiError(500, str(error))
+    # its text may hold a client's words or a path of this machine: it goes to the log only
+    return ApiError(500, str(InternalError(type(error).__name__)))
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Return the error for a body that does not fit its schema: the first wrong field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = field_path(first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        message = "this field is required"
+    elif isinstance(first["input"], bool | int | float | str):
+        message += f"; it is {_shown(first['input'])}"
+    where = f"{param}: " if param else ""
+    return ApiError(400, f"{where}{message}", param=param or None, code="invalid_value")
+
+
+def field_path(parts: tuple[int | str, ...]) -> str:
+    """Return a place in a body as OpenAI writes it: messages[0].content."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path[:_MAX_ECHO]
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= _MAX_ECHO else f"{text[:_MAX_ECHO]}..."

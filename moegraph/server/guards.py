@@ -1,0 +1,147 @@
+"""Which requests are let in: their key, their host, and the type of their body."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_JSON = "application/json"
+Answer = Callable[[str, Exception], Response]
+
+
+class Keys:
+    """The keys that clients may use; none: every client is let in."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Take other keys from now on."""
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def fit(self, key: bytes) -> bool:
+        """Return whether a key is one of ours; the time does not depend on how much of it fits."""
+        digest, found = _digest(key), False
+        for ours in self._digests:
+            found |= hmac.compare_digest(digest, ours)
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Whom the server lets in.
+
+    hosts: names that the header Host may have; None: any name. any_address: it may also be any IP
+    address, as no page can make a browser send one that is not its own. origins: of pages that may
+    use the server.
+    """
+
+    keys: Keys
+    hosts: frozenset[str] | None = frozenset(LOOPBACK_NAMES)
+    any_address: bool = False
+    origins: tuple[str, ...] = ()
+
+    def admits_host(self, header: str) -> bool:
+        """Return whether a page that had its own name lead here could not have sent this Host."""
+        name = host_name(header)
+        if self.hosts is None or name in self.hosts:
+            return True
+        return self.any_address and is_address(name)
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, without its port and in lower case."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def is_address(name: str) -> bool:
+    """Return whether a name is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Gate:
+    """Answer requests that are not let in, or that fail; pass on the others.
+
+    public: paths that need no key. answer: makes the response from a path and an error.
+    """
+
+    def __init__(self, app: ASGIApp, guard: Guard, public: frozenset[str], answer: Answer) -> None:
+        self._app = app
+        self._guard = guard
+        self._public = public
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        error: Exception | None = self._problem(scope)
+        if error is None:
+            try:
+                await self._app(scope, receive, watched)
+            except Exception as failure:
+                if has_begun:
+                    raise
+                error = failure
+        if error is not None:
+            await self._answer(scope["path"], error)(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if not self._guard.admits_host(headers.get("host", "")):
+            return ApiError(
+                403, "the header Host does not name this server; start it with --alias-host NAME "
+                "to let it have this name", code="unknown_host",
+            )  # fmt: skip
+        if self._guard.keys and scope["path"] not in self._public:
+            key = _given_key(headers)
+            if key is None or not self._guard.keys.fit(key):
+                words = "no API key was given" if key is None else "the API key is wrong"
+                bearer = {"WWW-Authenticate": "Bearer"}
+                return ApiError(401, words, code="invalid_api_key", headers=bearer)
+        if scope["method"] == "POST" and _media_type(headers) != _JSON:
+            message = f"a POST needs the header Content-Type: {_JSON}"
+            return ApiError(415, message, code="unsupported_media_type")
+        return None
+
+
+def _given_key(headers: Headers) -> bytes | None:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+    return None if key is None else key.encode("latin-1", "replace")
+
+
+def _media_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,0 +1,175 @@
+"""The life of the model behind the server: load, sleep when idle, wake, close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from .backend import Loaded, ModelFacts, unavailable
+
+log = logging.getLogger("moegraph.server")
+# Seconds between two looks at the engine's thread and at the idle time.
+_LOOK_S = 0.5
+_REASONS = {
+    "loading": "the model is being loaded",
+    "closing": "the server is ending; it takes no more requests",
+}
+
+
+class ModelHost:
+    """A `Backend` that loads its model on a thread of its own.
+
+    load: returns the model with its service started; it is called again after each sleep.
+    facts: what is known before it is loaded. sleep_s: idle seconds after which the model leaves
+    the memory; None: never.
+    """
+
+    def __init__(
+        self, load: Callable[[], Loaded], facts: ModelFacts, sleep_s: float | None = None
+    ) -> None:
+        self._load = load
+        self._sleep_s = sleep_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._turn = asyncio.Lock()
+        self._loaded: Loaded | None = None
+        self._state = "loading"
+        self._failure = ""
+        self._n_users = 0
+        self._idle_since = time.monotonic()
+        self.facts = facts
+
+    @property
+    def condition(self) -> str:
+        """One of "loading", "ready", "sleeping", "closing" and "failed"."""
+        return "failed" if self._state == "ready" and self._stopped() else self._state
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is served."""
+        return self._failure or self._stopped() or _REASONS.get(self._state, "")
+
+    def _stopped(self) -> str:
+        """Return why the engine's thread does not work, or an empty string."""
+        return "" if self._loaded is None else self._loaded.service.failure or ""
+
+    @property
+    def n_users(self) -> int:
+        """Return how many requests use the model."""
+        return self._n_users
+
+    def enter(self) -> None:
+        """A request uses the model from now on."""
+        self._n_users += 1
+
+    def leave(self) -> None:
+        """A request uses it no more."""
+        self._n_users -= 1
+        self._idle_since = time.monotonic()
+
+    def peek(self) -> Loaded | None:
+        """Return the model if it is in memory."""
+        return self._loaded
+
+    async def loaded(self) -> Loaded:
+        """Return the model, after waking it if it sleeps.
+
+        Raises:
+            ApiError: 503, it is loading for the first time, closing, or has failed.
+        """
+        if self._state == "sleeping":
+            await self._wake()
+        condition = self.condition
+        if condition != "ready" or self._loaded is None:
+            raise unavailable(condition, self.reason)
+        return self._loaded
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            MoegraphError: it cannot be loaded.
+        """
+        async with self._turn:
+            await self._bring()
+
+    async def _bring(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._loaded = await loop.run_in_executor(self._thread, self._load)
+        except BaseException as error:
+            self._failure = f"the model could not be loaded: {error}"
+            self._state = "failed" if self._state != "closing" else "closing"
+            raise
+        self.facts = self._loaded.facts
+        self._idle_since = time.monotonic()
+        if self._state != "closing":
+            self._state = "ready"
+
+    async def _wake(self) -> None:
+        async with self._turn:
+            if self._state != "sleeping":
+                return
+            began = time.monotonic()
+            try:
+                await self._bring()
+            except Exception:
+                log.exception("the model could not be loaded again")
+                return
+            log.info("model loaded again", extra={"s": round(time.monotonic() - began, 3)})
+
+    async def watch(self) -> None:
+        """Put an idle model to sleep, and log when the engine's thread fails; runs for ever."""
+        failure = ""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self._stopped()
+            if now != failure:
+                log.error("the engine has failed: %s", now) if now else log.info("it works again")
+                failure = now
+            if self._is_idle():
+                await self._sleep()
+
+    def _is_idle(self) -> bool:
+        if self._sleep_s is None or self._n_users or self._state != "ready":
+            return False
+        return time.monotonic() - self._idle_since >= self._sleep_s
+
+    async def _sleep(self) -> None:
+        async with self._turn:
+            if self._is_idle():
+                self._state = "sleeping"
+                await self._unload()
+                log.info("model unloaded after %s idle seconds", self._sleep_s)
+
+    async def _unload(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, loaded.close)
+
+    def end(self) -> None:
+        """Take no more requests."""
+        self._state = "closing"
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait for the requests that run; return whether they have ended in time."""
+        self.end()
+        until = time.monotonic() + timeout_s
+        while self._n_users and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        return not self._n_users
+
+    async def close(self) -> None:
+        """End what runs and free the model; a model that is being loaded is not waited for."""
+        self.end()
+        if not self._turn.locked():
+            async with self._turn:
+                await self._unload()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a thread is still loading the model."""
+        return self._turn.locked()

@@ -1,0 +1,135 @@
+"""What the server says of itself: health, models, properties, slots, metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import __version__
+from .app import RouteTable
+from .backend import ModelFacts, unavailable
+from .errors import ApiError
+from .metrics import CONTENT_TYPE
+from .reply import reply
+from .state import ServerState, state_of
+
+_PUBLIC = ("/health", "/v1/health")
+
+
+async def health(request: HttpRequest) -> Response:
+    """Tell whether requests are answered: 200, or 503 with the reason."""
+    backend = state_of(request).backend
+    if backend.condition not in ("ready", "sleeping"):
+        raise unavailable(backend.condition, backend.reason)
+    return reply({"status": "ok"})
+
+
+async def models(request: HttpRequest) -> Response:
+    """List the one model."""
+    state = state_of(request)
+    found = model_object(state)
+    return reply({"object": "list", "data": [found]})
+
+
+async def model(request: HttpRequest) -> Response:
+    """Describe the model if it has the name in the path."""
+    state = state_of(request)
+    found = model_object(state)
+    if request.path_params["name"] != found["id"]:
+        message = f"there is no such model; this server has {found['id']!a}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return reply(found)
+
+
+def model_object(state: ServerState) -> dict[str, Any]:
+    """Return OpenAI's model object, with the fields that llama-server and vLLM add."""
+    facts = state.backend.facts
+    return {
+        "id": facts.name,
+        "object": "model",
+        "created": facts.created or state.started,
+        "owned_by": "moegraph",
+        "max_model_len": facts.n_ctx,
+        "meta": {
+            "n_vocab": facts.n_vocab,
+            "n_ctx_train": facts.n_ctx_train,
+            "n_embd": facts.n_embd,
+            "n_params": facts.n_params,
+            "size": facts.n_bytes,
+        },
+    }
+
+
+async def props(request: HttpRequest) -> Response:
+    """Return llama-server's properties; no path of this machine is among them."""
+    state = state_of(request)
+    facts = state.backend.facts
+    return reply(
+        {
+            "default_generation_settings": {
+                "n_ctx": facts.n_ctx,
+                "params": _default_params(state),
+            },
+            "total_slots": facts.n_slots,
+            "model_alias": facts.name,
+            "chat_template": facts.template,
+            "bos_token": facts.bos_token,
+            "eos_token": facts.eos_token,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"moegraph {__version__}",
+            "is_sleeping": state.backend.condition == "sleeping",
+            "moegraph": {"device": facts.device, "settings": dict(facts.settings)},
+        }
+    )
+
+
+def _default_params(state: ServerState) -> dict[str, Any]:
+    params = asdict(state.sampling)
+    params["logit_bias"] = [[token, max(b, -1e9)] for token, b in params["logit_bias"].items()]
+    seed = params.pop("seed")
+    limit = -1 if state.max_tokens is None else state.max_tokens
+    return {"n_predict": limit, "seed": -1 if seed is None else seed, **params}
+
+
+async def slots(request: HttpRequest) -> Response:
+    """Return what each slot does, without its text."""
+    state = state_of(request)
+    loaded = state.backend.peek()
+    if loaded is None:
+        return reply([])
+    facts = loaded.facts
+    return reply([_slot(slot, facts) for slot in loaded.service.status().slots])
+
+
+def _slot(slot: Any, facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "id": slot.id,
+        "n_ctx": facts.n_ctx,
+        "is_processing": slot.state != "idle",
+        "state": slot.state,
+        "id_task": slot.name or None,
+        "n_prompt_tokens": slot.n_prompt,
+        "n_prompt_tokens_processed": slot.n_read,
+        "n_prompt_tokens_cache": slot.n_cached,
+        "next_token": {"n_decoded": slot.n_generated},
+    }
+
+
+async def metrics(request: HttpRequest) -> Response:
+    """Return figures for Prometheus."""
+    return Response(state_of(request).metrics.page(), media_type=CONTENT_TYPE)
+
+
+def _routes() -> list[Route]:
+    found = [Route(path, health) for path in _PUBLIC]
+    found += [Route(path, models) for path in ("/v1/models", "/models")]
+    found += [Route("/v1/models/{name:path}", model)]
+    found += [Route("/props", props), Route("/slots", slots), Route("/metrics", metrics)]
+    return found
+
+
+TABLE = RouteTable(_routes(), public=_PUBLIC)

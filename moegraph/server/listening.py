@@ -1,0 +1,124 @@
+"""The sockets of the server, and uvicorn with our limits and without its signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import ConfigError
+from .guards import is_address
+
+# The head of a request must arrive within this time, so that no one holds connections for nothing.
+HEAD_S = 20.0
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_CONNECTIONS = 1024
+_KEEP_ALIVE_S = 75
+# After the requests have ended, connections get this time to send what is left.
+_LINGER_S = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be had, because it is in use or not of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # a name such as localhost has both: clients expect the old kind
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_MAX_CONNECTIONS)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {host} is in use; choose another with --port, or 0 for a free one"
+            ) from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    return sock
+
+
+def url_of(sock: socket.socket, host: str) -> str:
+    """Return the address under which a browser on this machine finds a socket."""
+    address, port = sock.getsockname()[:2]
+    name = host if not is_address(host) else address
+    if name in ("0.0.0.0", "::", ""):
+        name = "127.0.0.1" if sock.family == socket.AF_INET else "::1"
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+class PatientProtocol(H11Protocol):
+    """Uvicorn's protocol, which also closes connections that never complete a request's head."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start to wait for the first request."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request."""
+        super().data_received(data)
+        if not self._lacks_head():
+            self._stop_waiting()
+        elif self._head_timer is None:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _lacks_head(self) -> bool:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and self.conn.their_state is h11.IDLE
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self._lacks_head() and not self.transport.is_closing():
+            self.transport.close()
+
+
+class QuietServer(uvicorn.Server):
+    """Uvicorn without its signal handlers: `running` decides what signals mean."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def web_server(app: Starlette) -> QuietServer:
+    """Return uvicorn for an application; it is given its sockets when it serves."""
+    config = uvicorn.Config(
+        app, http=PatientProtocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
+        access_log=False, server_header=False, proxy_headers=False,
+        limit_concurrency=_MAX_CONNECTIONS, timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LINGER_S, h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+    )  # fmt: skip
+    return QuietServer(config)

@@ -1,0 +1,161 @@
+"""Counts and times of requests for Prometheus, under the names of llama-server and vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..engine.requests import Request, Step, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SHORT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
+_LONG_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """The statistics of one server; used on the event loop only.
+
+    Sums over all requests, also over those that run: n_computed: prompt tokens less those that
+    were cached. n_held_max: of one request. n_open, n_queued: requests now.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.n_computed = self.n_generated = self.n_held_max = 0
+        self.prefill_s = self.decode_s = 0.0
+        self.n_open = self.n_queued = 0
+        self._name_vllm()
+        self.registry.register(self)
+
+    def _name_vllm(self) -> None:
+        registry = self.registry
+
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"vllm:{name}", help, labels, registry=registry)
+
+        def times(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}_seconds", help, buckets=buckets, registry=registry)
+
+        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
+            Gauge(f"vllm:{name}", help, registry=registry).set_function(value)
+
+        gauge("num_requests_running", "Requests that are being computed.",
+              lambda: self.n_open - self.n_queued)  # fmt: skip
+        gauge("num_requests_waiting", "Requests that wait.", lambda: self.n_queued)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self.cache_queries = counter("prefix_cache_queries", "Tokens looked up in the cache.")
+        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens that were cached.")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens, verified.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens, right.")
+        self.ended = counter("request_success", "Requests that ended.", ("finished_reason",))
+        self.first_token_s = times("time_to_first_token", "From submission.", _LONG_S)
+        self.between_s = times("inter_token_latency", "Between two tokens.", _SHORT_S)
+        self.whole_s = times("e2e_request_latency", "From submission to the end.", _LONG_S)
+        self.queue_s = times("request_queue_time", "Until the prompt began.", _LONG_S)
+        self.prompt_s = times("request_prefill_time", "Until the first token.", _LONG_S)
+        self.answer_s = times("request_decode_time", "From the first token on.", _LONG_S)
+
+    def collect(self) -> list[Metric]:
+        """Return the figures under llama-server's names, for the registry."""
+        found: list[Metric] = []
+        for name, kind, help, value in _LLAMA:
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            found.append(family(f"llamacpp:{name}", help, value=value(self)))
+        return found
+
+    def meter(self, on_close: Callable[[], None] = lambda: None) -> Meter:
+        """Return a listener for one talk; on_close is called at its end."""
+        return Meter(self, on_close)
+
+    def page(self) -> bytes:
+        """Return the text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+# The figures that llama-server reports, from the same sums: name, kind, help, of `Metrics`.
+_LLAMA: tuple[tuple[str, str, str, Callable[[Metrics], float]], ...] = (
+    ("prompt_tokens", "counter", "Prompt tokens that were computed.", lambda m: m.n_computed),
+    ("prompt_seconds", "counter", "Time that prompts took.", lambda m: m.prefill_s),
+    ("tokens_predicted", "counter", "Tokens that were generated.", lambda m: m.n_generated),
+    ("tokens_predicted_seconds", "counter", "Time that answers took.", lambda m: m.decode_s),
+    ("prompt_tokens_seconds", "gauge", "Mean prompt tokens per second of a request.",
+     lambda m: m.n_computed / m.prefill_s if m.prefill_s else 0.0),
+    ("predicted_tokens_seconds", "gauge", "Mean generated tokens per second of a request.",
+     lambda m: m.n_generated / m.decode_s if m.decode_s else 0.0),
+    ("n_tokens_max", "gauge", "Largest number of tokens that a request held.",
+     lambda m: m.n_held_max),
+    ("requests_processing", "gauge", "Requests that are being computed.",
+     lambda m: m.n_open - m.n_queued),
+    ("requests_deferred", "gauge", "Requests that wait.", lambda m: m.n_queued),
+)  # fmt: skip
+
+
+class Meter:
+    """Hears the steps of one talk and adds them to the statistics."""
+
+    def __init__(self, metrics: Metrics, on_close: Callable[[], None]) -> None:
+        self._metrics = metrics
+        self._on_close = on_close
+        self._began = time.monotonic()
+        self._n_open = self._n_queued = 0
+
+    def opened(self, requests: Sequence[Request]) -> None:
+        """Count requests that were accepted; all of them wait at first."""
+        self._count(len(requests), len(requests))
+
+    def _count(self, n_open: int, n_queued: int) -> None:
+        self._metrics.n_open += n_open
+        self._metrics.n_queued += n_queued
+        self._n_open += n_open
+        self._n_queued += n_queued
+
+    def heard(self, step: Step, seconds: float, before: Usage) -> None:
+        """Add what a step brought, compared with the usage before it."""
+        usage, sums = step.usage, self._metrics
+        if self._n_queued and _has_begun(usage) and not _has_begun(before):
+            self._count(0, -1)
+        n_new = usage.n_generated - before.n_generated
+        n_read = (usage.n_read - usage.n_cached) - (before.n_read - before.n_cached)
+        sums.n_computed += max(0, n_read)
+        sums.n_generated += n_new
+        sums.prefill_s += usage.prefill_s - before.prefill_s
+        sums.decode_s += usage.decode_s - before.decode_s
+        sums.n_held_max = max(sums.n_held_max, usage.n_read + usage.n_generated)
+        if n_new and not before.n_generated:
+            sums.first_token_s.observe(usage.queued_s + usage.prefill_s)
+        elif n_new:
+            sums.between_s.observe(seconds / n_new)
+        if n_new:
+            sums.generation_tokens.inc(n_new)
+        if step.finish_reason is not None:
+            self._end(usage, step.finish_reason)
+
+    def _end(self, usage: Usage, reason: str) -> None:
+        sums = self._metrics
+        self._count(-1, 0 if _has_begun(usage) or not self._n_queued else -1)
+        sums.prompt_tokens.inc(usage.n_prompt)
+        sums.cache_queries.inc(usage.n_prompt)
+        sums.cache_hits.inc(usage.n_cached)
+        sums.drafted.inc(usage.n_drafted)
+        sums.accepted.inc(usage.n_accepted)
+        sums.ended.labels(reason).inc()
+        sums.queue_s.observe(usage.queued_s)
+        sums.prompt_s.observe(usage.prefill_s)
+        sums.answer_s.observe(usage.decode_s)
+        sums.whole_s.observe(time.monotonic() - self._began)
+
+    def closed(self) -> None:
+        """Forget what did not end: the client left, or another choice failed."""
+        if self._n_open:
+            self._metrics.ended.labels("abort").inc(self._n_open)
+        self._count(-self._n_open, -self._n_queued)
+        self._on_close()
+
+
+def _has_begun(usage: Usage) -> bool:
+    return usage.n_read > 0 or usage.n_generated > 0 or usage.prefill_s > 0

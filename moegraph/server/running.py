@@ -1,0 +1,136 @@
+"""The server as a process: it listens, loads the model, obeys signals, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from starlette.applications import Starlette
+
+from ..errors import MoegraphError
+from .host import ModelHost
+from .listening import QuietServer, web_server
+
+log = logging.getLogger("moegraph.server")
+_INTERRUPTED = 130
+_EXIT_CODES = {signal.SIGINT: _INTERRUPTED, signal.SIGTERM: 0}
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What the process does besides serving.
+
+    ready: called when requests are answered. reload: called at SIGHUP; it raises to keep what is
+    in force. say: prints a line for the user. drain_s: how long requests may go on after SIGTERM.
+    """
+
+    ready: Callable[[], None]
+    reload: Callable[[], None]
+    say: Callable[[str], None]
+    drain_s: float
+
+
+def run(app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
+        sock: socket.socket, ways: Ways) -> int:  # fmt: skip
+    """Serve until a signal comes; return the exit code.
+
+    host: makes the model's host, on the event loop. app: makes the application for it.
+
+    Raises:
+        MoegraphError: the model cannot be loaded.
+    """
+    return asyncio.run(_Process(app, host, sock, ways).run())
+
+
+class _Process:
+    def __init__(
+        self, app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
+        sock: socket.socket, ways: Ways,
+    ) -> None:  # fmt: skip
+        self._app, self._make_host, self._sock, self._ways = app, host, sock, ways
+        self._code = 0
+        self._ending = asyncio.Event()
+
+    async def run(self) -> int:
+        host = self._make_host()
+        web = web_server(self._app(host))
+        self._take_signals()
+        serving = asyncio.ensure_future(web.serve(sockets=[self._sock]))
+        watching = asyncio.ensure_future(host.watch())
+        try:
+            await self._load(host)
+            if not self._ending.is_set():
+                self._ways.ready()
+            ending = asyncio.ensure_future(self._ending.wait())
+            await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            await self._drain(host)
+        finally:
+            watching.cancel()
+            await _stop(web, serving)
+            await host.close()
+            if host.is_loading:
+                # its thread cannot be interrupted, and Python would wait for it
+                _leave(self._code)
+        return self._code
+
+    async def _load(self, host: ModelHost) -> None:
+        """Load the model; return early when a signal comes."""
+        loading = asyncio.ensure_future(host.start())
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait((loading, ending), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if loading.done():
+            loading.result()
+
+    async def _drain(self, host: ModelHost) -> None:
+        if host.n_users:
+            self._ways.say(
+                f"ending; waiting up to {self._ways.drain_s:g} s for {host.n_users} requests "
+                "(again to end at once)"
+            )
+        if not await host.drain(self._ways.drain_s):
+            log.warning("%d requests are cut off", host.n_users)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _EXIT_CODES:
+            loop.add_signal_handler(number, self._end, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._ending.is_set():
+            self._ways.say("ended at once")
+            _leave(_INTERRUPTED if number == signal.SIGINT else 128 + number)
+        self._code = _EXIT_CODES[number]
+        self._ending.set()
+
+    def _reload(self) -> None:
+        try:
+            self._ways.reload()
+        except MoegraphError as error:
+            log.error("%s; the keys stay as they are", error)
+        else:
+            log.info("keys read again")
+
+
+async def _stop(web: QuietServer, serving: asyncio.Future[None]) -> None:
+    web.should_exit = True
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without waiting for threads that compute or load."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

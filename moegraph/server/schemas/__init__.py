@@ -1,0 +1,1 @@
+"""What clients may send: one module for each kind of request."""

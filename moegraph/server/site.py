@@ -1,0 +1,20 @@
+"""All interfaces of the server in one application."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+
+from . import absent, info, openai_chat, openai_text, texts
+from .app import RouteTable, build_app
+from .guards import Guard
+from .state import ServerState
+
+# A new interface adds its table here; the first that fits a path writes its errors.
+TABLES: tuple[RouteTable, ...] = (
+    openai_chat.TABLE, openai_text.TABLE, info.TABLE, texts.TABLE, absent.TABLE,
+)  # fmt: skip
+
+
+def build_site(state: ServerState, guard: Guard) -> Starlette:
+    """Return the application with every interface."""
+    return build_app(state, TABLES, guard)

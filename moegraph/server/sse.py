@@ -1,0 +1,106 @@
+"""Server-sent events: a response that is written while its request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+# A proxy may close a connection on which nothing is sent; comments tell it that we work.
+PING_S = 10.0
+# A client that takes nothing for so long has gone, or never will.
+STALL_S = 60.0
+DONE = b"data: [DONE]\n\n"
+
+
+def encode(value: object) -> str:
+    """Return JSON in one line, as every answer of the server is written."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def data(value: object) -> bytes:
+    """Return an event without a name."""
+    return f"data: {encode(value)}\n\n".encode(errors="replace")
+
+
+def event(name: str, value: object) -> bytes:
+    """Return an event with a name; the name has no line end."""
+    return f"event: {name}\ndata: {encode(value)}\n\n".encode(errors="replace")
+
+
+def comment(text: str) -> bytes:
+    """Return a line that clients ignore; the text has no line end."""
+    return f": {text}\n\n".encode()
+
+
+class EventStream(Response):
+    """Send frames as they come; when the client leaves or stops reading, close their source.
+
+    frames: bytes to send. It is always closed, so that its `finally` runs.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        ping_s: float = PING_S,
+        stall_s: float = STALL_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # X-Accel-Buffering: nginx would hold events back
+        fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        super().__init__(None, headers=fixed, media_type="text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self._frames = frames
+        self._ping_s = ping_s
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all frames; return early when the client has left."""
+        work = asyncio.ensure_future(self._send_all(send))
+        watch = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watch, work):
+                task.cancel()
+            await asyncio.gather(watch, work, return_exceptions=True)
+            await self._frames.aclose()
+        if not work.cancelled():
+            with suppress(OSError, asyncio.TimeoutError):
+                work.result()
+
+    async def _send_all(self, send: Send) -> None:
+        start: dict[str, Any] = {"status": self.status_code, "headers": self.raw_headers}
+        await self._send(send, {"type": "http.response.start", **start})
+        while True:
+            pending = asyncio.ensure_future(anext(self._frames, None))
+            try:
+                while not (await asyncio.wait((pending,), timeout=self._ping_s))[0]:
+                    await self._send(send, _chunk(comment("ping")))
+            finally:
+                if not pending.done():
+                    pending.cancel()
+                    await asyncio.gather(pending, return_exceptions=True)
+            frame = pending.result()
+            if frame is None:
+                break
+            await self._send(send, _chunk(frame))
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        await asyncio.wait_for(send(message), self._stall_s)
+
+
+def _chunk(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

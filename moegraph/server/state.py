@@ -1,0 +1,101 @@
+"""What the handlers of requests share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from ..engine.chat import ChatRequest, Prepared
+from ..errors import MoegraphError
+from ..sampling import SamplingParams
+from .backend import Backend, Loaded
+from .contract import ChatModel
+from .errors import from_failure
+from .limits import LIMITS, Limits
+from .metrics import Metrics
+from .talk import Talk
+
+T = TypeVar("T")
+# Threads that render, tokenize and compile; more would only wait for the interpreter.
+_N_WORKERS = 4
+
+
+@dataclass
+class ServerState:
+    """The model, the settings of the server, and its statistics.
+
+    sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
+    says nothing; None: until the context is full. deadline_s: of every request; None: none.
+    variables: of the chat template. started: seconds since the epoch.
+    """
+
+    backend: Backend
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    deadline_s: float | None = None
+    ignore_eos: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = LIMITS
+    metrics: Metrics = field(default_factory=Metrics)
+    started: int = field(default_factory=lambda: int(time.time()))
+    workers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="prepare")
+    )
+
+    async def work(self, call: Callable[[], T]) -> T:
+        """Return what a call returns that takes long; it runs on a thread of ours.
+
+        Raises:
+            ApiError: in place of the package's errors.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.workers, call)
+        except (MoegraphError, MemoryError) as error:
+            raise from_failure(error) from error
+
+    @asynccontextmanager
+    async def model(self) -> AsyncIterator[Loaded]:
+        """Yield the model, which stays in memory meanwhile; it is woken if it sleeps.
+
+        Raises:
+            ApiError: the model is not there.
+        """
+        self.backend.enter()
+        try:
+            yield await self.backend.loaded()
+        finally:
+            self.backend.leave()
+
+    async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
+        """Submit conversations, one for each choice; close the talk when it is over.
+
+        Raises:
+            ApiError: the model is not there, or a conversation cannot be answered.
+        """
+        return await self.open_talk(lambda chat: [chat.prepare(one) for one in chats])
+
+    async def open_talk(self, prepare: Callable[[ChatModel], Sequence[Prepared]]) -> Talk:
+        """Submit what `prepare` makes of the model, on a thread of ours; as `open_chat`."""
+        self.backend.enter()
+        meter = self.metrics.meter(on_close=self.backend.leave)
+        try:
+            loaded = await self.backend.loaded()
+            prepared = await self.work(partial(prepare, loaded.chat))
+            return Talk(loaded.service, prepared, meter)
+        except BaseException:
+            meter.closed()
+            raise
+
+
+def state_of(request: HttpRequest) -> ServerState:
+    """Return the state of the server that a request came to."""
+    state: ServerState = request.app.state.server
+    return state

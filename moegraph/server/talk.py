@@ -1,0 +1,221 @@
+"""The answers to one client: steps from the engine's thread, in order, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from ..engine.chat import Prepared
+from ..engine.requests import Request, Step, Usage
+from ..errors import MoegraphError
+from ..text.chat import AnswerParser, Part
+from .contract import Service, Ticket
+from .errors import RETRY_S, ApiError, from_failure
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What came of one choice: a step, and the parts of the answer that it completes.
+
+    index: which of the requests it belongs to. Without a parser there are no parts; the text is
+    that of the step. is_last: no more comes of this choice.
+    """
+
+    index: int
+    step: Step
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the choice is complete."""
+        return self.step.finish_reason is not None
+
+
+class Listener(Protocol):
+    """Hears what a talk costs, for statistics."""
+
+    def opened(self, requests: Sequence[Request]) -> None:
+        """Requests were accepted."""
+
+    def heard(self, step: Step, seconds: float, before: Usage) -> None:
+        """A step came, some seconds after the choice's last one, which had the usage before."""
+
+    def closed(self) -> None:
+        """Nothing more comes."""
+
+
+class Talk:
+    """Submit requests of one client and iterate over what becomes of them.
+
+    Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
+    not taken are merged, so it holds no more than the answers.
+
+    Raises, when it is made:
+        ApiError: the service refuses one of the requests; none of them runs then.
+    """
+
+    def __init__(
+        self, service: Service, prepared: Sequence[Prepared], listener: Listener | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._steps: deque[tuple[int, Step]] = deque()
+        self._arrived = asyncio.Event()
+        self._listener = listener
+        self._parsers: list[AnswerParser] = [p.parser for p in prepared]
+        self._clock = [time.monotonic()] * len(prepared)
+        self._tickets: list[Ticket] = []
+        self._running = set(range(len(prepared)))
+        self.usages = [Usage(n_prompt=len(p.request.prompt)) for p in prepared]
+        try:
+            for index, one in enumerate(prepared):
+                deliver = partial(self._deliver, index)
+                self._tickets.append(service.submit(one.request, deliver))
+        except BaseException as error:
+            self._cancel()
+            if isinstance(error, MoegraphError | MemoryError):
+                raise from_failure(error) from error
+            raise
+        if listener is not None:
+            listener.opened([one.request for one in prepared])
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Talk:
+        return self
+
+    async def __anext__(self) -> Said:
+        """Wait for the next step of any of the requests.
+
+        Raises:
+            ApiError: a request failed; the others are cancelled.
+        """
+        while not self._steps:
+            if not self._running:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        index, step = self._next()
+        before, self.usages[index] = self.usages[index], step.usage
+        now = time.monotonic()
+        if self._listener is not None:
+            self._listener.heard(step, now - self._clock[index], before)
+        self._clock[index] = now
+        if step.finish_reason in ("error", "cancelled"):
+            self.close()
+            raise _failure(step)
+        parser = self._parsers[index]
+        parts = parser.push(step.text) if step.text else []
+        if parser.is_done and step.finish_reason is None:
+            self._tickets[index].cancel()
+            step = replace(step, finish_reason="stop")
+        if step.finish_reason is not None:
+            self._running.discard(index)
+            parts = [*parts, *parser.flush(is_cut=step.finish_reason != "stop")]
+        return Said(index, step, tuple(parts))
+
+    def _next(self) -> tuple[int, Step]:
+        index, step = self._steps.popleft()
+        while self._steps and self._steps[0][0] == index:
+            step = _merged(step, self._steps.popleft()[1])
+        return index, step
+
+    def close(self) -> None:
+        """Cancel what still runs; may be called again."""
+        if self._running:
+            self._cancel()
+        if self._listener is not None:
+            self._listener.closed()
+            self._listener = None
+
+    def _cancel(self) -> None:
+        self._running.clear()
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    @property
+    def usage(self) -> Usage:
+        """Return the sum over all choices; a prompt that several choices share counts once."""
+        return total(self.usages)
+
+    def _deliver(self, index: int, step: Step) -> None:
+        """Take a step on the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._take, index, step)
+
+    def _take(self, index: int, step: Step) -> None:
+        if index in self._running:
+            self._steps.append((index, step))
+            self._arrived.set()
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """Return what several choices for one prompt have cost together; times are the longest."""
+    first = usages[0]
+    return replace(
+        first,
+        n_generated=sum(u.n_generated for u in usages),
+        n_drafted=sum(u.n_drafted for u in usages),
+        n_accepted=sum(u.n_accepted for u in usages),
+        queued_s=max(u.queued_s for u in usages),
+        prefill_s=max(u.prefill_s for u in usages),
+        decode_s=max(u.decode_s for u in usages),
+    )
+
+
+def _merged(first: Step, second: Step) -> Step:
+    return replace(
+        second,
+        tokens=first.tokens + second.tokens,
+        text=first.text + second.text,
+        logprobs=first.logprobs + second.logprobs,
+    )
+
+
+def _failure(step: Step) -> ApiError:
+    if step.error is not None:
+        return from_failure(step.error)
+    if step.finish_reason == "cancelled":
+        return ApiError(503, "the server is ending", code="closing", retry_after_s=RETRY_S)
+    return ApiError(500, "the request failed")
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+async def unless_left(request: HttpRequest, work: Awaitable[T]) -> T:
+    """Return what work returns; cancel it when the client leaves. The body has been read.
+
+    Raises:
+        ClientLeft: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeft
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _left(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,131 @@
+"""An answer's text taken apart while it comes: reasoning, text and calls of tools."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import Any
+
+from .calls import CallScanner, Found
+from .parts import CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from .reasoning import ReasoningSplitter
+from .toolschema import Tools
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class AnswerParser:
+    """Turn the text of an answer into parts as it comes.
+
+    It never fails: what looks like a tool call and is none is text. Calls inside reasoning count.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "",
+        tools: Iterable[Mapping[str, Any]] = (),
+        *,
+        reasoning: bool = True,
+        parallel: bool = True,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """prompt: what the answer follows; it tells whether the answer begins inside reasoning.
+
+        tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
+        leave reasoning in the text. parallel: False to end the answer after its first call.
+        """
+        self._splitter = ReasoningSplitter.after(prompt) if reasoning else None
+        self._parallel = parallel
+        found, numbers = Tools(tools), count()
+        self._scanners = {
+            kind: CallScanner(found, numbers, new_id) if found else None
+            for kind in (ReasoningPart, ContentPart)
+        }
+        self._reasoning = _Trimmed()
+        self.n_calls = 0
+        self.is_done = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the answer is inside its reasoning."""
+        return self._splitter is not None and self._splitter.is_thinking
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that text completes; none once `is_done`: the answer may be ended."""
+        if self._splitter is None:
+            return self._content(text)
+        was_reasoning = self._splitter.is_thinking
+        reasoning, content = self._splitter.push(text)
+        found = self._reason(reasoning)
+        if (was_reasoning or reasoning) and not self._splitter.is_thinking:
+            found += self._end_reasoning(is_cut=False)
+        return found + self._content(content)
+
+    def flush(self, is_cut: bool = False) -> list[Part]:
+        """Return what was held back; call it at the end of the answer.
+
+        is_cut: the answer was stopped (its finish_reason is not "stop"), so that a call which is
+        open stays without an end.
+        """
+        found: list[Part] = []
+        if self._splitter is not None:
+            reasoning, content = self._splitter.flush()
+            found += self._reason(reasoning) + self._content(content)
+        scanner = self._scanners[ContentPart]
+        rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []
+        return found + self._end_reasoning(is_cut) + rest
+
+    def _content(self, text: str) -> list[Part]:
+        return self._scan(ContentPart, text)
+
+    def _reason(self, text: str) -> list[Part]:
+        return self._scan(ReasoningPart, text)
+
+    def _end_reasoning(self, is_cut: bool) -> list[Part]:
+        scanner = self._scanners[ReasoningPart]
+        found = self._parts(ReasoningPart, scanner.flush(is_cut)) if scanner else []
+        self._scanners[ReasoningPart] = None
+        self._reasoning.drop()
+        return found
+
+    def _scan(self, kind: type[ReasoningPart | ContentPart], text: str) -> list[Part]:
+        if not text:
+            return []
+        scanner = self._scanners[kind]
+        return self._parts(kind, scanner.push(text) if scanner else [text])
+
+    def _parts(self, kind: type[ReasoningPart | ContentPart], found: Iterable[Found]) -> list[Part]:
+        parts: list[Part] = []
+        for one in found:
+            if self.is_done:
+                break
+            if isinstance(one, str):
+                text = self._reasoning.push(one) if kind is ReasoningPart else one
+                parts += [kind(text)] if text else []
+                continue
+            parts.append(one)
+            self.n_calls += isinstance(one, CallBegin)
+            self.is_done = isinstance(one, CallEnd) and not self._parallel
+        return parts
+
+
+class _Trimmed:
+    """Text without the line ends around it."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._at_start = True
+
+    def push(self, text: str) -> str:
+        text = self._held + (text.lstrip("\n") if self._at_start else text)
+        self._at_start = self._at_start and not text
+        kept = text.rstrip("\n")
+        self._held = text[len(kept) :]
+        return kept
+
+    def drop(self) -> None:
+        self._held = ""

@@ -1,0 +1,335 @@
+"""Tool calls in a stream of text: Qwen's XML form, and the older one with JSON.
+
+    <tool_call>                                    <tool_call>
+    <function=NAME>                                {"name": NAME, "arguments": {K: V}}
+    <parameter=K>                                  </tool_call>
+    V
+    </parameter>
+    </function>
+    </tool_call>
+
+Models drift from these forms. What can be understood is: a missing or doubled end tag, a missing
+<tool_call>, JSON between <function=NAME> and its end. What cannot remains text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from .arguments import Arguments
+from .parts import CallArguments, CallBegin, CallEnd
+from .rawjson import ObjectEnd, loads, members
+from .toolschema import Tools
+
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
+PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
+
+_CLOSERS = (END_OF_CALL, END_OF_FUNCTION, END_OF_PARAMETER)
+_MAX_NAME = 256
+_NAME = re.compile(r"[\w.:/-]+")
+# What looks like an object of the older form is read again as text. This limits how often.
+_MAX_FAILED_JSON = 32
+
+# What may follow an end tag, if it is one and not a part of the value.
+_AFTER = {
+    END_OF_PARAMETER: (PARAMETER, *_CLOSERS),
+    END_OF_FUNCTION: (END_OF_CALL,),
+    END_OF_CALL: (CALL,),
+}
+
+Found = str | CallBegin | CallArguments | CallEnd
+
+
+class CallScanner:
+    """Split a stream of text into text and tool calls; only what may become a call is held back.
+
+    tools: what may be called. A name outside them is a call too if it stands in <tool_call>.
+    indices: numbers the calls of an answer. new_id: makes up their ids.
+    """
+
+    def __init__(self, tools: Tools, indices: Iterator[int], new_id: Callable[[], str]) -> None:
+        self._tools, self._indices, self._new_id = tools, indices, new_id
+        self._held = ""  # not yet understood
+        self._raw = ""  # understood as the beginning of a call, which may still prove to be none
+        self._out: list[Found] = []
+        self._is_last = False
+        self._step: Callable[[], bool] = self._outside
+        self._name = ""
+        self._index = 0
+        self._json = ObjectEnd()
+        self._n_failed = 0
+        self._arguments: Arguments | None = None
+
+    def push(self, text: str) -> list[Found]:
+        """Return the text and the parts of calls that text completes."""
+        self._held += text
+        return self._run()
+
+    def flush(self, is_cut: bool = False) -> list[Found]:
+        """Return what was held back; call it at the end of the stream.
+
+        is_cut: the answer has no end of its own, so a call that is open stays without one.
+        """
+        if is_cut and self._arguments is not None:
+            self._out.append(CallEnd(self._index, is_whole=False))
+            self._held, self._arguments, self._step = "", None, self._outside
+        self._is_last = True
+        return self._run()
+
+    def _run(self) -> list[Found]:
+        while self._step():
+            pass
+        out, self._out = self._out, []
+        return out
+
+    # Each step returns whether the next one can go on with what is held.
+
+    def _outside(self) -> bool:
+        start = _first(self._held, (CALL, FUNCTION))
+        if start is not None:
+            text = self._held[:start].rstrip()
+            self._raw = self._held[len(text) : start]
+            self._text(text)
+            self._held, self._step = self._held[start:], self._header
+            return True
+        text = self._held if self._is_last else _safe(self._held, (CALL, FUNCTION)).rstrip()
+        self._text(text)
+        self._held = self._held[len(text) :]
+        return False
+
+    def _header(self) -> bool:
+        held = self._held
+        is_wrapped = held.startswith(CALL)
+        at = _skip(held, len(CALL)) if is_wrapped else 0
+        if held.startswith("{", at) and self._n_failed < _MAX_FAILED_JSON:
+            return self._read_json(at, self._whole_json)
+        if not held.startswith(FUNCTION, at):
+            return self._wait_or_text(FUNCTION.startswith(held[at:]))
+        end = _name_end(held, at + len(FUNCTION))
+        if end is None:
+            return self._wait_or_text(True)
+        name = held[at + len(FUNCTION) : end].strip(" \"'")
+        if held[end] != ">" or not self._may_call(name, is_wrapped):
+            return self._wait_or_text(False)
+        self._name, self._step = name, self._begin
+        self._take(end + 1)
+        return True
+
+    def _may_call(self, name: str, is_wrapped: bool) -> bool:
+        return name in self._tools or (is_wrapped and _NAME.fullmatch(name) is not None)
+
+    def _begin(self) -> bool:
+        """After <function=NAME>: what follows tells whether this is a call."""
+        at = _skip(self._held, 0)
+        rest = self._held[at:]
+        if rest.startswith("{") and self._n_failed < _MAX_FAILED_JSON:
+            return self._read_json(at, self._arguments_json)
+        tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
+        if not rest.startswith(tags):
+            return self._wait_or_text(any(tag.startswith(rest) for tag in tags))
+        self._open(self._name)
+        self._step = self._between
+        return True
+
+    def _between(self) -> bool:
+        """Between the parameters of a call."""
+        arguments = self._require_arguments()
+        tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
+        start = _first(self._held, tags)
+        if start is None:
+            kept = self._held if self._is_last else _safe(self._held, tags)
+            arguments.stray += kept
+            self._held = self._held[len(kept) :]
+            if self._is_last:
+                self._close()
+            return self._is_last
+        arguments.stray += self._held[:start]
+        self._held = self._held[start:]
+        if not self._held.startswith(PARAMETER):
+            self._close()
+            return True
+        end = _name_end(self._held, len(PARAMETER))
+        if end is None and not self._is_last:
+            return False
+        if end is None or self._held[end] != ">":
+            arguments.stray += PARAMETER
+            self._held = self._held[len(PARAMETER) :]
+            return True
+        self._say(arguments.begin(self._held[len(PARAMETER) : end].strip(" \"'")))
+        self._held, self._step = self._held[end + 1 :], self._value
+        return True
+
+    def _value(self) -> bool:
+        arguments = self._require_arguments()
+        end = self._value_end()
+        if end is None:
+            return False
+        self._say(arguments.value(self._held[:end]) + arguments.end())
+        self._held, self._step = self._held[end:], self._between
+        return True
+
+    def _value_end(self) -> int | None:
+        """Return where the value ends; None: not in what is held, of which its text is taken."""
+        held = self._held
+        for found in re.finditer("<parameter=|</parameter>|</function>|</tool_call>", held):
+            ends = self._ends_value(found.group(), found.start(), found.end())
+            if ends:
+                return found.start()
+            if ends is None:
+                self._take_value(found.start())
+                return None
+        if self._is_last:
+            return len(held)
+        self._take_value(len(_safe(held, (PARAMETER, *_CLOSERS))))
+        return None
+
+    def _take_value(self, n: int) -> None:
+        # what stands before a tag decides whether <parameter= is one
+        n = max(0, n - 1)
+        self._say(self._require_arguments().value(self._held[:n]))
+        self._held = self._held[n:]
+
+    def _ends_value(self, tag: str, start: int, end: int) -> bool | None:
+        """Return whether a tag ends the value that it is found in; None: not known yet."""
+        held = self._held
+        if tag == PARAMETER:
+            # the end tag of the parameter before was forgotten
+            stop = _name_end(held, end)
+            if stop is None or held[start - 1 : start] != "\n":
+                return None if stop is None and not self._is_last else False
+            name = held[end:stop].strip(" \"'")
+            is_new = not self._require_arguments().has(name)
+            return held[stop] == ">" and is_new and self._tools.knows(self._name, name)
+        rest = held[_skip(held, end) :]
+        if rest.startswith(_AFTER[tag]):
+            return True
+        if self._is_last:
+            return not rest
+        return None if any(one.startswith(rest) for one in _AFTER[tag]) else False
+
+    def _after(self) -> bool:
+        """After a call: its end tags and blank text belong to it."""
+        self._held = self._held.lstrip()
+        for tag in _CLOSERS:
+            if self._held.startswith(tag):
+                self._held = self._held[len(tag) :]
+                return True
+        if not self._held or (
+            not self._is_last and any(tag.startswith(self._held) for tag in _CLOSERS)
+        ):
+            return False
+        self._step = self._outside
+        return True
+
+    def _read_json(self, at: int, step: Callable[[], bool]) -> bool:
+        self._take(at)
+        self._json, self._step = ObjectEnd(), step
+        return True
+
+    def _whole_json(self) -> bool:
+        """Inside the object of the older form."""
+        return self._when_whole(_named)
+
+    def _arguments_json(self) -> bool:
+        """Inside an object that stands in place of the parameters."""
+        return self._when_whole(lambda text: (self._name, members(text)))
+
+    def _when_whole(self, read: Callable[[str], tuple[str, dict[str, str]]]) -> bool:
+        end = self._json.find(self._held)
+        if end is None and not self._is_last:
+            return False
+        try:
+            name, arguments = read(self._held[:end])
+        except ValueError:
+            self._n_failed += 1
+            return self._wait_or_text(False)
+        return self._tell_json(name, arguments, end or 0)
+
+    def _tell_json(self, name: str, arguments: dict[str, str], end: int) -> bool:
+        self._open(name)
+        self._say(self._require_arguments().take(arguments))
+        self._held = self._held[end:]
+        self._close()
+        return True
+
+    def _open(self, name: str) -> None:
+        self._raw, self._name, self._index = "", name, next(self._indices)
+        self._arguments = Arguments(name, self._tools)
+        self._out.append(CallBegin(self._index, self._new_id(), name))
+
+    def _close(self) -> None:
+        arguments = self._require_arguments()
+        self._say(arguments.close())
+        self._out.append(CallEnd(self._index))
+        stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
+        self._text(stray)
+        self._arguments, self._step = None, self._after
+
+    def _require_arguments(self) -> Arguments:
+        assert self._arguments is not None
+        return self._arguments
+
+    def _wait_or_text(self, may_wait: bool) -> bool:
+        """Wait for more of what may be a call, or give its beginning up as text."""
+        if may_wait and not self._is_last:
+            return False
+        # the tag that began it is text, and what follows it is read anew
+        held = self._raw + self._held
+        start = _skip(held, 0)
+        tag = CALL if held.startswith(CALL, start) else FUNCTION
+        end = start + len(tag)
+        self._text(held[:end])
+        self._raw, self._held, self._step = "", held[end:], self._outside
+        return True
+
+    def _take(self, n: int) -> None:
+        self._raw += self._held[:n]
+        self._held = self._held[n:]
+
+    def _text(self, text: str) -> None:
+        if text:
+            self._out.append(text)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._out.append(CallArguments(self._index, text))
+
+
+def _named(text: str) -> tuple[str, dict[str, str]]:
+    """Return the name of a call in the older form, and the JSON text of each argument."""
+    found = members(text)
+    name = loads(found.get("name", "null"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError("the call has no name")
+    arguments = found.get("arguments", found.get("parameters", "{}"))
+    inner = loads(arguments)
+    return name, members(inner if isinstance(inner, str) else arguments)
+
+
+def _first(text: str, tags: tuple[str, ...]) -> int | None:
+    return min((at for tag in tags if (at := text.find(tag)) >= 0), default=None)
+
+
+def _safe(text: str, tags: tuple[str, ...]) -> str:
+    """Return text without the longest end that may begin one of the tags."""
+    for n in range(min(max(map(len, tags)) - 1, len(text)), 0, -1):
+        if any(tag.startswith(text[-n:]) for tag in tags):
+            return text[:-n]
+    return text
+
+
+def _name_end(text: str, start: int) -> int | None:
+    """Return where a tag's name ends: at a character that no name has, or at the longest name."""
+    for at in range(start, min(len(text), start + _MAX_NAME)):
+        if text[at] in "<>\n":
+            return at
+    return start + _MAX_NAME if len(text) > start + _MAX_NAME else None
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the position of the next character that is not blank."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

@@ -1,0 +1,138 @@
+"""Messages as clients send them, in OpenAI's form, made what chat templates read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...errors import RequestError
+from .rawjson import loads
+
+TemplateMessage = dict[str, Any]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+          "tool": "tool", "function": "tool"}  # fmt: skip
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Claude Code begins its system prompt with a line that differs in every request.
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*\s*")
+
+
+def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[TemplateMessage]:
+    """Return messages with the roles system, user, assistant and tool, whose content is text.
+
+    Calls of tools have their arguments as objects. System messages at the beginning become one, and
+    lines in it that only identify the request are left out: they would keep the prompt from having
+    the beginning that earlier prompts have.
+
+    Raises:
+        RequestError: names the message and what is wrong with it.
+    """
+    found: list[TemplateMessage] = []
+    for n, message in enumerate(messages):
+        one = _template_message(message, f"messages[{n}]")
+        if one["role"] == "system" and not any(m["role"] != "system" for m in found):
+            one["content"] = _BILLING.sub("", one["content"])
+            if found and one["content"]:
+                found[0]["content"] += "\n\n" + one["content"]
+                continue
+            if not one["content"]:
+                continue
+        found.append(one)
+    if not found:
+        raise RequestError("messages: there is none")
+    return found
+
+
+def _template_message(message: Mapping[str, Any], where: str) -> TemplateMessage:
+    role = _ROLES.get(str(message.get("role")))
+    if role is None:
+        raise RequestError(
+            f"{where}.role: {message.get('role')!r}; allowed: {', '.join(sorted(_ROLES))}"
+        )
+    found: TemplateMessage = {
+        "role": role, "content": text_of(message.get("content"), f"{where}.content"),
+    }  # fmt: skip
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str) and reasoning:
+            found["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    return found
+
+
+def text_of(content: object, where: str) -> str:
+    """Return the text of a message's content: a string, None, or parts that are text.
+
+    Raises:
+        RequestError: names the part that is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where}: neither text nor a list of parts")
+    return "\n".join(_part_text(part, f"{where}[{n}]") for n, part in enumerate(content))
+
+
+def _part_text(part: object, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where}: not a part with a type")
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        raise RequestError(f"{where}.type: {kind!r}; this model reads text only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{_TEXT_PARTS[kind]}: not text")
+    return text
+
+
+def _calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"{where}: not a list of calls")
+    found = []
+    for n, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}[{n}].function: not a function with a name")
+        arguments = _arguments(function.get("arguments"))
+        found.append(
+            {
+                "id": str(call.get("id") or ""),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
+    return found
+
+
+def _arguments(arguments: object) -> Mapping[str, Any]:
+    """Return a call's arguments as an object; what is none, a model wrote wrongly, and stays."""
+    if isinstance(arguments, Mapping):
+        return arguments
+    if not arguments:
+        return {}
+    try:
+        value = loads(str(arguments))
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": str(arguments)}
+
+
+def without_late_system(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages whose system messages after the first message are the user's.
+
+    Many templates refuse them there. They keep their place, so that the prompt before them stays.
+    """
+    return [
+        m if n == 0 or m["role"] != "system" else _reminder(m["content"])
+        for n, m in enumerate(messages)
+    ]
+
+
+def _reminder(text: str) -> TemplateMessage:
+    content = f"<system-reminder>\n{text}\n</system-reminder>"
+    return {"role": "user", "content": content}

@@ -1,0 +1,221 @@
+"""Grammars compiled for a model's vocabulary, through llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import ConfigError, RequestError
+from ..sampling import BoolArray
+
+if TYPE_CHECKING:
+    import llguidance
+
+KINDS = ("json_object", "json_schema", "gbnf", "lark", "regex")
+MAX_GRAMMAR_CHARS = 512 * 1024  # also of the tools that must be called
+MAX_GBNF_CHARS = 32 * 1024  # its converter is slow
+_N_CACHED = 64
+# Between tokens of JSON, as llama.cpp's grammars have it; without a limit, a model may write
+# nothing else for ever.
+_SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
+# A state of the lexer has one or two kilobytes.
+_MAX_LEXER_STATES = 20_000
+# llguidance's mark of a token that no text can be.
+_SPECIAL = b"\xff"
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer tells about its tokens; see `Tokenizer`."""
+
+    n_vocab: int
+
+    @property
+    def eog_ids(self) -> frozenset[int]:
+        """Return the ids that end an answer."""
+
+    @property
+    def bos(self) -> int | None:
+        """Return the id that begins a text."""
+
+    def encode(self, text: str, add_special: bool = ..., parse_special: bool = ...) -> list[int]:
+        """Return the token ids of a text."""
+
+    def piece(self, token: int, special: bool = ...) -> bytes:
+        """Return the bytes of a token."""
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is a control token or a tag."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar ready for use: its matcher is copied for each answer.
+
+    pieces: the bytes of each token. eog_ids: those that end an answer. blank_ids: line ends.
+    """
+
+    matcher: llguidance.LLMatcher
+    pieces: Sequence[bytes]
+    eog_ids: frozenset[int]
+    blank_ids: Sequence[int]
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary; any thread may call it.
+
+    The vocabulary is read at the first use, which takes a second or two; see `warm`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._tokens: _Tokens | None = None
+        self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+
+    def warm(self) -> None:
+        """Read the vocabulary, so that the first grammar need not wait for it.
+
+        Raises:
+            ConfigError: llguidance is not installed.
+        """
+        self._read()
+
+    def compile(self, kind: str, source: Any) -> Compiled:
+        """Return a grammar, compiled.
+
+        kind: one of KINDS. source: a JSON schema, or the grammar's text; see `Format`.
+
+        Raises:
+            RequestError: the grammar is not valid, too large, or allows nothing.
+            ConfigError: llguidance is not installed.
+        """
+        text = _source_text(kind, source)
+        tokens = self._read()
+        with self._lock:
+            if found := self._compiled.get((kind, text)):
+                self._compiled.move_to_end((kind, text))
+                return found
+        found = tokens.compile(kind, text)
+        with self._lock:
+            self._compiled[kind, text] = found
+            while len(self._compiled) > _N_CACHED:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _read(self) -> _Tokens:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = _Tokens(self._vocabulary, _load_llguidance())
+            return self._tokens
+
+
+class _Tokens:
+    """A vocabulary as llguidance has it."""
+
+    def __init__(self, vocabulary: Vocabulary, library: ModuleType) -> None:
+        ids = range(vocabulary.n_vocab)
+        self._library = library
+        self._pieces = [vocabulary.piece(token, special=True) for token in ids]
+        self._eog_ids = vocabulary.eog_ids
+        self._blank_ids = [i for i, p in enumerate(self._pieces) if p and not p.strip(b"\n")]
+        marked = [
+            _SPECIAL + piece if vocabulary.is_special(token) else piece
+            for token, piece in zip(ids, self._pieces)
+        ]
+        ends = sorted(self._eog_ids)
+        if not ends:
+            raise RequestError("a grammar needs a token that ends the answer; the model has none")
+        wrapper = library.TokenizerWrapper(_Tokenize(vocabulary, marked, ends[0]))
+        self._tokenizer = library.LLTokenizer(wrapper, eos_token=ends)
+        self._limits = library.LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
+
+    def compile(self, kind: str, text: str) -> Compiled:
+        """Return a grammar, compiled; see `Grammars.compile`."""
+        try:
+            grammar = self._grammar(kind, text)
+        except ValueError as error:
+            raise RequestError(f"the grammar ({kind}) is not valid: {_reason(error)}") from error
+        matcher = self._library.LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=self._limits
+        )
+        # the first mask is the slowest, and finds what was not found before
+        bits = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = _reason(matcher.get_error())
+            raise RequestError(f"the grammar ({kind}) is not valid: {reason}")
+        if not any(bits):
+            raise RequestError(f"the grammar ({kind}) allows nothing")
+        return Compiled(matcher, self._pieces, self._eog_ids, self._blank_ids)
+
+    def _grammar(self, kind: str, text: str) -> str:
+        if kind in ("json_object", "json_schema"):
+            found: str = self._library.LLMatcher.grammar_from_json_schema(
+                text, defaults={"whitespace_pattern": _SPACE}
+            )
+            return found
+        return str(self._library.grammar_from(kind, text))
+
+
+class _Tokenize:
+    """The vocabulary in the form that llguidance asks for."""
+
+    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], end: int) -> None:
+        self.tokens = tokens
+        self.eos_token_id, self.bos_token_id = end, vocabulary.bos
+        self.special_token_ids = list[int]()
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return self._vocabulary.encode(text, add_special=False, parse_special=False)
+
+
+def _source_text(kind: str, source: Any) -> str:
+    if kind not in KINDS:
+        raise RequestError(f"the format {kind!r} is not known; allowed: {', '.join(KINDS)}")
+    if kind == "json_object":
+        return '{"type":"object"}'
+    if kind == "json_schema" and not isinstance(source, str):
+        try:
+            source = json.dumps(source, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the JSON schema is not valid: {_reason(error)}") from error
+    if not isinstance(source, str) or not source.strip():
+        raise RequestError(f"the grammar ({kind}) is empty")
+    limit = MAX_GBNF_CHARS if kind == "gbnf" else MAX_GRAMMAR_CHARS
+    if len(source) > limit:
+        raise RequestError(
+            f"the grammar ({kind}) has {len(source)} characters; at most {limit} are allowed"
+        )
+    return source
+
+
+def _reason(error: object) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def _load_llguidance() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            f"grammars, JSON schemas and strict tools need llguidance: pip install llguidance "
+            f"({error})"
+        ) from error
+    return llguidance
+
+
+def mask_of(matcher: llguidance.LLMatcher, n_vocab: int) -> BoolArray:
+    """Return which tokens a grammar allows next, bool numpy [n_vocab]."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)  # 0 and 1

@@ -1,0 +1,137 @@
+"""Which NVIDIA cards this machine has, and whether a build for them is possible."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import _cuda
+import _venv
+from _tools import BuildError, say
+
+# Compute capability and CUDA release below which moegraph's kernels do not compile or run.
+MIN_ARCH, MIN_CUDA = 75, (12, 4)
+_BY_HAND = "--cuda-arch ARCH builds for a card by hand"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card as nvidia-smi names it. arch: its compute capability times ten, such as 86."""
+
+    name: str
+    arch: int
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """What nvcc is. archs: the compute capabilities, times ten, that it compiles for."""
+
+    version: tuple[int, int]
+    archs: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of scripts/build, and a line that says why."""
+
+    options: tuple[str, ...]
+    line: str
+
+
+def parse_cards(text: str) -> list[Card]:
+    """Parse `nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader`; skip other lines."""
+    cards = []
+    for line in text.splitlines():
+        name, _, capability = line.rpartition(",")
+        major, _, minor = capability.strip().partition(".")
+        if name and major.isdigit() and minor.isdigit() and len(minor) == 1:
+            cards.append(Card(name.strip(), 10 * int(major) + int(minor)))
+    return cards
+
+
+def choose(cards: list[Card] | str, toolkit: Toolkit | str) -> Choice:
+    """Return what to build for these cards with this nvcc; for each, a text says why it is none."""
+    if isinstance(cards, str) or not cards:
+        why = cards if isinstance(cards, str) else "nvidia-smi lists no card"
+        return Choice(("--cpu",), f"{why}: building for the CPU; {_BY_HAND}")
+    found = ", ".join(f"{card.name} ({_dotted(card.arch)})" for card in cards)
+    able = sorted({card.arch for card in cards if card.arch >= MIN_ARCH})
+    if not able:
+        return Choice(("--cpu",), f"found {found}; compute capability {_dotted(MIN_ARCH)} or more "
+                      "is needed: building for the CPU")  # fmt: skip
+    if isinstance(toolkit, str):
+        return Choice(("--cpu",), f"found {found}, but {toolkit}: building for the CPU")
+    release = f"CUDA {toolkit.version[0]}.{toolkit.version[1]}"
+    archs = [arch for arch in able if arch in toolkit.archs]
+    if toolkit.version < MIN_CUDA or not archs:
+        needed = "12.8" if toolkit.version >= MIN_CUDA else "12.4"
+        return Choice(("--cpu",), f"found {found}, but {release} does not compile for it; install "
+                      f"{needed} or newer and run this again: building for the CPU")  # fmt: skip
+    options = ("--cuda-arch", *(str(arch) for arch in archs))
+    return Choice(options, f"found {found} and {release}: building with {' '.join(options)}, once "
+                  "10 to 40 minutes; --cpu builds for the CPU only, in minutes")  # fmt: skip
+
+
+def _dotted(arch: int) -> str:
+    return f"{arch // 10}.{arch % 10}"
+
+
+def find_cards() -> list[Card] | str:
+    """Return the cards that the driver knows, or why they cannot be listed."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "no NVIDIA card found (there is no nvidia-smi)"
+    query = [program, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi does not answer ({error})"
+    cards = parse_cards(done.stdout)
+    if done.returncode != 0 or not cards:
+        said = " ".join((done.stdout + done.stderr).split())[:200]
+        return f"nvidia-smi lists no card ({said or done.returncode})"
+    return cards
+
+
+def find_nvcc() -> Toolkit | str:
+    """Return what nvcc can compile for, or why there is none."""
+    try:
+        home, version = _cuda.find_toolkit()
+    except (BuildError, OSError) as error:
+        return str(error)
+    listed = subprocess.run(
+        [str(home / "bin" / "nvcc"), "--list-gpu-code"], capture_output=True, text=True, check=False
+    )
+    words = (word.removeprefix("sm_") for word in listed.stdout.split())
+    return Toolkit(version, frozenset(int(word) for word in words if word.isdigit()))
+
+
+def build_options(given: list[str]) -> list[str]:
+    """Return the options of scripts/build: those given, and a device unless they name one."""
+    if any(option == "--cpu" or option.startswith("--cuda-arch") for option in given):
+        return given
+    choice = choose(find_cards(), find_nvcc())
+    say(choice.line)
+    return [*given, *choice.options]
+
+
+def bring_cublas() -> None:
+    """Install the wheel of cuBLAS into .venv if the toolkit has none; .venv must exist.
+
+    Raises:
+        BuildError: there is no nvcc, or pip failed; its output has been printed.
+    """
+    toolkit, (major, _) = _cuda.find_toolkit()
+    if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(_site_packages(), major):
+        return
+    wheel = f"{_cuda.wheel_name(major)}=={major}.*"
+    say(f"{toolkit} has no cuBLAS: installing the wheel {wheel}")
+    _venv.run_step(f"installing {wheel}", _venv.pip(wheel))
+
+
+def _site_packages() -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return _venv.VENV / "lib" / version / "site-packages"

@@ -1,0 +1,297 @@
+"""Sequences that share a pool of KV rows: one may use all of it, and others wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.faults import faulty
+from helpers.sequence_machine import NAMES, SETTINGS, Machine
+from helpers.shared import prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError, ContextOverflow, NativeError, PoolFull, RequestError
+from moegraph.ggml.lib import ffi
+from moegraph.modelfile import open_model
+from moegraph.placement.footprint import needed_bytes
+from moegraph.resident.layout import PAGE
+from moegraph.runner.sweep_batch import SweepBatch
+
+Open = Callable[..., Engine]
+ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128}
+SHARED = {**ONE, "n_seq": 3, "n_kv": -1}
+
+
+def last_row(engine: Engine, ids: np.ndarray, seq: int = 0) -> np.ndarray:
+    """Return the logits after ids, computed as a prompt of an empty sequence."""
+    engine.reset(seq)
+    return engine.prefill(ids, seq).require_logits()[-1]
+
+
+def test_one_sequence_may_use_the_whole_pool(open_engine: Open) -> None:
+    engine, alone = open_engine(**SHARED), open_engine(**ONE)
+    ids, room = prompt(engine, 1024), engine.passes.room
+    assert (room.n_free_pages, room.rows(1), room.pages_for(1, 257)) == (4, 1024, 2)
+    np.testing.assert_array_equal(last_row(engine, ids, 1), last_row(alone, ids))
+    assert (room.n_free_pages, room.rows(0), room.rows(1)) == (0, 0, 0)
+    with pytest.raises(ContextOverflow, match="1025 positions, the context holds 1024") as caught:
+        engine.forward(ids[:1], seq=1)
+    assert not isinstance(caught.value, PoolFull)
+    engine.reset(1)
+    np.testing.assert_array_equal(last_row(engine, ids[:300], 2), last_row(alone, ids[:300]))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_what_finds_no_page_says_so_and_changes_nothing(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    engine = open_engine(**SHARED, **settings)
+    ids = prompt(engine, 600)
+    engine.prefill(ids, 0)
+    engine.forward(ids[:9], seq=1)
+    held = [engine.held(seq)[:] for seq in range(3)]
+    calls = (
+        lambda: engine.forward(ids[:1], seq=2),
+        lambda: engine.prefill(ids[:5], 2),
+        lambda: engine.prefill(ids[:300], 2),
+        lambda: engine.prefill(ids[:300], 1),
+        lambda: engine.passes.verify(ids[:2], 2),
+        lambda: engine.passes.begin_prompt(SweepBatch(ids[:200], 2)),
+        lambda: engine.forward(ids[:3].reshape(3, 1), seq=(0, 1, 2)),
+    )
+    for call in calls:
+        with pytest.raises(PoolFull, match="the KV cache is full: pages needed: [12], free: 0"):
+            call()
+        assert [engine.held(seq) for seq in range(3)] == held
+        engine.state.pool.check()
+    assert engine.passes.room.rows(1) == PAGE - 9
+    # those that have pages go on, and so does everybody once a page is free
+    for seq in (0, 1):
+        engine.forward(ids[:1], seq=seq)
+    engine.reset(1)
+    alone = open_engine(**ONE)
+    np.testing.assert_array_equal(last_row(engine, ids[:250], 2), last_row(alone, ids[:250]))
+
+
+def test_unequal_sequences_are_divided_among_passes(open_engine: Open) -> None:
+    engine, alone = open_engine(**{**SHARED, "n_seq": 5}), open_engine(**ONE)
+    ids, room = prompt(engine, 600), engine.passes.room
+    lengths = (500, 4, 5, 0, 0)
+    for seq, n in enumerate(lengths[:3]):
+        engine.prefill(ids[:n], seq)
+    assert room.groups([]) == []
+    assert room.groups([1, 2]) == [(1, 2)]
+    assert room.groups([2, 0, 1]) == [(0, 1), (2,)]
+    tokens = np.array([[7], [8], [9]], dtype=np.int32)
+    with pytest.raises(RequestError, match="a pass over 3 sequences reads up to 512 positions"):
+        engine.forward(tokens, seq=(0, 1, 2))
+    for group in room.groups([0, 1, 2]):
+        found = engine.forward(tokens[list(group)], seq=group).require_logits()
+        for row, seq in zip(found, group):
+            wanted = last_row(alone, np.append(ids[: lengths[seq]], tokens[seq]))
+            np.testing.assert_array_equal(row, wanted)
+    # with a whole context for each, every set of sequences is one pass
+    wide = open_engine(**{**ONE, "n_seq": 3})
+    wide.prefill(ids[:500], 0)
+    assert wide.passes.room.groups([0, 1, 2]) == [(0, 1, 2)]
+
+
+def test_a_pass_has_as_many_rows_as_there_is_memory_for(open_engine: Open) -> None:
+    engine = open_engine(**SHARED, n_draft=3)
+    ids = prompt(engine, 384)
+    assert engine.runner.max_rows == 128
+    with pytest.raises(RequestError, match="384 rows in a pass; allowed: 1 to 128 in all"):
+        engine.forward(ids.reshape(3, 128), seq=0)
+    engine.passes.verify(ids[:12].reshape(3, 4), 0)
+    assert len(engine.collect().argmax) == 12
+
+
+def test_the_pool_has_its_own_size(open_engine: Open) -> None:
+    with pytest.raises(ConfigError, match="n_kv is 1000: .* at least the context of one, 1024"):
+        open_engine(n_ctx=1024, n_seq=3, n_kv=1000)
+    sizes = {}
+    for n_kv, n_rows in ((0, 3072), (-1, 1024), (1500, 1536), (9999, 3072)):
+        engine = open_engine(n_ctx=1024, n_seq=3, n_kv=n_kv)
+        assert engine.state.shape.n_rows == engine.state.pool.n_pages * PAGE == n_rows
+        sizes[n_rows] = engine.state.kv_bytes
+        need = needed_bytes(engine.file, engine.config, 1024)
+        assert need.kv == engine.state.kv_bytes
+        assert engine.runner.compute_bytes <= need.compute
+    assert sizes[3072] > 2.9 * sizes[1024]
+
+
+def test_a_shared_pool_costs_hardly_more_than_one_sequence(model_path: Callable) -> None:
+    with open_model(model_path("legacy32")) as model:
+        one, shared, each = (
+            needed_bytes(model, EngineConfig(n_seq=n_seq, n_kv=n_kv, n_ubatch=512), 32768)
+            for n_seq, n_kv in ((1, 0), (16, -1), (16, 0))
+        )
+    assert shared.kv == one.kv and each.kv > 15 * one.kv
+    assert shared.compute < 2 * one.compute and each.compute > 10 * one.compute
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_a_swapped_sequence_goes_on_in_another_slot(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    engine, alone = open_engine(**SHARED, **settings), open_engine(**ONE)
+    ids, other = prompt(engine, 640), prompt(engine, 900, seed=1)
+    engine.prefill(ids[:300], 0)
+    engine.forward(ids[300:305], seq=0)
+    with pytest.raises(PoolFull):
+        engine.prefill(other, 1)
+    swapped = engine.copies.swap_out(0)
+    assert swapped.ids == ids[:305].tolist() and engine.held(0) == []
+    copies = engine.copies
+    assert swapped.n_bytes == copies.states_bytes + 305 * copies.row_bytes
+    np.testing.assert_array_equal(last_row(engine, other, 1), last_row(alone, other))
+    with pytest.raises(PoolFull, match="pages needed: 2, free: 0"):
+        engine.copies.swap_in(2, swapped)
+    assert engine.held(1) == other.tolist() and engine.held(2) == []
+    engine.reset(1)
+    engine.forward(other[:3], seq=2)  # what the slot holds gives way
+    engine.copies.swap_in(2, swapped)
+    assert engine.held(2) == ids[:305].tolist() and swapped.n_bytes == 0
+    found = engine.prefill(ids[305:], 2).require_logits()[-1]
+    np.testing.assert_array_equal(found, last_row(alone, ids))
+    engine.state.pool.check()
+
+
+def test_an_empty_sequence_is_swapped_too(open_engine: Open) -> None:
+    engine = open_engine(**SHARED)
+    swapped = engine.copies.swap_out(0)
+    assert (swapped.ids, swapped.n_bytes) == ([], 0)
+    engine.forward(prompt(engine, 5), seq=1)
+    engine.copies.swap_in(1, swapped)
+    assert engine.held(1) == []
+
+
+def test_what_is_under_way_is_not_swapped(open_engine: Open) -> None:
+    engine = open_engine(**SHARED)
+    ids = prompt(engine, 200)
+    sweep = engine.passes.begin_prompt(SweepBatch(ids, 0))
+    engine.passes.step_prompt(sweep)
+    engine.forward(ids[:4], seq=1)
+    swapped = engine.copies.swap_out(1)  # another one may go while a prompt waits
+    with pytest.raises(RequestError, match="the prompt of sequence 0 is under way"):
+        engine.copies.swap_out(0)
+    with pytest.raises(RequestError, match="the prompt of sequence 0 is under way"):
+        engine.copies.swap_in(0, swapped)
+    engine.copies.swap_in(2, swapped)
+    while engine.passes.step_prompt(sweep):
+        pass
+    alone = open_engine(**ONE)
+    assert engine.held(2) == ids[:4].tolist()
+    np.testing.assert_array_equal(sweep.output.require_logits()[-1], last_row(alone, ids))
+    engine.submit(ids[:1], 2, False, False, None)
+    for call in (engine.copies.swap_out, lambda seq: engine.copies.swap_in(seq, swapped)):
+        with pytest.raises(RequestError, match="a pass is in flight"):
+            call(1)
+    engine.collect()
+
+
+def test_a_sequence_without_host_memory_stays(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, alone = open_engine(**SHARED), open_engine(**ONE)
+    ids = prompt(engine, 100)
+    engine.prefill(ids[:90], 0)
+    with faulty("ggml_backend_buft_alloc_buffer", 1, ffi.NULL), pytest.raises(NativeError):
+        engine.copies.swap_out(0)
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.state.copies, "take_rows", full)
+        with pytest.raises(NativeError, match="no host memory for .* of sequence 0"):
+            engine.copies.swap_out(0)
+    assert engine.held(0) == ids[:90].tolist()
+    found = engine.prefill(ids[90:], 0).require_logits()[-1]
+    np.testing.assert_array_equal(found, last_row(alone, ids))
+
+
+class PoolMachine(Machine):
+    """Sequences that do not all fit, and some that wait in host memory."""
+
+    def __init__(self, engine: Engine, alone: Engine, seed: int) -> None:
+        super().__init__(engine, alone, seed)
+        self.away: list[tuple[Any, list[int]]] = []
+        self.n_full = 0
+
+    def some_slots(self) -> list[int]:
+        """Return sequences that can take a few rows, and that one pass can compute."""
+        room, free, found = self.engine.passes.room, self.engine.passes.room.n_free_pages, []
+        for slot in super().some_slots():
+            n = room.pages_for(slot, 8)
+            if n <= free and len(room.groups([*found, slot], 8)) == 1:
+                free -= n
+                found.append(slot)
+        while not found:
+            slot = int(self.rng.integers(0, self.n_seq))
+            self.engine.reset(slot)
+            self.empty(slot)
+            found = [slot] if room.pages_for(slot, 8) <= room.n_free_pages else []
+        return found
+
+    def overflow(self) -> None:
+        slot, room = int(self.rng.integers(0, self.n_seq)), self.engine.passes.room
+        n = room.rows(slot) + 1
+        if len(self.held[slot]) + n > 512:
+            return
+        ids = self.rng.integers(0, 1000, n)
+        with pytest.raises(PoolFull):
+            self.engine.prefill(ids, slot)
+        self.n_full += 1
+
+    def swap_out(self) -> None:
+        slot = int(self.rng.integers(0, self.n_seq))
+        swapped = self.attempt(lambda: self.engine.copies.swap_out(slot))
+        if swapped is not None:
+            self.away.append((swapped, list(self.held[slot])))
+            self.empty(slot)
+
+    def swap_in(self) -> None:
+        if not self.away:
+            return
+        at, slot = int(self.rng.integers(0, len(self.away))), int(self.rng.integers(0, self.n_seq))
+        swapped, tokens = self.away[at]
+        room = self.engine.passes.room
+        if room.pages_for(slot, len(tokens) - len(self.held[slot])) > room.n_free_pages:
+            with pytest.raises(PoolFull):
+                self.engine.copies.swap_in(slot, swapped)
+            self.n_full += 1
+            return
+        self.engine.copies.swap_in(slot, swapped)
+        del self.away[at]
+        self.empty(slot)
+        self.held[slot] += tokens
+
+    def run(self, n_turns: int) -> None:
+        """Take random steps, among them those of the pool."""
+        for _ in range(n_turns):
+            super().run(2)
+            (self.overflow, self.swap_out, self.swap_in)[self.rng.integers(0, 3)]()
+            if len(self.away) > 3:
+                self.away.pop(0)[0].close()
+            self.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_sequences_that_do_not_all_fit_hold_what_they_say(
+    open_engine: Open, settings: dict[str, Any], seed: int
+) -> None:
+    chosen = {"cpu_reference": True, "n_ctx": 512, "deterministic": True}
+    engine = open_engine(n_seq=5, n_kv=768, **chosen, **settings)
+    machine = PoolMachine(engine, open_engine(**chosen), seed)
+    machine.run(50)
+    assert machine.n_full > 3
+    for swapped, _ in machine.away:
+        swapped.close()
+    for slot in range(5):
+        engine.reset(slot)
+    assert engine.passes.room.n_free_pages == 3

@@ -1,0 +1,315 @@
+"""A service: many requests share one engine, and each is answered as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.clients import Client, alone, serving
+from helpers.faults import FAULTS, faulty
+from helpers.shared import prompt
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.engine.requests import Request
+from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
+from moegraph.ggml.lib import C, ffi
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+SLOTS = {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "deterministic": True}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "stream": {**SLOTS, "miss": "stream"},
+    "fetch": {**SLOTS, "miss": "stream", "host_pin": "all"},
+}
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3),
+    SamplingParams(seed=5, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.7),
+    SamplingParams(temperature=0.0, repeat_penalty=1.3),
+)
+LENGTHS = (1, 5, 40, 130, 33, 200, 12, 75)
+
+
+@pytest.fixture
+def shipped_engine() -> Iterator[Engine]:
+    """Load the shipped model, which has a vocabulary, in reference mode."""
+    config = EngineConfig(device="cpu", n_threads=1, n_ctx=512, n_seq=3, cpu_reference=True)
+    with Engine.load("tiny", config) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("n_seq", [1, 3])
+def test_in_reference_mode_each_answer_is_that_of_the_request_alone(
+    open_engine: Open, settings: dict[str, Any], n_seq: int
+) -> None:
+    engine = open_engine(n_seq=n_seq, cpu_reference=True, **settings)
+    with serving(engine) as service:
+        clients = [
+            Client(service, prompt(engine, n, seed=i), max_tokens=20 + 30 * (i % 3),
+                   sampling=SAMPLINGS[i % len(SAMPLINGS)])
+            for i, n in enumerate(LENGTHS)
+        ]  # fmt: skip
+        for client in clients:
+            client.wait()
+        service.drain()
+        counts = service.status().counts
+    assert counts.requests == {"length": len(LENGTHS)}
+    assert counts.prompt_tokens == sum(LENGTHS)
+    assert n_seq == 1 or counts.pass_rows > 1.3 * counts.passes
+    single = open_engine(cpu_reference=True)
+    for client in clients:
+        assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
+        assert client.last.usage.n_generated == len(client.tokens) == client.request.max_tokens
+
+
+def test_stops_end_tokens_and_texts_are_those_of_the_request_alone(shipped_engine: Engine) -> None:
+    engine = shipped_engine
+    encode = engine.tokenizer.encode
+    requests = [
+        {"prompt": encode("def fibonacci(n):"), "max_tokens": 60, "stop": ("return",)},
+        {"prompt": encode("import os\n"), "max_tokens": 40},
+        {"prompt": encode("class Point:"), "max_tokens": 50, "stop": ("self", "(")},
+        {"prompt": encode("x = 1"), "max_tokens": 0},
+    ]
+    with serving(engine) as service:
+        clients = [Client(service, **one, text=True, ignore_eos=False) for one in requests]
+        for client in clients:
+            client.wait()
+    for client in clients:
+        expected = alone(engine, client.request)
+        assert (client.tokens, client.text, client.reason) == expected
+    stops = [client.last.stop for client in clients]
+    assert stops[0] == "return" and stops[2] in ("self", "(") and stops[1] is stops[3] is None
+    assert clients[3].tokens == [] and clients[3].last.usage.n_read == 4
+
+
+def test_wrong_requests_are_refused_at_once(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2, n_ctx=64)
+    with serving(engine) as service:
+        for more, error in (
+            ({"prompt": []}, RequestError),
+            ({"prompt": [1, 5000]}, RequestError),
+            ({"prompt": range(65)}, ContextOverflow),
+            ({"prompt": [1], "sampling": SamplingParams(top_p=7)}, RequestError),
+            ({"prompt": [1], "n_logprobs": -1}, RequestError),
+            ({"prompt": [1], "max_tokens": -1}, RequestError),
+        ):
+            with pytest.raises(error):
+                Client(service, **more)
+        assert service.is_ready and service.status().n_running == 0
+        assert Client(service, [1, 2], max_tokens=2).wait().reason == "length"
+        with pytest.raises(RequestError, match="another thread"):
+            engine.forward([1])
+    with pytest.raises(ServiceClosed):
+        service.submit(Request([1], SamplingParams()), lambda step: None)
+    engine.reset()
+    engine.forward([1])  # the engine belongs to this thread again
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(open_engine: Open) -> None:
+    engine = open_engine(n_seq=1)
+    with serving(engine, n_waiting=2) as service:
+        running = Client(service, [1, 2], max_tokens=400)
+        while not running.steps:
+            time.sleep(0.001)
+        waiting = [Client(service, [3], max_tokens=1) for _ in range(2)]
+        with pytest.raises(QueueFull) as caught:
+            Client(service, [4], max_tokens=1)
+        assert caught.value.retry_after_s >= 1.0
+        running.ticket.cancel()
+        for client in waiting:
+            assert client.wait().reason == "length"
+        Client(service, [4], max_tokens=1).wait()
+        assert service.status().counts.refused == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
+def test_a_cancellation_or_deadline_touches_no_other(open_engine: Open, when: str) -> None:
+    engine = open_engine(n_seq=2, cpu_reference=True, n_ctx=2048)
+    ids, long = prompt(engine, 20), prompt(engine, 1900, seed=1)
+    with serving(engine) as service:
+        others = [Client(service, ids, max_tokens=150)]
+        if when == "waiting":
+            others.append(Client(service, ids[:10], max_tokens=150))
+        target = ids[:5] if when == "decoding" else long
+        for how in ("cancelled", "deadline"):
+            deadline_s = 0.05 if how == "deadline" else None
+            client = Client(service, target, max_tokens=1500, deadline_s=deadline_s)
+            if how == "cancelled":
+                time.sleep(0.05)
+                client.ticket.cancel()
+                client.ticket.cancel()
+            assert client.wait().reason == how, client.last
+            assert bool(client.tokens) == (when == "decoding")
+            client.ticket.cancel()
+        for other in others:
+            other.wait()
+        again = Client(service, long, max_tokens=3).wait()
+    single = open_engine(cpu_reference=True, n_ctx=2048)
+    for client in (*others, again):
+        assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
+
+
+def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
+    """Rows that are read whole are right too: nothing else is computed before they are."""
+    engine = open_engine(n_seq=3, cpu_reference=True)
+    poisoned = threading.Event()
+
+    def poison(step: Any) -> None:
+        if len(clients[1].tokens) == 5 and not poisoned.is_set():
+            poisoned.set()
+            slot = next(s.id for s in service._answers.slots() if s.name == "bad")
+            tensor = next(iter(engine.state.ssm.values()))
+            value = np.array([np.nan], np.float32)
+            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
+
+    clients: list[Client] = []
+    with serving(engine) as service:
+        for i, name in enumerate(("a", "bad", "c")):
+            sampling = SAMPLINGS[(0, 2)[i % 2]]
+            more = {"on_step": poison} if name == "bad" else {}
+            clients.append(
+                Client(service, prompt(engine, 40 + i, seed=i), max_tokens=60, name=name,
+                       sampling=sampling, **more)
+            )  # fmt: skip
+        for client in clients:
+            client.wait()
+        assert clients[1].reason == "error" and "not finite" in str(clients[1].last.error)
+        assert service.failure is None
+        again = Client(service, clients[1].request.prompt, max_tokens=3).wait()
+    single = open_engine(cpu_reference=True)
+    for client in (clients[0], clients[2], again):
+        assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
+
+
+REQUEST_FAULTS = ("mg_launch", "mg_wait_ids", "mg_upload_launch", "mg_graph_alloc")
+
+
+@pytest.mark.parametrize("name", REQUEST_FAULTS)
+def test_a_failed_call_ends_requests_with_an_error_and_the_next_are_right(
+    open_engine: Open, name: str
+) -> None:
+    engine = open_engine(n_seq=3, cpu_reference=True, **MODES["stream"])
+    single = open_engine(cpu_reference=True)
+    ids = [prompt(engine, n, seed=n) for n in (45, 10, 70, 20)]
+    expected = [alone(single, Request(one, SAMPLINGS[0], 8, text=False, ignore_eos=True))[0]
+                for one in ids]  # fmt: skip
+    n_failed = 0
+    with serving(engine) as service:
+        for at in (1, 2, 3, 5, 9, 17, 33, 65, 129, 257):
+            with faulty(name, at, FAULTS[name][0]):
+                clients = [Client(service, one, max_tokens=8) for one in ids]
+                for client in clients:
+                    client.wait()
+            for client, tokens in zip(clients, expected):
+                if client.reason == "error":
+                    n_failed += 1
+                    assert isinstance(client.last.error, FAULTS[name][1])
+                    assert client.tokens == tokens[: len(client.tokens)]
+                else:
+                    assert (client.reason, client.tokens) == ("length", tokens)
+            assert service.failure is None
+    assert n_failed
+
+
+def test_a_device_that_fails_again_and_again_ends_the_service(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+    with serving(engine) as service:
+        running = Client(service, [1, 2], max_tokens=100)
+        while not running.steps:
+            time.sleep(0.001)
+        with faulty("mg_launch", 1, FAULTS["mg_launch"][0]) as library:
+            library._at = _Always()
+            clients = [running, *(Client(service, [n], max_tokens=100) for n in range(8))]
+            for client in clients:
+                assert client.wait().reason == "error"
+        assert service.failure and not service.is_ready
+        with pytest.raises(ServiceClosed, match="failed"):
+            Client(service, [1])
+        assert service.status().failure == service.failure
+
+
+class _Always(int):
+    """The number of every call."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+def test_closing_ends_every_request_once(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2, n_ctx=2048)
+    with serving(engine) as service:
+        clients = [Client(service, prompt(engine, n), max_tokens=500) for n in (9, 1500, 8, 7)]
+        while not clients[0].steps:
+            time.sleep(0.001)
+    for client in clients:
+        assert client.wait(0).reason == "error"
+        assert isinstance(client.last.error, ServiceClosed)
+    assert engine.forward(prompt(engine, 10)).logits is not None
+
+
+def test_draining_finishes_what_was_accepted(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+    with serving(engine) as service:
+        clients = [Client(service, prompt(engine, n), max_tokens=30) for n in (9, 150, 8, 7)]
+        assert not service.drain(0.0)
+        with pytest.raises(ServiceClosed):
+            Client(service, [1])
+        assert service.drain() and all(client.is_done for client in clients)
+        assert not service.is_ready and service.failure is None
+
+
+def test_a_caller_that_raises_ends_its_own_request(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2)
+
+    def fail(step: Any) -> None:
+        raise ValueError("no")
+
+    with serving(engine) as service:
+        good = Client(service, [1, 2], max_tokens=50)
+        bad = Client(service, [3], max_tokens=1000, on_step=fail)
+        assert bad.wait().reason == "cancelled"
+        assert good.wait().reason == "length"
+
+
+def test_work_that_does_not_end_is_a_failure_until_it_does(open_engine: Open) -> None:
+    engine, go_on = open_engine(n_seq=1), threading.Event()
+    with serving(engine, stuck_s=0.05) as service:
+        client = Client(service, [1], max_tokens=3, on_step=lambda step: go_on.wait())
+        time.sleep(0.3)
+        assert service.failure and "busy" in service.failure and not service.is_ready
+        go_on.set()
+        client.wait()
+        service.drain()
+        assert service.failure is None
+
+
+def test_a_long_prompt_beside_decoding_requests(open_engine: Open) -> None:
+    engine = open_engine(n_seq=3, n_ctx=2048, n_ubatch=32)
+    with serving(engine) as service:
+        first = [Client(service, [n], max_tokens=1500) for n in range(2)]
+        while not all(len(client.steps) > 10 for client in first):
+            time.sleep(0.001)
+        n_before = len(first[0].tokens)
+        long = Client(service, prompt(engine, 1500), max_tokens=2)
+        while not long.tokens and not first[0].is_done:
+            time.sleep(0.001)
+        n_beside = len(first[0].tokens) - n_before
+        for client in (*first, long):
+            client.ticket.cancel()
+            client.wait()
+    assert n_beside > 20
+    progress = [step.usage.n_read for step in long.steps if not step.tokens]
+    assert progress == sorted(progress)

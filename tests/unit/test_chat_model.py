@@ -1,0 +1,275 @@
+"""Messages made requests: what clients send, templates, and what stands in for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from helpers.fake_engine import ByteTokenizer
+
+from moegraph.engine.chat import ChatModel, ChatRequest, TextRequest, thinking_variables
+from moegraph.errors import ConfigError, RequestError
+from moegraph.text.chat import ChatTemplate
+from moegraph.text.chat.parts import ContentPart
+from moegraph.text.tokenizer import Tokenizer
+
+# As Qwen's: tools first, reasoning of earlier questions dropped, calls in XML, results as a user's.
+QWEN = """\
+{%- if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% if messages[0].role == 'system' %}
+{{ messages[0].content }}{% endif %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}
+{%- if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{%- elif m.role == 'user' %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>assistant
+{% if loop.index0 > ns.last and m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{%- if not loop.first or m.content %}{{ '\\n' if not loop.first else '\\n\\n' }}{% endif %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for k, v in call.function.arguments | items %}
+{{- '<parameter=' + k + '>\\n' }}{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}
+{%- endfor %}{{ '</function>\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is false %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}{% endif %}"""
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"properties": {"n": {"type": "integer"}}}},
+}
+USER = {"role": "user", "content": "Hi"}
+
+
+def model(source: str = QWEN) -> ChatModel:
+    return ChatModel(cast(Tokenizer, ByteTokenizer()), ChatTemplate(source))
+
+
+def prompt(messages: list[dict[str, Any]], source: str = QWEN, **fields: Any) -> str:
+    with model(source) as chat:
+        return chat.prepare(ChatRequest(messages=messages, **fields)).prompt
+
+
+class TestPrompt:
+    def test_ids_are_those_of_the_prompt_and_settings_are_kept(self) -> None:
+        with model() as chat:
+            found = chat.prepare(
+                ChatRequest(messages=[USER], max_tokens=5, stop=("x",), name="r1", n_logprobs=2)
+            )
+        assert bytes(found.request.prompt).decode() == found.prompt
+        assert found.request.max_tokens == 5 and found.request.stop == ("x",)
+        assert found.request.name == "r1" and found.request.n_logprobs == 2
+
+    def test_the_parser_knows_whether_the_prompt_opens_reasoning(self) -> None:
+        with model() as chat:
+            asked = ChatRequest(messages=[USER])
+            assert chat.prepare(asked).parser.is_reasoning
+            asked = ChatRequest(messages=[USER], variables=thinking_variables("none"))
+            assert not chat.prepare(asked).parser.is_reasoning
+
+    def test_the_effort_of_reasoning(self) -> None:
+        assert thinking_variables(None) == {}
+        assert thinking_variables("low") == {"enable_thinking": True, "reasoning_effort": "low"}
+
+    def test_variables_cannot_replace_the_messages(self) -> None:
+        assert "Hi" in prompt([USER], variables={"messages": [], "add_generation_prompt": False})
+
+    def test_a_conversation_with_tools(self) -> None:
+        text = prompt(
+            [
+                {"role": "developer", "content": "Be brief."},
+                USER,
+                {
+                    "role": "assistant", "content": None, "reasoning_content": "I look.",
+                    "tool_calls": [
+                        {"id": "1", "function": {"name": "look", "arguments": '{"n": 1}'}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "42"}]},
+            ],
+            tools=[TOOL],
+        )  # fmt: skip
+        assert text.endswith(
+            "Be brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+            "I look.\n</think>\n\n<tool_call>\n<function=look>\n<parameter=n>\n1\n</parameter>\n"
+            "</function>\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n42\n"
+            "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+        )
+        assert '"name": "look"' in text
+
+    def test_tools_that_must_not_be_called_are_shown_and_calls_are_text(self) -> None:
+        with model() as chat:
+            found = chat.prepare(ChatRequest(messages=[USER], tools=[TOOL], tool_choice="none"))
+        assert "look" in found.prompt
+        found.parser.push("</think><tool_call>\n<function=look>\n</function>\n</tool_call>")
+        assert found.parser.n_calls == 0
+
+    @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
+    def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
+        turn = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "look", "arguments": broken}}],
+        }
+        assert broken in prompt([USER, turn, {"role": "tool", "content": "no"}])
+
+
+class TestSystem:
+    def test_messages_at_the_beginning_become_one(self) -> None:
+        two = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, USER]
+        assert prompt(two).startswith("<|im_start|>system\nA\n\nB<|im_end|>")
+
+    def test_a_later_one_is_the_users_if_the_template_refuses_it(self) -> None:
+        late = [USER, {"role": "system", "content": "Now"}]
+        told = "<|im_start|>user\n<system-reminder>\nNow\n</system-reminder><|im_end|>"
+        assert told in prompt(late)
+        free = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        assert prompt(late, free) == "user:Hi;system:Now;"
+
+    @pytest.mark.parametrize("rest", ["You are", "\nYou are", "\n\nYou are"])
+    def test_a_line_that_differs_in_every_request_is_left_out(self, rest: str) -> None:
+        line = "x-anthropic-billing-header: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch=6f5a1;"
+        assert "system\nYou are<" in prompt([{"role": "system", "content": line + rest}, USER])
+        alone = [{"role": "system", "content": line}, {"role": "system", "content": "You"}, USER]
+        assert prompt(alone).startswith("<|im_start|>system\nYou<")
+        assert prompt([{"role": "system", "content": line}, USER]) == prompt([USER])
+
+
+class TestBegun:
+    """The last message is the beginning of the answer."""
+
+    def test_the_prompt_ends_in_it_and_reasoning_is_closed(self) -> None:
+        with model() as chat:
+            begun = {"role": "assistant", "content": "It is"}
+            found = chat.prepare(ChatRequest(messages=[USER, begun]))
+        assert found.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nIt is")
+        assert not found.parser.is_reasoning
+
+    def test_without_reasoning(self) -> None:
+        messages = [USER, {"role": "assistant", "content": "It is"}]
+        text = prompt(messages, variables={"enable_thinking": False})
+        assert text.endswith("assistant\n<think>\n\n</think>\n\nIt is")
+
+    def test_begun_reasoning_goes_on(self) -> None:
+        begun = {"role": "assistant", "content": "", "reasoning_content": "Well,"}
+        assert prompt([USER, begun]).endswith("<think>\nWell,")
+
+
+class TestWithoutTools:
+    """A template that knows no tools."""
+
+    SOURCE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+
+    def test_they_are_told_in_the_system_message(self) -> None:
+        text = prompt([{"role": "system", "content": "S"}, USER], self.SOURCE, tools=[TOOL])
+        assert text.startswith("[system]S\n\nYou can call these functions")
+        assert '{"name": "look"' in text and text.endswith("[user]Hi\n")
+
+    def test_calls_and_results_are_text(self) -> None:
+        calls = [{"function": {"name": "look", "arguments": {"n": 1, "s": "a"}}}]
+        turn = {"role": "assistant", "content": "Hm.", "tool_calls": calls}
+        results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+        assert prompt([USER, turn, *results], self.SOURCE) == (
+            "[user]Hi\n[assistant]Hm.\n\n<tool_call>\n<function=look>\n<parameter=n>\n1\n"
+            "</parameter>\n<parameter=s>\na\n</parameter>\n</function>\n</tool_call>\n[user]"
+            "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\n"
+        )
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("messages", "says"),
+        [
+            ([], "messages: there is none"),
+            ([{"role": "robot", "content": ""}], r"messages\[0\].role: 'robot'"),
+            ([{"role": "user", "content": 5}], r"messages\[0\].content: neither"),
+            ([{"role": "user", "content": [5]}], r"content\[0\]: not a part"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'; this model"),
+            ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text: not text"),
+            ([USER, {"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\].function"),
+            ([USER, {"role": "assistant", "tool_calls": "x"}], r"tool_calls: not a list"),
+        ],
+    )
+    def test_messages(self, messages: list[dict[str, Any]], says: str) -> None:
+        with pytest.raises(RequestError, match=says):
+            prompt(messages)
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"tools": [{}]}, r"tools\[0\].function.name"),
+            ({"tool_choice": "required"}, "there are no tools"),
+            ({"tool_choice": "look"}, "'look' is none of the tools"),
+            ({"variables": {"x": object()}}, "not JSON serializable"),
+        ],
+    )
+    def test_other_fields(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(RequestError, match=says):
+            prompt([USER], **fields)
+
+    def test_a_template_that_fails_goes_on_with_the_next_request(self) -> None:
+        source = "{{ 1 / (messages[0].content | length) }}"
+        with model(source) as chat:
+            with pytest.raises(RequestError, match="the chat template fails"):
+                chat.render([{"role": "user", "content": ""}])
+            assert chat.render([{"role": "user", "content": "1"}]) == "1.0"
+
+
+class TestText:
+    def test_a_raw_prompt_and_ids(self) -> None:
+        with model() as chat:
+            found = chat.prepare_text(TextRequest("ab", max_tokens=3))
+            assert list(found.request.prompt) == [97, 98] and found.request.max_tokens == 3
+            assert chat.prepare_text(TextRequest([97, 98])).prompt == "ab"
+            text = "<think>a</think><tool_call>"
+            assert found.parser.push(text) == [ContentPart(text)]
+
+
+class TestOf:
+    def engine(self, **kv: str) -> Any:
+        file = SimpleNamespace(path=Path("model.gguf"), kv=kv)
+        return SimpleNamespace(tokenizer=ByteTokenizer(), file=file)
+
+    def test_the_models_own_template(self) -> None:
+        with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:
+            assert chat.render([USER]) == "\x01x" and chat.warnings == []
+            # a BOS in the prompt is the only one
+            assert chat.encode("\x01x") == [1, 120]
+
+    def test_a_file_replaces_it(self, tmp_path: Path) -> None:
+        (tmp_path / "t").write_text("mine")
+        with ChatModel.of(self.engine(), tmp_path / "t") as chat:
+            assert chat.render([USER]) == "mine"
+        with pytest.raises(ConfigError):
+            ChatModel.of(self.engine(), tmp_path / "none")
+
+    def test_a_model_without_one_gets_chatml_and_a_warning(self) -> None:
+        with ChatModel.of(self.engine()) as chat:
+            assert chat.render([USER]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+            assert len(chat.warnings) == 1 and "no chat template" in chat.warnings[0]

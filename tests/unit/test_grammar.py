@@ -1,0 +1,212 @@
+"""Grammars as masks of tokens: what they allow, when they begin, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.tag_tokenizer import TagTokenizer
+
+from moegraph.errors import ConfigError, RequestError
+from moegraph.text.constraint import GrammarConstraint
+from moegraph.text.grammar import MAX_GBNF_CHARS, Grammars
+
+VOCABULARY = TagTokenizer()
+GRAMMARS = Grammars(VOCABULARY)
+END = VOCABULARY.eos
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+def begin(kind: str, source: Any = None, **options: Any) -> GrammarConstraint:
+    return GrammarConstraint(GRAMMARS.compile(kind, source), **options)
+
+
+def take(constraint: GrammarConstraint, text: str) -> None:
+    """Take the tokens of a text, each of which must be allowed."""
+    for token in VOCABULARY.encode(text):
+        mask = constraint.allowed()
+        assert mask is None or mask[token], (text, VOCABULARY.piece(token))
+        constraint.accept(token)
+
+
+def may_follow(constraint: GrammarConstraint) -> set[str]:
+    mask = constraint.allowed()
+    assert mask is not None and mask.shape == (VOCABULARY.n_vocab,) and mask.dtype == np.bool_
+    return {VOCABULARY.piece(int(i)).decode(errors="replace") for i in np.flatnonzero(mask)}
+
+
+def drawn(constraint: GrammarConstraint, seed: int, limit: int = 400) -> str:
+    """Return a text of tokens drawn at random from those that are allowed."""
+    generator, found = random.Random(seed), list[int]()
+    for _ in range(limit):
+        mask = constraint.allowed()
+        assert mask is not None
+        ids = [int(i) for i in np.flatnonzero(mask)]
+        # what ends strings and objects is likelier, so that the text comes to its end
+        ends = [i for i in ids if VOCABULARY.piece(i) in (b'"', b"}", b"]")]
+        token = END if END in ids else generator.choice(ends if ends and found[10:] else ids)
+        if token == END:
+            return VOCABULARY.decode(found)
+        constraint.accept(token)
+        found.append(token)
+    raise AssertionError(f"no end: {VOCABULARY.decode(found)!r}")
+
+
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("kind", "source", "text"),
+        [
+            ("json_object", None, '{"a": [1, true, null], "b": {}}'),
+            ("json_schema", SCHEMA, '{"name": "x", "n": -5}'),
+            ("json_schema", json.dumps(SCHEMA), '{\n  "name": "x",\n  "n": 7\n}'),
+            ("gbnf", 'root ::= ("yes" | "no") [0-9]+ "\\n"', "yes42\n"),
+            ("lark", 'start: "a" B+\nB: /[bc]/', "abcb"),
+            ("regex", r"\d{3}-\d{2}", "123-45"),
+        ],
+    )
+    def test_it_allows_what_it_describes_and_then_the_end(
+        self, kind: str, source: Any, text: str
+    ) -> None:
+        constraint = begin(kind, source)
+        take(constraint, text)
+        assert "<|im_end|>" in may_follow(constraint)
+        constraint.accept(END)
+
+    def test_it_allows_nothing_else(self) -> None:
+        constraint = begin("json_schema", SCHEMA)
+        assert may_follow(constraint) == {"{", '{"', "{\n"}
+        take(constraint, '{"name": "12345678')
+        assert may_follow(constraint) == {'"'}
+        constraint = begin("regex", "ab")
+        take(constraint, "ab")
+        assert may_follow(constraint) == {"<|im_end|>"}
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_what_is_drawn_is_json_of_the_schema(self, seed: int) -> None:
+        found = json.loads(drawn(begin("json_schema", SCHEMA), seed))
+        assert set(found) == {"name", "n"} and isinstance(found["n"], int)
+
+    def test_blanks_between_json_tokens_have_an_end(self) -> None:
+        constraint = begin("json_object")
+        take(constraint, "{\n" + " " * 20)
+        assert may_follow(constraint) == {'"', '": ', "}"}
+
+
+class TestState:
+    def test_rolling_back_restores_what_is_allowed(self) -> None:
+        constraint = begin("json_schema", SCHEMA)
+        text = '{"name": "x", "n": 12}'
+        masks = []
+        for token in VOCABULARY.encode(text):
+            masks.append(may_follow(constraint))
+            constraint.accept(token)
+        constraint.accept(END)
+        constraint.roll_back(1)
+        for mask in reversed(masks):
+            constraint.roll_back(1)
+            assert may_follow(constraint) == mask
+        take(constraint, text)
+
+    def test_how_much_of_a_draft_may_follow(self) -> None:
+        constraint = begin("json_schema", SCHEMA)
+        take(constraint, "{")
+        before = may_follow(constraint)
+        for text, n in (('"name"', 6), ('"nam"x', 4), ("x", 0), ("", 0)):
+            assert constraint.n_accepted(VOCABULARY.encode(text)) == n
+            assert may_follow(constraint) == before
+        take(constraint, '"name": "x", "n": 1')
+        assert constraint.n_accepted([*b"2}", END, END]) == 3
+
+    def test_two_answers_of_one_grammar_are_apart(self) -> None:
+        one, other = begin("regex", "ab|cd"), begin("regex", "ab|cd")
+        take(one, "a")
+        assert may_follow(one) == {"b"} and may_follow(other) == {"a", "c"}
+
+    def test_a_token_that_is_not_allowed_is_an_error(self) -> None:
+        with pytest.raises(RequestError, match="the grammar fails"):
+            begin("regex", "ab").accept(ord("x"))
+
+
+class TestAfterReasoning:
+    def test_it_begins_behind_the_end_of_reasoning(self) -> None:
+        constraint = begin("regex", "ab", after="</think>")
+        take(constraint, "any <thing> {")
+        assert constraint.allowed() is None
+        take(constraint, "</think>")
+        assert may_follow(constraint) == {"a", "\n", "\n\n"}
+        take(constraint, "\n")
+        assert may_follow(constraint) == {"a", "\n"}
+        take(constraint, "\nab")
+        assert may_follow(constraint) == {"<|im_end|>"}
+
+    def test_an_end_of_several_tokens(self) -> None:
+        constraint = begin("regex", "ab", after="</think>")
+        for token in b"so</thi":
+            constraint.accept(token)
+        assert constraint.n_accepted([*b"nk>ax"]) == 4
+        for token in b"nk>":
+            assert constraint.allowed() is None
+            constraint.accept(token)
+        assert "a" in may_follow(constraint)
+
+    def test_rolling_back_into_reasoning(self) -> None:
+        constraint = begin("regex", "ab", after="</think>")
+        tokens = VOCABULARY.encode("hm</think>\n\nab")
+        for n in range(1, len(tokens) + 1):
+            for token in tokens[:n]:
+                constraint.accept(token)
+            constraint.roll_back(n)
+            assert constraint.allowed() is None
+        take(constraint, "hm</think>\nab")
+
+    def test_at_once_behind_a_tag(self) -> None:
+        constraint = begin("regex", "ab", after="<tool_call>", blank=False)
+        take(constraint, "text<tool_call>")
+        assert may_follow(constraint) == {"a"}
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("kind", "source", "says"),
+        [
+            ("xml", "", "the format 'xml' is not known"),
+            ("gbnf", "", "is empty"),
+            ("lark", None, "is empty"),
+            ("gbnf", "root ::= other", "not valid: .*other"),
+            ("gbnf", 'root ::= "' + "x" * MAX_GBNF_CHARS, "characters; at most"),
+            ("gbnf", "root ::= " + "(" * 5000, "not valid"),
+            ("lark", "start: ((", "not valid"),
+            ("lark", "start: " + "(" * 5000, "not valid"),
+            ("lark", "start: missing", "not valid: .*missing"),
+            ("regex", "(a", "not valid"),
+            ("json_schema", {"type": "thing"}, "not valid"),
+            ("json_schema", {"unevaluatedProperties": False}, "not valid: .*unevaluated"),
+            ("json_schema", '{"a"', "not valid"),
+            ("json_schema", {"x": {1, 2}}, "not JSON serializable"),
+            ("json_schema", False, "not valid|nothing"),
+        ],
+    )
+    def test_with_the_reason(self, kind: str, source: Any, says: str) -> None:
+        with pytest.raises(RequestError, match=says):
+            GRAMMARS.compile(kind, source)
+
+    def test_a_schema_that_is_too_deep(self) -> None:
+        schema: dict[str, Any] = {}
+        for _ in range(3000):
+            schema = {"items": schema}
+        with pytest.raises(RequestError, match="not valid"):
+            GRAMMARS.compile("json_schema", schema)
+
+    def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ConfigError, match="pip install llguidance"):
+            Grammars(VOCABULARY).warm()

@@ -1,0 +1,347 @@
+"""Models of a hub: which file a name means, downloads that break off, checksums, the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from helpers.fake_hub import COMMIT, FakeHub
+from huggingface_hub import constants, file_download
+
+from moegraph.errors import ConfigError, ModelFileError
+from moegraph.modelfile.hub import download, get_model
+from moegraph.modelfile.hubnames import HubName, choose_files, parse_hub_name, quant_of
+from moegraph.modelfile.resolve import resolve_target
+
+REPO = "some-one/Model-GGUF"
+DATA = bytes(range(256)) * 40_000  # 10 MB, more than one piece of a download
+FILE = "Model-Q4_K_M.gguf"
+
+
+@pytest.mark.parametrize(
+    "text, repo, pick",
+    [
+        ("a/b", "a/b", None),
+        ("hf:a/b:Q8_0", "a/b", "Q8_0"),
+        ("Some-One/x.y_z-1:UD-Q4_K_XL", "Some-One/x.y_z-1", "UD-Q4_K_XL"),
+        ("a/b:sub/x-Q4_0.gguf", "a/b", "sub/x-Q4_0.gguf"),
+    ],
+)
+def test_names(text: str, repo: str, pick: str | None) -> None:
+    assert parse_hub_name(text) == HubName(repo, pick)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "a/", "/b", "a/b/c", "a/b:", "a/b:x:y", "a/../b", "../b", "a/b:../../x.gguf", "a/b c",
+     "-a/b", "a--b/c", "hf:", "a/b\n"],
+)  # fmt: skip
+def test_names_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no model on a hub"):
+        parse_hub_name(text)
+
+
+@pytest.mark.parametrize(
+    "file, quant",
+    [
+        ("Model-Q4_K_M.gguf", "Q4_K_M"),
+        ("sub/Model-UD-Q4_K_XL-00001-of-00002.gguf", "UD-Q4_K_XL"),
+        ("model.iq2_xxs.gguf", "IQ2_XXS"),
+        ("model-bf16.gguf", "BF16"),
+        ("Model-MXFP4_MOE.gguf", "MXFP4_MOE"),
+        ("Qwen3.6-35B-A3B.gguf", None),
+        ("model-q4_k_m-chat.gguf", None),
+    ],
+)
+def test_quantization_in_a_files_name(file: str, quant: str | None) -> None:
+    assert quant_of(file) == quant
+
+
+FILES = [
+    "README.md", "mmproj-F16.gguf", "imatrix_unsloth.gguf", "M-Q8_0.gguf", "M-UD-Q4_K_M.gguf",
+    "M-UD-Q2_K_XL.gguf", "M-Q2_K_XL.gguf", "BF16/M-BF16-00001-of-00002.gguf",
+    "BF16/M-BF16-00002-of-00002.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "pick, wanted",
+    [
+        (None, ("M-UD-Q4_K_M.gguf",)),
+        ("q8_0", ("M-Q8_0.gguf",)),
+        ("Q2_K_XL", ("M-Q2_K_XL.gguf",)),
+        ("ud-q2_k_xl", ("M-UD-Q2_K_XL.gguf",)),
+        ("BF16", ("BF16/M-BF16-00001-of-00002.gguf", "BF16/M-BF16-00002-of-00002.gguf")),
+        ("mmproj-F16.gguf", ("mmproj-F16.gguf",)),
+    ],
+)
+def test_the_file_that_a_name_means(pick: str | None, wanted: tuple[str, ...]) -> None:
+    assert choose_files(FILES, HubName(REPO, pick)) == wanted
+
+
+@pytest.mark.parametrize(
+    "files, pick, message",
+    [
+        (FILES, "Q5_K_M", "quantization Q5_K_M; there are BF16, Q2_K_XL, Q8_0, UD-Q2_K_XL, UD-Q4"),
+        (FILES, "M-Q5_0.gguf", "no file M-Q5_0.gguf; there are BF16/M-BF16-00001-of-00002.gguf, M"),
+        (["a-Q8_0.gguf", "b-Q6_K.gguf"], None, "Q4_K_M, the default; there are Q6_K, Q8_0"),
+        (["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], None, "several files fit: a-Q4_K_M.gguf, b-Q4_K_M"),
+        (["README.md", "mmproj-F16.gguf"], None, "no GGUF file of a model"),
+        (["m-Q8_0-00001-of-00003.gguf", "m-Q8_0-00003-of-00003.gguf"], "Q8_0",
+         "parts of a split file are missing: m-Q8_0-00002-of-00003.gguf"),
+    ],
+)  # fmt: skip
+def test_names_that_mean_no_file(files: list[str], pick: str | None, message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        choose_files(files, HubName(REPO, pick))
+
+
+def test_the_only_model_of_a_repository_needs_no_quantization() -> None:
+    assert choose_files(["x.gguf", "mmproj-F16.gguf"], HubName(REPO)) == ("x.gguf",)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Return a hub with one model; the library asks it, and has an empty cache."""
+    with FakeHub({REPO: {FILE: DATA, "README.md": b"text"}}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500_000)
+        monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+        monkeypatch.setenv("HF_TOKEN", "")
+        yield hub
+
+
+class Watch:
+    """Collects the lines and the progress of a download; may interrupt it."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.lines: list[str] = []
+        self.done: list[tuple[str, int, int]] = []
+        self.stop_at = stop_at
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.done.append((stage, done, total))
+        if stage == "download" and self.stop_at is not None and done >= self.stop_at:
+            raise KeyboardInterrupt
+
+
+def leftovers(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("*.moegraph-part"))
+
+
+def test_a_model_is_downloaded_once(hub: FakeHub, tmp_path: Path) -> None:
+    watch = Watch()
+    path = resolve_target(f"hf:{REPO}", watch, watch.lines.append)
+    assert path.read_bytes() == DATA and path.name == FILE and COMMIT in path.parts
+    assert "downloading Model-Q4_K_M.gguf of some-one/Model-GGUF (9.77 MiB) to" in watch.lines[0]
+    assert watch.done[0] == ("download", 0, len(DATA))
+    assert ("download", len(DATA), len(DATA)) in watch.done
+    assert watch.done[-1] == ("checksum", len(DATA), len(DATA))
+    assert leftovers(tmp_path) == []
+    # the library itself finds it where it would have put it
+    assert huggingface_hub.try_to_load_from_cache(REPO, FILE) == str(path)
+    hub.seen.clear()
+    assert get_model(HubName(REPO)) == path and hub.seen == []
+
+
+def test_a_download_that_is_cut_goes_on_where_it_stopped(hub: FakeHub) -> None:
+    hub.cuts = [1_000_000, 2_000_000]
+    assert get_model(HubName(REPO)).read_bytes() == DATA
+    assert hub.ranges == [None, "bytes=1000000-", "bytes=3000000-"]
+
+
+def test_a_download_that_was_interrupted_goes_on_next_time(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        get_model(HubName(REPO), Watch(stop_at=2_000_000))
+    (part,) = leftovers(tmp_path)
+    n_held = part.stat().st_size
+    assert n_held >= 1_500_000
+    hub.ranges.clear()
+    watch = Watch()
+    assert get_model(HubName(REPO), watch, watch.lines.append).read_bytes() == DATA
+    assert hub.ranges == [f"bytes={n_held}-"]
+    assert watch.done[0] == ("download", n_held, len(DATA))
+
+
+def test_what_was_held_is_checked_too(hub: FakeHub, tmp_path: Path) -> None:
+    """A damaged first part spoils the whole file: it is dropped, and the next try is whole."""
+    blobs = tmp_path / "cache" / "models--some-one--Model-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hub.etag(REPO, FILE)}.moegraph-part").write_bytes(b"x" * 5000)
+    watch = Watch()
+    with pytest.raises(ModelFileError, match="checksum of Model-Q4_K_M.gguf is wrong"):
+        get_model(HubName(REPO), watch, watch.lines.append)
+    assert "4.88 KiB of it are there" in watch.lines[0] and hub.ranges == ["bytes=5000-"]
+    assert leftovers(tmp_path) == []
+    assert get_model(HubName(REPO)).read_bytes() == DATA
+
+
+def test_a_part_longer_than_the_file_is_dropped(hub: FakeHub, tmp_path: Path) -> None:
+    blobs = tmp_path / "cache" / "models--some-one--Model-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hub.etag(REPO, FILE)}.moegraph-part").write_bytes(DATA + b"x")
+    assert get_model(HubName(REPO)).read_bytes() == DATA
+
+
+def test_a_wrong_checksum_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    hub.told[FILE] = "0" * 64
+    with pytest.raises(ModelFileError, match=r"wrong after the download; nothing of it was kept"):
+        get_model(HubName(REPO))
+    assert leftovers(tmp_path) == [] and not list(tmp_path.rglob("*.gguf"))
+
+
+def test_a_checksum_of_git(hub: FakeHub) -> None:
+    hub.told[FILE] = hashlib.sha1(b"blob %d\0" % len(DATA) + DATA).hexdigest()
+    assert get_model(HubName(REPO)).read_bytes() == DATA
+
+
+def test_parts_come_in_order(hub: FakeHub) -> None:
+    hub.files[REPO] = {f"m-Q8_0-0000{i}-of-00003.gguf": bytes([i]) * 1000 * i for i in (1, 2, 3)}
+    watch = Watch()
+    path = get_model(HubName(REPO, "Q8_0"), watch, watch.lines.append)
+    assert path.name == "m-Q8_0-00001-of-00003.gguf"
+    parts = sorted(path.parent.iterdir())
+    assert [p.read_bytes() for p in parts] == [bytes([i]) * 1000 * i for i in (1, 2, 3)]
+    downloaded = [done for stage, done, total in watch.done if stage == "download"]
+    assert downloaded == sorted(downloaded) and downloaded[-1] == 6000
+    assert "3 parts of m-Q8_0-00001-of-00003.gguf" in watch.lines[0]
+
+
+def test_only_download_asks_for_a_newer_file(hub: FakeHub) -> None:
+    old = get_model(HubName(REPO))
+    hub.files[REPO][FILE], hub.commit = b"new", "beef" + "0" * 36
+    assert get_model(HubName(REPO)) == old
+    new = download(HubName(REPO))
+    assert new.read_bytes() == b"new" and get_model(HubName(REPO)) == new
+    assert old.read_bytes() == DATA
+
+
+def test_download_mends_a_damaged_file(hub: FakeHub) -> None:
+    path = get_model(HubName(REPO))
+    path.resolve().write_bytes(DATA[:-1] + b"?")
+    watch = Watch()
+    assert download(HubName(REPO), watch, watch.lines.append, verify=True) == path
+    assert path.read_bytes() == DATA
+    assert watch.lines[0] == "Model-Q4_K_M.gguf in the cache is damaged; downloading it again"
+    hub.ranges.clear()
+    download(HubName(REPO), verify=True)
+    assert hub.ranges == []
+
+
+def test_two_processes_download_a_file_once(hub: FakeHub) -> None:
+    """Whoever comes second waits, and takes what the first has brought."""
+    began, lines = threading.Event(), list[str]()
+    may_go_on = threading.Event()
+
+    def slow(stage: str, done: int, _: int) -> None:
+        began.set()
+        assert may_go_on.wait(20)
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "waiting" in line:
+            may_go_on.set()
+
+    first = threading.Thread(target=get_model, args=(HubName(REPO), slow))
+    first.start()
+    assert began.wait(20)
+    path = get_model(HubName(REPO), say=say)
+    first.join()
+    assert path.read_bytes() == DATA and hub.ranges == [None]
+    assert lines[-1] == "another process is downloading this file; waiting for it"
+
+
+def test_without_the_network_the_cache_serves(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files[REPO] = {"m-Q8_0.gguf": b"eight"}
+    path = get_model(HubName(REPO))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    lines: list[str] = []
+    # Q8_0 is not the default: the hub might have a Q4_K_M by now, but cannot be asked.
+    assert get_model(HubName(REPO), say=lines.append) == path
+    assert "HF_HUB_OFFLINE forbids to download it; using" in lines[0]
+    assert get_model(HubName(REPO, "Q8_0"), say=lines.append) == path and len(lines) == 1
+    with pytest.raises(ModelFileError, match="hf:some-one/Model-GGUF:Q4_0: not in the cache, and"):
+        get_model(HubName(REPO, "Q4_0"))
+
+
+def test_a_hub_that_does_not_answer(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelFileError, match="cannot download from http://127.0.0.1:9 "):
+        get_model(HubName(REPO))
+
+
+def test_a_repository_that_does_not_exist(hub: FakeHub) -> None:
+    with pytest.raises(ModelFileError, match="has no such repository, or it is private.*set HF_T"):
+        get_model(HubName("no/thing"))
+
+
+def test_tokens(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "secret"
+    with pytest.raises(ModelFileError, match="or it is private; check the name, and set HF_TOKEN"):
+        get_model(HubName(REPO))
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(ModelFileError, match="refuses the token; check HF_TOKEN"):
+        get_model(HubName(REPO))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    hub.gated = True
+    with pytest.raises(ModelFileError, match="access is restricted; accept the terms at http"):
+        get_model(HubName(REPO))
+    hub.gated = False
+    assert get_model(HubName(REPO)).read_bytes() == DATA
+
+
+def test_a_disk_that_is_too_small(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    with pytest.raises(ModelFileError, match=r"9.77 MiB to download, and .* has 1.00 MiB free"):
+        get_model(HubName(REPO))
+
+
+def test_a_folder_that_cannot_be_written(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ModelFileError, match="cache.*: Not a directory"):
+        get_model(HubName(REPO))
+
+
+def test_without_the_library_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match="need the package huggingface_hub, which is not install"):
+        get_model(HubName(REPO))
+
+
+def moegraph(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moegraph", *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+
+
+def test_pull_from_the_shell(tmp_path: Path) -> None:
+    cache = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    with FakeHub({REPO: {"m-Q8_0.gguf": DATA[:1000]}}) as hub:
+        done = moegraph("pull", f"{REPO}:Q8_0", HF_ENDPOINT=hub.url, **cache)
+        assert done.returncode == 0, done.stderr
+        path = Path(done.stdout.strip())
+        assert path.read_bytes() == DATA[:1000] and path.is_relative_to(tmp_path)
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("downloading m-Q8_0.gguf")
+        missing = moegraph("pull", f"{REPO}:Q4_0", HF_ENDPOINT=hub.url, **cache)
+        assert missing.returncode == 3 and missing.stdout == ""
+        assert missing.stderr == (
+            f"error: {REPO}: no file with the quantization Q4_0; there are Q8_0\n"
+        )
+    # -hf takes the file from the cache, without the hub; it is no model, which inspect says
+    done = moegraph("inspect", "-hf", f"{REPO}:Q8_0", HF_ENDPOINT="http://127.0.0.1:9", **cache)
+    assert done.returncode == 3 and str(path) in done.stderr

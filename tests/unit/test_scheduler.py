@@ -1,0 +1,309 @@
+"""The scheduler, on a model of an engine: who runs when, and for how long others wait."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moegraph.engine.costs import Costs
+from moegraph.engine.scheduler import Begin, Decode, Read, Rest, Scheduler, Work
+from moegraph.errors import QueueFull
+
+SHORT = 32
+
+
+class Machine:
+    """A device without streams that does what a scheduler says; times are made up.
+
+    Requests are names; their prompts have so many rows, their answers so many tokens.
+    """
+
+    def __init__(
+        self, n_slots: int = 4, n_waiting: int = 100, pass_s: float = 0.01, step_s: float = 0.003
+    ) -> None:
+        self.scheduler = Scheduler[str](n_slots, n_waiting)
+        self.pass_s, self.step_s = pass_s, step_s
+        self.now = 0.0
+        self.prompts: dict[str, int] = {}
+        self.left: dict[str, int] = {}  # tokens of the answer
+        self.steps: dict[str, int] = {}  # of the sweep under way
+        self.log: list[tuple[float, str, tuple[str, ...]]] = []
+        self.tokens: dict[str, list[float]] = {}
+
+    def add(self, name: str, n_prompt: int, n_tokens: int) -> None:
+        self.scheduler.add(name)
+        self.prompts[name], self.left[name], self.tokens[name] = n_prompt, n_tokens, []
+
+    def is_short(self, name: str) -> bool:
+        return self.prompts[name] <= SHORT
+
+    def turn(self) -> Work[str]:
+        """Do one piece of work."""
+        scheduler, costs = self.scheduler, self.scheduler.costs
+        work = scheduler.next(self.is_short)
+        if isinstance(work, Begin):
+            self.begin(work.key)
+        elif isinstance(work, Read):
+            n = min(work.n_steps, self.steps[work.key])
+            self.spend("read", work.key, seconds=n * self.step_s)
+            costs.note_round(n, 0, n * self.step_s)
+            self.steps[work.key] -= n
+            if not self.steps[work.key]:
+                del self.steps[work.key]
+                self.draw(work.key)
+        elif isinstance(work, Decode):
+            self.spend("decode", *work.keys, seconds=self.pass_s)
+            costs.note_round(0, len(work.keys), self.pass_s)
+            scheduler.decoded(len(work.keys))
+            for name in work.keys:
+                self.draw(name)
+        return work
+
+    def begin(self, name: str) -> None:
+        if self.is_short(name):
+            self.spend("short", name, seconds=2 * self.pass_s)
+            self.scheduler.costs.note_short(2 * self.pass_s)
+            self.draw(name)
+            return
+        self.spend("begin", name, seconds=0.0)
+        self.steps[name] = max(1, self.prompts[name] // 10)
+        self.scheduler.began(name)
+
+    def draw(self, name: str) -> None:
+        """Draw a token; the first one ends the prompt."""
+        if not self.tokens[name]:
+            self.scheduler.is_read(name)
+        self.tokens[name].append(self.now)
+        self.left[name] -= 1
+        if not self.left[name]:
+            self.scheduler.end(name)
+
+    def spend(self, what: str, *names: str, seconds: float) -> None:
+        self.now += seconds
+        self.log.append((self.now, what, names))
+
+    def run(self, n: int = 100_000) -> None:
+        """Work until nothing is left."""
+        for _ in range(n):
+            if isinstance(self.turn(), Rest):
+                return
+        raise AssertionError("the work never ends")
+
+    def longest_gap(self, name: str) -> float:
+        """Return the longest time between two tokens of a request."""
+        at = self.tokens[name]
+        return max(b - a for a, b in zip(at, at[1:]))
+
+
+def test_a_request_alone_reads_and_decodes_without_pause() -> None:
+    machine = Machine()
+    machine.add("a", 1000, 50)
+    machine.run()
+    assert machine.now == pytest.approx(100 * 0.003 + 49 * 0.01)
+    assert len(machine.tokens["a"]) == 50
+
+
+def test_requests_decode_together() -> None:
+    machine = Machine(n_slots=4)
+    for name in "abcd":
+        machine.add(name, 10, 20)
+    machine.run()
+    widths = [len(names) for _, what, names in machine.log if what == "decode"]
+    assert widths.count(4) >= 13 and max(widths) == 4
+
+
+def test_prompts_begin_in_the_order_of_arrival() -> None:
+    machine = Machine(n_slots=2)
+    for i in range(9):
+        machine.add(f"{i}", 100 + i, 5)
+    machine.run()
+    begun = [names[0] for _, what, names in machine.log if what == "begin"]
+    assert begun == [f"{i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.0099])
+@pytest.mark.parametrize("n_decoding", [1, 3])
+def test_a_long_prompt_at_most_doubles_the_time_between_tokens(
+    step_s: float, n_decoding: int
+) -> None:
+    machine = Machine(step_s=step_s)
+    for i in range(n_decoding):
+        machine.add(f"{i}", 10, 2000)
+    for _ in range(20):
+        machine.turn()
+    n_before = len(machine.tokens["0"])
+    machine.add("long", 20_000, 2)
+    machine.run()
+    at = machine.tokens["0"]
+    gaps = [b - a for a, b in zip(at, at[1:])][n_before:]
+    # the first step is run to measure it
+    assert max(gaps) <= 2 * machine.pass_s + 1e-9
+    # and the prompt gets half of the time
+    begun = next(now for now, what, _ in machine.log if what == "begin")
+    assert machine.tokens["long"][0] - begun < 2.2 * 2000 * step_s + 5 * machine.pass_s
+
+
+def test_a_step_longer_than_a_pass_waits_until_passes_have_earned_it() -> None:
+    machine = Machine(step_s=0.05)
+    machine.add("a", 10, 1000)
+    for _ in range(5):
+        machine.turn()
+    machine.add("long", 1000, 1)
+    machine.run()
+    first, last = (
+        edge(now for now, what, names in machine.log if what == "read") for edge in (min, max)
+    )
+    n_passes = sum(first < now < last and what == "decode" for now, what, _ in machine.log)
+    assert n_passes >= 4.5 * 99
+    assert machine.longest_gap("a") <= machine.pass_s + machine.step_s + 1e-9
+
+
+def test_a_short_prompt_begins_beside_a_sweep_and_a_long_one_waits() -> None:
+    machine = Machine()
+    machine.add("long", 5000, 5)
+    machine.turn()
+    machine.turn()
+    machine.add("other", 5000, 5)
+    machine.add("short", 20, 5)
+    machine.run()
+    order = {what + names[0]: now for now, what, names in reversed(machine.log)}
+    assert order["shortshort"] < machine.tokens["long"][0] <= order["beginother"]
+
+
+def test_short_prompts_take_turns_with_decoding() -> None:
+    machine = Machine(n_slots=64)
+    machine.add("a", 10, 500)
+    for _ in range(5):
+        machine.turn()
+    for i in range(40):
+        machine.add(f"{i}", 20, 1)
+    machine.run()
+    # a short prompt takes as long as two passes, and is paid for by two
+    assert machine.longest_gap("a") <= 3 * machine.pass_s + 1e-9
+    last = machine.tokens["39"][0]
+    assert last < 40 * 4.2 * machine.pass_s
+
+
+def test_short_prompts_do_not_keep_a_long_one_waiting_for_ever() -> None:
+    machine = Machine(n_slots=2, n_waiting=400)
+    machine.add("first", 3000, 3)
+    machine.add("long", 3000, 3)
+    for i in range(300):
+        machine.add(f"{i}", 10, 30)
+    machine.run()
+    n_before = sum(times[0] < machine.tokens["long"][0] for times in machine.tokens.values())
+    assert n_before < 60
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    machine = Machine(n_slots=2, n_waiting=3)
+    for i in range(3):
+        machine.add(f"{i}", 100, 1000)
+    with pytest.raises(QueueFull, match="3 requests wait already") as caught:
+        machine.add("no", 1, 1)
+    assert caught.value.retry_after_s == 1.0  # nothing was measured yet
+    machine.scheduler.costs.note_request(30.0)
+    with pytest.raises(QueueFull) as caught:
+        machine.add("no", 1, 1)
+    assert caught.value.retry_after_s == pytest.approx(15.0)
+    machine.turn()
+    machine.add("yes", 1, 1)
+
+
+def test_with_no_room_to_wait_an_idle_service_still_takes_a_request() -> None:
+    machine = Machine(n_slots=1, n_waiting=0)
+    machine.add("a", 100, 2)
+    with pytest.raises(QueueFull):
+        machine.add("b", 100, 2)
+    machine.run()
+    machine.add("b", 100, 2)
+
+
+def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
+    scheduler = Scheduler[str](2, 10)
+    scheduler.add("a", 5.0)
+    scheduler.add("b", 3.0)
+    scheduler.add("c")
+    scheduler.add("d", 4.0)
+    scheduler.end("d")
+    assert scheduler.due(2.9) == []
+    assert scheduler.due(5.0) == ["a", "b"]
+    assert scheduler.due(9.0) == []
+
+
+def test_a_request_may_end_anywhere() -> None:
+    machine = Machine(n_slots=2)
+    for name in "abc":
+        machine.add(name, 1000, 100)
+    machine.turn()
+    machine.scheduler.end("a")  # while its sweep is under way
+    machine.scheduler.end("c")  # while it waits
+    machine.scheduler.end("unknown")
+    machine.run()
+    assert len(machine.tokens["b"]) == 100 and machine.scheduler.is_idle
+    assert machine.tokens["a"] == machine.tokens["c"] == []
+
+
+def test_costs_of_steps_beside_a_pass() -> None:
+    costs = Costs()
+    assert costs.pass_s(3) is costs.step_s is None
+    costs.note_round(5, 2, 0.03)  # nothing is known of a pass: all of it counts as one
+    costs.note_round(0, 2, 0.01)
+    assert costs.step_s is None and 0.01 < costs.pass_s(1) < 0.03
+    for _ in range(100):
+        costs.note_round(0, 2, 0.01)
+        costs.note_round(0, 8, 0.02)
+        costs.note_round(5, 2, 0.03)
+    assert costs.pass_s(2) == pytest.approx(0.01)
+    assert costs.step_s == pytest.approx(0.004)
+    assert (costs.pass_s(1), costs.pass_s(4), costs.pass_s(100)) == (
+        costs.pass_s(2), costs.pass_s(2), costs.pass_s(8),
+    )  # fmt: skip
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests come, run and end at random; each is served, and no one waits for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine(n_slots=3, n_waiting=6)
+        self.n = 0
+        self.ended: set[str] = set()
+
+    @rule(n_prompt=st.integers(1, 400), n_tokens=st.integers(1, 30))
+    def add(self, n_prompt: int, n_tokens: int) -> None:
+        try:
+            self.machine.add(f"{self.n}", n_prompt, n_tokens)
+        except QueueFull:
+            assert self.machine.scheduler.n_waiting == 6
+        self.n += 1
+
+    @rule(n=st.integers(1, 30))
+    def work(self, n: int) -> None:
+        for _ in range(n):
+            self.machine.turn()
+
+    @precondition(lambda self: not self.machine.scheduler.is_idle)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.machine.scheduler.requests()))
+        self.machine.scheduler.end(key)
+        self.machine.steps.pop(key, None)
+        self.ended.add(key)
+
+    @invariant()
+    def slots_suffice(self) -> None:
+        assert self.machine.scheduler.n_running <= 3
+        assert len(self.machine.steps) <= 1
+
+    def teardown(self) -> None:
+        self.machine.run()
+        assert self.machine.scheduler.is_idle
+        for name, left in self.machine.left.items():
+            assert left == 0 or name in self.ended
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)

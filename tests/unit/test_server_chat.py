@@ -1,0 +1,314 @@
+"""Tests of /v1/chat/completions with a scripted service."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.server_case import CHAT, Case
+
+from moegraph.engine.chat import Format
+from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
+from moegraph.sampling import SamplingParams, settings
+
+
+def test_an_answer_has_the_form_of_openai() -> None:
+    answer = Case(["<think>think</think>", "Hello", " world"]).chat()
+    assert answer["object"] == "chat.completion" and answer["model"] == "fake"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant", "content": "Hello world", "reasoning_content": "think",
+            },
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]  # fmt: skip
+    assert answer["usage"]["prompt_tokens"] == len("user: hi")
+    assert answer["usage"]["completion_tokens"] == len("<think>think</think>Hello world")
+    assert answer["timings"]["predicted_n"] == len("<think>think</think>Hello world")
+    assert answer["timings"]["predicted_per_second"] == pytest.approx(1000)
+
+
+def test_a_stream_has_the_same_answer_in_pieces() -> None:
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    *chunks, done = Case(["<think>think</think>", "Hello", " world"]).events(
+        "/v1/chat/completions", body
+    )
+    assert done == "[DONE]"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    assert "".join(d.get("content") or "" for d in deltas) == "Hello world"
+    assert "".join(d.get("reasoning_content") or "" for d in deltas) == "think"
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-2:] == [None, "stop"]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(
+        "<think>think</think>Hello world"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("no"), 400, None),
+        (ContextOverflow("long"), 400, "context_length_exceeded"),
+        (QueueFull("full", 2.2), 429, "queue_full"),
+        (ServiceClosed("end"), 503, "closing"),
+        (NativeError("broken"), 500, None),
+        (ZeroDivisionError("secret"), 500, None),
+    ],
+)
+def test_an_error_before_the_answer_has_a_status(
+    error: Exception, status: int, code: str | None
+) -> None:
+    for stream in (False, True):
+        response = Case(refusal=error).post("/v1/chat/completions", {**CHAT, "stream": stream})
+        found = response.json()["error"]
+        assert (response.status_code, found["code"]) == (status, code)
+        assert "secret" not in response.text and found["message"]
+        assert (response.headers.get("retry-after") == "3") == isinstance(error, QueueFull)
+
+
+def test_an_error_in_the_answer_ends_the_stream_with_its_object() -> None:
+    case = Case(["Hel", NativeError("the device is gone")])
+    events = case.events("/v1/chat/completions", CHAT)
+    assert events[-1]["error"]["message"] == "the device is gone"
+    response = case.post("/v1/chat/completions", CHAT)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+
+
+CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def test_a_call_of_a_tool_ends_the_answer_with_its_reason() -> None:
+    answer = Case(["Let me see.", CALL]).chat(tools=[TOOL])
+    choice = answer["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["type"] == "function" and call["id"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {
+        "a": 1
+    }
+
+
+def test_a_call_in_a_stream_comes_as_fragments() -> None:
+    body = {**CHAT, "tools": [TOOL]}
+    *chunks, _ = Case([CALL[:40], CALL[40:]]).events("/v1/chat/completions", body)
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert calls[0]["index"] == 0 and calls[0]["id"] and calls[0]["function"]["name"] == "add"
+    assert not any("id" in call for call in calls[1:])
+    assert json.loads("".join(c["function"]["arguments"] for c in calls)) == {"a": 1}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
+    case = Case([CALL, CALL, "never"])
+    answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert case.service.tickets[0].gone.is_set()
+
+
+def test_a_conversation_with_a_tool_reaches_the_model_as_it_is() -> None:
+    case = Case()
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, TEXT_PART]},
+        {"role": "user", "content": "1+1?", "unknown": 1},
+        {
+            "role": "assistant", "content": None,
+            "tool_calls": [{"id": "x", "type": "function",
+                            "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+    ]  # fmt: skip
+    case.chat(messages=messages, tools=[TOOL], tool_choice="required")
+    (chat,) = case.model.chats
+    assert [m["role"] for m in chat.messages] == ["developer", "user", "assistant", "tool"]
+    assert chat.messages[0]["content"] == "Be short"
+    assert chat.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert chat.messages[3]["tool_call_id"] == "x"
+    assert chat.tools == [TOOL] and chat.tool_choice == "required"
+
+
+TEXT_PART = {"type": "text", "text": "short"}
+
+
+def test_every_sampling_setting_reaches_the_engine() -> None:
+    given = {
+        "temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9,
+        "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    }  # fmt: skip
+    assert {s.name for s in settings()} - set(given) == {"seed"}
+    case = Case()
+    case.chat(**given, seed=7, logit_bias={"65": -100, "B": 1}, stop="x", max_tokens=3)
+    (request,) = case.service.requests
+    found = {name: getattr(request.sampling, name) for name in given}
+    assert found == given and request.sampling.seed == 7
+    assert request.sampling.logit_bias == {65: -100.0, 66: 1.0}
+    assert (request.stop, request.max_tokens) == (("x",), 3)
+
+
+def test_what_a_request_does_not_say_is_the_servers() -> None:
+    sampling = SamplingParams(temperature=0.25, top_k=3, seed=5)
+    state = {"sampling": sampling, "max_tokens": 9, "variables": {"enable_thinking": False}}
+    case = Case(state=state)
+    case.chat(top_k=4, temperature=None)
+    (request,) = case.service.requests
+    assert request.sampling == replace(sampling, top_k=4) and request.max_tokens == 9
+    assert case.model.chats[0].variables == {"enable_thinking": False}
+    case.chat(reasoning_effort="low", max_tokens=-1)
+    assert case.model.chats[1].variables["enable_thinking"] is True
+    assert case.model.chats[1].max_tokens is None
+
+
+def test_seeds_of_64_bits_are_folded() -> None:
+    case = Case()
+    for seed in (-1, 2**40 + 3, -5, 0xFFFFFFFF):
+        case.chat(seed=seed)
+    seeds = [request.sampling.seed for request in case.service.requests]
+    assert seeds[0] == seeds[3] == -1 and all(s is not None and s < 2**32 for s in seeds)
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    case = Case(["a"], ["b"], ["c"])
+    answer = case.chat(n=3, seed=10)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    assert {c["message"]["content"] for c in answer["choices"]} == {"a", "b", "c"}
+    assert [r.sampling.seed for r in case.service.requests] == [10, 11, 12]
+    assert answer["usage"]["prompt_tokens"] == len("user: hi")
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_probabilities_stand_beside_their_tokens() -> None:
+    answer = Case(["ab", "c"]).chat(logprobs=True, top_logprobs=2)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in content] == ["a", "b", "c"]
+    assert content[0]["bytes"] == [97] and content[0]["logprob"] == -0.5
+    assert [one["token"] for one in content[0]["top_logprobs"]] == ["a", "b"]
+    body = {**CHAT, "logprobs": True}
+    *chunks, _ = Case(["ab", "c"]).events("/v1/chat/completions", body)
+    found = [c["choices"][0]["logprobs"] for c in chunks]
+    assert "".join(t["token"] for f in found if f for t in f["content"]) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", None),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, "json_schema", {"a": 1}),
+        (
+            {"response_format": {"type": "json_schema",
+                                 "json_schema": {"name": "x", "schema": {"b": 2}}}},
+            "json_schema", {"b": 2},
+        ),
+        ({"json_schema": {"c": 3}}, "json_schema", {"c": 3}),
+        ({"grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+        ({"grammar": "%llguidance {}\nstart: /a/"}, "lark", "%llguidance {}\nstart: /a/"),
+    ],
+)  # fmt: skip
+def test_formats_of_answers(given: dict[str, Any], kind: str, source: Any) -> None:
+    case = Case()
+    case.chat(**given)
+    assert case.model.chats[0].format == Format(kind, source)
+
+
+def test_text_is_no_format() -> None:
+    case = Case()
+    case.chat(response_format={"type": "text"})
+    assert case.model.chats[0].format is None
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+        ),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_p": 7}, "top_p"),
+        ({"stream": "true"}, "stream"),
+        ({"n": 0}, "n"),
+        ({"n": 1000000}, "n"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop": ["x"] * 1000}, "stop"),
+        ({"stop": ""}, "stop[0]"),
+        ({"logit_bias": {"1": "much"}}, "logit_bias"),
+        ({"logit_bias": 3}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"grammar": "x", "json_schema": {}}, "grammar"),
+        ({"reasoning_effort": "heroic"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
+    response = Case().post("/v1/chat/completions", {**CHAT, **given})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == param and error["message"]
+
+
+def test_fields_that_nobody_knows_are_tolerated() -> None:
+    Case().chat(model="gpt-9", user="me", store=True, metadata={}, service_tier="auto", x=1)
+
+
+def test_deep_and_large_schemas_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"properties": {"a": deep}}
+    large = {"enum": ["x" * 1000] * 1000}
+    for schema in (deep, large):
+        for given in (
+            {"json_schema": schema},
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
+        ):
+            assert Case().post("/v1/chat/completions", {**CHAT, **given}).status_code == 400
+
+
+def test_a_stream_tells_how_far_the_prompt_is_read() -> None:
+    case = Case(n_read_steps=2, step_s=0.01)
+    text = case.post("/v1/chat/completions", {**CHAT, "stream": True}).text
+    assert ": read 4 of 8 tokens of the prompt\n\n" in text
+    *chunks, _ = case.events("/v1/chat/completions", {**CHAT, "return_progress": True})
+    found = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
+    assert [one["processed"] for one in found] == [4, 8]
+
+
+def test_cached_tokens_and_timings_are_reported() -> None:
+    answer = Case(n_cached=5).chat()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert answer["timings"]["cache_n"] == 5 and answer["timings"]["prompt_n"] == 3
+    assert answer["moegraph"]["cached_tokens"] == 5
+
+
+def test_a_limit_of_tokens_is_the_reason() -> None:
+    answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
+    assert answer["choices"][0]["message"]["content"] == "Hello w"
+    assert answer["choices"][0]["finish_reason"] == "length"

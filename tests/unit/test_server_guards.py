@@ -1,0 +1,187 @@
+"""Tests of keys, hosts, bodies and logs: who is let in, and with what."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server_case import CHAT, Case
+
+from moegraph.errors import ConfigError
+from moegraph.server.body import json_depth
+from moegraph.server.guards import Guard, Keys, host_name
+from moegraph.server.keyfile import read_keys
+from moegraph.server.limits import Limits
+from moegraph.server.logs import start_logging
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic one"}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"X-Api-Key": "wrong"}, 401),
+        ({"Authorization": "Bearer one"}, 200),
+        ({"Authorization": "bearer two"}, 200),
+        ({"X-Api-Key": "two"}, 200),
+    ],
+)
+def test_only_clients_with_a_key_are_served(headers: dict[str, str], status: int) -> None:
+    case = Case(guard=Guard(Keys(["one", "two"]), hosts=None))
+    response = case.post(PATH, CHAT, headers=headers)
+    assert response.status_code == status
+    assert ("www-authenticate" in response.headers) == (status == 401)
+    assert case.client.get("/health").status_code == 200
+    assert case.client.get("/slots", headers=headers).status_code == status
+
+
+def test_other_keys_count_from_then_on() -> None:
+    keys = Keys(["old"])
+    case = Case(guard=Guard(keys, hosts=None))
+    keys.replace(["new"])
+    assert case.client.get("/props", headers={"X-Api-Key": "old"}).status_code == 401
+    assert case.client.get("/props", headers={"X-Api-Key": "new"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "any_address", "status"),
+    [
+        ("localhost:8080", False, 200),
+        ("127.0.0.1", False, 200),
+        ("[::1]:80", False, 200),
+        ("LOCALHOST.", False, 200),
+        ("evil.example", False, 403),
+        ("evil.example", True, 403),
+        ("127.0.0.1.evil.example", True, 403),
+        ("10.1.2.3", False, 403),
+        ("10.1.2.3:80", True, 200),
+        ("", False, 403),
+    ],
+)
+def test_only_hosts_that_are_ours_are_served(host: str, any_address: bool, status: int) -> None:
+    case = Case(guard=Guard(Keys(), any_address=any_address))
+    response = case.client.get("/health", headers={"Host": host})
+    assert response.status_code == status
+
+
+def test_names_in_the_header_host() -> None:
+    assert host_name("[fe80::1]:8080") == "fe80::1" and host_name("A.b:1") == "a.b"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_a_post_must_be_json(kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = Case().client.post(PATH, content=json.dumps(CHAT), headers=headers)
+    assert response.status_code == 415 and "application/json" in response.text
+
+
+def test_pages_of_other_origins_are_refused_unless_named() -> None:
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert Case().client.options(PATH, headers=ask).status_code == 405
+    case = Case(guard=Guard(Keys(["k"]), hosts=None, origins=("https://a.example",)))
+    response = case.client.options(PATH, headers=ask)
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    other = case.client.options(PATH, headers={**ask, "Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+    answer = case.client.get("/props", headers={"Origin": "https://a.example", "X-Api-Key": "k"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b'"x"', b"null", b'{"messages": NaN}', b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000, b"{'a': 1}", b"\x00",
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = Case().client.post(PATH, content=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_large_body_is_refused_while_it_comes() -> None:
+    case = Case(state={"limits": Limits(body_bytes=1000)})
+    headers = {"Content-Type": "application/json"}
+    given: tuple[Any, ...] = (b"x" * 1001, iter([b"x" * 600] * 2))
+    for content in given:
+        response = case.client.post(PATH, content=content, headers=headers)
+        assert response.status_code == 413, response.text
+
+
+def test_depth_of_values() -> None:
+    assert [json_depth(v) for v in (1, [], [1], {"a": [{}]})] == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", PATH, 405), ("GET", "/x", 404)])
+def test_wrong_paths_and_methods(method: str, path: str, status: int) -> None:
+    response = Case().client.request(method, path)
+    assert response.status_code == status and response.json()["error"]["message"]
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_each_request_has_an_id() -> None:
+    case = Case()
+    response = case.post(PATH, CHAT, headers={"X-Request-Id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
+    assert response.json()["id"] == "chatcmpl-abc-1" and case.service.requests[0].name == "abc-1"
+    forged = case.post(PATH, CHAT, headers={"X-Request-Id": "a b\tc"})
+    assert forged.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_the_log_has_figures_and_no_prompt(format: str) -> None:
+    stream = io.StringIO()
+    start_logging(format, stream)
+    try:
+        case = Case(["answer-text"])
+        case.chat(messages=[{"role": "user", "content": "prompt-text"}], model="a\nb")
+        case.events(PATH, CHAT)
+        case.client.get("/x%0a%1b[31my")
+    finally:
+        start_logging("off", stream)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3 and stream.getvalue().isascii()
+    assert "prompt-text" not in stream.getvalue() and "answer-text" not in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+    if format == "json":
+        found = json.loads(lines[0])
+        assert found["n_generated"] == 11 and found["status"] == 200 and found["finish"] == "stop"
+    else:
+        assert "n_generated=11" in lines[0] and "status=200" in lines[1]
+
+
+def test_a_failure_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("moegraph").propagate = True
+    response = Case(refusal=KeyError("inner")).post(PATH, CHAT)
+    assert response.status_code == 500 and "inner" not in response.text
+    assert "inner" in caplog.text
+
+
+def test_keys_of_the_command_line_a_file_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    assert read_keys(("a,b", "c"), file, "d") == ["a", "b", "c", "one", "two"]
+    assert read_keys((), None, "d, e") == ["d", "e"]
+    assert read_keys((), None, None) == []
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "a b\n", "é\n"])
+def test_wrong_keys_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        read_keys((), file, None)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys((), tmp_path / "absent", None)
+    with pytest.raises(ConfigError, match="empty"):
+        read_keys(("",), None, None)

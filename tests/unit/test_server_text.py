@@ -1,0 +1,144 @@
+"""Tests of /v1/completions, of tokens and templates, and of what the server says of itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from helpers.server_case import CHAT, Case
+from prometheus_client.parser import text_string_to_metric_families
+
+from moegraph.server import absent, info
+
+PATH = "/v1/completions"
+
+
+def test_a_text_goes_on() -> None:
+    case = Case(["b", "c"])
+    answer = case.answer(PATH, {"prompt": "a", "echo": True})
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": "abc", "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert answer["usage"]["total_tokens"] == 3
+    assert case.model.texts[0].prompt == "a"
+
+
+def test_several_prompts_have_several_choices() -> None:
+    case = Case(["x"], ["y"], ["z"], ["w"])
+    answer = case.answer(PATH, {"prompt": ["ab", [65, 66, 67]], "n": 2, "seed": 1})
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert [list(r.prompt) for r in case.service.requests] == [[97, 98]] * 2 + [[65, 66, 67]] * 2
+    assert [r.sampling.seed for r in case.service.requests] == [1, 2, 1, 2]
+
+
+def test_a_text_is_streamed() -> None:
+    body = {"prompt": "a", "stream_options": {"include_usage": True}, "echo": True}
+    *chunks, done = Case(["b", "c"]).events(PATH, body)
+    assert done == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] == 2
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "abc"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_probabilities_have_the_old_form() -> None:
+    found = Case(["ab"]).answer(PATH, {"prompt": "x", "logprobs": 2})["choices"][0]["logprobs"]
+    assert found["tokens"] == ["a", "b"] and found["token_logprobs"] == [-0.5, -0.5]
+    assert found["text_offset"] == [0, 1] and list(found["top_logprobs"][0]) == ["a", "b"]
+    *chunks, _ = Case(["ab"], step_s=0.001).events(PATH, {"prompt": "x", "logprobs": 0})
+    found = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [t for one in found for t in one["tokens"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[1], 2]}, "prompt"),
+        ({"prompt": ["x"] * 100}, "prompt"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": ["x"] * 8, "n": 8}, "n"),
+    ],
+)
+def test_a_wrong_field_is_named(given: dict[str, Any], param: str) -> None:
+    response = Case().post(PATH, given)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_a_text_longer_than_the_context_is_refused() -> None:
+    response = Case().post(PATH, {"prompt": "x" * 5000})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_tokens_of_a_text() -> None:
+    case = Case()
+    assert case.answer("/tokenize", {"content": "ab"})["tokens"] == [97, 98]
+    assert case.answer("/tokenize", {"prompt": "ab"})["count"] == 2
+    pieces = case.answer("/tokenize", {"content": "é", "with_pieces": True})["tokens"]
+    assert pieces == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
+    assert case.answer("/tokenize", CHAT)["tokens"] == list(b"user: hi")
+    assert case.answer("/detokenize", {"tokens": [97, 98]})["content"] == "ab"
+    assert case.answer("/apply-template", CHAT) == {"prompt": "user: hi"}
+    assert case.post("/detokenize", {"tokens": [-1]}).status_code == 400
+
+
+def test_the_server_describes_its_model() -> None:
+    client = Case().client
+    (found,) = client.get("/v1/models").json()["data"]
+    assert found["id"] == "fake" and found["meta"]["n_vocab"] == 256
+    assert client.get("/v1/models/fake").json() == found
+    response = client.get("/v1/models/other")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_properties_and_slots_show_no_text() -> None:
+    case = Case()
+    case.chat(messages=[{"role": "user", "content": "secret"}])
+    props, slots = case.client.get("/props"), case.client.get("/slots")
+    assert "secret" not in props.text + slots.text
+    assert props.json()["total_slots"] == 1 and props.json()["is_sleeping"] is False
+    assert props.json()["default_generation_settings"]["params"]["temperature"] == 0.8
+    assert slots.json()[0]["is_processing"] is False
+
+
+def test_metrics_have_the_names_of_other_servers() -> None:
+    case = Case(["ab"], n_read_steps=1, n_cached=3)
+    case.chat(n=2)
+    case.service.refusal = None
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(case.client.get("/metrics").text)
+        for sample in family.samples
+        if "bucket" not in sample.name
+    }
+    assert found["llamacpp:tokens_predicted_total"] == 4
+    assert found["llamacpp:prompt_tokens_total"] == 2 * (len("user: hi") - 3)
+    assert found["vllm:prompt_tokens_total"] == 2 * len("user: hi")
+    assert found["vllm:prefix_cache_hits_total"] == 6
+    assert found["vllm:request_success_total"] == 2
+    assert found["vllm:time_to_first_token_seconds_count"] == 2
+    assert found["llamacpp:requests_processing"] == found["llamacpp:requests_deferred"] == 0
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/embeddings", "/api/chat"])
+def test_paths_of_other_servers_say_what_to_use(path: str) -> None:
+    response = Case().post(path, {})
+    assert response.status_code == 501 and response.json()["error"]["code"] == "not_served"
+
+
+def test_no_path_is_served_twice() -> None:
+    here = {route.path for route in info.TABLE.routes}  # type: ignore[attr-defined]
+    assert not here & {route.path for route in absent.TABLE.routes}  # type: ignore[attr-defined]
+
+
+def test_health_is_good_when_the_model_is_there() -> None:
+    assert Case().client.get("/health").json() == {"status": "ok"}
+    assert json.loads(Case().client.get("/v1/health").text) == {"status": "ok"}

@@ -1,0 +1,162 @@
+"""Grammars of tool calls: what is drawn from them is a call that the parser understands."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from helpers.tag_tokenizer import TAGS, TagTokenizer
+
+from moegraph.engine.chat import ChatModel, ChatRequest, Format
+from moegraph.errors import RequestError
+from moegraph.text.chat import ChatTemplate, Reply
+from moegraph.text.tokenizer import Tokenizer
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "n": {"type": "integer"},
+                "unit": {"type": "string", "enum": ["m", "km"]},
+                "more": {"$ref": "#/$defs/more"},
+            },
+            "required": ["text", "n"],
+            "$defs": {"more": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+USER = {"role": "user", "content": "Hi"}
+XML = "{{ tools }}<function={% if enable_thinking %}<think>\n{% endif %}"
+JSON = "{{ tools }}"
+
+
+class Case:
+    """A model, and an answer that is begun with a grammar."""
+
+    def __init__(self, source: str = XML, tags: tuple[str, ...] = TAGS, **fields: Any) -> None:
+        self.vocabulary = TagTokenizer(tags)
+        with ChatModel(cast(Tokenizer, self.vocabulary), ChatTemplate(source)) as model:
+            self.prepared = model.prepare(ChatRequest(messages=[USER], **fields))
+        assert self.prepared.request.constraint is not None
+        self.constraint = self.prepared.request.constraint
+
+    def allows(self, text: str) -> bool:
+        """Return whether a text may follow, and then the end."""
+        ids = [*self.vocabulary.encode(text), self.vocabulary.eos]
+        return self.constraint.n_accepted(ids) == len(ids)
+
+    def next(self, text: str) -> set[str]:
+        """Return what may follow a text."""
+        ids = self.vocabulary.encode(text)
+        assert self.constraint.n_accepted(ids) == len(ids), text
+        for token in ids:
+            self.constraint.accept(token)
+        mask = self.constraint.allowed()
+        assert mask is not None
+        self.constraint.roll_back(len(ids))
+        return {self.vocabulary.decode([int(i)]) for i in np.flatnonzero(mask)}
+
+    def calls(self, text: str) -> list[tuple[str, Any]]:
+        found = Reply()
+        found.add(self.prepared.parser.push(text) + self.prepared.parser.flush())
+        return [(one.name, json.loads(one.arguments)) for one in found.calls]
+
+
+def call(name: str, **values: str) -> str:
+    given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+WHOLE = call("add", text="a </b>\n", n="5", unit="km", more='{"a": true}')
+
+
+class TestRequired:
+    @pytest.mark.parametrize("tags", [TAGS, TAGS[:2]])
+    def test_one_or_more_calls_and_nothing_else(self, tags: tuple[str, ...]) -> None:
+        case = Case(tags=tags, tools=[ADD, STOP], tool_choice="required")
+        assert case.allows(WHOLE) and case.allows(WHOLE + "\n" + call("stop"))
+        for wrong in ("text", "", WHOLE + "text", WHOLE[:-5], call("other"), call("add", text="a")):
+            assert not case.allows(wrong)
+        assert not case.allows(call("add", text="a", n="many"))
+        assert not case.allows(call("add", text="a", n="1", unit="mile"))
+        found = {"text": "a </b>\n", "n": 5, "unit": "km", "more": {"a": True}}
+        assert case.calls(WHOLE) == [("add", found)]
+
+    def test_only_one(self) -> None:
+        case = Case(tools=[STOP], tool_choice="required", parallel_tool_calls=False)
+        assert case.allows(call("stop")) and not case.allows(call("stop") + "\n" + call("stop"))
+
+    def test_one_by_name(self) -> None:
+        case = Case(tools=[ADD, STOP], tool_choice="stop")
+        assert case.allows(call("stop")) and not case.allows(WHOLE)
+
+    def test_a_function_without_a_schema_takes_anything(self) -> None:
+        assert Case(tools=[STOP], tool_choice="stop").allows(call("stop", now="yes", n="1"))
+
+    def test_after_reasoning(self) -> None:
+        case = Case(
+            tools=[STOP], tool_choice="stop", variables={"enable_thinking": True}, source=XML
+        )
+        assert case.allows("I stop.</think>\n\n" + call("stop"))
+        assert not case.allows("I stop.</think>\n\nNo.")
+
+    def test_the_older_form(self) -> None:
+        case = Case(JSON, tools=[ADD, STOP], tool_choice="required")
+        text = '<tool_call>\n{"name": "add", "arguments": {"text": "a", "n": 1}}\n</tool_call>'
+        assert case.allows(text) and not case.allows(WHOLE)
+        assert not case.allows(text.replace("1", '"many"'))
+        assert case.calls(text) == [("add", {"text": "a", "n": 1})]
+
+
+class TestStrict:
+    def test_text_is_free_and_calls_are_not(self) -> None:
+        case = Case(tools=[ADD, STOP])
+        assert case.allows("any text, then\n" + WHOLE)
+        assert not case.allows("any text, then\n" + call("add", text="a"))
+        assert case.next("hm <tool_call>") == {"\n"}
+
+    def test_without_strict_tools_there_is_no_grammar(self) -> None:
+        with pytest.raises(AssertionError):
+            Case(tools=[STOP])
+
+    def test_they_may_be_forbidden(self) -> None:
+        with pytest.raises(AssertionError):
+            Case(tools=[ADD], tool_choice="none")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+class TestFormat:
+    def test_of_an_answer(self) -> None:
+        case = Case(format=Format("json_schema", SCHEMA))
+        assert case.allows('{"a": 1}') and not case.allows('{"a": "1"}')
+
+    def test_after_reasoning(self) -> None:
+        case = Case(format=Format("json_object"), variables={"enable_thinking": True})
+        assert case.allows('So.\n</think>\n\n{"b": 2}') and not case.allows("So.</think>2")
+
+    def test_or_calls(self) -> None:
+        for asked in (Format("json_schema", SCHEMA), Format("json_object")):
+            case = Case(tools=[ADD], format=asked)
+            assert case.allows('{"a": 1}') and case.allows(WHOLE) and not case.allows("text")
+
+    def test_without_calls(self) -> None:
+        case = Case(tools=[ADD], tool_choice="none", format=Format("regex", "ab"))
+        assert case.allows("ab") and not case.allows(WHOLE)
+
+    def test_a_grammar_beside_tools_is_refused(self) -> None:
+        with pytest.raises(RequestError, match="not together with tools"):
+            Case(tools=[ADD], format=Format("regex", "ab"))
+
+    def test_an_answer_that_must_not_end_has_none(self) -> None:
+        with pytest.raises(RequestError, match="ignore_eos"):
+            Case(format=Format("json_object"), ignore_eos=True)
