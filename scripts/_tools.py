@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -22,6 +23,7 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512": (*AVX2, "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"),
 }
 MIN_CMAKE = (3, 21)
+DEVICE_OPTIONS = ROOT / "build" / "device-options.json"
 
 
 class BuildError(Exception):
@@ -30,6 +32,19 @@ class BuildError(Exception):
 
 # Errors that a script reports as one line.
 FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
+
+
+def remember_device(options: list[str]) -> None:
+    """Keep the options of scripts/build that say for which device the checkout was built."""
+    DEVICE_OPTIONS.write_text(json.dumps(options))
+
+
+def built_device() -> list[str]:
+    """Return the options that `remember_device` kept; none before the first build."""
+    try:
+        return [str(option) for option in json.loads(DEVICE_OPTIONS.read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def say(text: str) -> None:

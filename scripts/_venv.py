@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import _progress
-from _tools import MIN_CMAKE, ROOT, BuildError, fetch, say
+from _tools import MIN_CMAKE, ROOT, BuildError, built_device, fetch, say
 
 VENV = ROOT / ".venv"
 ORACLE = ROOT / ".oracle"
 STAMP = ".moegraph-stamp"
+# Folders of tests that compare with nothing but themselves.
+WITHOUT_ORACLE = ("unit", "native", "fuzz")
 
 
 def check_python() -> None:
@@ -67,14 +69,16 @@ def cmake_is_new_enough() -> bool:
 def prepare(build_arguments: list[str], extras: str = "") -> None:
     """Bring .venv, the native libraries and the installed package up to date.
 
-    Takes little time if they already are.
+    Takes little time if they already are. build_arguments: of scripts/build; without any, the
+    libraries are built again for the device for which they were built last.
 
     Raises:
         BuildError: a step failed; its output has been printed.
     """
     check_python()
     make_venv()
-    run_step("scripts/build", [python(), ROOT / "scripts" / "build", *build_arguments])
+    arguments = build_arguments or built_device()
+    run_step("scripts/build", [python(), ROOT / "scripts" / "build", *arguments])
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + extras.encode()).hexdigest()
     if (VENV / STAMP).read_text() == wanted:
         return
@@ -106,6 +110,17 @@ def add_tools(extra: str) -> None:
     env = dict(os.environ, MOEGRAPH_LINKED="1", CMAKE_ARGS="-DLLAMA_BUILD=OFF")
     run_step(f"installing [{extra}]", pip("--no-build-isolation", f"{ROOT}[{extra}]"), env)
     stamp.write_text(wanted)
+
+
+def needs_oracle(arguments: list[str]) -> bool:
+    """Return whether tests that arguments of pytest choose may compare with unpatched llama.cpp.
+
+    They do not if the arguments name only files or folders of tests that never do.
+    """
+    paths = [a.partition("::")[0] for a in arguments if not a.startswith("-")]
+    chosen = [(ROOT / path).resolve() for path in paths if (ROOT / path).exists()]
+    without = [ROOT / "tests" / name for name in WITHOUT_ORACLE]
+    return not chosen or not all(any(p.is_relative_to(w) for w in without) for p in chosen)
 
 
 def make_oracle(cpu_options: list[str]) -> None:

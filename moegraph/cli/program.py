@@ -17,6 +17,7 @@ from . import ui
 from .bench import bench
 from .chat import chat
 from .completion import completion
+from .daemon import daemon
 from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
@@ -177,6 +178,6 @@ def main(ctx: click.Context) -> None:
 
 for command in (
     run, chat, serve, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
-    completion,
+    daemon, completion,
 ):  # fmt: skip
     main.add_command(command)

@@ -47,6 +47,8 @@ _NEW_INTERVAL, _KNOWN = 2, 10
 # Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
 # drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
+# Most rows of a pass of several sequences that draft: attention over pages takes no more.
+MAX_SHARED_ROWS = 32
 # Steps between two plans; the first steps are planned one by one.
 _PLAN_INTERVAL, _FIRST_PLANS = 4, 16
 # What is kept of counts of acceptance when another text begins, and at each plan without their
@@ -148,6 +150,31 @@ class Controller:
             plan = self._trial(usable) or PLAIN
         return plan if plan.n_draft < n_left else replace(plan, n_draft=n_left - 1)
 
+    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
+        """Return what one of n_seqs sequences drafts that share a pass, as long as all draft so.
+
+        The rows of a pass cost less, the more there are; but a draft costs as much for each.
+        """
+        usable = [d for d in self._ranked if d.source.name not in without]
+        passes = self.passes
+        if not usable or n_left <= 1 or not passes.plain_s:
+            return PLAIN
+        drafter, best = usable[0], PLAIN
+        most = _BEGIN * n_seqs / passes.at(n_seqs)
+        rates = drafter.acceptance.rates
+        for n in range(1, min(drafter.most, n_left - 1, MAX_SHARED_ROWS // n_seqs - 1) + 1):
+            draft_s = n_seqs * drafter.cost(n, passes.plain_s)
+            tokens = grow(rates[:n], (), n).tokens[-1]
+            value = n_seqs * tokens / (draft_s + passes.at(n_seqs * (n + 1)))
+            if value > most:
+                best, most = Plan(drafter.source.name, n, is_whole=True), value
+        return best
+
+    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+        """Learn from a plain pass of several sequences, if nothing is known of single ones."""
+        if not self.passes.plain_s and seconds:
+            self.passes.observe_plain(seconds / self.passes.by_law(n_seqs, 0), 0)
+
     def _pays(self, best: _Drafter, limit: float | None = None) -> bool:
         """Return whether drafting is faster than plain decoding, `limit` times as fast if given."""
         limit = limit or (_END if self._is_drafting else _BEGIN)
@@ -235,7 +262,8 @@ class Controller:
         if n_depth == 0:
             return Shape()
         drafter = self._drafters[plan.source]
-        if plan.is_trial or drafter.is_new or (self.settings.is_fixed and self._is_length_given):
+        is_given = self.settings.is_fixed and self._is_length_given
+        if plan.is_whole or plan.is_trial or drafter.is_new or is_given:
             return Shape(n_depth)
         known = drafter.acceptance
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from .dflash import DFlashDrafter, Results
 from .drafter import Draft, Race, empty_draft
 from .drawn import drawn
 from .pathtree import PathLists, best_paths
+from .race import N_RUNNERS, raced_list
 from .tree import DraftTree
 
 # Tokens of each list that a tree may take.
@@ -32,11 +34,13 @@ class DSparkDrafter(DFlashDrafter):
         if self._d2t is None:
             self._drawn_graph(0, self.max_draft, self._full_lengths)
 
-    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+    def tree(
+        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
+    ) -> tuple[Draft, DraftTree]:
         """Propose the likeliest paths after the anchor, the likeliest rows first.
 
         After the first tokens of each depth, what follows is known for the BEAM likeliest; after
-        others, nothing follows.
+        others, nothing follows. With a race, the likeliest are those that will probably win.
 
         Raises:
             NativeError: the device failed.
@@ -45,17 +49,27 @@ class DSparkDrafter(DFlashDrafter):
         if n < 1:
             return empty_draft(), DraftTree((anchor,), (-1,))
         results = self.run_block(slot, anchor, n, partial(self._lists_graph, slot, n))
-        tokens, log_p = [], []
-        for rows in results.rows:
-            ids, lp = likeliest_rows(rows, _N_TOP)
+        lists = self._lists_of(results, race)
+        if not lists.tokens:
+            return empty_draft(), DraftTree((anchor,), (-1,))
+        draft = self.as_draft(*lists.spine(), results)
+        if race:  # the confidence is in the likeliest tokens, which need not be these
+            draft = replace(draft, confidence=None)
+        return draft, best_paths(anchor, lists, n_nodes)
+
+    def _lists_of(self, results: Results, race: Race | None) -> PathLists:
+        tokens, log_p, before = [], [], list[list[int]]([[]])
+        for depth, rows in enumerate(results.rows):
+            ids, lp = likeliest_rows(rows, N_RUNNERS if race else _N_TOP)
             if len(ids) < len(rows):  # equally likely tokens: they are not listed
                 break
-            tokens.append(ids if self._d2t is None else self._d2t[ids])
+            ids = ids if self._d2t is None else self._d2t[ids]
+            before.append(ids[0, :BEAM].tolist())
+            if race and np.isfinite(lp).all():
+                ids, lp = raced_list(ids, lp, race, depth, _N_TOP)
+            tokens.append(ids)
             log_p.append(lp)
-        if not tokens:
-            return empty_draft(), DraftTree((anchor,), (-1,))
-        draft = self.as_draft([t[0] for t in tokens], [lp[0] for lp in log_p], results)
-        return draft, best_paths(anchor, PathLists(tokens, log_p), n_nodes)
+        return PathLists(tokens, log_p, before)
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one graph, and one wait.

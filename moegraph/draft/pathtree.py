@@ -20,13 +20,25 @@ _LEAST = -100.0
 class PathLists:
     """What may follow what.
 
-    tokens: for each depth I32 numpy [m, n_top], likeliest first; m is 1 at the first depth. Row i
-    follows the i-th of the first tokens of the depth before, tokens[depth - 1][0, i]. log_p: their
-    log probabilities, same shapes. What follows any other token is not known.
+    tokens: for each depth I32 numpy [m, n_top], likeliest first; m is 1 at the first depth. log_p:
+    their log probabilities, same shapes. before: for each depth the m tokens of the depth before
+    that the rows follow; any at the first depth. What follows other tokens is not known.
     """
 
     tokens: Sequence[Ids]
     log_p: Sequence[npt.NDArray[np.float32]]
+    before: Sequence[Sequence[int]]
+
+    def spine(self) -> tuple[list[Ids], list[npt.NDArray[np.float32]]]:
+        """Return the lists of the likeliest tokens, one after another, [n_top] each."""
+        tokens, log_p = list[Ids](), list[npt.NDArray[np.float32]]()
+        for depth, (ids, lp) in enumerate(zip(self.tokens, self.log_p)):
+            if depth and tokens[-1][0] not in self.before[depth]:
+                break
+            column = list(self.before[depth]).index(tokens[-1][0]) if depth else 0
+            tokens.append(ids[column])
+            log_p.append(lp[column])
+        return tokens, log_p
 
 
 def best_paths(anchor: int, lists: PathLists, n_nodes: int) -> DraftTree:
@@ -58,7 +70,7 @@ def best_paths(anchor: int, lists: PathLists, n_nodes: int) -> DraftTree:
         parents.append(parent)
         push(-negative - float(log_p[depth][column, rank]), depth, column, rank + 1, parent)
         if depth + 1 < len(log_p):
-            known = lists.tokens[depth][0, : len(log_p[depth + 1])].tolist()
+            known = list(lists.before[depth + 1])
             if token in known:
                 push(-negative, depth + 1, known.index(token), 0, row)
     return DraftTree(tuple(tokens), tuple(parents))

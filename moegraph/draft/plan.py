@@ -69,7 +69,8 @@ class Plan:
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
     n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
-    not. is_trial: it is not what is best by what is known, but may be better.
+    not. is_trial: it is not what is best by what is known, but may be better. is_whole: every
+    token of the draft gets a row.
     """
 
     source: str = ""
@@ -78,6 +79,7 @@ class Plan:
     ddtree: DDTree | None = None
     is_trial: bool = False
     n_nodes: int = 0
+    is_whole: bool = False
 
 
 PLAIN = Plan()

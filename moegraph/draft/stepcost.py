@@ -83,6 +83,16 @@ class PassCost:
         lacked = n_missing * self._experts.miss_s if self._experts else 0.0
         return pass_time(n_rows) + lacked
 
+    def at(self, n_rows: int) -> float:
+        """Return the seconds of a pass of so many rows, also of widths that are not planned."""
+        if n_rows == 1:
+            return self.plain_s
+        if n_rows in self.seconds:
+            return self.seconds[n_rows]
+        near = min(self.widths, key=lambda width: abs(width - n_rows), default=1)
+        ratio = pass_time(n_rows) / pass_time(near)
+        return self.seconds.get(near, self.plain_s) * ratio
+
     def observe_plain(self, seconds: float, n_missing: int) -> None:
         """Count a plain decode step."""
         self._observe_missing(1, n_missing)

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from .drafter import Draft, Drafter
+from .drafter import Draft, Drafter, Race
 
 LogP = npt.NDArray[np.float64]
 
@@ -66,7 +66,9 @@ class DraftTree:
 class TreeDrafter(Drafter, Protocol):
     """A drafter that knows what follows each token, not only what follows the likeliest ones."""
 
-    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+    def tree(
+        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
+    ) -> tuple[Draft, DraftTree]:
         """Propose the likeliest paths after the anchor, as a tree of at most n_nodes more rows.
 
         The rows come in the order of their worth, so that the first of them are the best smaller

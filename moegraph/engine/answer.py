@@ -26,8 +26,9 @@ class Answer:
 
     ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, while
     that is under way; marks: where its beginnings are to be kept. n_cached, n_read: as in `Usage`.
-    n_rest: how much of the prompt is left to compute, as far as is known; None: not known. is_over:
-    its last step was delivered. problem: why its caller could not be told of a step.
+    n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
+    may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
+    its caller could not be told of a step.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Answer:
         self.n_cached = self.n_read = 0
         self.n_drafted = self.n_accepted = 0
         self.n_rest: int | None = None
+        self.may_draft = True
         self.is_over = False
         self.problem: Exception | None = None
         self.submitted = self._told = time.perf_counter()

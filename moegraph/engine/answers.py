@@ -56,17 +56,24 @@ class Answers:
 
     def draw(self, answer: Answer, output: Output, row: int) -> None:
         """Draw the next token of a request from a row of results; `tell` delivers it."""
-
-        def work() -> None:
-            token, logits = answer.drawing.pick(output, row), output.logits
-            found = None
-            if answer.wants_logits:
-                found = self._passes.logits(row).copy() if logits is None else logits[row]
-            answer.drawing.take(token)
-            answer.drew(token, found)
-
-        self.guard(answer, work)
+        self.guard(answer, lambda: self.pick(answer, output, row))
         self.keep(answer)
+
+    def pick(self, answer: Answer, output: Output, row: int, node: int = 0) -> int:
+        """Return the next token, which the text has taken.
+
+        row: of the pass. node: which of the rows of its sequence it is.
+
+        Raises:
+            RequestError: settings or grammar exclude every token.
+        """
+        token, logits = answer.drawing.pick(output, row, node), output.logits
+        found = None
+        if answer.wants_logits:
+            found = self._passes.logits(row).copy() if logits is None else logits[row]
+        answer.drawing.take(token)
+        answer.drew(token, found)
+        return token
 
     def keep(self, answer: Answer) -> None:
         """Have the next `tell` say what was drawn; a text that has ended gives its slot back."""
@@ -75,7 +82,7 @@ class Answers:
             if answer.is_drawn:
                 self._leave(answer)
 
-    def guard(self, answer: Answer, work: Callable[[], None]) -> None:
+    def guard(self, answer: Answer, work: Callable[[], object]) -> None:
         """Do something for one request; if it fails, only that request ends."""
         if answer.is_over:
             return

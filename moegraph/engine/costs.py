@@ -26,6 +26,8 @@ class Costs:
 
     def pass_s(self, n_rows: int) -> float | None:
         """Return what a decode pass takes: that of so many rows, or of the nearest number known."""
+        if n_rows in self._pass_s:
+            return self._pass_s[n_rows]
         known = sorted(self._pass_s)
         if not known:
             return None

@@ -1,27 +1,32 @@
-"""Decode passes of a service: the next row of several requests at once."""
+"""Decode passes of a service: the next rows of several requests at once, drafted ones too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from ..draft.acceptance import walk
+from ..draft.tree import DraftTree
 from ..errors import MoegraphError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
 from ..runner import NotFinite, Output
 from .answer import Answer
 from .answers import Answers
+from .drafting import Drafting
 from .passes import Passes
 
 
 class Decoding:
     """Runs passes and draws from their results, on the engine's thread."""
 
-    def __init__(self, passes: Passes, answers: Answers) -> None:
+    def __init__(self, passes: Passes, answers: Answers, drafting: Drafting) -> None:
         self._passes = passes
         self._answers = answers
+        self._drafting = drafting
 
     def decode(self, batch: Sequence[Answer]) -> None:
         """Run the next pass of some requests; deliver what was drawn before while it runs.
@@ -30,52 +35,144 @@ class Decoding:
             MoegraphError: nothing more can be computed.
         """
         answers = self._answers
-        slots = [answer.slot for answer in batch]
-        rows = np.array([[answer.sequence.tokens[-1]] for answer in batch], dtype=np.int32)
-        greedy, draws = self._draws(batch)
-        cancels = tuple(answer.cancel for answer in batch)
         try:
             with answers.cancelling(*batch):
-                self._passes.submit(rows, slots, False, greedy, cancels, Kind.DECODE, draws)
+                trees = self._drafting.propose(batch)
+                if trees:
+                    self._verify(batch, trees)
+                else:
+                    self._submit(batch)
                 answers.tell()
-                for answer in batch:
-                    answers.guard(answer, answer.drawing.prepare)
-                output = self._collect(batch)
+                for i, answer in enumerate(batch):
+                    tree = trees[i] if trees else None
+                    answers.guard(answer, partial(answer.drawing.prepare, tree))
+                self._drafting.launched()
+                output = self._collect(batch, trees)
+                answers.tally.end_round(len(batch))
+                if trees:
+                    self._take(batch, trees, output)
         except MoegraphError as error:
             answers.failed(batch, error)
             return
         answers.succeeded()
-        answers.tally.end_round(len(batch))
-        for row, answer in enumerate(batch):
-            if not answer.is_over:
-                answers.draw(answer, output, row)
+        if not trees:
+            self._draw(batch, output)
 
-    def _draws(self, batch: Sequence[Answer]) -> tuple[bool, npt.NDArray[np.int32] | None]:
+    # one row of each
+
+    def _submit(self, batch: Sequence[Answer]) -> None:
+        rows = np.array([[answer.sequence.tokens[-1]] for answer in batch], dtype=np.int32)
+        slots = [answer.slot for answer in batch]
+        cancels = tuple(answer.cancel for answer in batch)
+        greedy, draws = self._draws(batch, None)
+        self._passes.submit(rows, slots, False, greedy, cancels, Kind.DECODE, draws)
+
+    def _draws(
+        self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None
+    ) -> tuple[bool, npt.NDArray[np.int32] | None]:
         """Return whether a pass gives the argmax, and what it needs to list candidates.
 
         Rows that need neither are read whole.
         """
-        if all(answer.drawing.greedy for answer in batch) or len(batch) > DRAW_ROWS:
+        n_each = max(tree.n_rows for tree in trees) if trees else 1
+        n_rows = n_each * len(batch)
+        if all(answer.drawing.greedy for answer in batch) or n_rows > DRAW_ROWS:
             for answer in batch:
                 answer.drawing.expect_argmax()
             return True, None
-        draws = np.full((len(batch), DRAW_WORDS), -1, dtype=np.int32)
+        draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, 0] = 0  # no race
         is_listed = False
-        for row, answer in zip(draws, batch):
-            words = answer.drawing.words(beside_others=True)
+        for i, answer in enumerate(batch):
+            drawing, row = answer.drawing, i * n_each
+            if trees:
+                words = drawing.words_of(trees[i], beside_others=True)
+            else:
+                words = drawing.words(beside_others=True)
             if words is not None:
-                row[:], is_listed = words, True
+                draws[row : row + (trees[i].n_rows if trees else 1)] = words
+                is_listed = True
         return not is_listed, draws if is_listed else None
 
-    def _collect(self, batch: Sequence[Answer]) -> Output:
-        """Return the results of the pass; requests whose results are not finite end."""
+    def _collect(self, batch: Sequence[Answer], trees: Sequence[DraftTree] | None) -> Output:
+        """Return the results of the pass; requests whose results are not finite end.
+
+        If a row was drafted, perhaps the text never comes to it: then only the draft is lost.
+        """
         try:
-            return self._passes.collect(locates=len(batch) == 1)
+            self._drafting.waits()
+            output = self._passes.collect(locates=len(batch) == 1)
         except NotFinite as error:
             bad = [answer for answer in batch if answer.slot in error.sequences]
-            if len(bad) == len(batch):
+            if len(bad) == len(batch) and not trees:
                 raise
+            drafted = {answer.slot for answer, tree in zip(batch, trees or ()) if tree.n_rows > 1}
             for answer in bad:
-                self._answers.end(answer, "error", error)
-            return error.output
+                answer.may_draft = False
+                if answer.slot not in drafted:
+                    self._answers.end(answer, "error", error)
+            output = error.output
+        self._drafting.arrived()
+        return output
+
+    def _draw(self, batch: Sequence[Answer], output: Output) -> None:
+        for row, answer in enumerate(batch):
+            if answer.is_over:
+                continue
+            anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
+            self._answers.draw(answer, output, row)
+            self._drafting.took(answer.slot, [anchor], [row])
+            self._drafting.drew(answer, answer.sequence.tokens[n:])
+
+    # trees
+
+    def _verify(self, batch: Sequence[Answer], trees: Sequence[DraftTree]) -> None:
+        n = max(tree.n_rows for tree in trees)
+        tokens = np.zeros((len(batch), n), dtype=np.int32)
+        parents = np.full((len(batch), n), -1, dtype=np.int32)
+        for i, tree in enumerate(trees):
+            tokens[i, : tree.n_rows], parents[i, : tree.n_rows] = tree.tokens, tree.parents
+        greedy, draws = self._draws(batch, trees)
+        self._passes.verify(
+            tokens, [answer.slot for answer in batch], parents, [tree.n_rows for tree in trees],
+            greedy, tuple(answer.cancel for answer in batch), draws,
+        )  # fmt: skip
+
+    def _take(self, batch: Sequence[Answer], trees: Sequence[DraftTree], output: Output) -> None:
+        """Draw along the trees; the sequences take the rows that are what was drawn."""
+        n = max(tree.n_rows for tree in trees)
+        walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
+        for answer, one in walks.items():
+            if answer.may_draft:
+                self._answers.guard(answer, partial(one.draw, output))
+        done = {answer: one for answer, one in walks.items() if one.path and not answer.is_over}
+        self._passes.commit({answer.slot: one.path for answer, one in done.items()})
+        for answer, one in done.items():
+            tokens = [one.tree.tokens[row] for row in one.path]
+            self._drafting.took(answer.slot, tokens, [one.first + row for row in one.path])
+            self._drafting.drew(answer, one.drawn)
+            answer.n_drafted += one.tree.n_rows - 1
+            answer.n_accepted += len(one.path) - 1
+            self._answers.keep(answer)
+
+
+class _Walk:
+    """The way of one text along its tree: the rows that are what was drawn, and what was drawn.
+
+    first: the first row of the tree in the pass.
+    """
+
+    def __init__(self, answers: Answers, answer: Answer, tree: DraftTree, first: int) -> None:
+        self._answers, self._answer = answers, answer
+        self.tree, self.first = tree, first
+        self.path: list[int] = []
+        self.drawn: list[int] = []
+
+    def draw(self, output: Output) -> None:
+        """Draw after the rows of the tree, as long as they are what was drawn."""
+
+        def next_token(row: int) -> int | None:
+            self.drawn.append(self._answers.pick(self._answer, output, self.first + row, row))
+            return None if self._answer.is_drawn else self.drawn[-1]
+
+        self.path = walk(self.tree, next_token)

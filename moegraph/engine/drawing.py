@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.tree import DraftTree
+from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS
 from ..runner import Output
 from ..sampling import BoolArray, SamplingParams
@@ -43,6 +44,7 @@ class Drawing:
         self.sampler = RowSampler(sampling, n_vocab)
         self.sampler.accept_all(sequence.prompt)
         self._constraint = constraint
+        self._n_vocab = n_vocab
         self._is_listed = False  # the pass was asked for candidates, and they may suffice
         # which tokens may follow each row of the pass; None: to be found out
         self._allowed: list[BoolArray | None] | None = None
@@ -62,10 +64,12 @@ class Drawing:
         """Note that the pass gives the argmax; a row of which more is needed is read whole."""
         self._is_listed, self._allowed = False, None
 
-    def words_of(self, tree: DraftTree) -> npt.NDArray[np.int32] | None:
+    def words_of(
+        self, tree: DraftTree, beside_others: bool = False
+    ) -> npt.NDArray[np.int32] | None:
         """Return what the rows of a tree need, numpy [n_rows, DRAW_WORDS]; see `words`."""
-        found = None
-        if not (self.greedy or self.keep_logits) and tree.n_rows <= DRAW_ROWS:
+        found, is_greedy = None, self.greedy and not beside_others
+        if not (is_greedy or self.keep_logits) and tree.n_rows <= DRAW_ROWS:
             found = self.sampler.draw_each([tree.ahead(row) for row in range(tree.n_rows)])
         self._is_listed = found is not None
         self._allowed = None
@@ -103,8 +107,10 @@ class Drawing:
         found = constraint.allowed()
         if ahead:
             constraint.roll_back(len(ahead))
-        # several rows wait for their results, and the grammar may use its memory again
-        return None if found is None else found.copy()
+        # native code reads it
+        if found is not None and (found.shape != (self._n_vocab,) or found.dtype != bool):
+            raise InternalError(f"a grammar's mask is {found.dtype} {found.shape}")
+        return found
 
     def pick(self, output: Output, row: int, node: int = 0) -> int:
         """Return the token that the target draws after a row of results.

@@ -14,6 +14,7 @@ from ..runner import Output
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
+from .drafting import Drafting
 from .prefixtree import n_common
 from .prompts import finished, is_short
 
@@ -27,11 +28,12 @@ class Reading:
     Every method is called on the engine's thread.
     """
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
+    def __init__(self, engine: Engine, answers: Answers, drafting: Drafting) -> None:
         self._passes, self._prefixes = engine.passes, engine.prefixes
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
         self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
+        self._drafting = drafting
         self._read: list[Answer] = []
 
     def take_read(self) -> list[Answer]:
@@ -83,12 +85,14 @@ class Reading:
                 answer.n_rest = len(batch.tokens)
                 return False
             self._answers.take_slot(answer, slot, len(answer.ids) - len(batch.tokens))
+            self._drafting.begin(slot, self._passes.held(slot))
             with self._answers.cancelling(answer):
                 if is_sweep:
-                    answer.sweep = self._passes.begin_prompt(batch)
+                    answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
                     answer.marks, self._answers.sweeping = marks, answer
                     return True
                 output, saved = self._passes.read(batch, answer.cancel)
+            self._drafting.took(slot, batch.tokens.tolist(), range(len(batch.tokens)))
             self._was_read(answer, output, saved, marks)
             self._tally.end_short()
         except MoegraphError as error:

@@ -17,10 +17,18 @@ class Constraint(Protocol):
     """
 
     def allowed(self) -> BoolArray | None:
-        """Return which tokens may come next, bool numpy [n_vocab]; None: any."""
+        """Return which tokens may come next, bool numpy [n_vocab]; None: any.
+
+        At least one token may; an end-of-generation token where the answer may end. The array does
+        not change later.
+        """
 
     def accept(self, token: int) -> None:
-        """Take the next token of the answer."""
+        """Take the next token of the answer, unless it ends the answer.
+
+        Raises:
+            RequestError: the grammar does not go on with it, or has grown too complex.
+        """
 
     def roll_back(self, n: int) -> None:
         """Forget the last n tokens."""

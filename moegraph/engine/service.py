@@ -12,6 +12,7 @@ from ..errors import InternalError, MoegraphError, QueueFull, RequestError, Serv
 from .answer import Answer
 from .answers import Answers
 from .decoding import Decoding
+from .drafting import Drafting
 from .drawing import Drawing
 from .ids import checked_ids
 from .reading import Reading
@@ -64,8 +65,9 @@ class Service:
         self._scheduler = Scheduler[Answer](engine.config.n_seq, n_waiting)
         tally = Tally(self._scheduler.costs)
         self._answers = Answers(engine.passes, engine.device, engine.config.n_seq, tally)
-        self._reading = Reading(engine, self._answers)
-        self._decoding = Decoding(engine.passes, self._answers)
+        drafting = Drafting(engine.speculation, engine.device.can.streams)
+        self._reading = Reading(engine, self._answers, drafting)
+        self._decoding = Decoding(engine.passes, self._answers, drafting)
         self._to_cancel: list[Answer] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stuck_s = stuck_s

@@ -46,11 +46,17 @@ class Controller(Protocol):
         n_left: tokens until the text must end. without: drafters that have nothing to draft now.
         """
 
+    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
+        """Return what one of several sequences drafts, all of which share the next pass."""
+
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         """Return which tokens of a draft are worth a row."""
 
     def observe(self, step: Step) -> None:
         """Learn from a step; the device computes meanwhile."""
+
+    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+        """Learn from a pass of several sequences of which none drafted."""
 
 
 class Speculation:
@@ -150,12 +156,19 @@ class Speculation:
         self._told[slot] = list(ids)
 
     def propose(
-        self, slot: int, anchor: int, n_left: int, n_room: int, race: Race | None = None
+        self,
+        slot: int,
+        anchor: int,
+        n_left: int,
+        n_room: int,
+        race: Race | None = None,
+        n_seqs: int = 1,
     ) -> Proposal | None:
         """Return the rows of the next pass of a sequence; None if nothing was drafted.
 
         n_left: tokens until the text must end. n_room: positions that the context still has. race:
-        of the sampler that will draw; None if it is greedy.
+        of the sampler that will draw; None if it is greedy. n_seqs: how many sequences share the
+        pass.
 
         Raises:
             NativeError: the device failed.
@@ -163,7 +176,10 @@ class Speculation:
         without, most_rows = set(self._failed), min(self.max_rows, n_room)
         start = time.perf_counter()
         while most_rows > 1 and n_left > 1:
-            plan = self.controller.choose(n_left, without)
+            if n_seqs > 1:
+                plan = self.controller.choose_for(n_seqs, n_left, without)
+            else:
+                plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
             drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows, race)
@@ -181,7 +197,7 @@ class Speculation:
         drafter = self.drafters[plan.source]
         n, tree = min(plan.n_draft, drafter.max_draft, most), None
         if plan.n_nodes and isinstance(drafter, TreeDrafter):
-            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1))
+            draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1), race)
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
             draft = drafter.draft(slot, anchor, n, n_top, race)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 
 from .answer import Answer
 from .costs import Costs
@@ -21,13 +20,16 @@ class Tally:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._ended = Counter[str]()
-        self._counts = ServiceCounts()
+        self._sums = Counter[str]()
+        self._prompt_s = self._decode_s = 0.0
         self._since, self._n_steps = time.perf_counter(), 0
 
     @property
     def counts(self) -> ServiceCounts:
         """The sums so far."""
-        return replace(self._counts, requests=dict(self._ended))
+        return ServiceCounts(
+            dict(self._ended), prompt_s=self._prompt_s, decode_s=self._decode_s, **self._sums
+        )
 
     def begin_round(self) -> None:
         """Note that the device has no work, and that the time until now does not count."""
@@ -39,39 +41,40 @@ class Tally:
 
     def end_round(self, n_rows: int = 0) -> None:
         """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass."""
-        seconds, n_steps = time.perf_counter() - self._since, self._n_steps
+        now = time.perf_counter()
+        seconds, n_steps = now - self._since, self._n_steps
         self.costs.note_round(n_steps, n_rows, seconds)
         pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
         prompt_s = seconds - pass_s if n_steps else 0.0
-        counts = self._counts
-        self._counts = replace(
-            counts,
-            passes=counts.passes + (n_rows > 0),
-            pass_rows=counts.pass_rows + n_rows,
-            prompt_s=counts.prompt_s + prompt_s,
-            decode_s=counts.decode_s + seconds - prompt_s,
-        )
-        self.begin_round()
+        self._prompt_s += prompt_s
+        self._decode_s += seconds - prompt_s
+        if n_rows:
+            self._sums["passes"] += 1
+            self._sums["pass_rows"] += n_rows
+        self._since, self._n_steps = now, 0
 
     def end_short(self) -> None:
         """Note that the device has read a short prompt."""
         seconds = time.perf_counter() - self._since
         if not self._n_steps:
             self.costs.note_short(seconds)
-        self._counts = replace(self._counts, prompt_s=self._counts.prompt_s + seconds)
+        self._prompt_s += seconds
         self.begin_round()
 
     def ended(self, answer: Answer, reason: str) -> None:
         """Count a request that has ended."""
-        counts, usage = self._counts, answer.usage()
+        usage = answer.usage()
         self._ended[reason] += 1
-        self._counts = replace(
-            counts,
-            prompt_tokens=counts.prompt_tokens + usage.n_read,
-            cached_tokens=counts.cached_tokens + usage.n_cached,
-            generated_tokens=counts.generated_tokens + usage.n_generated,
-            drafted_tokens=counts.drafted_tokens + usage.n_drafted,
-            accepted_tokens=counts.accepted_tokens + usage.n_accepted,
+        self._sums.update(
+            prompt_tokens=usage.n_read,
+            cached_tokens=usage.n_cached,
+            generated_tokens=usage.n_generated,
+            drafted_tokens=usage.n_drafted,
+            accepted_tokens=usage.n_accepted,
         )
         if reason in ("stop", "length"):
             self.costs.note_request(usage.prefill_s + usage.decode_s)
+
+    def preempted(self) -> None:
+        """Count a sequence that went to host memory for others."""
+        self._sums["preempted"] += 1

@@ -139,7 +139,9 @@ class AnyController:
 class ScriptedTrees(ScriptedDrafter):
     """Builds trees itself: paths of the script, and wrong ones."""
 
-    def tree(self, slot: int, anchor: int, n_depth: int, n_nodes: int) -> tuple[Draft, DraftTree]:
+    def tree(
+        self, slot: int, anchor: int, n_depth: int, n_nodes: int, race: Race | None = None
+    ) -> tuple[Draft, DraftTree]:
         draft = self.draft(slot, anchor, n_depth, 3)
         if not draft.n_depth:
             return draft, DraftTree((anchor,), (-1,))

@@ -349,6 +349,31 @@ def test_trees_know_what_follows_each_token(pair: Callable[..., Pair], name: str
     assert small.n_depth == 1 and max(len(of_one.ahead(row)) for row in range(of_one.n_rows)) == 1
 
 
+def test_a_tree_follows_the_race_of_a_sampler(pair: Callable[..., Pair]) -> None:
+    """Its spine is what the sampler would draw if the drafter's probabilities were right."""
+    both = pair(markov_rank=32)
+    both.prompt(20)
+    params = SamplingParams(temperature=20.0, top_k=20, top_p=1.0, min_p=0.0)
+    drafter, anchor = both.drafter, 7
+    assert isinstance(drafter, DSparkDrafter)
+    log_p, n_others = both.reference.after(anchor, 20, 7), 0
+    for seed in range(12):
+        keys = np.random.default_rng(seed).integers(0, 2**63, 7).tolist()
+        draft, tree = drafter.tree(0, anchor, 7, 24, Race(params, lambda n: keys[n]))
+        assert draft.problem(N_VOCAB) == "" and draft.confidence is None
+        assert draft.n_depth >= 1 and tree.n_rows == 25
+        assert tree.child(0, int(draft.tokens[0, 0])) == 1
+        before = anchor
+        for depth, token in enumerate(draft.tokens[:, 0].tolist()):
+            given = np.array(list(log_p(depth, before).values()))
+            scores = given / params.temperature + gumbel(np.uint64(keys[depth]), np.arange(N_VOCAB))
+            best = scores[np.argsort(-given)[: params.top_k]].max()
+            assert scores[token] > best - TOLERANCE / params.temperature
+            n_others += token != int(given.argmax())
+            before = token
+    assert n_others > 10
+
+
 @pytest.mark.parametrize("changes", [{}, {"markov_rank": 32}, {**CHANGES["reduced"]}])
 def test_a_drafter_that_computes_nan_says_so(
     pair: Callable[..., Pair], changes: dict[str, Any]

@@ -313,3 +313,77 @@ def test_a_long_prompt_beside_decoding_requests(open_engine: Open) -> None:
     assert n_beside > 20
     progress = [step.usage.n_read for step in long.steps if not step.tokens]
     assert progress == sorted(progress)
+
+
+class Evens:
+    """A grammar that allows even tokens only; the answer may be n tokens long."""
+
+    def __init__(self, n_vocab: int, fails_at: int = 1 << 30) -> None:
+        self._allowed = np.arange(n_vocab) % 2 == 0
+        self._fails_at = fails_at
+        self.taken: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        return self._allowed
+
+    def accept(self, token: int) -> None:
+        if len(self.taken) == self._fails_at:
+            raise RequestError("the grammar has grown too complex")
+        assert token % 2 == 0
+        self.taken.append(token)
+
+    def roll_back(self, n: int) -> None:
+        del self.taken[len(self.taken) - n :]
+
+    def n_accepted(self, tokens: list[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if token % 2), len(tokens))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_grammars_bind_their_own_requests(open_engine: Open, sampling: SamplingParams) -> None:
+    engine = open_engine(n_seq=4, cpu_reference=True)
+    n_vocab = engine.hparams.n_vocab
+    grammars = [Evens(n_vocab), Evens(n_vocab, fails_at=7), Evens(n_vocab)]
+    with serving(engine) as service:
+        clients = [
+            Client(service, prompt(engine, 30 + n, seed=n), max_tokens=25, sampling=sampling,
+                   constraint=grammars[n] if n < 2 else None)
+            for n in range(4)
+        ]  # fmt: skip
+        for client in clients:
+            client.wait()
+    assert all(token % 2 == 0 for token in clients[0].tokens)
+    assert grammars[0].taken == clients[0].tokens[:-1]
+    assert clients[1].reason == "error" and "too complex" in str(clients[1].last.error)
+    assert len(clients[1].tokens) == 7
+    single = open_engine(cpu_reference=True)
+    for client in clients[2:]:
+        assert client.tokens == alone(single, client.request)[0]
+    events = single.generate(
+        clients[0].request.prompt, sampling, 25, text=False, ignore_eos=True,
+        constraint=grammars[2],
+    )  # fmt: skip
+    assert [event.token for event in events] == clients[0].tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_log_probabilities_are_those_of_the_logits(
+    open_engine: Open, sampling: SamplingParams
+) -> None:
+    engine = open_engine(n_seq=3, cpu_reference=True)
+    ids = prompt(engine, 50)
+    with serving(engine) as service:
+        others = [Client(service, [n], max_tokens=30) for n in range(2)]
+        client = Client(service, ids, max_tokens=8, sampling=sampling, n_logprobs=4).wait()
+        for other in others:
+            assert other.wait().last.logprobs == ()
+    found = [one for step in client.steps for one in step.logprobs]
+    assert [one.token for one in found] == client.tokens
+    engine.reset()
+    rows = engine.forward([*ids, *client.tokens[:-1]], all_rows=True).require_logits()
+    for one, row in zip(found, rows[len(ids) - 1 :].astype(np.float64), strict=True):
+        log_p = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        likeliest = np.argsort(-row, kind="stable")[:4].tolist()
+        assert one.logprob == pytest.approx(log_p[one.token], abs=1e-5)
+        assert [token for token, _ in one.top] == likeliest
+        assert [p for _, p in one.top] == pytest.approx(log_p[likeliest].tolist(), abs=1e-5)

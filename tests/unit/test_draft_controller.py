@@ -269,3 +269,33 @@ def test_the_settings_of_an_engine_become_those_of_its_controller() -> None:
     config = EngineConfig(spec="auto", deterministic=True, draft_p_min=0.5, draft_max=4)
     settings = open_controller(drafters, config, 8).settings
     assert settings == DraftSettings("auto", 4, 0.5, max_rows=8, is_timed=False)
+
+
+def shared(accept: tuple[float, ...]) -> Controller:
+    """Return a controller that has learned from a text of so many accepted drafts."""
+    world = World([Text(600, {"mtp": Rates(accept)})], [MTP], law)
+    controller = auto(world)
+    simulate(world, controller)
+    return controller
+
+
+def test_several_sequences_draft_as_long_as_that_pays_for_so_many() -> None:
+    good, bad = shared((0.9, 0.88)), shared((0.1, 0.1))
+    lengths = [good.choose_for(n, 100).n_draft for n in (2, 4, 8, 16, 32)]
+    assert lengths[0] >= 2 and lengths == sorted(lengths, reverse=True) and lengths[-1] == 0
+    assert all(n * (length + 1) <= 32 for n, length in zip((2, 4, 8, 16, 32), lengths))
+    assert bad.choose_for(4, 100) == PLAIN
+    assert good.choose_for(2, 2).n_draft == 1 and good.choose_for(2, 1) == PLAIN
+    assert good.choose_for(2, 100, ["mtp"]) == PLAIN
+    plan = good.choose_for(2, 100)
+    draft = Draft(np.arange(8, dtype=np.int32)[:, None])
+    assert good.shape(plan, draft) == Shape(plan.n_draft)
+
+
+def test_passes_of_several_sequences_tell_what_a_single_one_takes() -> None:
+    controller = auto(World([], [MTP], law))
+    assert controller.choose_for(2, 100) == PLAIN
+    for _ in range(3):
+        controller.observe_shared(4, 4e-3)
+    assert 2e-3 < controller.passes.plain_s < 4e-3
+    assert controller.choose_for(2, 100).source == "mtp"

@@ -17,7 +17,13 @@ def random_lists(rng: np.random.Generator, n: int, m: int, n_top: int, n_vocab: 
         tokens.append(np.array([rng.permutation(n_vocab)[:n_top] for _ in range(k)], np.int32))
         p = -np.sort(-rng.dirichlet(np.full(n_vocab, 0.3), k), axis=1)[:, :n_top]
         log_p.append(np.log(p + 1e-30).astype(np.float32))
-    return PathLists(tokens, log_p)
+    return listed(tokens, log_p)
+
+
+def listed(tokens: list[np.ndarray], log_p: list[np.ndarray]) -> PathLists:
+    """Return lists that follow the first tokens of the depth before."""
+    before = [tokens[d - 1][0, : len(ids)].tolist() if d else [] for d, ids in enumerate(tokens)]
+    return PathLists(tokens, log_p, before)
 
 
 def every_path(lists: PathLists) -> dict[tuple[int, ...], float]:
@@ -34,9 +40,9 @@ def every_path(lists: PathLists) -> dict[tuple[int, ...], float]:
                 longer, total = (*path, token), value + max(log_p, -100.0)
                 found[longer] = total
                 last = depth + 1 == len(lists.tokens)
-                known = [] if last else lists.tokens[depth][0, : len(lists.tokens[depth + 1])]
-                if token in list(known):
-                    after.append((longer, total, list(known).index(token)))
+                known = [] if last else list(lists.before[depth + 1])
+                if token in known:
+                    after.append((longer, total, known.index(token)))
         front = after
 
 
@@ -66,5 +72,18 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
 def test_numbers_that_are_none_come_last() -> None:
     tokens = [np.array([[1, 2, 3]], np.int32), np.array([[4, 5, 6]], np.int32)]
     log_p = [np.array([[-0.1, -3, np.nan]], np.float32), np.array([[-np.inf] * 3], np.float32)]
-    tree = best_paths(0, PathLists(tokens, log_p), 20)
+    tree = best_paths(0, listed(tokens, log_p), 20)
     assert tree.tokens[:3] == (0, 1, 2) and tree.n_rows == 7
+
+
+def test_lists_in_another_order_than_what_follows_them() -> None:
+    """The likeliest token is the second that the next lists follow; after 3, nothing is known."""
+    tokens = [np.array([[2, 3, 1]], np.int32), np.array([[4, 5, 6], [7, 8, 9]], np.int32)]
+    log_p = [np.array([[-0.1, -0.2, -3]]), np.array([[-0.1, -2, -3], [-0.5, -2, -3]])]
+    lists = PathLists(tokens, log_p, [[], [1, 2]])
+    tree = best_paths(0, lists, 20)
+    assert tree.child(0, 3) and not any(tree.child(tree.child(0, 3) or 0, t) for t in range(10))
+    assert tree.child(tree.child(0, 2) or 0, 7) and tree.child(tree.child(0, 1) or 0, 4)
+    spine, probabilities = lists.spine()
+    assert [ids[0] for ids in spine] == [2, 7] and [lp[0] for lp in probabilities] == [-0.1, -0.5]
+    assert len(PathLists(tokens, log_p, [[], [1, 3]]).spine()[0]) == 1

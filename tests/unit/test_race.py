@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moegraph.draft.drafter import Draft, Race, empty_draft
-from moegraph.draft.race import raced
+from moegraph.draft.race import raced, raced_list
 from moegraph.sampling import Sampler, SamplingParams
 
 N_VOCAB = 200
@@ -67,6 +67,21 @@ def test_a_drafter_with_the_targets_probabilities_is_right(name: str) -> None:
         assert found.n_depth == 4 or not is_first[found.n_depth - 1] or n_wrong
     assert n_wrong <= 1  # F32 rounds what is at the edge of top-p
     assert n_other > 10 or name in ("top-p-0", "freezing")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_lists_of_one_depth_begin_with_what_the_sampler_draws(name: str) -> None:
+    rng, n_wrong = np.random.default_rng(len(name)), 0
+    for seed in range(100):
+        params = SamplingParams(**SAMPLERS[name], seed=seed)
+        logits = rng.standard_normal((3, N_VOCAB)) * 2.5
+        draft = sorted_draft(logits, N_VOCAB)
+        assert draft.log_p is not None
+        tokens, log_p = raced_list(draft.tokens, draft.log_p, race_of(params, seed), 2, 8)
+        assert tokens.shape == log_p.shape == (3, 8) and (np.diff(log_p, axis=1) <= 0).all()
+        for row, first in zip(logits, tokens[:, 0].tolist()):
+            n_wrong += drawn(params, seed + 2, row[None]) != [first]
+    assert n_wrong <= 1  # F32 rounds what is at the edge of top-p
 
 
 def test_chances_are_how_often_tokens_win_against_a_drafter_that_is_unsure() -> None:

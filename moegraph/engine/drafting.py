@@ -1,0 +1,116 @@
+"""Drafts of a service: which requests draft in the next pass, and what the drafters are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..draft.tree import DraftTree
+from ..runner.sweep_batch import SweepBatch
+from .answer import Answer
+from .proposal import Proposal, step_of
+from .speculation import Speculation
+from .stepclock import StepClock, StepSeconds
+
+_UNKNOWN = StepSeconds(0.0, 0.0, 0.0)
+
+
+class Drafting:
+    """The drafters of a service; without any, every method does nothing.
+
+    A request that is alone in its passes drafts as in a generation. Several draft if that pays for
+    so many; then only how much was accepted is learned, not what it cost.
+    """
+
+    def __init__(self, speculation: Speculation | None, has_streams: bool) -> None:
+        """has_streams: see `StepClock`."""
+        self._speculation = speculation
+        self._clock = StepClock(has_streams)
+        self._lone: Answer | None = None  # whose steps the clock measures
+        self._proposals: dict[int, Proposal] = {}  # by slot, before the pass in flight
+        self._n_missing = 0  # until that pass
+        # what there is to learn from the last pass, while the device computes
+        self._done: list[tuple[Proposal | None, list[int], StepSeconds, int]] = []
+
+    def begin(self, slot: int, held: Sequence[int]) -> None:
+        """Have the drafters know what a sequence holds whose prompt begins."""
+        if self._speculation:
+            self._speculation.begin(slot, held)
+
+    def tapped(self, batch: SweepBatch) -> SweepBatch:
+        """Return a prompt with what the drafters want of its sweep."""
+        if not self._speculation:
+            return batch
+        return replace(batch, taps=self._speculation.prompt_taps(batch.slot, batch.tokens))
+
+    def took(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Tell the drafters that a sequence took tokens; rows: theirs in the last pass."""
+        if self._speculation:
+            self._speculation.committed(slot, tokens, rows)
+
+    def propose(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
+        """Return the rows of each request in the next pass; None if none of them drafts.
+
+        Raises:
+            NativeError: the device failed.
+        """
+        self._proposals = {}
+        if not self._speculation:
+            return None
+        if len(batch) > 1:
+            self._lone = None
+        elif self._lone is not batch[0]:
+            self._lone = batch[0]
+            self._clock.begin()
+        found = [self._tree(self._speculation, answer, len(batch)) for answer in batch]
+        self._n_missing = self._speculation.n_missing()
+        self._clock.launch()
+        return found if any(tree.n_rows > 1 for tree in found) else None
+
+    def _tree(self, speculation: Speculation, answer: Answer, n_seqs: int) -> DraftTree:
+        sequence, drawing = answer.sequence, answer.drawing
+        anchor, proposal = sequence.tokens[-1], None
+        if answer.may_draft:
+            left, room, race = sequence.n_left, sequence.n_room, drawing.sampler.race
+            proposal = speculation.propose(answer.slot, anchor, left, room, race, n_seqs)
+        answer.may_draft = True
+        if proposal is None:
+            return DraftTree((anchor,), (-1,))
+        tree = drawing.cut(proposal.tree)
+        if tree is not proposal.tree:
+            proposal = replace(proposal, tree=tree)
+        self._proposals[answer.slot] = proposal
+        return tree
+
+    def launched(self) -> None:
+        """Note that the pass runs: there is time to learn from the last one."""
+        if self._speculation:
+            done, self._done = self._done, []
+            for proposal, drawn, seconds, n_missing in done:
+                step = step_of(proposal, drawn, seconds, n_missing)
+                self._speculation.controller.observe(step)
+            self._clock.leave()
+
+    def waits(self) -> None:
+        """Note that all else is done, and the service waits for the pass."""
+        self._clock.back()
+
+    def arrived(self) -> None:
+        """Note that the results are there."""
+        self._clock.arrive()
+
+    def drew(self, answer: Answer, drawn: list[int]) -> None:
+        """Note what a request drew after the pass, once its sequence has taken its rows."""
+        if not self._speculation:
+            return
+        proposal = self._proposals.get(answer.slot)
+        if self._lone is answer:
+            n_missing = self._speculation.n_missing() - self._n_missing
+            self._done.append((proposal, drawn, self._clock.end(), n_missing))
+        elif proposal:
+            self._done.append((proposal, drawn, _UNKNOWN, 0))
+
+    def shared(self, n_seqs: int, seconds: float) -> None:
+        """Note how long a pass of several requests took of which none drafted."""
+        if self._speculation and n_seqs > 1:
+            self._speculation.controller.observe_shared(n_seqs, seconds)

@@ -1,0 +1,139 @@
+"""Requests of a service that draft: each is answered as without drafts, whoever else is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.clients import Client, alone, serving
+from helpers.scripted_drafts import AnyController
+from helpers.shared import prompt
+
+from moegraph.draft.plan import Plan
+from moegraph.draft.stats import SpecStats
+from moegraph.engine import Engine
+from moegraph.engine.speculation import Speculation
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+RESIDENCIES: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "60": {"cache_slots": 77, "pin_layers": 0, "miss": "stream"},
+}
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3, temperature=0.9),
+    SamplingParams(seed=4, top_k=0, typical_p=0.8),  # every row is read whole
+)
+
+
+@dataclass
+class SharedController(AnyController):
+    """Chooses by chance for several sequences too."""
+
+    n_shared: int = 0
+    stats: SpecStats | None = None
+
+    def choose_for(self, n_seqs: int, n_left: int, without: Any = ()) -> Plan:
+        self.n_shared += 1
+        return self.choose(n_left, without)
+
+    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+        assert n_seqs > 1 and seconds >= 0.0
+
+
+def drafting(open_engine: Open, seed: int = 0, **settings: Any) -> Engine:
+    """Open an engine in reference mode that drafts with its MTP block, in any shape."""
+    engine = open_engine(
+        "mini35b", cpu_reference=True, spec="mtp", n_draft=7, n_seq=3, n_ctx=256, **settings
+    )
+    controller = SharedController(["mtp"], seed=seed)
+    drafters = engine._loaded.drafters
+    engine.speculation = Speculation(drafters, controller, engine.hparams.n_vocab, 8)
+    return engine
+
+
+@pytest.mark.parametrize("settings", RESIDENCIES.values(), ids=RESIDENCIES)
+def test_texts_are_those_without_drafts(open_engine: Open, settings: dict[str, Any]) -> None:
+    engine = drafting(open_engine, **settings)
+    plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
+    with serving(engine) as service:
+        clients = [
+            Client(
+                service, prompt(engine, n, seed=n), max_tokens=20 + 9 * (i % 3),
+                sampling=SAMPLINGS[i % 3], n_logprobs=(None, 0, 3)[i % 3],
+            )
+            for i, n in enumerate((70, 20, 5, 100, 33, 12, 40))
+        ]  # fmt: skip
+        for client in clients:
+            client.wait()
+        # a conversation goes on
+        more = [*clients[0].request.prompt, *clients[0].tokens, 5, 6, 7]
+        clients.append(Client(service, more, max_tokens=20).wait())
+    for client in clients:
+        assert (client.tokens, client.reason) == (alone(plain, client.request)[0], "length")
+    used = [client.last.usage for client in clients]
+    assert sum(usage.n_drafted for usage in used) > 100
+    assert engine.speculation.controller.n_shared > 50
+    steps = engine.speculation.controller.steps
+    assert {step.seconds > 0.0 for step in steps} == {True, False}  # alone, and in company
+
+
+def test_accepted_drafts_give_several_tokens_in_a_step(open_engine: Open) -> None:
+    """A grammar that allows one token at a time: what it allows is what is drafted."""
+    engine = drafting(open_engine)
+    answer = prompt(engine, 40, seed=9).tolist()
+
+    class Drafter:
+        """Knows the answer."""
+
+        name, max_draft, n_bytes, taps = "mtp", 6, 0, ()
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: {} if name == "prompt_taps" else None
+
+        def draft(self, slot: int, anchor: int, n: int, *_: Any) -> Any:
+            from moegraph.draft.drafter import Draft
+
+            at = answer.index(anchor) + 1
+            return Draft(np.array(answer[at : at + n], np.int32).reshape(-1, 1))
+
+    controller = SharedController(["mtp"], ("chain",))
+    engine.speculation = Speculation([Drafter()], controller, engine.hparams.n_vocab, 8)
+    with serving(engine) as service:
+        clients = [
+            Client(service, [i], max_tokens=30, constraint=Fixed(answer, engine.hparams.n_vocab))
+            for i in range(3)
+        ]
+        for client in clients:
+            client.wait()
+    for client in clients:
+        assert client.tokens == answer[:30], client.last.error
+        assert max(len(step.tokens) for step in client.steps) > 2
+        assert client.last.usage.n_accepted > 10
+
+
+class Fixed:
+    """A grammar of one text."""
+
+    def __init__(self, text: list[int], n_vocab: int) -> None:
+        self._text, self._n_vocab, self._at = text, n_vocab, 0
+
+    def allowed(self) -> np.ndarray:
+        found = np.zeros(self._n_vocab, dtype=bool)
+        found[self._text[self._at]] = True
+        return found
+
+    def accept(self, token: int) -> None:
+        assert token == self._text[self._at]
+        self._at += 1
+
+    def roll_back(self, n: int) -> None:
+        self._at -= n
+
+    def n_accepted(self, tokens: list[int]) -> int:
+        wanted = self._text[self._at : self._at + len(tokens)]
+        return next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), len(wanted))
