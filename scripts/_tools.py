@@ -36,6 +36,7 @@ FAILURES = (BuildError, fetch.FetchError, unified.PatchError, OSError)
 
 def remember_device(options: list[str]) -> None:
     """Keep the options of scripts/build that say for which device the checkout was built."""
+    DEVICE_OPTIONS.parent.mkdir(exist_ok=True)  # a build may be elsewhere
     DEVICE_OPTIONS.write_text(json.dumps(options))
 
 
