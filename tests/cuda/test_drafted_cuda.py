@@ -59,22 +59,21 @@ def tokens_of(engine: Engine, ids: list[int], name: str, n: int = 48) -> list[in
     return [event.token for event in engine.generate(ids, params, max_tokens=n, text=False)]
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_drafted_text_is_plain_text(open_cuda: Open, placement: str) -> None:
-    engine = open_cuda(n_draft=15, deterministic=True, spec="mtp", **PLACEMENTS[placement])
+def test_drafted_text_is_plain_text(open_cuda: Open, placement: str, name: str) -> None:
+    """The bits of a prompt depend on which experts are resident, so each text has a new engine."""
+    settings = {"deterministic": True, **PLACEMENTS[placement]}
+    engine = open_cuda(**settings)
+    ids = prompt(engine, 50).tolist()
+    plain = tokens_of(engine, ids, name)
+    engine = open_cuda(n_draft=15, spec="mtp", **settings)
     (block,) = engine._loaded.drafters
-    n_accepted = 0
-    for i, name in enumerate(SAMPLERS):
-        ids = prompt(engine, 20 + 30 * i, seed=i).tolist()
-        engine.speculation = None
-        plain = tokens_of(engine, ids, name)
-        for _ in range(2):
-            known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8, seed=i)
-            controller = speculate(engine, known, LookUp(), block, seed=i)
-            assert tokens_of(engine, ids, name) == plain, name
-            assert known.held == engine.held(0)
-        n_accepted += sum(step.n_accepted for step in controller.steps)
-    assert n_accepted > 40 and not engine.drain_messages()
+    known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8)
+    controller = speculate(engine, known, LookUp(), block)
+    assert tokens_of(engine, ids, name) == plain
+    assert known.held == engine.held(0)
+    assert sum(step.n_accepted for step in controller.steps) > 5 and not engine.drain_messages()
 
 
 @pytest.mark.parametrize("placement", ["whole", "fetched"])

@@ -25,22 +25,9 @@ from moegraph.ggml.device import Device
 from moegraph.sampling import SamplingParams
 
 PRESETS = ("mini35b", "kquant40", "iq64")
-# The library's kernels for few rows compute these also without --deterministic, where the device
-# has asynchronous copies.
-FAST_PRESETS = ("mini35b",)
 SHARES = (None, 60, 25, 0)
 # docs/invariance.md: the one that is known to break the promise.
 EXCEPT = ("experts Q5_0",)
-N_SHARED_KINDS = 80  # compute capability
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_gives_a_row_the_bits_that_it_has_alone(
-    name: str, device: Device, capability: int
-) -> None:
-    if capability < N_SHARED_KINDS:
-        pytest.skip(f"compute capability {capability}: only with --deterministic")
-    assert not any(differing(device, OPERATIONS[name]).values())
 
 
 @pytest.mark.parametrize("name", [n for n in (*OPERATIONS, *OTHER_OPERATIONS) if n not in EXCEPT])
@@ -100,18 +87,6 @@ def test_experts_that_the_host_streams_change_no_bit(
         fetches = fetch_layers(company.engine)
         assert bool(fetches) == (host_pin == "all"), "not what this test is about"
         check(company)
-
-
-@pytest.mark.parametrize("preset", FAST_PRESETS)
-def test_rows_have_the_bits_that_they_have_alone(
-    preset: str, capability: int, alone: Callable[[str, bool], Alone],
-    model_file: Callable[[str], Path],
-) -> None:  # fmt: skip
-    if capability < N_SHARED_KINDS:
-        pytest.skip(f"compute capability {capability}: only with --deterministic")
-    config = settings_for(None, 0, deterministic=False)
-    with ExitStack() as stack:
-        check(open_company(stack, model_file(preset), config, alone(preset, False)))
 
 
 @pytest.mark.parametrize("share", [None, 25])

@@ -343,7 +343,7 @@ def test_a_gated_norm_with_a_weight_a_head(device: Device) -> None:
     assert nmse(found, normed * z / (1 + np.exp(-z.astype(np.float64)))) < 1e-11
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_0", "IQ4_XS", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_experts_of_one_token_read_what_the_norm_quantized(device: Device, kind: str) -> None:
     """The same product behind a norm and behind a leaf, and of two tokens, which quantize alone."""
     n_in, n_out, n_expert = 2048, 64, 8

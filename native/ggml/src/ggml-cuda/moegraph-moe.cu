@@ -1,14 +1,18 @@
 #include "moegraph-moe.cuh"
 #include "moegraph-match.cuh"
 #include "moegraph-rows-kernel.cuh"
+#include "vecdotq.cuh"
+
+#include "moegraph.h"
 
 #include <algorithm>
 
 constexpr int MOEGRAPH_DOWN_TOKENS  = 4;  // from 5 rows on other kernels read an expert once for all of them
 constexpr int MOEGRAPH_DOWN_EXPERTS = 16; // used by a token, the limit
 constexpr int MOEGRAPH_DOWN_WARPS   = 16; // of a block, if its experts are not more
-constexpr int MOEGRAPH_DOWN_ROWS    = 8;  // output rows of a warp, half a tile
+constexpr int MOEGRAPH_DOWN_ROWS    = 8;  // output rows of a warp
 constexpr int MOEGRAPH_DOWN_LOADS   = 4;  // activations that a thread has on their way, in vectors
+constexpr int MOEGRAPH_DOWN_PARTS   = 2;  // in which a warp's rows arrive: the first is computed while the second comes
 
 struct moegraph_moe_down_args {
     const char    * x;       // experts
@@ -25,31 +29,92 @@ struct moegraph_moe_down_args {
     int             n_experts;
     int             n_used;
     int             n_warps;    // for each expert
-    int             k_split;    // of the products of more tokens, whose sums these are
     int             early;      // ids and experts may be read before the preceding kernel has ended
 };
 
-static_assert(MOEGRAPH_DOWN_WARPS <= MOEGRAPH_DOWN_EXPERTS, "sums and weights of a block");
+// How a warp reads a row. values: of a block; lanes: that share a block.
+template <ggml_type type> struct moegraph_row_dot;
 
-// Multiplies 8 rows with the activations of one slot. The sums are those of moegraph_rows_kernel, whose warps take every
-// k_split-th chunk. Lane 4*g has the result of row g.
-template <ggml_type type>
-static __device__ __forceinline__ float moegraph_moe_dot(
-        const char * row, const moegraph_block_y * y, const int n_chunks, const int k_split) {
-    typedef moegraph_x<type> X;
-    constexpr int zero[1]    = { 0 };
-    constexpr int zeros[1][2] = { { 0, 0 } };
-    float sum = 0.0f;
-    for (int part = 0; part < k_split; ++part) {
-        float acc[1][1][4] = {};
-        for (int chunk = part; chunk < n_chunks; chunk += k_split) {
-            const char * s[1][2] = { { row + chunk*X::bytes, row + chunk*X::bytes } }; // the lower half of the tile repeats it
-            moegraph_dot_chunk<type, 1, 1>(acc, s, y + chunk*(MOEGRAPH_CHUNK/32), zero, zeros);
-        }
-        sum = part == 0 ? acc[0][0][0] : sum + acc[0][0][0];
+template <> struct moegraph_row_dot<GGML_TYPE_Q4_0> {
+    static constexpr int values = QK4_0, lanes = 2;
+    static __device__ __forceinline__ float dot(
+            const char * row, const block_q8_1 * y, const int block, const int lane) {
+        return vec_dot_q4_0_q8_1(row, y, block, VDR_Q4_0_Q8_1_MMVQ*lane);
     }
-    return sum;
+};
+
+// Half a block a lane: shared memory is read in words, and put right where a block starts in the middle of one.
+template <> struct moegraph_row_dot<GGML_TYPE_Q8_0> {
+    static constexpr int values = QK8_0, lanes = 2;
+    static __device__ __forceinline__ float dot(
+            const char * row, const block_q8_1 * y, const int block, const int lane) {
+        const char * b     = row + block*(int) sizeof(block_q8_0);
+        const char * q     = b + offsetof(block_q8_0, qs) + 16*lane;
+        const int    off   = (int) ((uintptr_t) q & 2);
+        const int  * words = (const int *) (q - off);
+        const int  * u     = (const int *) y->qs + 4*lane;
+        int w[5];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            w[i] = words[i];
+        }
+        w[4] = off != 0 ? words[4] : 0; // it may be on its way, where it belongs to another row
+        int v[4];
+        int u4[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v[i]  = __funnelshift_r(w[i], w[i + 1], 8*off);
+            u4[i] = u[i];
+        }
+        return vec_dot_q8_0_q8_1_impl<float, 4>(v, u4, *(const half *) b, __low2half(y->ds));
+    }
+};
+
+template <> struct moegraph_row_dot<GGML_TYPE_Q4_K> {
+    static constexpr int values = QK_K, lanes = 16;
+    static __device__ __forceinline__ float dot(
+            const char * row, const block_q8_1 * y, const int block, const int lane) {
+        return vec_dot_q4_K_q8_1(row, y, block, VDR_Q4_K_Q8_1_MMVQ*lane);
+    }
+};
+
+template <> struct moegraph_row_dot<GGML_TYPE_Q5_K> {
+    static constexpr int values = QK_K, lanes = 16;
+    static __device__ __forceinline__ float dot(
+            const char * row, const block_q8_1 * y, const int block, const int lane) {
+        return vec_dot_q5_K_q8_1(row, y, block, VDR_Q5_K_Q8_1_MMVQ*lane);
+    }
+};
+
+template <> struct moegraph_row_dot<GGML_TYPE_Q6_K> {
+    static constexpr int values = QK_K, lanes = 32;
+    static __device__ __forceinline__ float dot(
+            const char * row, const block_q8_1 * y, const int block, const int lane) {
+        return vec_dot_q6_K_q8_1(row, y, block, VDR_Q6_K_Q8_1_MMVQ*lane);
+    }
+};
+
+// Adds up v[r] over the lanes; lane l gets the sum of row l/4.
+static __device__ __forceinline__ float moegraph_sum_rows(float (&v)[MOEGRAPH_DOWN_ROWS]) {
+    static_assert(MOEGRAPH_DOWN_ROWS == 8, "three steps");
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        const int  n     = 4 >> step;
+        const int  other = 16 >> step;
+        const bool upper = (threadIdx.x & other) != 0;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const float give = upper ? v[i] : v[i + n];
+            const float keep = upper ? v[i + n] : v[i];
+            v[i] = keep + __shfl_xor_sync(0xFFFFFFFF, give, other, 32);
+        }
+    }
+    v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], 2, 32);
+    v[0] += __shfl_xor_sync(0xFFFFFFFF, v[0], 1, 32);
+    return v[0];
 }
+
+static_assert(MOEGRAPH_DOWN_WARPS <= MOEGRAPH_DOWN_EXPERTS, "sums and weights of a block");
 
 // A block computes some rows of the result, n_warps warps for each chosen expert. There are few bytes to a block, and
 // all are on their way to shared memory before it waits for the first; meanwhile it quantizes the activations.
@@ -57,12 +122,14 @@ static __device__ __forceinline__ float moegraph_moe_dot(
 template <ggml_type type>
 __launch_bounds__(MOEGRAPH_DOWN_EXPERTS*32, 2)
 static __global__ void moegraph_moe_down_kernel(const moegraph_moe_down_args args) {
-#ifdef TURING_MMA_AVAILABLE
+    typedef moegraph_row_dot<type> X;
+    constexpr int part_rows = MOEGRAPH_DOWN_ROWS/MOEGRAPH_DOWN_PARTS;
+
     extern __shared__ int4 moegraph_moe_smem[];
     __shared__ float weights[MOEGRAPH_DOWN_EXPERTS];
     __shared__ float sums[MOEGRAPH_DOWN_EXPERTS*MOEGRAPH_DOWN_ROWS];
-    char             * x = (char *) moegraph_moe_smem + threadIdx.y*args.warp_bytes;
-    moegraph_block_y * y = (moegraph_block_y *) ((char *) moegraph_moe_smem + blockDim.y*args.warp_bytes);
+    char       * x = (char *) moegraph_moe_smem + threadIdx.y*args.warp_bytes;
+    block_q8_1 * y = (block_q8_1 *) ((char *) moegraph_moe_smem + blockDim.y*args.warp_bytes);
 
     const int token      = blockIdx.y;
     const int slot       = threadIdx.y / args.n_warps;
@@ -77,11 +144,16 @@ static __global__ void moegraph_moe_down_kernel(const moegraph_moe_down_args arg
     const int  id      = __ldcg(args.ids + token*args.stride_ids + slot); // what the first cache holds may be older
     const bool present = (uint32_t) id < (uint32_t) args.n_experts && n_rows > 0;
     if (present) {
-        const char * src = args.x + id*args.stride_expert + (int64_t) row*args.row_bytes;
-        const int    off = (int) ((uintptr_t) src & 15); // Q6_K
-        const int    n   = off + n_rows*args.row_bytes;
+        const char * src   = args.x + id*args.stride_expert + (int64_t) row*args.row_bytes;
+        const int    off   = (int) ((uintptr_t) src & 15); // Q6_K
+        const int    n     = off + n_rows*args.row_bytes;
+        const int    first = (off + part_rows*args.row_bytes + 15) & ~15;
         src -= off;
-        for (int i = 16*threadIdx.x; i < n; i += 16*32) {
+        for (int i = 16*threadIdx.x; i < min(first, n); i += 16*32) {
+            moegraph_copy_16(x + i, src + i, min(16, n - i));
+        }
+        moegraph_copy_commit();
+        for (int i = first + 16*threadIdx.x; i < n; i += 16*32) {
             moegraph_copy_16(x + i, src + i, min(16, n - i));
         }
         moegraph_copy_commit();
@@ -106,7 +178,7 @@ static __global__ void moegraph_moe_down_kernel(const moegraph_moe_down_args arg
 #pragma unroll
         for (int l = 0; l < MOEGRAPH_DOWN_LOADS; ++l) {
             if (i + l*stride < n_act) {
-                moegraph_quantize_4(v[l], y + (i + l*stride)/32);
+                moegraph_quantize_q8_1_4(v[l], y + (i + l*stride)/QK8_1);
             }
         }
     }
@@ -116,14 +188,27 @@ static __global__ void moegraph_moe_down_kernel(const moegraph_moe_down_args arg
     }
     __syncthreads();
 
-    float sum = 0.0f;
+    float acc[MOEGRAPH_DOWN_ROWS] = { 0.0f };
     if (present) {
-        moegraph_copy_wait<0>();
-        __syncwarp();
-        const int g = min((int) threadIdx.x/4, n_rows - 1);
-        sum = moegraph_moe_dot<type>(
-            x + g*args.row_bytes, y + slot*(args.n_values/32), args.n_values/MOEGRAPH_CHUNK, args.k_split);
+        const int    n_blocks = args.n_values/X::values;
+        const block_q8_1 * ys = y + slot*(args.n_values/QK8_1);
+#pragma unroll
+        for (int part = 0; part < MOEGRAPH_DOWN_PARTS; ++part) {
+            if (part == 0) {
+                moegraph_copy_wait<1>();
+            } else {
+                moegraph_copy_wait<0>();
+            }
+            __syncwarp();
+            for (int block = threadIdx.x / X::lanes; block < n_blocks; block += 32/X::lanes) {
+#pragma unroll
+                for (int r = part*part_rows; r < (part + 1)*part_rows; ++r) {
+                    acc[r] += X::dot(x + r*args.row_bytes, ys + block*(X::values/QK8_1), block, threadIdx.x % X::lanes);
+                }
+            }
+        }
     }
+    const float sum = moegraph_sum_rows(acc);
     if (threadIdx.x % 4 == 0) {
         sums[slot*block_rows + warp_row + threadIdx.x/4] = sum;
     }
@@ -131,16 +216,12 @@ static __global__ void moegraph_moe_down_kernel(const moegraph_moe_down_args arg
 
     const int out = blockIdx.x*block_rows + tid;
     if (tid < block_rows && out < args.n_rows) {
-        float result = __fmul_rn(sums[tid], weights[0]);
-        for (int e = 1; e < args.n_used; ++e) {
-            result = __fadd_rn(result, __fmul_rn(sums[e*block_rows + tid], weights[e]));
+        float result = 0.0f;
+        for (int e = 0; e < args.n_used; ++e) {
+            result += sums[e*block_rows + tid]*weights[e];
         }
         args.dst[(int64_t) token*args.n_rows + out] = result;
     }
-#else
-    GGML_UNUSED(args);
-    NO_DEVICE_CODE;
-#endif // TURING_MMA_AVAILABLE
 }
 
 int moegraph_moe_down_mul(const ggml_cgraph * cgraph, const int i) {
@@ -213,7 +294,10 @@ bool moegraph_moe_down(
 
     const int n_used   = down->ne[1];
     const int n_tokens = down->ne[2];
-    if (!GGML_CUDA_CC_IS_NVIDIA(dev.cc) || !turing_mma_available(dev.cc) || !moegraph_moe_down_weights(x) ||
+    if (moegraph_rows_are_apart(down)) {
+        return false; // its sums have another order than those of more tokens
+    }
+    if (!GGML_CUDA_CC_IS_NVIDIA(dev.cc) || dev.cc < GGML_CUDA_CC_TURING || !moegraph_moe_down_weights(x) ||
             n_used > MOEGRAPH_DOWN_EXPERTS || n_tokens > MOEGRAPH_DOWN_TOKENS || down->ne[3] != 1) {
         return false;
     }
@@ -235,16 +319,15 @@ bool moegraph_moe_down(
     args.stride_expert = x->nb[2];
     args.stride_ids    = ids->nb[1]/sizeof(int32_t);
     args.row_bytes     = x->nb[1];
-    args.warp_bytes    = GGML_PAD(MOEGRAPH_DOWN_ROWS*args.row_bytes, 16) + 16; // off 16 bytes
+    args.warp_bytes    = GGML_PAD(MOEGRAPH_DOWN_ROWS*args.row_bytes, 16) + 32; // off 16 bytes, and a word behind
     args.n_values      = x->ne[0];
     args.n_rows        = x->ne[1];
     args.n_experts     = x->ne[2];
     args.n_used        = n_used;
     args.n_warps       = std::max(1, MOEGRAPH_DOWN_WARPS/n_used);
-    args.k_split       = moegraph_expert_split(args.n_values/MOEGRAPH_CHUNK, MOEGRAPH_SPLIT_EXPERTS);
     args.early         = moegraph_moe_is_constant(x) && moegraph_moe_ids_are_old(act, ids);
 
-    const size_t smem_y = (size_t) n_used*args.n_values/32*sizeof(moegraph_block_y);
+    const size_t smem_y = (size_t) n_used*args.n_values/QK8_1*sizeof(block_q8_1);
     const auto   smem   = [&] { return (size_t) n_used*args.n_warps*args.warp_bytes + smem_y; };
     while (args.n_warps > 1 && smem() > moegraph_moe_smem_limit()) {
         args.n_warps /= 2;

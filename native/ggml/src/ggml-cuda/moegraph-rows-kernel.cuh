@@ -186,7 +186,7 @@ static __device__ __forceinline__ bool moegraph_rows_sum_parts(
 template <int n_tiles, bool glu>
 static __device__ __forceinline__ void moegraph_rows_store(
         const float (&acc)[glu ? 2 : 1][n_tiles][4], const moegraph_rows_args & args, const moegraph_segment & seg,
-        const int * slots, const int own_slot, const int expert, const int n, const int row) {
+        const int * slots, const int expert, const int n, const int row) {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int t = 0; t < n_tiles; ++t) {
@@ -198,8 +198,8 @@ static __device__ __forceinline__ void moegraph_rows_store(
                 continue;
             }
             int64_t offset = col*seg.stride_dst_col;
-            if (slots != nullptr || own_slot >= 0) {
-                const int slot = slots != nullptr ? slots[col] : own_slot;
+            if (slots != nullptr) {
+                const int slot = slots[col];
                 offset = (slot / args.n_used)*args.stride_dst_token + (slot % args.n_used)*seg.stride_dst_col;
             }
             float result = acc[0][t][l];
@@ -237,21 +237,15 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     }
     const int row = (tile - seg.first_tile)*MOEGRAPH_TILE_ROWS + g;
 
-    const bool dense = args.n_experts == 0;
+    const bool dense = args.groups == nullptr;
     if (!dense || !args.early) {
         ggml_cuda_pdl_sync();
     }
 
-    int expert   = 0;
-    int n        = args.n_cols;
-    int own_slot = -1;
+    int expert = 0;
+    int n      = args.n_cols;
     const int * slots = nullptr;
-    if (!dense && args.groups == nullptr) {
-        own_slot = blockIdx.y;
-        const int id = args.ids[(own_slot / args.n_used)*args.stride_ids + own_slot % args.n_used];
-        expert = (uint32_t) id < (uint32_t) args.n_experts ? id : -1;
-        n      = 1;
-    } else if (!dense) {
+    if (!dense) {
         if ((int) blockIdx.y >= *args.n_groups) {
             return;
         }
@@ -295,7 +289,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     const auto y_offset = [&](const int col) {
         int y_row = min(col, n - 1);
         if (!dense) {
-            const int slot = slots != nullptr ? slots[y_row] : own_slot;
+            const int slot = slots[y_row];
             y_row = (slot / args.n_used)*args.n_y + (slot % args.n_used) % args.n_y;
         }
         return y_row*blocks_per_row;
@@ -343,7 +337,7 @@ static __global__ void moegraph_rows_kernel(const moegraph_rows_args args) {
     if (args.k_split > 1 && !moegraph_rows_sum_parts<type, n_tiles, n_mats>(acc, smem_warp, part, args.k_split)) {
         return;
     }
-    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, own_slot, expert, n, row);
+    moegraph_rows_store<n_tiles, glu>(acc, args, seg, slots, expert, n, row);
 #else
     GGML_UNUSED(args);
     NO_DEVICE_CODE;

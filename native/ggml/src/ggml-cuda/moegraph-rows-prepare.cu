@@ -189,7 +189,6 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
     const ggml_tensor * ids  = dst->op == GGML_OP_MUL_MAT_ID ? dst->src[2] : nullptr;
-    const ggml_tensor * list = ids && ids->ne[1] >= MOEGRAPH_LIST_TOKENS ? ids : nullptr; // whose slots are grouped
 
     const int64_t n_values = src1->ne[0];
     const int64_t n_y      = ids ? src1->ne[1] : 1;
@@ -206,23 +205,23 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
     char * y      = nullptr;
     char * groups = nullptr;
     bool have_y      = false;
-    bool have_groups = list == nullptr;
+    bool have_groups = ids == nullptr;
     if (cached) {
         moegraph_rows_state::entry * e;
         have_y = moegraph_rows_find(state, state.y, moegraph_rows_state::N_CACHED, src1, 0, size_y, &e);
         y = (char *) e->data;
-        if (list) {
-            have_groups = moegraph_rows_find(state, state.groups, 2, list, n_experts, size_groups, &e);
+        if (ids) {
+            have_groups = moegraph_rows_find(state, state.groups, 2, ids, n_experts, size_groups, &e);
             groups = (char *) e->data;
         }
     } else {
         y = result.pool_y.alloc(size_y);
-        if (list) {
+        if (ids) {
             groups = result.pool_groups.alloc(size_groups);
         }
     }
     int            * n_groups_d = (int *) groups;
-    moegraph_group * groups_d   = list ? (moegraph_group *) (groups + sizeof(int)) : nullptr;
+    moegraph_group * groups_d   = ids ? (moegraph_group *) (groups + sizeof(int)) : nullptr;
 
     if (!have_y || !have_groups) {
         const int64_t n_blocks_y = have_y ? 0 : (n_rows_y*n_values/4 + MOEGRAPH_MAX_SLOTS - 1) / MOEGRAPH_MAX_SLOTS;
@@ -235,8 +234,8 @@ void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * 
         ggml_cuda_kernel_launch(moegraph_prepare_kernel, params,
             (const float *) src1->data, (moegraph_block_y *) y, (block_q8_1 *) q8_1, stride_y, stride_t, (int) n_values,
             (int) n_rows_y, (int) n_y,
-            have_groups ? (const int32_t *) nullptr : (const int32_t *) list->data,
-            have_groups ? 0 : (int) (list->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts, groups_d, n_groups_d);
+            have_groups ? (const int32_t *) nullptr : (const int32_t *) ids->data,
+            have_groups ? 0 : (int) (ids->nb[1]/sizeof(int32_t)), n_used, n_slots, n_experts, groups_d, n_groups_d);
     }
     result.y        = (const moegraph_block_y *) y;
     result.groups   = groups_d;

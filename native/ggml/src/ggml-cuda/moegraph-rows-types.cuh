@@ -12,8 +12,6 @@ constexpr int MOEGRAPH_GROUP_COLS = 8;   // activation rows per tile, and slots 
 constexpr int MOEGRAPH_MAX_COLS   = 32;  // activation rows of a dense product
 constexpr int MOEGRAPH_MAX_WARPS  = 8;
 constexpr int MOEGRAPH_MAX_SLOTS  = 512; // tokens*slots of MUL_MAT_ID, threads of the kernel that lists them
-constexpr int MOEGRAPH_LIST_TOKENS = 5;  // of MUL_MAT_ID; below that an expert seldom has two rows, so none are listed
-constexpr int MOEGRAPH_SPLIT_EXPERTS = 4; // most warps that share a tile of an expert
 constexpr int MOEGRAPH_MIN_BLOCKS = 2;   // 128 registers a thread; 80 are 5 to 10 % slower with experts
 constexpr int MOEGRAPH_STAGES     = 2;
 
@@ -50,16 +48,13 @@ struct moegraph_rows_args {
     const char             * x_gate;   // weights of the gate product, nullptr without GLU (one segment)
     const char             * x_gate_end;
     const moegraph_block_y * y;
-    const moegraph_group   * groups;   // nullptr: dense, or each slot is a group of its own
+    const moegraph_group   * groups;   // nullptr: dense
     const int              * n_groups;
-    const int32_t          * ids;      // of the experts, where each slot is a group of its own
     int64_t                  stride_row;    // bytes
     int64_t                  stride_expert; // bytes
     int64_t                  stride_dst_token; // floats
     int                      n_cols;   // dense columns
     int                      n_chunks;
-    int                      n_experts; // 0: dense
-    int                      stride_ids;
     int                      n_used;   // slots per token
     int                      n_y;      // activation rows per token
     int                      k_split;  // warps that share a tile
@@ -67,16 +62,6 @@ struct moegraph_rows_args {
     int                      glu_op;
     float                    glu_limit;
 };
-
-// How many warps share a tile of an expert's rows: two chunks for each, because the number of groups is not known. The
-// sum of a row depends on this, so every kernel that multiplies with experts asks here.
-static __host__ __device__ __forceinline__ int moegraph_expert_split(const int n_chunks, const int max_warps) {
-    int split = 1;
-    while (split < max_warps && split < MOEGRAPH_SPLIT_EXPERTS && 4*split <= n_chunks) {
-        split *= 2;
-    }
-    return split;
-}
 
 // Quantizes 32 values with the 8 neighbouring threads that hold 4 each.
 static __device__ __forceinline__ void moegraph_quantize_4(const float4 v, moegraph_block_y * dst) {
@@ -133,8 +118,7 @@ struct moegraph_rows_operands {
     explicit moegraph_rows_operands(ggml_cuda_pool & pool) : pool_y(pool), pool_groups(pool) {}
 };
 
-// Quantizes the activations of a product and lists the groups of its experts (of few tokens: none), unless that has
-// been done already.
+// Quantizes the activations of a product and lists the groups of its experts, unless that has been done already.
 void moegraph_rows_prepare(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, moegraph_rows_operands & result);
 
 static bool moegraph_is_view_op(const ggml_tensor * t) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
 constexpr int MOEGRAPH_MAX_EXPERTS = 4096; // counters in shared memory
 
 static bool moegraph_rows_type(const ggml_type type) {
@@ -53,16 +54,17 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             src1->ne[3] != 1 || dst->ne[3] != 1 || dst->nb[0] != sizeof(float)) {
         return false;
     }
-    // without asynchronous copies the other vector kernels keep their range, unless the rows are to be kept apart
-    const bool async = cp_async_available(cc) || moegraph_rows_are_apart(dst);
+    // Fewer rows are for other vector kernels, and more without asynchronous copies. But their sums have other orders.
+    const bool apart = moegraph_rows_are_apart(dst);
+    const bool async = cp_async_available(cc);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
-        return n_tokens >= (async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) &&
+        return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
             dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
     }
     const int64_t n_cols = dst->ne[1];
-    return n_cols >= (async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
+    return n_cols >= (apart || async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
         src1->ne[2] == 1;
 }
 
@@ -81,8 +83,12 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
         max_warps /= 2;
     }
     args.k_split = 1;
-    if (args.n_experts > 0) {
-        args.k_split = moegraph_expert_split(args.n_chunks, max_warps);
+    if (args.groups != nullptr) {
+        // the number of groups is not known here: two chunks a warp
+        max_warps = std::min(max_warps, 4);
+        while (args.k_split < max_warps && 4*args.k_split <= args.n_chunks) {
+            args.k_split *= 2;
+        }
     } else {
         while (args.k_split < max_warps && 2*args.k_split <= args.n_chunks &&
                 2*n_row_tiles*args.k_split <= n_warps_wanted) {
@@ -105,7 +111,7 @@ static void moegraph_rows_launch(const moegraph_rows_args & args0, const int n_g
 
 template <ggml_type type, bool glu>
 static void moegraph_rows_switch_tiles(const moegraph_rows_args & args, const int n_groups, cudaStream_t stream) {
-    switch (args.n_experts > 0 ? 1 : (args.n_cols + 7)/8) {
+    switch (args.groups != nullptr ? 1 : (args.n_cols + 7)/8) {
         case 1: moegraph_rows_launch<type, 1, glu>(args, n_groups, stream); break;
         case 2: moegraph_rows_launch<type, 2, glu>(args, n_groups, stream); break;
         case 3: moegraph_rows_launch<type, 3, glu>(args, n_groups, stream); break;
@@ -164,9 +170,6 @@ static void moegraph_rows_run(
     args.y                = operands.y;
     args.groups           = operands.groups;
     args.n_groups         = operands.n_groups;
-    args.ids              = ids && !operands.groups ? (const int32_t *) ids->data : nullptr;
-    args.stride_ids       = ids ? ids->nb[1]/sizeof(int32_t) : 0;
-    args.n_experts        = ids ? n_experts : 0;
     args.stride_row       = src0->nb[1];
     args.stride_expert    = src0->nb[2];
     args.n_cols           = ids ? 0 : src1->ne[1];
@@ -177,8 +180,7 @@ static void moegraph_rows_run(
     args.glu_limit        = glu ? ggml_get_op_params_f32(glu, 3) : 0.0f;
 
     // at most this many groups; blocks of the rest end at once
-    const int n_listed = std::min(n_slots, n_experts + 1 + n_slots/MOEGRAPH_GROUP_COLS);
-    const int n_groups = !ids ? 1 : (operands.groups ? n_listed : n_slots);
+    const int n_groups = ids ? (int) std::min<int64_t>(n_slots, n_experts + 1 + n_slots/MOEGRAPH_GROUP_COLS) : 1;
     if (glu) {
         moegraph_rows_switch_type<true>(src0->type, args, n_groups, ctx.stream());
     } else {
