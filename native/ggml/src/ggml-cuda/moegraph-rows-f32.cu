@@ -1,6 +1,8 @@
 #include "moegraph-rows.cuh"
 #include "moegraph-rows-types.cuh"
 
+#include "moegraph.h"
+
 constexpr int MOEGRAPH_F32_WARPS = 8;
 
 // Float weights: a block takes n_w weight rows and n_a activation rows, its warps share the values. The sum of a row does
@@ -80,13 +82,15 @@ static __global__ void moegraph_rows_f32_kernel(
     }
 }
 
+// Of few rows or few weight rows, upstream's kernels are as fast; but their sums have other orders.
 bool moegraph_rows_f32_supported(const ggml_tensor * dst) {
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
     return src0 != nullptr && src1 != nullptr && src0->type == GGML_TYPE_F32 && src1->type == GGML_TYPE_F32 &&
         dst->type == GGML_TYPE_F32 &&
         src0->ne[2] == 1 && src0->ne[3] == 1 && src1->ne[2] == 1 && src1->ne[3] == 1 && src0->ne[1] <= 1024 &&
-        src1->ne[1] <= MOEGRAPH_MAX_COLS &&
+        (moegraph_rows_are_apart(dst) ? src1->ne[1] <= MOEGRAPH_MAX_COLS :
+            src1->ne[1] >= 3 && src1->ne[1] <= (src0->ne[1] < 16 ? 8 : MOEGRAPH_MAX_COLS)) &&
         src0->ne[0] % 4 == 0 && src0->nb[0] == sizeof(float) && src1->nb[0] == sizeof(float) &&
         dst->nb[0] == sizeof(float) &&
         src0->nb[1] % 16 == 0 && src1->nb[1] % 16 == 0 && (uintptr_t) src0->data % 16 == 0 &&
