@@ -73,7 +73,7 @@ def test_drafted_text_is_plain_text(open_cuda: Open, placement: str, name: str) 
     controller = speculate(engine, known, LookUp(), block)
     assert tokens_of(engine, ids, name) == plain
     assert known.held == engine.held(0)
-    assert sum(step.n_accepted for step in controller.steps) > 5 and not engine.drain_messages()
+    assert sum(step.n_accepted for step in controller.steps) >= 3 and not engine.drain_messages()
 
 
 @pytest.mark.parametrize("placement", ["whole", "fetched"])
