@@ -170,7 +170,10 @@ class ChatModel:
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Return messages for the template, with calls as the model wrote them if that is known."""
-        return template_messages(messages, None if self._calls_are_json else self._calls.shown)
+        if not self._calls_are_json:
+            return template_messages(messages, self._calls.shown)
+        takes_text = "arguments is string" in self.template.source
+        return template_messages(messages, (lambda _, text: text) if takes_text else None)
 
     def _turn(self, prompt: str, encoded: Encoded) -> Turn:
         at, n = encoded.starts[-1]
