@@ -149,16 +149,21 @@ class ChatModel:
         first = self._prompts.first_question(render, messages, prompt)
         marks = prompt_marks(encoded, prompt, messages, first)
         request = self._request(chat, encoded.ids, constraint, marks)
-        if chat.tools and chat.tool_choice == NONE:
-            request = self._without_calls(request)
+        if chat.tools:
+            request = self._with_calls(request, chat.tool_choice != NONE)
         return Prepared(request, parser, prompt)
 
-    def _without_calls(self, request: Request) -> Request:
-        """Return a request whose answer cannot begin a call, if that takes one token."""
-        ids = self.tokenizer.encode(CALL, add_special=False)
-        if len(ids) > 1:
+    def _with_calls(self, request: Request, are_allowed: bool) -> Request:
+        """Return a request whose answer may have calls or not, if one token begins them.
+
+        A client may send a call back rewritten, so the state before its text is kept.
+        """
+        begin = self.tokenizer.encode(CALL, add_special=False)
+        if len(begin) > 1:
             return request
-        bias = {**request.sampling.logit_bias, ids[0]: -math.inf}
+        if are_allowed:
+            return replace(request, keep_after=frozenset(begin))
+        bias = {**request.sampling.logit_bias, begin[0]: -math.inf}
         return replace(request, sampling=replace(request.sampling, logit_bias=bias))
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:

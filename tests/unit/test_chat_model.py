@@ -105,6 +105,16 @@ class TestPrompt:
             bias = chat.prepare(asked).request.sampling.logit_bias
         assert bias == {TagTokenizer().id_of("<tool_call>"): -math.inf}
 
+    def test_the_state_before_a_call_is_kept(self) -> None:
+        asked = ChatRequest(messages=[USER], tools=[TOOL])
+        with ChatModel(cast(Tokenizer, TagTokenizer()), ChatTemplate(QWEN)) as chat:
+            request = chat.prepare(asked).request
+            assert request.keep_after == {TagTokenizer().id_of("<tool_call>")}
+            assert not request.sampling.logit_bias
+            assert not chat.prepare(ChatRequest(messages=[USER])).request.keep_after
+        with model() as chat:
+            assert not chat.prepare(asked).request.keep_after
+
     @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
     def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
         turn = {
