@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 from helpers.fake_engine import ByteTokenizer
 from helpers.qwen_template import QWEN
-from helpers.tag_tokenizer import TagTokenizer
+from helpers.tag_tokenizer import TAGS, TagTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,6 +237,35 @@ class TestText:
             assert chat.prepare_text(TextRequest([97, 98])).prompt == "ab"
             text = "<think>a</think><tool_call>"
             assert found.parser.push(text) == [ContentPart(text)]
+
+
+def test_many_threads_may_prepare_at_once() -> None:
+    def asked(n: int) -> ChatRequest:
+        said = {"role": "assistant", "content": f"Answer {n % 7}"}
+        system = {"role": "system", "content": f"You are helper {n % 3}. " * 9}
+        question = {"role": "user", "content": f"Question {n}"}
+        schema = {"type": "object", "properties": {f"p{n % 5}": {"type": "integer"}}}
+        return ChatRequest(
+            [system, USER, said, question], [TOOL], tool_choice="none",
+            format=Format("json_schema", schema), variables={"enable_thinking": False},
+        )  # fmt: skip
+
+    def prepared(chat: ChatModel, n: int) -> tuple[list[int], tuple[int, ...], int]:
+        request = chat.prepare(asked(n)).request
+        assert request.constraint is not None
+        mask = request.constraint.allowed()
+        assert mask is not None
+        return list(request.prompt), request.marks, int(mask.sum())
+
+    specials = {tag: tag.startswith("<|") for tag in TAGS}
+    tokenizer = cast(Tokenizer, TagTokenizer())
+    with (
+        ChatModel(tokenizer, ChatTemplate(QWEN), specials) as chat,
+        ChatModel(tokenizer, ChatTemplate(QWEN), specials) as single,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        found = [*pool.map(lambda n: prepared(chat, n), range(60))]
+        assert found == [prepared(single, n) for n in range(60)]
 
 
 class TestOf:
