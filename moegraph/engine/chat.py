@@ -252,10 +252,6 @@ class ChatModel:
         render = self._prompts.renderer(tools, variables or {})
         return whole_prompt(render, self._messages(messages))
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt that the template made."""
-        return self._encode(prompt).ids
-
     def _encode(self, prompt: str) -> Encoded:
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.

@@ -277,7 +277,7 @@ class TestOf:
         with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:
             assert chat.render([USER]) == "\x01x" and chat.warnings == []
             # a BOS in the prompt is the only one
-            assert chat.encode("\x01x") == [1, 120]
+            assert list(chat.prepare(ChatRequest([USER])).request.prompt) == [1, 120]
 
     def test_another_replaces_it(self) -> None:
         with ChatModel.of(self.engine(), ChatTemplate("mine")) as chat:
