@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
 from .ownership import Ownership
 from .passes import Passes
+from .prefixdisk import PrefixDisk
 from .prefixes import Prefixes
+from .prefixidentity import prefix_identity
 from .requests import Constraint
 from .sequence import Sequence
 from .sequencecopies import SequenceCopies
@@ -123,7 +126,20 @@ class Engine:
         self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
-        self._stack.callback(self.prefixes.clear)
+        self._stack.callback(self.prefixes.close)
+
+    def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+        """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.
+
+        They outlive the engine. Files of other models or settings are not used.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+            ModelFileError: the model file cannot be read.
+        """
+        self.ownership.enter_alone()
+        disk = PrefixDisk(Path(folder), prefix_identity(self._loaded), max_bytes)
+        self.prefixes.use_disk(disk)
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -231,8 +247,9 @@ class Engine:
         return [line for drafter in found for line in drafter.describe()]
 
     def drain_messages(self) -> list[str]:
-        """Return messages of the guard and about drafters since the last call, one line each."""
+        """Return messages about misses, drafters and saved prompts since the last call."""
         found = self.speculation.drain_messages() if self.speculation else []
+        found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
         guard = self._misses.residency.guard if self._misses else None
         if guard:
             found += guard.messages
