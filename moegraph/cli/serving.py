@@ -12,6 +12,7 @@ from ..config import settings as engine_settings
 from ..engine.chat import ChatModel, special_tokens
 from ..engine.service import Service
 from ..server.backend import Loaded, ModelFacts
+from ..text.chat import ChatTemplate
 from . import options, ui
 from .drafting import show_drafters
 
@@ -34,13 +35,14 @@ class ModelLoader:
 
     def __init__(
         self, target: str, header: ModelFile, config: EngineConfig, alias: str, *,
-        template_file: Path | None, n_waiting: int,
+        template_file: Path | None, n_waiting: int, cache_dir: Path | None, cache_bytes: int,
     ) -> None:  # fmt: skip
         self._target = target
         self._header: ModelFile | None = header
         self._config = config
         self._template_file = template_file
         self._n_waiting = n_waiting
+        self._cache_dir, self._cache_bytes = cache_dir, cache_bytes
         self._warned: set[str] = set()
         hp = header.hparams
         self.facts = ModelFacts(
@@ -66,10 +68,15 @@ class ModelLoader:
             header = options.open_header(self._target, self._config.device)
         is_first = not self._warned
         with ExitStack() as stack:
+            file = self._template_file
+            template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
             engine = stack.enter_context(
                 options.load_engine(header, self._config, warned=self._warned, text=True)
             )
-            chat = stack.enter_context(ChatModel.of(engine, self._template_file))
+            if self._cache_dir:
+                engine.keep_prefixes(self._cache_dir, self._cache_bytes)
+                options.show_messages(engine)
+            chat = stack.enter_context(ChatModel.of(engine, template))
             for warning in chat.warnings:
                 if warning not in self._warned:
                     ui.note(f"warning: {warning}")
@@ -82,6 +89,7 @@ class ModelLoader:
 
         def close() -> None:
             service.close()
+            options.show_messages(engine)
             options.save_profile(engine)
             kept.close()
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,16 +33,21 @@ from .drafters import open_speculation
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
+from .memoryuse import memory_use
 from .ownership import Ownership
 from .passes import Passes
-from .prefixdisk import PrefixDisk
 from .prefixes import Prefixes
-from .prefixidentity import prefix_identity
+from .prefixidentity import open_disk
 from .requests import Constraint
 from .sequence import Sequence
 from .sequencecopies import SequenceCopies
 
+if TYPE_CHECKING:
+    from .chat import ChatModel
+    from .chatanswer import ChatAnswer
+
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
+Objects = SequenceOf[Mapping[str, Any]]
 
 
 class Engine:
@@ -131,15 +133,10 @@ class Engine:
     def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.
 
-        They outlive the engine. Files of other models or settings are not used.
-
-        Raises:
-            ConfigError: the folder cannot be used.
-            ModelFileError: the model file cannot be read.
+        They outlive the engine. Errors as in `open_disk`.
         """
         self.ownership.enter_alone()
-        disk = PrefixDisk(Path(folder), prefix_identity(self._loaded), max_bytes)
-        self.prefixes.use_disk(disk)
+        self.prefixes.use_disk(open_disk(self._loaded, folder, max_bytes))
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -204,19 +201,7 @@ class Engine:
             RequestError: the engine is closed.
         """
         self.ownership.require_open()
-        scale = 1 if sys.platform == "darwin" else 1024
-        return {
-            "device_peak_bytes": self.device.note_peak(),
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
-            "host_mapped_bytes": self.stage.mapped_bytes,
-            "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
-            "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
-            "kv_bytes": self.state.kv_bytes,
-            "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
-            "compute_bytes": self.runner.compute_bytes,
-            "drafters_bytes": sum(drafter.n_bytes for drafter in self._loaded.drafters)
-            + self.stage.taps.n_bytes,
-        }
+        return memory_use(self._loaded)
 
     def expert_stats(self) -> ExpertStats | None:
         """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
@@ -471,6 +456,27 @@ class Engine:
             self.prefixes if reuse else None, marks, self.speculation, constraint,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
+
+    def chat(
+        self, messages: Objects, tools: Objects = (), *, cancel: CancelToken | None = None,
+        progress: Progress | None = None, **more: Any,
+    ) -> ChatAnswer:  # fmt: skip
+        """Answer a conversation; yields the parts of the answer, as `generate` does with events.
+
+        messages, tools: in OpenAI's form. cancel, progress, errors: as in `generate`.
+        more: fields of `ChatRequest`, such as sampling, max_tokens, tool_choice and format.
+        """
+        from .chatanswer import ChatAnswer
+
+        self.ownership.enter()
+        fields = {"messages": messages, "tools": tools, **more}
+        return ChatAnswer.begin(self.generate, self._chat_model, fields, cancel, progress)
+
+    @cached_property
+    def _chat_model(self) -> ChatModel:
+        from .chat import ChatModel
+
+        return self._stack.enter_context(ChatModel.of(self))
 
     def close(self) -> None:
         """Free everything in reverse order of loading; a second call does nothing."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from pathlib import Path
 
 from ..config import EngineConfig
 from ..ggml.lib import C, ffi
 from ..placement.identity import content_hash
 from .loader import LoadedModel
+from .prefixdisk import PrefixDisk
 
 # Of the format of what is saved; it changes with what computes it.
 _VERSION = 1
@@ -33,3 +36,15 @@ def prefix_identity(loaded: LoadedModel) -> str:
         "draft": config.draft,
     }
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def open_disk(loaded: LoadedModel, folder: str | os.PathLike[str], max_bytes: int) -> PrefixDisk:
+    """Open a folder for beginnings of prompts of a loaded model.
+
+    Files of other models or settings there are not used.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+        ModelFileError: the model file cannot be read.
+    """
+    return PrefixDisk(Path(folder), prefix_identity(loaded), max_bytes)
