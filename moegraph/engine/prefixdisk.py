@@ -73,7 +73,7 @@ class PrefixDisk:
         self._has_failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = sorted(folder.glob(f"*{_SUFFIX}"))
             for part in folder.glob(f"*{_SUFFIX}.*.part"):
                 part.unlink(missing_ok=True)

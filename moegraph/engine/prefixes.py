@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NativeError
+from ..errors import MoegraphError, NativeError
 from ..ggml.free_memory import host_memory
 from ..resident.hostcopies import StatesCopy
 from .passes import Passes
@@ -266,8 +266,12 @@ class Prefixes:
         return 1 << 62 if limit is None else limit
 
     def close(self) -> None:
-        """Write what is kept to disk, if there is one, and forget it."""
+        """Write what is kept to disk, if there is one, what sequences hold too, and forget it."""
         if self._spill:
+            for seq in range(self._passes.n_seq):
+                with suppress(MoegraphError):  # a prompt is under way, or the device has failed
+                    self._passes.require_resting(seq)
+                    self._keep(seq)
             self._spill.close()
             self._spill = None
         self.clear()

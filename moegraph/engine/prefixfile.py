@@ -93,7 +93,7 @@ def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> 
     beginning = MAGIC + len(text).to_bytes(4, "little") + text + head.tokens.tobytes()
     half_done = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with open(half_done, "wb") as file:
+        with open(half_done, "wb", opener=_private) as file:
             for parts in ([np.frombuffer(beginning, np.uint8)], rows, [states]):
                 found = hashlib.blake2b(digest_size=_HASH)
                 for part in parts:
@@ -105,6 +105,11 @@ def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> 
     except BaseException:
         half_done.unlink(missing_ok=True)
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read: it has what users wrote."""
+    return os.open(path, flags, 0o600)
 
 
 def read_head(path: Path) -> Head:
