@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ..errors import MoegraphError, NativeError
 from ..ggml.free_memory import host_memory
 from ..resident.hostcopies import StatesCopy
+from ..runner.sweep import Sweep
 from .passes import Passes
 from .prefixdisk import PrefixDisk
 from .prefixspill import PrefixSpill
@@ -35,6 +36,8 @@ Ids = npt.NDArray[np.int32]
 _WORTH = 64
 
 
+# Tokens between marks that nobody asked for, in a long prompt.
+_EVERY = 8192
 # Tokens by which most sequences that are not alike differ.
 _GLANCE = 32
 
@@ -51,6 +54,7 @@ class Prefixes:
         self._passes = passes
         self._copies = copies
         self._max_bytes = max_bytes
+        passes.keep_cancelled(self._keep_read)
         self._spill: PrefixSpill | None = None
 
     def use_disk(self, disk: PrefixDisk) -> None:
@@ -173,10 +177,12 @@ class Prefixes:
 
         n_held: how many ids the sequence holds, of which nothing is removed. A mark that is only a
         few tokens after one that is kept saves less than it costs. If there is no room for all
-        marks, the last ones are kept.
+        marks, the last ones are kept. A long prompt that has some gets more of them, so that not
+        all is lost if it is cancelled.
         """
         found: list[int] = []
-        for mark in sorted(marks) if self.is_on else ():
+        more = range(n_held + _EVERY, len(ids) - _EVERY // 2, _EVERY) if marks else ()
+        for mark in sorted({*marks, *more}) if self.is_on else ():
             last = max([_length(self.tree.find(ids[:mark], len(ids))), *found[-1:]])
             if mark - last >= _WORTH:
                 found.append(mark)
@@ -201,7 +207,23 @@ class Prefixes:
         The sequence still has its positions up to there. The states are kept or closed.
         """
         n_held = None if states is None else states.n_past
-        ids = np.asarray(self._passes.held(seq)[:n_held], dtype=np.int32)
+        return self._save_ids(seq, states, self._passes.held(seq)[:n_held])
+
+    def _keep_read(self, sweep: Sweep) -> None:
+        """Save what a prompt that is cancelled has computed, up to the last mark in it."""
+        whole = [copy for copy in sweep.saved if copy.n_past <= sweep.n_whole]
+        sweep.saved = [copy for copy in sweep.saved if copy not in whole]
+        self._copies.memory.wait()
+        for states in whole:
+            n_new = states.n_past - sweep.n_past
+            ids = [*self._passes.held(sweep.slot), *sweep.batch.tokens[:n_new].tolist()]
+            if states.is_finite:  # nobody else looks
+                self._save_ids(sweep.slot, states, ids)
+            else:
+                states.close()
+
+    def _save_ids(self, seq: int, states: StatesCopy | None, held: list[int]) -> bool:
+        ids = np.asarray(held, dtype=np.int32)
         if not self.is_on or not len(ids):
             return False
         path = self.tree.reach(ids)
@@ -244,7 +266,8 @@ class Prefixes:
             # without rows, these states serve only while the sequence keeps its own
             is_whole = is_whole and self._make_room(copies.row_bytes * (end - start), path)
             if is_whole:
-                node.rows = copies.take_rows(seq, start, end - start)
+                ids = np.concatenate([each.tokens for each in path])[:end]
+                node.rows = copies.take_rows(seq, start, ids.tolist())
         return is_whole
 
     def _drop_spare(self, limit: int) -> None:

@@ -37,6 +37,12 @@ class StatesCopy:
         self.n_bytes = buffer.array.nbytes
         self._spare = spare
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of a copy that is complete are finite."""
+        words = _open(self).array
+        return bool(np.isfinite(words[: len(words) // 4 * 4].view(np.float32)).all())
+
     def close(self) -> None:
         """Give up the memory, to one of the next copies; a second call does nothing."""
         buffer, self.buffer = self.buffer, None
@@ -190,6 +196,10 @@ class HostCopies:
         self.take_layer(copy, slot, self._states)
         self._device.synchronize()
         return copy
+
+    def wait(self) -> None:
+        """Wait until copies that were enqueued are complete."""
+        self._device.synchronize()
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""
