@@ -12,7 +12,14 @@ import pytest
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import Format
-from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
+from moegraph.errors import (
+    ConfigError,
+    ContextOverflow,
+    NativeError,
+    QueueFull,
+    RequestError,
+    ServiceClosed,
+)
 from moegraph.sampling import SamplingParams, settings
 from moegraph.text.chat import AnswerParser, Part
 
@@ -57,6 +64,7 @@ def test_a_stream_has_the_same_answer_in_pieces() -> None:
     ("error", "status", "code"),
     [
         (RequestError("no"), 400, None),
+        (ConfigError("llguidance is not installed"), 400, None),
         (ContextOverflow("long"), 400, "context_length_exceeded"),
         (QueueFull("full", 2.2), 429, "queue_full"),
         (ServiceClosed("end"), 503, "closing"),
@@ -316,6 +324,26 @@ def test_tokens_of_reasoning_are_counted() -> None:
     answer = Case(texts, step_s=0.005).chat()
     details = answer["usage"]["completion_tokens_details"]
     assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+
+
+class Experts:
+    """Statistics of an expert cache: one more hit each time that they are asked for."""
+
+    n_hits = 0
+
+    def since(self, earlier: Experts) -> Experts:
+        self.n_hits += 1
+        return self
+
+    def report(self) -> dict[str, int]:
+        return {"hits": self.n_hits}
+
+
+def test_what_the_expert_cache_did_is_reported() -> None:
+    case = Case(experts=Experts())
+    assert case.chat()["moegraph"]["experts"] == {"hits": 1}
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    assert case.events("/v1/chat/completions", body)[-2]["moegraph"]["experts"] == {"hits": 2}
 
 
 def test_a_limit_of_tokens_is_the_reason() -> None:
