@@ -171,6 +171,16 @@ def test_every_sampling_setting_reaches_the_engine() -> None:
     assert (request.stop, request.max_tokens) == (("x",), 3)
 
 
+def test_names_of_other_servers_are_known() -> None:
+    case = Case()
+    case.chat(repetition_penalty=1.2, repeat_last_n=-1, n_predict=3, top_k=-1)
+    (request,) = case.service.requests
+    assert request.sampling.repeat_penalty == 1.2 and request.sampling.repeat_last_n > 10**6
+    assert request.max_tokens == 3
+    response = case.post("/v1/chat/completions", {**CHAT, "repeat_last_n": -2})
+    assert response.json()["error"]["param"] == "repeat_last_n"
+
+
 def test_what_a_request_does_not_say_is_the_servers() -> None:
     sampling = SamplingParams(temperature=0.25, top_k=3, seed=5)
     state = {"sampling": sampling, "max_tokens": 9, "variables": {"enable_thinking": False}}
