@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.acceptance import walk
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
@@ -18,13 +19,16 @@ from .answer import Answer
 from .answers import Answers
 from .drafting import Drafting
 from .passes import Passes
+from .prefixes import Prefixes
 
 
 class Decoding:
     """Runs passes and draws from their results, on the engine's thread."""
 
-    def __init__(self, passes: Passes, answers: Answers, drafting: Drafting) -> None:
-        self._passes = passes
+    def __init__(
+        self, passes: Passes, prefixes: Prefixes, answers: Answers, drafting: Drafting
+    ) -> None:
+        self._passes, self._prefixes = passes, prefixes
         self._answers = answers
         self._drafting = drafting
 
@@ -134,8 +138,14 @@ class Decoding:
                 continue
             anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
             self._answers.draw(answer, output, row)
-            self._drafting.took(answer.slot, [anchor], [row])
+            self._took(answer, [anchor], [row])
             self._drafting.drew(answer, answer.sequence.tokens[n:])
+
+    def _took(self, answer: Answer, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Note that a sequence has taken tokens; rows: theirs in the pass."""
+        self._drafting.took(answer.slot, tokens, rows)
+        if tokens[-1] in answer.request.keep_after:
+            self._prefixes.save(answer.slot)
 
     # trees
 
@@ -157,12 +167,13 @@ class Decoding:
         walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
         for answer, one in walks.items():
             if answer.may_draft:
-                self._answers.guard(answer, partial(one.draw, output))
+                odds = self._drafting.odds(answer)
+                self._answers.guard(answer, partial(one.draw, output, odds))
         done = {answer: one for answer, one in walks.items() if one.path and not answer.is_over}
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
             tokens = [one.tree.tokens[row] for row in one.path]
-            self._drafting.took(answer.slot, tokens, [one.first + row for row in one.path])
+            self._took(answer, tokens, [one.first + row for row in one.path])
             self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1
@@ -181,11 +192,13 @@ class _Walk:
         self.path: list[int] = []
         self.drawn: list[int] = []
 
-    def draw(self, output: Output) -> None:
+    def draw(self, output: Output, odds: Sequence[Odds]) -> None:
         """Draw after the rows of the tree, as long as they are what was drawn."""
 
         def next_token(row: int) -> int | None:
-            self.drawn.append(self._answers.pick(self._answer, output, self.first + row, row))
+            depth, at = len(self.drawn), self.first + row
+            offered = odds[depth] if depth < len(odds) else None
+            self.drawn.append(self._answers.pick(self._answer, output, at, row, offered))
             return None if self._answer.is_drawn else self.drawn[-1]
 
         self.path = walk(self.tree, next_token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
@@ -76,11 +77,19 @@ class Drafting:
         answer.may_draft = True
         if proposal is None:
             return DraftTree((anchor,), (-1,))
-        tree = drawing.cut(proposal.tree)
+        tree, ends = drawing.cut(proposal.tree), answer.request.keep_after
+        if ends:  # the state there is kept, so nothing may come after it
+            tokens, parents = tree.tokens, tree.parents
+            tree = tree.only(lambda row: tokens[parents[row]] not in ends)
         if tree is not proposal.tree:
             proposal = replace(proposal, tree=tree)
         self._proposals[answer.slot] = proposal
         return tree
+
+    def odds(self, answer: Answer) -> tuple[Odds, ...]:
+        """Return what is known of a request's drafted tokens if these were drawn at random."""
+        proposal = self._proposals.get(answer.slot)
+        return proposal.odds if proposal else ()
 
     def give_up(self) -> None:
         """Note that the pass has no drafted rows after all."""

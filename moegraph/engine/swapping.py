@@ -35,7 +35,7 @@ class Swapping:
         """
         idle = self._answers.idle_slots()
         n_usable = self._passes.room.n_free_pages + sum(len(self._pool.pages(s)) for s in idle)
-        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_slots - len(idle)
+        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_busy
         return n_usable >= min(n_needed, self._pool.n_pages)
 
     def _n_rows(self, answer: Answer) -> int:
@@ -52,24 +52,19 @@ class Swapping:
         if not self._reclaim(n_needed, slot):
             raise PoolFull(n_needed, self._passes.room.n_free_pages)
 
+    def reserve(self, answer: Answer) -> None:
+        """Give a slot pages for the whole prompt, of which it may read one part after another."""
+        self._pool.grow(answer.slot, len(answer.ids))
+
     def has_room(self, batch: Iterable[Answer]) -> bool:
         """Return whether some requests can take a row each; idle slots give up pages for that."""
         room = self._passes.room
         return self._reclaim(sum(room.pages_for(answer.slot, 1) for answer in batch))
 
     def _reclaim(self, n_pages: int, kept: int = -1) -> bool:
-        """Empty idle slots, those unused for longest first, until so many pages are free.
-
-        What they hold is kept in host memory, if there is room.
-        """
-        room = self._passes.room
-        for slot in self._answers.idle_slots():
-            if room.n_free_pages >= n_pages:
-                return True
-            if slot != kept and self._pool.pages(slot):
-                self._prefixes.save(slot)
-                self._passes.reset(slot)
-        return room.n_free_pages >= n_pages
+        """Empty idle slots, those unused for longest first, until so many pages are free."""
+        idle = [slot for slot in self._answers.idle_slots() if slot != kept]
+        return self._prefixes.free(n_pages, idle)
 
     def swap_out(self, answer: Answer) -> bool:
         """Move a request to host memory; it ends with an error if that fails.
@@ -97,7 +92,7 @@ class Swapping:
                 self.make_room(answer, slot)
                 self._copies.swap_in(slot, swapped)
         except PoolFull as error:
-            if not self._answers.is_empty:
+            if self._answers.n_busy:
                 raise
             self._answers.end(answer, "error", error)
         except MoegraphError as error:

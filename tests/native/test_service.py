@@ -14,7 +14,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine
+from moegraph.engine import Engine, costs
 from moegraph.engine.requests import Request
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
 from moegraph.ggml.lib import C, ffi
@@ -62,7 +62,7 @@ def test_in_reference_mode_each_answer_is_that_of_the_request_alone(
         counts = service.status().counts
     assert counts.requests == {"length": len(LENGTHS)}
     assert counts.prompt_tokens == sum(LENGTHS)
-    assert n_seq == 1 or counts.pass_rows > 1.3 * counts.passes
+    assert n_seq == 1 or counts.pass_rows > counts.passes + 10
     single = open_engine(cpu_reference=True)
     for client in clients:
         assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
@@ -387,3 +387,65 @@ def test_log_probabilities_are_those_of_the_logits(
         assert one.logprob == pytest.approx(log_p[one.token], abs=1e-5)
         assert [token for token, _ in one.top] == likeliest
         assert [p for _, p in one.top] == pytest.approx(log_p[likeliest].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"spec": "lookup", "n_draft": 4}], ids=["", "drafts"])
+def test_the_state_after_a_token_of_an_answer_is_kept(
+    open_engine: Open, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("mini35b", n_seq=2, cpu_reference=True, **settings)
+    ids = prompt(engine, 50)
+    single = open_engine("mini35b", cpu_reference=True)
+    tokens = alone(single, Request(ids.tolist(), SAMPLINGS[0], 30, text=False, ignore_eos=True))[0]
+    at = next(i for i in range(8, 25) if tokens[i] not in tokens[:i])
+    with serving(engine) as service:
+        first = Client(service, ids, max_tokens=30, keep_after=frozenset([tokens[at]])).wait()
+        assert first.tokens == tokens
+        for _ in range(2):  # the slot that holds the answer gives way
+            Client(service, [1, 2], max_tokens=40).wait()
+            Client(service, [3], max_tokens=40).wait()
+        edited = [*ids.tolist(), *tokens[: at + 1], 7, 8, 9]
+        second = Client(service, edited, max_tokens=10).wait()
+    assert second.last.usage.n_cached == 50 + at + 1
+    assert second.tokens == alone(single, second.request)[0]
+
+
+def test_chunks_beside_other_requests_do_not_change_an_answer(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
+    chunks: list[int] = []
+    real = engine.passes.begin_prompt
+    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, n: most // 4)
+    monkeypatch.setattr(
+        engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
+    )
+    with serving(engine) as service:
+        first = Client(service, prompt(engine, 300), max_tokens=500)
+        second = Client(service, prompt(engine, 700, seed=1), max_tokens=9, marks=(350,)).wait()
+        first.ticket.cancel()
+    assert chunks == [0, 64]
+    single = open_engine(n_ctx=1024, cpu_reference=True)
+    assert second.tokens == alone(single, second.request)[0]
+
+
+def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2, n_ctx=2048, n_kv=-1, n_ubatch=64, cpu_reference=True)
+    ids = prompt(engine, 1900)
+    with serving(engine) as service:
+        service._loop._reading._n_sweep = 512
+        other = Client(service, [1, 2], max_tokens=100)
+        first = Client(service, ids, max_tokens=3)
+        while not (first.steps and first.last.usage.n_read > 700):
+            time.sleep(0.001)
+        first.ticket.cancel()
+        assert first.wait().reason == "cancelled" and not first.tokens
+        n_read = first.last.usage.n_read
+        second = Client(service, ids, max_tokens=5, marks=(1024, 1100, 1700)).wait()
+        assert second.last.usage.n_cached == min(n_read, 1536) // 512 * 512 >= 512
+        third = Client(service, [*ids[:1100], 5], max_tokens=2, reuse=True).wait()
+        other.wait()
+    engine.state.pool.check()
+    single = open_engine(n_ctx=2048, cpu_reference=True)
+    for client in (other, second, third):
+        assert client.tokens == alone(single, client.request)[0]
