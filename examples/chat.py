@@ -1,55 +1,56 @@
-"""Hold a conversation: the model's own template turns messages into prompts.
+"""Hold a conversation in which the model may call a function.
 
     python examples/chat.py [MODEL]
 
-`reuse=True` does not compute again what the prompt has in common with those of earlier turns, up to
-the last of their marks. A reasoning model thinks first; the splitter separates that text from the
-answer. Without MODEL, the example uses the small shipped model, which was not trained to chat: do
-not expect sensible answers.
+`Engine.chat` takes messages and tools in OpenAI's form and yields the parts of the answer as they
+come: reasoning, text and calls. Without MODEL, the example uses the small shipped model, which was
+not trained to chat: do not expect sensible answers.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from datetime import datetime, timezone
+from typing import Any
 
-from moegraph import (
-    ChatTemplate,
-    Engine,
-    EngineConfig,
-    History,
-    ReasoningSplitter,
-    SamplingParams,
-    parting_places,
-    token_marks,
-)
+from moegraph import ContentPart, Engine, EngineConfig, SamplingParams
 
-QUESTIONS = ("What is a mixture of experts?", "And what does the router do?")
+QUESTIONS = ("What is a mixture of experts?", "And what time is it in UTC?")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "Return the date and time in UTC."},
+    }
+]
+
+
+def answer(engine: Engine, messages: list[dict[str, Any]]) -> None:
+    """Answer the last message; call what the model asks for, and let it go on."""
+    for _ in range(3):
+        said = engine.chat(
+            messages, TOOLS, sampling=SamplingParams(temperature=0.7, seed=1), max_tokens=48
+        )
+        for part in said:
+            if isinstance(part, ContentPart):
+                print(part.text, end="", flush=True)
+        print()
+        messages.append(said.reply.message())
+        for call in said.reply.calls:
+            result = json.dumps({"utc": datetime.now(timezone.utc).isoformat()})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        if said.finish_reason != "tool_calls":
+            return
 
 
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
-    sampling = SamplingParams(temperature=0.7, seed=1)
-    with (
-        Engine.load(model, EngineConfig(device="auto", n_ctx=2048)) as engine,
-        ChatTemplate.from_metadata(engine.file.kv, engine.file.path) as template,
-    ):
-        history = History(system="Answer in one sentence.")
+    with Engine.load(model, EngineConfig(device="auto", n_ctx=2048)) as engine:
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer in one sentence."}]
         for question in QUESTIONS:
-            history.ask(question)
-            prompt = template.render(history.messages)
-            splitter = ReasoningSplitter.after(prompt)
-            answer = ""
             print(f"\n> {question}")
-            ids = engine.tokenizer.encode(prompt)
-            places = parting_places(template, history.messages, prompt)
-            marks = token_marks(engine.tokenizer, prompt, ids, places)
-            for event in engine.generate(ids, sampling, 48, reuse=True, marks=marks):
-                _, text = splitter.push(event.text)
-                answer += text
-                print(text, end="", flush=True)
-            _, text = splitter.flush()
-            print(text)
-            history.answer(answer + text)
+            messages.append({"role": "user", "content": question})
+            answer(engine, messages)
 
 
 if __name__ == "__main__":

@@ -8,41 +8,57 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
+    from .engine.chat import ChatRequest, Format
+    from .engine.chatanswer import ChatAnswer
     from .events import CancelToken, GenerationEvent
     from .modelfile import open_model
     from .sampling import SamplingParams
     from .text.chat import (
+        CallArguments,
+        CallBegin,
+        CallEnd,
         ChatTemplate,
+        ContentPart,
         History,
         Message,
+        ReasoningPart,
         ReasoningSplitter,
-        parting_places,
-        token_marks,
-    )
+        Reply,
+        ToolCall,
+    )  # fmt: skip
     from .text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 __all__ = [
-    "CancelToken", "ChatTemplate", "Engine", "EngineConfig", "GenerationEvent", "History",
-    "Message", "ReasoningSplitter", "SamplingParams", "Tokenizer", "__version__", "open_model",
-    "parting_places", "token_marks",
+    "CallArguments", "CallBegin", "CallEnd", "CancelToken", "ChatAnswer", "ChatRequest",
+    "ChatTemplate", "ContentPart", "Engine", "EngineConfig", "Format", "GenerationEvent",
+    "History", "Message", "ReasoningPart", "ReasoningSplitter", "Reply", "SamplingParams",
+    "Tokenizer", "ToolCall", "__version__", "open_model",
 ]  # fmt: skip
 
 # Where each public name is defined. Callers import it from here, so rooms can change.
 _HOMES = {
+    "CallArguments": ".text.chat",
+    "CallBegin": ".text.chat",
+    "CallEnd": ".text.chat",
     "CancelToken": ".events",
+    "ChatAnswer": ".engine.chatanswer",
+    "ChatRequest": ".engine.chat",
     "ChatTemplate": ".text.chat",
+    "ContentPart": ".text.chat",
     "Engine": ".engine.engine",
     "EngineConfig": ".config",
+    "Format": ".engine.chat",
     "GenerationEvent": ".events",
     "History": ".text.chat",
     "Message": ".text.chat",
+    "ReasoningPart": ".text.chat",
     "ReasoningSplitter": ".text.chat",
+    "Reply": ".text.chat",
     "SamplingParams": ".sampling",
     "Tokenizer": ".text.tokenizer",
+    "ToolCall": ".text.chat",
     "open_model": ".modelfile",
-    "parting_places": ".text.chat",
-    "token_marks": ".text.chat",
 }
 
 

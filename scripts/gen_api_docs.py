@@ -35,12 +35,20 @@ GROUPS = {
     "Text and tokens": ("Tokenizer",),
     "What a generation yields": ("GenerationEvent", "CancelToken"),
     "Conversations": (
+        "ChatRequest",
+        "Format",
+        "ChatAnswer",
+        "ReasoningPart",
+        "ContentPart",
+        "CallBegin",
+        "CallArguments",
+        "CallEnd",
+        "Reply",
+        "ToolCall",
         "ChatTemplate",
         "History",
         "Message",
         "ReasoningSplitter",
-        "parting_places",
-        "token_marks",
     ),
 }
 

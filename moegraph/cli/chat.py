@@ -31,6 +31,7 @@ from .target import hf_option, only_target, require_target
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..engine.chat import ChatModel
     from ..modelfile import ModelFile
 
 # The line that separates the answers to two piped questions.
@@ -38,7 +39,7 @@ _SEPARATOR = "---"
 # Limit of an answer, in tokens, for a model that was not trained to end its answers.
 _SHIPPED_LIMIT = 256
 # Places where the next prompt may part from this one: see docs/conversations.md.
-_N_MARKS = 2
+_N_MARKS = 3
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def chat(args: tuple[str, ...], **given: Any) -> int:
             require_template(header.kv, header.path)
         job, from_file = _fit_to_model(job, header)
         engine = stack.enter_context(options.load_engine(header, job.config, text=True))
-        if template is None:
-            template = stack.enter_context(_template_of(engine))
-        talk = _conversation(job, engine, template, from_file)
+        talk = _conversation(
+            job, engine, stack.enter_context(_model_of(engine, template)), from_file
+        )
         if not (job.quiet or job.as_json):
             show_drafters(engine)
         stack.enter_context(options.saving_profile(engine))
@@ -215,7 +216,7 @@ def _is_base(kv: Mapping[str, object]) -> bool:
 
 
 def _conversation(
-    job: _Talk, engine: Engine, template: ChatTemplate, from_file: dict[str, float]
+    job: _Talk, engine: Engine, model: ChatModel, from_file: dict[str, float]
 ) -> Conversation:
     sampling = job.sampling
     if job.ignore_eos:
@@ -223,19 +224,15 @@ def _conversation(
         sampling = replace(sampling, logit_bias=bans)
     thinks = {"on": True, "off": False}.get(job.reasoning)
     return Conversation(
-        engine, template, History(job.system), sampling, job.max_tokens, job.stop,
+        engine, model, History(job.system), sampling, job.max_tokens, job.stop,
         {} if thinks is None else {"enable_thinking": thinks}, from_file, job.as_json, job.quiet,
     )  # fmt: skip
 
 
-def _template_of(engine: Engine) -> ChatTemplate:
-    tokenizer = engine.tokenizer
-    tokens = {
-        name: tokenizer.piece(token, special=True).decode(errors="replace")
-        for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos))
-        if token is not None
-    }
-    return ChatTemplate.from_metadata(engine.file.kv, engine.file.path, tokens)
+def _model_of(engine: Engine, template: ChatTemplate | None) -> ChatModel:
+    from ..engine.chat import ChatModel
+
+    return ChatModel.of(engine, template)
 
 
 def _ask_once(talk: Conversation, question: str) -> None:

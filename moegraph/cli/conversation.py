@@ -14,7 +14,7 @@ from ..draft.stats import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..text.chat import ChatTemplate, History, ReasoningSplitter, parting_places, token_marks
+from ..text.chat import History, ReasoningSplitter
 from . import options, ui
 from .drafting import spec_report, spec_words
 from .interrupt import cancel_on_interrupt
@@ -22,6 +22,7 @@ from .report import sampling_report
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..engine.chat import ChatModel, Prepared
 
 # The part of the context that should be free for an answer. If less is free, the oldest turns are
 # forgotten until half of the context is free, so that not every message forgets turns.
@@ -52,13 +53,13 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """A model, its chat template, and the messages so far.
+    """A model, what makes prompts of messages, and the messages so far.
 
     from_file: sampling settings that the model file recommends and the user did not set.
     """
 
     engine: Engine
-    template: ChatTemplate
+    model: ChatModel
     history: History
     sampling: SamplingParams
     max_tokens: int | None
@@ -82,11 +83,11 @@ class Conversation:
         before = self.history.messages
         self.history.ask(question)
         try:
-            prompt, ids, n_forgotten = self._fitted()
-            splitter = ReasoningSplitter.after(prompt)
+            prepared, n_forgotten = self._fitted()
+            splitter = ReasoningSplitter.after(prepared.prompt)
             opened = "<think>\n" if splitter.is_thinking else ""
             stats, drafts = self.engine.expert_stats(), self.engine.spec_stats()
-            raw, (reasoning, text), event = self._generate(ids, self._marks(prompt, ids), splitter)
+            raw, (reasoning, text), event = self._generate(prepared, splitter)
         except BaseException:
             self.history.restore(before)
             raise
@@ -116,53 +117,51 @@ class Conversation:
         if not self.quiet:
             ui.note(line)
 
-    def _fitted(self) -> tuple[str, list[int], int]:
-        """Return the prompt, its ids, and how many old turns were forgotten to make it fit."""
+    def _fitted(self) -> tuple[Prepared, int]:
+        """Return the prompt, and how many old turns were forgotten to make it fit."""
         n_ctx = self.engine.n_ctx
         reserve = n_ctx // _ANSWER_SHARE
         if self.max_tokens is not None:
             reserve = min(reserve, self.max_tokens)
-        prompt, ids = self._rendered()
+        prepared = self._prepared()
         n_forgotten = 0
-        if len(ids) > n_ctx - reserve:
-            while len(ids) > n_ctx // _FREE_SHARE and self.history.forget_oldest():
+        if len(prepared.request.prompt) > n_ctx - reserve:
+            while (
+                len(prepared.request.prompt) > n_ctx // _FREE_SHARE and self.history.forget_oldest()
+            ):
                 n_forgotten += 1
-                prompt, ids = self._rendered()
-        if n_forgotten and len(ids) <= n_ctx:
+                prepared = self._prepared()
+        if n_forgotten and len(prepared.request.prompt) <= n_ctx:
             turns = "turn is" if n_forgotten == 1 else f"{n_forgotten} turns are"
             self.note(f"note: the context of {n_ctx} tokens is full: the oldest {turns} forgotten")
-        return prompt, ids, n_forgotten
+        return prepared, n_forgotten
 
-    def _rendered(self) -> tuple[str, list[int]]:
-        prompt = self.template.render(self.history.messages, **self.variables)
-        tokenizer = self.engine.tokenizer
-        bos = tokenizer.bos
-        # If the template prints the BOS, the tokenizer must not add a second one.
-        has_bos = bos is not None and prompt.startswith(tokenizer.piece(bos, special=True).decode())
-        return prompt, tokenizer.encode(prompt, add_special=not has_bos)
+    def _prepared(self) -> Prepared:
+        from ..engine.chat import ChatRequest
 
-    def _marks(self, prompt: str, ids: list[int]) -> list[int]:
-        """Return after how many of the ids the next prompts may go on differently."""
-        if not self.engine.config.cache_ram:
-            return []
-        places = parting_places(self.template, self.history.messages, prompt, self.variables)
-        return token_marks(self.engine.tokenizer, prompt, ids, places)
+        asked = ChatRequest(
+            [{"role": m.role, "content": m.content} for m in self.history.messages],
+            variables=self.variables, sampling=self.sampling, max_tokens=self.max_tokens,
+            stop=self.stop,
+        )  # fmt: skip
+        return self.model.prepare(asked)
 
     def _generate(
-        self, ids: list[int], marks: list[int], splitter: ReasoningSplitter
+        self, prepared: Prepared, splitter: ReasoningSplitter
     ) -> tuple[str, tuple[str, str], GenerationEvent]:
         """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
+        request = prepared.request
         if not self._warned:
-            options.warn_beyond_training(self.engine, len(ids))
-            self._warned = len(ids) > self.engine.hparams.n_ctx_train
+            options.warn_beyond_training(self.engine, len(request.prompt))
+            self._warned = len(request.prompt) > self.engine.hparams.n_ctx_train
         pieces: list[str] = []
         shown = _Shown(silent=self.as_json)
         event = None
         with cancel_on_interrupt() as cancel, ui.Bars() as bars:
-            bars.expect("prefill", len(ids))
+            bars.expect("prefill", len(request.prompt))
             for event in self.engine.generate(
-                ids, self.sampling, max_tokens=self.max_tokens, stop=self.stop, cancel=cancel,
-                progress=bars, reuse=True, marks=marks,
+                request.prompt, request.sampling, request.max_tokens, request.stop, cancel=cancel,
+                progress=bars, reuse=request.reuse, marks=request.marks,
             ):  # fmt: skip
                 bars.clear()
                 pieces.append(event.text)

@@ -12,6 +12,7 @@ from ..config import settings as engine_settings
 from ..engine.chat import ChatModel, special_tokens
 from ..engine.service import Service
 from ..server.backend import Loaded, ModelFacts
+from ..text.chat import ChatTemplate
 from . import options, ui
 from .drafting import show_drafters
 
@@ -66,10 +67,12 @@ class ModelLoader:
             header = options.open_header(self._target, self._config.device)
         is_first = not self._warned
         with ExitStack() as stack:
+            file = self._template_file
+            template = stack.enter_context(ChatTemplate.from_file(file)) if file else None
             engine = stack.enter_context(
                 options.load_engine(header, self._config, warned=self._warned, text=True)
             )
-            chat = stack.enter_context(ChatModel.of(engine, self._template_file))
+            chat = stack.enter_context(ChatModel.of(engine, template))
             for warning in chat.warnings:
                 if warning not in self._warned:
                     ui.note(f"warning: {warning}")

@@ -14,6 +14,7 @@ from ..runner.sweep import Sweep
 from .drawing import Drawing
 from .logprobs import token_logprobs
 from .requests import Request, Step, Usage
+from .sequencecopies import SwappedSequence
 
 Ids = npt.NDArray[np.int32]
 
@@ -25,7 +26,8 @@ class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
     ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, while
-    that is under way; marks: where its beginnings are to be kept. n_cached, n_read: as in `Usage`.
+    that is under way; marks: where its beginnings are to be kept. swapped:
+    its sequence, while that is in host memory. n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
     its caller could not be told of a step.
@@ -42,6 +44,7 @@ class Answer:
         self.slot = -1
         self.sweep: Sweep | None = None
         self.marks: list[int] = []
+        self.swapped: SwappedSequence | None = None
         self.n_cached = self.n_read = 0
         self.n_drafted = self.n_accepted = 0
         self.n_rest: int | None = None
@@ -74,9 +77,8 @@ class Answer:
         """Whether the logits of each row are needed besides the token."""
         return self.request.n_logprobs is not None
 
-    def begin(self, slot: int, n_cached: int) -> None:
+    def begin(self, n_cached: int) -> None:
         """Note that the prompt begins in a slot that holds its first n_cached tokens."""
-        self.slot = slot
         self.n_cached = self.n_read = n_cached
         self.began = time.perf_counter()
 

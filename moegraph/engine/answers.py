@@ -42,10 +42,26 @@ class Answers:
         found = [slot for slot, answer in enumerate(self._slots) if answer is None]
         return sorted(found, key=lambda slot: self._given_back[slot])
 
-    def take_slot(self, answer: Answer, slot: int, n_cached: int) -> None:
-        """Give an idle slot to a request; it holds the first n_cached tokens of its prompt."""
-        self._slots[slot] = answer
-        answer.begin(slot, n_cached)
+    @property
+    def n_slots(self) -> int:
+        """Return the number of slots."""
+        return len(self._slots)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot has a request."""
+        return not any(self._slots)
+
+    def enter_slot(self, answer: Answer, slot: int) -> None:
+        """Give an idle slot to a request."""
+        self._slots[slot], answer.slot = answer, slot
+
+    def leave_slot(self, answer: Answer) -> None:
+        """Take the slot of a request back, if it has one; what the slot holds stays."""
+        slot = answer.slot
+        if slot >= 0 and self._slots[slot] is answer:
+            self._clock += 1
+            self._slots[slot], self._given_back[slot] = None, self._clock
 
     def take_left(self) -> list[Answer]:
         """Return the requests that need no more work since the last call."""
@@ -127,12 +143,13 @@ class Answers:
             pass  # that was asked for; anything else comes up again with the next work
 
     def _leave(self, answer: Answer) -> None:
-        """Give the slot of a request back."""
+        """Note that a request needs no more work."""
         if self.sweeping is answer:
             self.sweeping = answer.sweep = None
-        if answer.slot >= 0 and self._slots[answer.slot] is answer:
-            self._clock += 1
-            self._slots[answer.slot], self._given_back[answer.slot] = None, self._clock
+        if answer.swapped:
+            answer.swapped.close()
+            answer.swapped = None
+        self.leave_slot(answer)
         self._left.append(answer)
 
     def succeeded(self) -> None:

@@ -4,97 +4,66 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..errors import MoegraphError, RequestError
-from ..sampling import SamplingParams
+from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
-from ..text.chat.calls import CALL, FUNCTION
+from ..text.chat.calls import FUNCTION
+from ..text.chat.marks import first_question, prompt_marks
+from ..text.chat.memory import CallMemory
 from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
 from ..text.chat.plaintools import CHATML, plain_messages
 from ..text.chat.reasoning import END_OF_THINK, THINK
+from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
-from ..text.chat.toolgrammar import CallGrammar
 from ..text.constraint import GrammarConstraint
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
+from .chatrequests import (
+    NONE,
+    ChatRequest,
+    DrawSettings,
+    Format,
+    Prepared,
+    TextRequest,
+    answer_grammar,
+    check_tools,
+    thinking_variables,
+)
 from .requests import Constraint, Request
+from .turns import Turn
 
-if TYPE_CHECKING:
-    from .engine import Engine
+__all__ = [
+    "ChatModel",
+    "ChatRequest",
+    "Format",
+    "Prepared",
+    "TextRequest",
+    "thinking_variables",
+]
 
-AUTO, NONE, REQUIRED = "auto", "none", "required"
-
-
-@dataclass(frozen=True)
-class Format:
-    """The form of an answer.
-
-    kind: "json_object", "json_schema", "gbnf", "lark" or "regex". source: the JSON schema, or the
-    text of the grammar; None for "json_object".
-    """
-
-    kind: str
-    source: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """How an answer is drawn: fields as in `Request`."""
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    n_logprobs: int | None = None
-    deadline_s: float | None = None
-    name: str = ""
-    format: Format | None = None
+_Render = Callable[[list[TemplateMessage]], str]
+# Beginnings of prompts, up to the first question, that are known without rendering them again.
+_N_BEGINNINGS = 16
+# Types of tokens in a model file: control tokens, and those that a user added.
+_CONTROL, _ADDED = 3, 4
+# Shorter ones have neither a system prompt nor tools.
+_MIN_BEGINNING = 64
 
 
-@dataclass(frozen=True)
-class ChatRequest(_Settings):
-    """A conversation to be answered.
+class Loaded(Protocol):
+    """A loaded model; see `Engine`."""
 
-    messages, tools: in OpenAI's form; the last message may be an assistant's, whose text the answer
-    then continues. tool_choice: "auto", "none", "required", or the name of a function.
-    parallel_tool_calls: False to end the answer after one call. variables: for the template, such
-    as enable_thinking. reasoning: False to leave reasoning in the text.
-    """
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str = AUTO
-    parallel_tool_calls: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    reasoning: bool = True
-
-
-@dataclass(frozen=True)
-class TextRequest(_Settings):
-    """A text, or token ids, to be continued."""
-
-    prompt: str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request for the engine. parser: takes its answer's text. prompt: its text."""
-
-    request: Request
-    parser: AnswerParser
-    prompt: str
-
-
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """Return what OpenAI's reasoning_effort means for a chat template; None: nothing."""
-    if effort is None:
-        return {}
-    if effort in ("none", "minimal"):
-        return {"enable_thinking": False}
-    return {"enable_thinking": True, "reasoning_effort": effort}
+    @property
+    def file(self) -> ModelFile:
+        """The model's file."""
 
 
 class ChatModel:
@@ -105,34 +74,53 @@ class ChatModel:
     warnings: lines for the user, one each.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        """Own the template; the tokenizer stays the caller's."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        specials: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Own the template; the tokenizer stays the caller's.
+
+        specials: texts that are always one token, and whether it is a control token; from them it
+        is known where prompts can be encoded in parts. None: nowhere.
+        """
         self.tokenizer = tokenizer
+        texts, ends = [*(specials or {})], {self.piece(i).decode() for i in tokenizer.eog_ids}
+        controls = {text for text in texts if specials and specials[text]}
+        tags = [tag for tag in turn_tags(template.source, texts, ends) if tag in controls]
+        # an end of text would be added to every part
+        if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
+            tags = []
+        self._tokens = special_tokens(tokenizer)
+        self._encoder = SegmentEncoder(tokenizer, tags, ends)
+        self._calls = CallMemory()
+        self._beginnings: tuple[str, ...] = ()
         self.template = template
         self.warnings: list[str] = []
         self.grammars = Grammars(tokenizer)
         self._rendering = threading.Lock()
 
     @classmethod
-    def of(cls, engine: Engine, template_file: Path | None = None) -> ChatModel:
-        """Return the chat model of an engine; a file's template replaces the model's own.
+    def of(cls, engine: Loaded, template: ChatTemplate | None = None) -> ChatModel:
+        """Return the chat model of an engine, with a template of its own or the model's.
 
         A model without a template gets ChatML, and a warning.
 
         Raises:
-            ConfigError, ModelFileError: the template cannot be read, or is not valid.
+            ModelFileError: the model's template is not valid.
         """
-        tokenizer, file = engine.tokenizer, engine.file
-        tokens = special_tokens(tokenizer)
-        if template_file is not None:
-            return cls(tokenizer, ChatTemplate.from_file(template_file, tokens))
-        if file.kv.get(TEMPLATE_KEY):
-            return cls(tokenizer, ChatTemplate.from_metadata(file.kv, file.path, tokens))
-        found = cls(tokenizer, ChatTemplate(CHATML, "ChatML", tokens=tokens))
-        found.warnings.append(
-            f"{file.path}: the model has no chat template ({TEMPLATE_KEY}); ChatML is used, which "
-            "it may not know; --chat-template-file names another"
-        )
+        file, warnings = engine.file, list[str]()
+        if template is None and file.kv.get(TEMPLATE_KEY):
+            template = ChatTemplate.from_metadata(file.kv, file.path)
+        if template is None:
+            template = ChatTemplate(CHATML, "ChatML")
+            warnings.append(
+                f"{file.path}: the model has no chat template ({TEMPLATE_KEY}); ChatML is used, "
+                "which it may not know; --chat-template-file names another"
+            )
+        found = cls(engine.tokenizer, template, special_texts(file.kv, engine.tokenizer))
+        found.warnings = warnings
         return found
 
     def close(self) -> None:
@@ -153,14 +141,41 @@ class ChatModel:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
         """
         check_tools(chat.tools, chat.tool_choice)
-        prompt = self.render(chat.messages, chat.tools, chat.variables)
+        messages = self._messages(chat.messages)
+        render = self._renderer(chat.tools, chat.variables)
+        prompt = _whole_prompt(render, messages)
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
+        encoded = self._encode(prompt)
         parser = AnswerParser(
-            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls
-        )
+            prompt, tools, reasoning=chat.reasoning, parallel=chat.parallel_tool_calls,
+            memory=self._turn(prompt, encoded),
+        )  # fmt: skip
         constraint = self._chat_constraint(chat, parser.is_reasoning)
-        return Prepared(self._request(chat, self.encode(prompt), constraint), parser, prompt)
+        marks = prompt_marks(encoded, prompt, messages, self._first(render, messages, prompt))
+        return Prepared(self._request(chat, encoded.ids, constraint, marks), parser, prompt)
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
+        """Return messages for the template, with calls as the model wrote them if that is known."""
+        return template_messages(messages, None if self._calls_are_json else self._calls.shown)
+
+    def _turn(self, prompt: str, encoded: Encoded) -> Turn:
+        at, n = encoded.starts[-1]
+        return Turn(self.tokenizer, self._encoder, self._calls, prompt[at:], encoded.ids[n:])
+
+    def _first(self, render: _Render, messages: list[TemplateMessage], prompt: str) -> int:
+        """Return where the first question begins, after the system prompt and tools."""
+        known = max((len(one) for one in self._beginnings if prompt.startswith(one)), default=0)
+        if known:
+            return known
+        try:
+            found = first_question(render, messages, prompt)
+        except RequestError:
+            return 0  # a template that wants more than one question
+        # a beginning without a system prompt or tools would be that of other prompts too
+        if found > _MIN_BEGINNING:
+            self._beginnings = (*self._beginnings[1 - _N_BEGINNINGS :], prompt[:found])
+        return found
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Return what the engine needs to continue a text; its parser only finds text.
@@ -176,7 +191,9 @@ class ChatModel:
         if text.format is not None:
             compiled = self.grammars.compile(text.format.kind, text.format.source)
             constraint = GrammarConstraint(compiled)
-        return Prepared(self._request(text, ids, constraint), AnswerParser(reasoning=False), prompt)
+        return Prepared(
+            self._request(text, ids, constraint, ()), AnswerParser(reasoning=False), prompt
+        )
 
     def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""
@@ -204,13 +221,17 @@ class ChatModel:
         return len(ids) == 1 and self.tokenizer.is_special(ids[0])
 
     def _request(
-        self, settings: _Settings, ids: list[int], constraint: Constraint | None
+        self,
+        settings: DrawSettings,
+        ids: list[int],
+        constraint: Constraint | None,
+        marks: tuple[int, ...] = (),
     ) -> Request:
         if constraint is not None and settings.ignore_eos:
             raise RequestError("ignore_eos: an answer with a format or grammar ends with it")
         return Request(
             ids, settings.sampling, settings.max_tokens, settings.stop, settings.ignore_eos,
-            constraint=constraint, n_logprobs=settings.n_logprobs,
+            marks, constraint=constraint, n_logprobs=settings.n_logprobs,
             deadline_s=settings.deadline_s, name=settings.name,
         )  # fmt: skip
 
@@ -225,48 +246,54 @@ class ChatModel:
         Raises:
             RequestError: the messages are wrong, or the template refuses them.
         """
-        found = template_messages(messages)
-        begun = found.pop() if len(found) > 1 and _is_begun(found[-1]) else None
-        prompt = self._rendered(found, tools, variables or {})
-        return prompt if begun is None else _continued(prompt, begun)
+        return _whole_prompt(self._renderer(tools, variables or {}), self._messages(messages))
 
-    def _rendered(
-        self,
-        messages: list[TemplateMessage],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> str:
-        if not self.template.knows_tools:
-            messages = plain_messages(messages, tools)
-        elif tools:
+    def _renderer(
+        self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> _Render:
+        """Return what makes prompts of messages, with these tools."""
+        if tools and self.template.knows_tools:
             variables = {**variables, "tools": list(tools)}
-        try:
-            return self._apply(messages, variables)
-        except RequestError:
-            plain = without_late_system(messages)
-            if plain == messages:
-                raise
-            return self._apply(plain, variables)
+
+        def render(messages: list[TemplateMessage]) -> str:
+            if not self.template.knows_tools:
+                messages = plain_messages(messages, tools)
+            try:
+                return self._apply(messages, variables)
+            except RequestError:
+                plain = without_late_system(messages)
+                if plain == messages:
+                    raise
+                return self._apply(plain, variables)
+
+        return render
 
     def _apply(self, messages: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
         reserved = {"messages", "add_generation_prompt"}
         allowed = {name: value for name, value in variables.items() if name not in reserved}
-        try:
-            with self._rendering:
-                return self.template.render(messages, **allowed)
-        except RequestError:
-            raise
-        except (MoegraphError, TypeError, ValueError) as error:
-            raise RequestError(f"the chat template fails for these messages: {error}") from error
+        with self._rendering:
+            try:
+                return self.template.render(messages, **{**self._tokens, **allowed})
+            except RequestError:
+                raise
+            except (MoegraphError, TypeError, ValueError) as error:
+                # if it fails for any messages, it is broken, and the client is right
+                self.template.render([{"role": "user", "content": "A"}], **self._tokens)
+                raise RequestError(
+                    f"the chat template fails for these messages: {error}"
+                ) from error
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt that the template made."""
+        return self._encode(prompt).ids
+
+    def _encode(self, prompt: str) -> Encoded:
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.
         begins = bos is not None and prompt.startswith(
             self.tokenizer.piece(bos, special=True).decode(errors="replace")
         )
-        return self.tokenizer.encode(prompt, add_special=not begins)
+        return self._encoder.encode(prompt, add_special=not begins)
 
     def tokenize(
         self, text: str, add_special: bool = False, parse_special: bool = True
@@ -300,52 +327,21 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
-    """Check tools in OpenAI's form, and which of them is to be called.
-
-    Raises:
-        RequestError: a tool has no name, or the choice names none of them.
-    """
-    names = []
-    for n, tool in enumerate(tools):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{n}].function.name: not a name")
-        names.append(name)
-    if choice == REQUIRED and not names:
-        raise RequestError("tool_choice: 'required', but there are no tools")
-    if choice not in (AUTO, NONE, REQUIRED, *names):
-        raise RequestError(f"tool_choice: {choice!r} is none of the tools")
+def special_texts(kv: Mapping[str, object], tokenizer: Tokenizer) -> dict[str, bool]:
+    """Return the texts that are always one token, and whether it is a control token."""
+    types = np.asarray(kv.get("tokenizer.ggml.token_type", ()))
+    return {
+        tokenizer.piece(int(token), special=True).decode(errors="replace"): kind == _CONTROL
+        for kind in (_ADDED, _CONTROL)
+        for token in np.flatnonzero(types == kind)
+    }
 
 
-def answer_grammar(
-    chat: ChatRequest, is_json: bool, is_tag: Callable[[str], bool]
-) -> tuple[str, Any, str | None] | None:
-    """Return kind and source of the grammar that an answer must follow, if there is one.
-
-    The third: the text after which it begins; None: at once, or after the reasoning. is_json,
-    is_tag: as in `CallGrammar`.
-
-    Raises:
-        RequestError: the format cannot be had together with tools.
-    """
-    tools, choice, asked = chat.tools, chat.tool_choice, chat.format
-    if choice not in (AUTO, NONE, REQUIRED):
-        tools = [tool for tool in tools if tool["function"]["name"] == choice]
-    parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
-    calls = CallGrammar(tools, is_json, parallel, is_tag)
-    if tools and choice not in (AUTO, NONE):
-        return "lark", calls.whole(), None
-    if asked is None:
-        is_strict = any(tool["function"].get("strict") is True for tool in tools)
-        return ("lark", calls.after_tag(), CALL) if is_strict and choice == AUTO else None
-    if not tools or choice == NONE:
-        return asked.kind, asked.source, None
-    schema = {"type": "object"} if asked.kind == "json_object" else asked.source
-    if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
-        raise RequestError("grammar: not together with tools; use tool_choice 'none'")
-    return "lark", calls.whole(schema), None
+def _whole_prompt(render: _Render, messages: list[TemplateMessage]) -> str:
+    """Return the prompt for messages; if the last is an assistant's, the prompt ends in it."""
+    if len(messages) > 1 and _is_begun(messages[-1]):
+        return _continued(render(messages[:-1]), messages[-1])
+    return render(messages)
 
 
 def _is_begun(message: TemplateMessage) -> bool:

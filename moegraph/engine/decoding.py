@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..draft.acceptance import walk
 from ..draft.tree import DraftTree
-from ..errors import MoegraphError
+from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
 from ..runner import NotFinite, Output
@@ -29,19 +29,20 @@ class Decoding:
         self._drafting = drafting
 
     def decode(self, batch: Sequence[Answer]) -> None:
-        """Run the next pass of some requests; deliver what was drawn before while it runs.
+        """Run the next row of some requests; deliver what was drawn before while it runs.
 
         Raises:
             MoegraphError: nothing more can be computed.
         """
+        by_slot = {answer.slot: answer for answer in batch}
+        for slots in self._passes.room.groups(by_slot):
+            self._pass([by_slot[slot] for slot in slots])
+
+    def _pass(self, batch: Sequence[Answer]) -> None:
         answers = self._answers
         try:
             with answers.cancelling(*batch):
-                trees = self._drafting.propose(batch)
-                if trees:
-                    self._verify(batch, trees)
-                else:
-                    self._submit(batch)
+                trees = self._launch(batch)
                 answers.tell()
                 for i, answer in enumerate(batch):
                     tree = trees[i] if trees else None
@@ -57,6 +58,18 @@ class Decoding:
         answers.succeeded()
         if not trees:
             self._draw(batch, output)
+
+    def _launch(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
+        """Start a pass; return the rows of each request if some were drafted."""
+        trees = self._drafting.propose(batch)
+        if trees:
+            try:
+                self._verify(batch, trees)
+                return trees
+            except RequestError:  # there is no memory for so many rows
+                self._drafting.give_up()
+        self._submit(batch)
+        return None
 
     # one row of each
 

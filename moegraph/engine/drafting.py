@@ -82,6 +82,10 @@ class Drafting:
         self._proposals[answer.slot] = proposal
         return tree
 
+    def give_up(self) -> None:
+        """Note that the pass has no drafted rows after all."""
+        self._proposals = {}
+
     def launched(self) -> None:
         """Note that the pass runs: there is time to learn from the last one."""
         if self._speculation:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,12 @@ from .requests import Constraint
 from .sequence import Sequence
 from .sequencecopies import SequenceCopies
 
+if TYPE_CHECKING:
+    from .chat import ChatModel
+    from .chatanswer import ChatAnswer
+
 Ids = SequenceOf[int] | npt.NDArray[np.int32]
+Objects = SequenceOf[Mapping[str, Any]]
 
 
 class Engine:
@@ -454,6 +459,27 @@ class Engine:
             self.prefixes if reuse else None, marks, self.speculation, constraint,
         )  # fmt: skip
         return Events(generation.run(), self.ownership)
+
+    def chat(
+        self, messages: Objects, tools: Objects = (), *, cancel: CancelToken | None = None,
+        progress: Progress | None = None, **more: Any,
+    ) -> ChatAnswer:  # fmt: skip
+        """Answer a conversation; yields the parts of the answer, as `generate` does with events.
+
+        messages, tools: in OpenAI's form. cancel, progress, errors: as in `generate`.
+        more: fields of `ChatRequest`, such as sampling, max_tokens, tool_choice and format.
+        """
+        from .chatanswer import ChatAnswer
+
+        self.ownership.enter()
+        fields = {"messages": messages, "tools": tools, **more}
+        return ChatAnswer.begin(self.generate, self._chat_model, fields, cancel, progress)
+
+    @cached_property
+    def _chat_model(self) -> ChatModel:
+        from .chat import ChatModel
+
+        return self._stack.enter_context(ChatModel.of(self))
 
     def close(self) -> None:
         """Free everything in reverse order of loading; a second call does nothing."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InternalError, MoegraphError
+from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
@@ -17,6 +17,7 @@ from .answers import Answers
 from .drafting import Drafting
 from .prefixtree import n_common
 from .prompts import finished, is_short
+from .swapping import Swapping
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,12 +29,14 @@ class Reading:
     Every method is called on the engine's thread.
     """
 
-    def __init__(self, engine: Engine, answers: Answers, drafting: Drafting) -> None:
+    def __init__(
+        self, engine: Engine, answers: Answers, drafting: Drafting, swapping: Swapping
+    ) -> None:
         self._passes, self._prefixes = engine.passes, engine.prefixes
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
         self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
-        self._drafting = drafting
+        self._drafting, self._swapping = drafting, swapping
         self._read: list[Answer] = []
 
     def take_read(self) -> list[Answer]:
@@ -68,36 +71,42 @@ class Reading:
 
         return max(idle, key=n_useful) if answer.request.reuse else idle[0]
 
-    def begin(self, answer: Answer) -> bool:
+    def begin(self, answer: Answer) -> None:
         """Give a request a slot and begin its prompt, or read it if it is short.
 
-        Return whether a sweep is under way now. A prompt that is longer than it seemed waits, if
-        another sweep is under way.
+        A prompt that is longer than it seemed waits, if another sweep is under way.
 
         Raises:
+            PoolFull: there is no memory for it now; it waits.
             MoegraphError: nothing more can be computed.
         """
         slot = self._slot_for(answer)
         try:
+            self._swapping.make_room(answer, slot)
             batch, marks = self._batch(answer, slot)
             is_sweep = not is_short(batch, self._n_ubatch)
             if is_sweep and self._answers.sweeping:
                 answer.n_rest = len(batch.tokens)
-                return False
-            self._answers.take_slot(answer, slot, len(answer.ids) - len(batch.tokens))
+                return
+            self._answers.enter_slot(answer, slot)
+            answer.begin(len(answer.ids) - len(batch.tokens))
             self._drafting.begin(slot, self._passes.held(slot))
             with self._answers.cancelling(answer):
                 if is_sweep:
                     answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
                     answer.marks, self._answers.sweeping = marks, answer
-                    return True
+                    return
                 output, saved = self._passes.read(batch, answer.cancel)
             self._drafting.took(slot, batch.tokens.tolist(), range(len(batch.tokens)))
             self._was_read(answer, output, saved, marks)
             self._tally.end_short()
+        except PoolFull as error:
+            self._answers.leave_slot(answer)
+            if not self._answers.is_empty:
+                raise
+            self._answers.failed([answer], error)
         except MoegraphError as error:
             self._answers.failed([answer], error)
-        return False
 
     def _batch(self, answer: Answer, slot: int) -> tuple[SweepBatch, list[int]]:
         """Have a slot hold what is known of a prompt; return the rest of it, and its marks."""

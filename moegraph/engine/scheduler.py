@@ -8,6 +8,9 @@ together, one pass after another.
 Decode passes earn time for prompts, as much as they take themselves, and no more is kept than one
 pass or one step takes. So while a long prompt is read, others wait at most twice as long for a
 token as usual, unless a single step of a sweep takes longer than a pass.
+
+If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
+the order of their arrival, and before that no prompt begins.
 """
 
 from __future__ import annotations
@@ -53,18 +56,33 @@ class Decode(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Preempt(Generic[T]):
+    """Move a request to host memory, for one that came before it."""
+
+    key: T
+
+
+@dataclass(frozen=True)
+class Restore(Generic[T]):
+    """Give a request that was moved to host memory a slot again."""
+
+    key: T
+
+
+@dataclass(frozen=True)
 class Rest:
     """There is nothing to do before a request arrives."""
 
 
-Work = Begin[T] | Read[T] | Decode[T] | Rest
+Work = Begin[T] | Read[T] | Decode[T] | Preempt[T] | Restore[T] | Rest
 
 
 class Scheduler(Generic[T]):
     """Requests by what they wait for, and what runs next.
 
     A request is `add`ed, `next` says when to begin it, `began` or `is_read` note what came of that,
-    and `end` removes it, wherever it is.
+    and `end` removes it, wherever it is. `preempted` notes that it was moved to host memory,
+    `is_read` that it is back. `hold` begins no prompt until a request has ended or was preempted.
     """
 
     def __init__(self, n_slots: int, n_waiting: int) -> None:
@@ -74,7 +92,11 @@ class Scheduler(Generic[T]):
         self._waiting: dict[T, None] = {}  # in the order of arrival
         self._sweeping: T | None = None
         self._decoding: dict[T, None] = {}
+        self._preempted: dict[T, None] = {}
         self._deadlines: dict[T, float] = {}
+        self._arrival: dict[T, int] = {}
+        self._n_arrived = 0
+        self._is_held = False
         self._credit_s = 0.0  # time that decode passes have earned for prompts
         self._n_beside = 0  # decode passes beside the sweep
 
@@ -91,7 +113,7 @@ class Scheduler(Generic[T]):
     @property
     def is_idle(self) -> bool:
         """Whether there is no request."""
-        return not self._waiting and not self.n_running
+        return not self._arrival
 
     def require_room(self) -> None:
         """Check that one more request may wait.
@@ -99,7 +121,7 @@ class Scheduler(Generic[T]):
         Raises:
             QueueFull: as many requests wait as are allowed.
         """
-        if len(self._waiting) >= self._n_waiting and self.n_running + self.n_waiting:
+        if len(self._waiting) >= self._n_waiting and not self.is_idle:
             seconds = min(max(self.retry_after_s, _SOONEST), _LATEST)
             raise QueueFull(
                 f"{len(self._waiting)} requests wait already, as many as may; "
@@ -120,13 +142,29 @@ class Scheduler(Generic[T]):
         """
         self.require_room()
         self._waiting[key] = None
+        self._arrival[key] = self._n_arrived
+        self._n_arrived += 1
         if deadline is not None:
             self._deadlines[key] = deadline
 
     def requests(self) -> list[T]:
-        """Return all requests."""
-        found = [*self._decoding, *self._waiting]
-        return found if self._sweeping is None else [self._sweeping, *found]
+        """Return all requests, in the order of their arrival."""
+        return list(self._arrival)
+
+    @property
+    def youngest(self) -> T | None:
+        """The request that arrived last of those that decode."""
+        return max(self._decoding, key=lambda key: self._arrival[key], default=None)
+
+    def preempted(self, key: T) -> None:
+        """Note that a request was moved to host memory."""
+        del self._decoding[key]
+        self._preempted[key] = None
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Begin and restore nothing until a request has ended or was preempted."""
+        self._is_held = True
 
     def due(self, now: float) -> list[T]:
         """Return the requests whose deadline is over; each is returned once."""
@@ -141,8 +179,9 @@ class Scheduler(Generic[T]):
         self._sweeping, self._n_beside = key, 0
 
     def is_read(self, key: T) -> None:
-        """Note that the prompt of a request is read; it decodes from now on."""
+        """Note that the prompt of a request is read, or is back; it decodes from now on."""
         self._waiting.pop(key, None)
+        self._preempted.pop(key, None)
         if self._sweeping == key:
             self._sweeping = None
         self._decoding[key] = None
@@ -151,17 +190,28 @@ class Scheduler(Generic[T]):
         """Remove a request; nothing happens if there is no such request."""
         self._waiting.pop(key, None)
         self._decoding.pop(key, None)
+        self._preempted.pop(key, None)
         self._deadlines.pop(key, None)
+        self._arrival.pop(key, None)
+        self._is_held = False
         if self._sweeping == key:
             self._sweeping = None
 
-    def next(self, is_short: Callable[[T], bool]) -> Work[T]:
+    def next(
+        self, is_short: Callable[[T], bool], fits: Callable[[T], bool] = lambda key: True
+    ) -> Work[T]:
         """Return what runs next.
 
         is_short: whether so little of a request's prompt is left to read that it needs no sweep.
+        fits: whether there is memory for a request that has no slot.
         """
-        key = self._to_begin(is_short)
-        if key is not None:
+        if self._preempted:
+            work = self._for_preempted(fits)
+            if work:
+                return work
+        elif (key := self._to_begin(is_short)) is not None and fits(key):
+            if self._decoding and is_short(key):
+                self._credit_s -= self.costs.short_s or self._credit_s
             return Begin(key)
         if self._sweeping is not None and (n_steps := self._n_steps()):
             return Read(self._sweeping, n_steps)
@@ -175,7 +225,7 @@ class Scheduler(Generic[T]):
         While a sweep is under way, only a short prompt can begin; it goes before longer ones, which
         could not run now.
         """
-        if self.n_running >= self._n_slots or not self._waiting:
+        if self.n_running >= self._n_slots or not self._waiting or self._is_held:
             return None
         first = next(iter(self._waiting))
         if not self._decoding:
@@ -184,10 +234,17 @@ class Scheduler(Generic[T]):
             return None
         if self._sweeping is None and not is_short(first):
             return first  # this costs nothing yet
-        found = self._first_short(is_short)
-        if found is not None:
-            self._credit_s -= self.costs.short_s or self._credit_s
-        return found
+        return self._first_short(is_short)
+
+    def _for_preempted(self, fits: Callable[[T], bool]) -> Work[T] | None:
+        """Return how the oldest request in host memory comes back; None: not now."""
+        first = min(self._preempted, key=lambda key: self._arrival[key])
+        youngest = self.youngest
+        if self.n_running < self._n_slots and not self._is_held and fits(first):
+            return Restore(first)
+        if youngest is not None and self._arrival[youngest] > self._arrival[first]:
+            return Preempt(youngest)
+        return None
 
     def _first_short(self, is_short: Callable[[T], bool]) -> T | None:
         return next((key for key in self._waiting if is_short(key)), None)

@@ -39,7 +39,7 @@ def test_generate_prints_a_text_and_its_speed() -> None:
 def test_chat_answers_both_questions() -> None:
     first, second = example("chat").split("\n> ")[1:]
     assert first.startswith("What is a mixture of experts?\n")
-    assert second.startswith("And what does the router do?\n")
+    assert second.startswith("And what time is it in UTC?\n")
     assert first.partition("\n")[2].strip() and second.partition("\n")[2].strip()
 
 

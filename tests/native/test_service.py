@@ -165,7 +165,7 @@ def test_a_nan_in_one_sequence_touches_no_other(open_engine: Open) -> None:
     def poison(step: Any) -> None:
         if len(clients[1].tokens) == 5 and not poisoned.is_set():
             poisoned.set()
-            slot = next(s.id for s in service._answers.slots() if s.name == "bad")
+            slot = next(s.id for s in service._loop._answers.slots() if s.name == "bad")
             tensor = next(iter(engine.state.ssm.values()))
             value = np.array([np.nan], np.float32)
             C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)

@@ -8,58 +8,13 @@ from typing import Any, cast
 
 import pytest
 from helpers.fake_engine import ByteTokenizer
+from helpers.qwen_template import QWEN
 
 from moegraph.engine.chat import ChatModel, ChatRequest, TextRequest, thinking_variables
-from moegraph.errors import ConfigError, RequestError
+from moegraph.errors import ModelFileError, RequestError
 from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart
 from moegraph.text.tokenizer import Tokenizer
-
-# As Qwen's: tools first, reasoning of earlier questions dropped, calls in XML, results as a user's.
-QWEN = """\
-{%- if tools %}<|im_start|>system
-# Tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% if messages[0].role == 'system' %}
-{{ messages[0].content }}{% endif %}<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'system' %}
-{%- if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
-{%- elif m.role == 'user' %}<|im_start|>user
-{{ m.content }}<|im_end|>
-{% elif m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>assistant
-{% if loop.index0 > ns.last and m.reasoning_content %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}
-{%- if not loop.first or m.content %}{{ '\\n' if not loop.first else '\\n\\n' }}{% endif %}
-{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
-{%- for k, v in call.function.arguments | items %}
-{{- '<parameter=' + k + '>\\n' }}{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}
-{%- endfor %}{{ '</function>\\n</tool_call>' }}
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is false %}<think>
-
-</think>
-
-{% else %}<think>
-{% endif %}{% endif %}"""
 
 TOOL = {
     "type": "function",
@@ -262,12 +217,14 @@ class TestOf:
             # a BOS in the prompt is the only one
             assert chat.encode("\x01x") == [1, 120]
 
-    def test_a_file_replaces_it(self, tmp_path: Path) -> None:
-        (tmp_path / "t").write_text("mine")
-        with ChatModel.of(self.engine(), tmp_path / "t") as chat:
-            assert chat.render([USER]) == "mine"
-        with pytest.raises(ConfigError):
-            ChatModel.of(self.engine(), tmp_path / "none")
+    def test_another_replaces_it(self) -> None:
+        with ChatModel.of(self.engine(), ChatTemplate("mine")) as chat:
+            assert chat.render([USER]) == "mine" and chat.warnings == []
+
+    def test_a_template_that_fails_for_all_messages_is_at_fault_itself(self) -> None:
+        broken = self.engine(**{"tokenizer.chat_template": "{{ 1 / 0 }}"})
+        with ChatModel.of(broken) as chat, pytest.raises(ModelFileError, match="division"):
+            chat.render([USER])
 
     def test_a_model_without_one_gets_chatml_and_a_warning(self) -> None:
         with ChatModel.of(self.engine()) as chat:

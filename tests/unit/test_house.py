@@ -50,6 +50,7 @@ LAZY = {
     "__main__": "Ctrl-C while the command line is being imported is caught too",
     "cli": _QUICK_START,
     "engine": "other modules of the room need no native library",
+    "engine.engine": "a generation from token ids needs nothing of conversations",
     "ggml.lib": "the native module is imported after a check, with an error of ours",
     "text.tokenizer": "prompts are measured and refused without the native libraries",
 }

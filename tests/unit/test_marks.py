@@ -1,82 +1,166 @@
-"""Where a conversation's next prompts part from this one: in the text, and in its tokens."""
+"""Where a conversation's next prompts part from this one, and prompts encoded in segments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from helpers.fake_engine import ByteTokenizer
+from helpers.qwen_template import QWEN
+from helpers.tag_tokenizer import TAGS, TagTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moegraph.text.chat import ChatTemplate, Message, parting_places, token_marks
+from moegraph.engine.chat import ChatModel, ChatRequest
+from moegraph.text.chat import ChatTemplate
+from moegraph.text.chat.marks import MAX_QUESTIONS
+from moegraph.text.chat.segments import SegmentEncoder, turn_tags
+from moegraph.text.tokenizer import Tokenizer
 
-SYSTEM, QUESTION = Message("system", "Be brief."), Message("user", "Ask")
-# As reasoning models have it: the reasoning of earlier answers is dropped.
-DROPS = """
-{%- for m in messages %}
-{{- '[' + m.role + ']' + (m.content if loop.last else m.content.split('</think>')[-1]) }}
-{%- endfor %}
-{%- if add_generation_prompt %}[assistant]{% if thinks %}<think>{% endif %}{% endif %}"""
-KEEPS = DROPS.replace(".split('</think>')[-1]", "").replace("<think>", "")
-
-
-def places(source: str, *messages: Message, **variables: Any) -> list[str]:
-    """Return the text before each place."""
-    with ChatTemplate(source) as template:
-        prompt = template.render(messages, **variables)
-        found = parting_places(template, messages, prompt, variables)
-    return [prompt[:place] for place in found]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+SYSTEM = {"role": "system", "content": "You are a helper with a system prompt of some length."}
+SPECIALS = {tag: tag.startswith("<|") for tag in TAGS}
 
 
-def test_after_the_system_prompt_and_before_the_answer() -> None:
-    start = "[system]Be brief.[user]"
-    assert places(DROPS, SYSTEM, QUESTION, thinks=True) == [start, start + "Ask[assistant]"]
-    assert places(DROPS, SYSTEM, QUESTION) == [start, start + "Ask[assistant]"]
+class Counting(TagTokenizer):
+    """Notes what it is asked to encode."""
 
-
-def test_without_a_system_prompt() -> None:
-    assert places(KEEPS, QUESTION) == ["[user]Ask[assistant]"]
-
-
-def test_a_question_that_begins_as_the_stand_in_does() -> None:
-    asked = Message("user", "A or B?")
-    assert places(KEEPS, SYSTEM, asked)[0] == "[system]Be brief.[user]"
-
-
-def test_every_turn_is_before_the_next_ones_place() -> None:
-    turns: list[Message] = [SYSTEM]
-    before = ""
-    with ChatTemplate(DROPS) as template:
-        for turn in range(4):
-            turns.append(Message("user", f"Question {turn}"))
-            prompt = template.render(turns, thinks=True)
-            assert prompt.startswith(before)
-            before = prompt[: parting_places(template, turns, prompt, {"thinks": True})[-1]]
-            turns.append(Message("assistant", f"<think>hm {turn}</think>Answer {turn}"))
-
-
-@pytest.mark.parametrize("fails", ["raise_exception('one only')", "1 / 0"])
-def test_a_template_that_fails_has_no_places(fails: str) -> None:
-    source = "{% if messages | length > 1 %}{{ " + fails + " }}{% endif %}x"
-    assert places(source, QUESTION) == []
-
-
-@pytest.mark.parametrize(
-    ("at", "marks"), [([], []), ([0], []), ([4, 9], [4, 9]), ([10], [9]), ([12], [9])]
-)
-def test_marks_are_tokens_before_a_place(at: list[int], marks: list[int]) -> None:
-    text = "0123456789"
-    assert token_marks(ByteTokenizer(), text, list(text.encode()), at) == marks
-
-
-class Pairs(ByteTokenizer):
-    """A token is two characters, from the left."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        return [hash(text[at : at + 2]) for at in range(0, len(text), 2)]
+        self.seen.append(text)
+        return super().encode(text, add_special, parse_special)
 
 
-def test_a_place_inside_a_token_is_no_mark() -> None:
-    text = "0123456789"
-    ids = Pairs().encode(text)
-    assert token_marks(Pairs(), text, ids, [4, 8]) == [2, 4]
-    assert token_marks(Pairs(), text, ids, [3, 7]) == []
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, reasoning: str = "hm", calls: int = 0) -> dict[str, Any]:
+    call = {"function": {"name": "look", "arguments": "{}"}}
+    return {
+        "role": "assistant", "content": text, "reasoning_content": reasoning,
+        "tool_calls": [call] * calls,
+    }  # fmt: skip
+
+
+class Talk:
+    """Prompts of one chat model, and the texts before their marks."""
+
+    def __init__(self, source: str = QWEN) -> None:
+        self.tokenizer = Counting()
+        self.model = ChatModel(cast(Tokenizer, self.tokenizer), ChatTemplate(source), SPECIALS)
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.close()
+
+    def prompt(self, *messages: dict[str, Any], tools: bool = False) -> tuple[str, list[str]]:
+        asked = ChatRequest(messages=messages, tools=[TOOL] * tools)
+        found = self.model.prepare(asked)
+        ids = list(found.request.prompt)
+        assert ids == TagTokenizer().encode(found.prompt)
+        return found.prompt, [self.tokenizer.decode(ids[:mark]) for mark in found.request.marks]
+
+
+def test_behind_the_system_prompt_and_before_the_answer() -> None:
+    with Talk() as talk:
+        prompt, marks = talk.prompt(SYSTEM, user("Ask"))
+    start = f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n"
+    assert marks == [start, start + "<|im_start|>user\nAsk<|im_end|>\n"]
+    assert prompt == marks[-1] + "<|im_start|>assistant\n<think>\n"
+
+
+def test_behind_tools_without_a_system_prompt() -> None:
+    with Talk() as talk:
+        _, marks = talk.prompt(user("look"), tools=True)
+    assert marks[0].endswith("<|im_end|>\n") and '"name": "look"' in marks[0]
+    assert len(marks) == 2
+
+
+def test_a_turn_with_calls_parts_where_its_reasoning_is_dropped() -> None:
+    turn = [user("Do it"), assistant("I look", calls=1), {"role": "tool", "content": "42"}]
+    with Talk() as talk:
+        prompt, marks = talk.prompt(SYSTEM, *turn)
+        later, _ = talk.prompt(SYSTEM, *turn, assistant("Done."), user("Thanks"))
+        more, _ = talk.prompt(
+            SYSTEM, *turn, assistant("", calls=1), {"role": "tool", "content": "7"}
+        )
+    assert not later.startswith(marks[-1]) and later.startswith(marks[-2])
+    assert marks[-2].endswith("Do it<|im_end|>\n")
+    assert more.startswith(marks[-1]) and prompt[len(marks[-1]) :].startswith("<|im_start|>assis")
+
+
+def test_before_the_latest_questions() -> None:
+    turns = [one for n in range(9) for one in (user(f"Question {n}"), assistant(f"Answer {n}"))]
+    with Talk() as talk:
+        _, marks = talk.prompt(SYSTEM, *turns, user("Question 9"))
+    asked = [mark.rpartition("\n<|im_start|>assistant\n")[2] for mark in marks[1:-1]]
+    assert len(asked) == MAX_QUESTIONS
+    assert asked == [f"Answer {n}<|im_end|>\n" for n in range(9 - MAX_QUESTIONS, 9)]
+
+
+def test_every_turn_goes_on_behind_a_mark_of_the_one_before() -> None:
+    turns, before = [SYSTEM], ""
+    with Talk() as talk:
+        for n in range(4):
+            turns.append(user(f"Question {n}"))
+            prompt, marks = talk.prompt(*turns)
+            assert prompt.startswith(before)
+            before = marks[-1]
+            turns.append(assistant(f"Answer {n}"))
+
+
+def test_what_was_encoded_is_not_encoded_again() -> None:
+    turns = [SYSTEM, user("One"), assistant("Two"), user("Three")]
+    with Talk() as talk:
+        talk.prompt(*turns)
+        talk.tokenizer.seen.clear()
+        talk.prompt(*turns, assistant("Four"), user("Five"))
+        seen = [text for text in talk.tokenizer.seen if text]
+    assert seen == [
+        "<|im_start|>assistant\nFour<|im_end|>\n", "<|im_start|>user\nFive<|im_end|>\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages | length }}"])
+def test_a_template_without_control_tokens_has_no_marks(source: str) -> None:
+    with Talk(source) as talk:
+        assert talk.prompt(SYSTEM, user("Ask"))[1] == []
+
+
+def test_a_template_that_wants_more_than_one_message() -> None:
+    refuses = "{% if messages | length < 3 %}{{ raise_exception('few') }}{% endif %}" + QWEN
+    with Talk(refuses) as talk:
+        _, marks = talk.prompt(SYSTEM, user("Ask"), assistant("Yes"), user("So"))
+    assert marks[-1].endswith("So<|im_end|>\n")
+
+
+def test_prompts_are_cut_only_at_control_tokens_that_no_other_token_reaches_into() -> None:
+    specials = ["<a>", "<b>", "x<b>", "<c", "<end>"]
+    assert turn_tags("<a> <b> <c> <end>", specials, ["<end>"]) == ["<a>", "<c"]
+    assert turn_tags("<a>", ["<a>", "x<"], []) == []
+    assert turn_tags("none", specials, []) == []
+
+
+@given(st.lists(st.sampled_from([*TAGS, "a", "\n", "<", "|im_start|>", "é"]), max_size=12))
+def test_segments_have_the_tokens_of_the_whole(parts: list[str]) -> None:
+    text, whole = "".join(parts), TagTokenizer()
+    encoded = SegmentEncoder(whole, ["<|im_start|>", "<think>"]).encode(text, True)
+    assert encoded.ids == whole.encode(text)
+    for at, n in encoded.starts:
+        assert whole.decode(encoded.ids[:n]) == text[:at]
+
+
+def test_a_model_that_begins_texts_with_a_token() -> None:
+    class Begins(TagTokenizer):
+        def encode(self, text: str, add_special: bool = True, parse: bool = True) -> list[int]:
+            return [65] * add_special + super().encode(text)
+
+    text = "x<|im_start|>y"
+    encoded = SegmentEncoder(Begins(), ["<|im_start|>"]).encode(text, True)
+    assert encoded.ids == Begins().encode(text) and encoded.starts == [(0, 1), (1, 2)]
+    assert SegmentEncoder(Begins(), ["<|im_start|>"]).encode(text, False).ids[0] == ord("x")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moegraph.engine.costs import Costs
-from moegraph.engine.scheduler import Begin, Decode, Read, Rest, Scheduler, Work
+from moegraph.engine.scheduler import Begin, Decode, Preempt, Read, Rest, Restore, Scheduler, Work
 from moegraph.errors import QueueFull
 
 SHORT = 32
@@ -26,6 +26,9 @@ class Machine:
         self.scheduler = Scheduler[str](n_slots, n_waiting)
         self.pass_s, self.step_s = pass_s, step_s
         self.now = 0.0
+        self.n_rows: int | None = None  # of KV memory in all; None: enough for everything
+        self.rows: dict[str, int] = {}  # of requests with a slot
+        self.swapped: dict[str, int] = {}
         self.prompts: dict[str, int] = {}
         self.left: dict[str, int] = {}  # tokens of the answer
         self.steps: dict[str, int] = {}  # of the sweep under way
@@ -42,9 +45,15 @@ class Machine:
     def turn(self) -> Work[str]:
         """Do one piece of work."""
         scheduler, costs = self.scheduler, self.scheduler.costs
-        work = scheduler.next(self.is_short)
+        work = scheduler.next(self.is_short, self.fits)
         if isinstance(work, Begin):
             self.begin(work.key)
+        elif isinstance(work, Preempt):
+            self.preempt(work.key)
+        elif isinstance(work, Restore):
+            self.spend("restore", work.key, seconds=0.001)
+            self.rows[work.key] = self.swapped.pop(work.key)
+            scheduler.is_read(work.key)
         elif isinstance(work, Read):
             n = min(work.n_steps, self.steps[work.key])
             self.spend("read", work.key, seconds=n * self.step_s)
@@ -54,14 +63,39 @@ class Machine:
                 del self.steps[work.key]
                 self.draw(work.key)
         elif isinstance(work, Decode):
-            self.spend("decode", *work.keys, seconds=self.pass_s)
-            costs.note_round(0, len(work.keys), self.pass_s)
-            scheduler.decoded(len(work.keys))
-            for name in work.keys:
-                self.draw(name)
+            self.decode(list(work.keys))
         return work
 
+    def decode(self, names: list[str]) -> None:
+        while names and self.n_rows is not None and self.n_used + len(names) > self.n_rows:
+            name = self.scheduler.youngest
+            assert name is not None
+            self.preempt(name)
+            names.remove(name)
+        if not names:
+            return
+        self.spend("decode", *names, seconds=self.pass_s)
+        self.scheduler.costs.note_round(0, len(names), self.pass_s)
+        self.scheduler.decoded(len(names))
+        for name in names:
+            self.rows[name] += 1
+            self.draw(name)
+
+    @property
+    def n_used(self) -> int:
+        return sum(self.rows.values())
+
+    def fits(self, name: str) -> bool:
+        n = self.swapped.get(name, self.prompts[name])
+        return self.n_rows is None or self.n_used + n + 1 + len(self.rows) <= self.n_rows
+
+    def preempt(self, name: str) -> None:
+        self.spend("preempt", name, seconds=0.001)
+        self.swapped[name] = self.rows.pop(name)
+        self.scheduler.preempted(name)
+
     def begin(self, name: str) -> None:
+        self.rows[name] = self.prompts[name]
         if self.is_short(name):
             self.spend("short", name, seconds=2 * self.pass_s)
             self.scheduler.costs.note_short(2 * self.pass_s)
@@ -78,7 +112,12 @@ class Machine:
         self.tokens[name].append(self.now)
         self.left[name] -= 1
         if not self.left[name]:
-            self.scheduler.end(name)
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        self.scheduler.end(name)
+        for books in (self.rows, self.swapped, self.steps):
+            books.pop(name, None)
 
     def spend(self, what: str, *names: str, seconds: float) -> None:
         self.now += seconds
@@ -238,12 +277,55 @@ def test_a_request_may_end_anywhere() -> None:
     for name in "abc":
         machine.add(name, 1000, 100)
     machine.turn()
-    machine.scheduler.end("a")  # while its sweep is under way
-    machine.scheduler.end("c")  # while it waits
-    machine.scheduler.end("unknown")
+    machine.end("a")  # while its sweep is under way
+    machine.end("c")  # while it waits
+    machine.end("unknown")
     machine.run()
     assert len(machine.tokens["b"]) == 100 and machine.scheduler.is_idle
     assert machine.tokens["a"] == machine.tokens["c"] == []
+
+
+def test_if_memory_runs_out_the_oldest_go_on_and_the_others_come_back_in_order() -> None:
+    machine = Machine(n_slots=4)
+    machine.n_rows = 1000
+    for i in range(6):
+        machine.add(f"{i}", 100, 500)
+    machine.run()
+    ended = sorted(machine.tokens, key=lambda name: machine.tokens[name][-1])
+    assert ended == [f"{i}" for i in range(6)]
+    what = [what for _, what, _ in machine.log]
+    assert what.count("preempt") == what.count("restore") >= 2
+    assert all(len(times) == 500 for times in machine.tokens.values())
+
+
+def test_an_older_request_comes_back_even_if_a_younger_one_must_go() -> None:
+    machine = Machine(n_slots=3)
+    machine.n_rows = 1000
+    machine.add("old", 300, 400)
+    for _ in range(5):
+        machine.turn()
+    machine.add("young", 600, 300)
+    machine.run()
+    assert machine.tokens["old"][-1] < machine.tokens["young"][-1]
+    preempted = [names[0] for _, what, names in machine.log if what == "preempt"]
+    assert preempted == ["young"]
+
+
+def test_what_does_not_fit_waits_until_something_ends() -> None:
+    scheduler = Scheduler[str](3, 10)
+    scheduler.add("a")
+    assert scheduler.next(lambda _: True) == Begin("a")
+    scheduler.is_read("a")
+    scheduler.costs.note_round(0, 1, 0.01)
+    scheduler.decoded(1)
+    scheduler.add("b")
+    assert scheduler.next(lambda _: True, lambda _: False) == Decode(("a",))
+    assert scheduler.next(lambda _: True) == Begin("b")
+    scheduler.hold()
+    scheduler.decoded(1)
+    assert scheduler.next(lambda _: True) == Decode(("a",))
+    scheduler.end("a")
+    assert scheduler.next(lambda _: True) == Begin("b")
 
 
 def test_costs_of_steps_beside_a_pass() -> None:
@@ -269,6 +351,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.machine = Machine(n_slots=3, n_waiting=6)
+        self.machine.n_rows = 450
         self.n = 0
         self.ended: set[str] = set()
 
@@ -289,14 +372,14 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.machine.scheduler.requests()))
-        self.machine.scheduler.end(key)
-        self.machine.steps.pop(key, None)
+        self.machine.end(key)
         self.ended.add(key)
 
     @invariant()
     def slots_suffice(self) -> None:
         assert self.machine.scheduler.n_running <= 3
         assert len(self.machine.steps) <= 1
+        assert self.machine.n_used <= 450
 
     def teardown(self) -> None:
         self.machine.run()

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from .answer import AnswerParser
 from .history import History, Message
-from .marks import parting_places, token_marks
-from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart, Reply
+from .parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentPart,
+    Part,
+    ReasoningPart,
+    Reply,
+    ToolCall,
+)
 from .reasoning import ReasoningSplitter
 from .template import ChatTemplate, require_template
 
@@ -22,7 +30,6 @@ __all__ = [
     "ReasoningPart",
     "ReasoningSplitter",
     "Reply",
-    "parting_places",
+    "ToolCall",
     "require_template",
-    "token_marks",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from .calls import CallScanner, Found
-from .parts import CallBegin, CallEnd, ContentPart, Part, ReasoningPart
+from .parts import CallArguments, CallBegin, CallEnd, ContentPart, Part, ReasoningPart
 from .reasoning import ReasoningSplitter
 from .toolschema import Tools
 
@@ -16,6 +16,16 @@ from .toolschema import Tools
 def new_call_id() -> str:
     """Return an id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
+
+
+class TurnMemory(Protocol):
+    """Remembers how a model wrote its answers."""
+
+    def keep_turn(self, text: str, tokens: Sequence[int]) -> None:
+        """Remember the tokens of a whole answer."""
+
+    def keep_call(self, name: str, arguments: str, raw: Mapping[str, str]) -> None:
+        """Remember the values of a call; see `CallMemory.keep`."""
 
 
 class AnswerParser:
@@ -32,20 +42,27 @@ class AnswerParser:
         reasoning: bool = True,
         parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
+        memory: TurnMemory | None = None,
     ) -> None:
         """prompt: what the answer follows; it tells whether the answer begins inside reasoning.
 
         tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
         leave reasoning in the text. parallel: False to end the answer after its first call.
+        memory: is told how the model wrote the answer.
         """
         self._splitter = ReasoningSplitter.after(prompt) if reasoning else None
         self._parallel = parallel
         found, numbers = Tools(tools), count()
+        self._raw: dict[int, dict[str, str]] = {}
         self._scanners = {
-            kind: CallScanner(found, numbers, new_id) if found else None
+            kind: CallScanner(found, numbers, new_id, self._raw) if found else None
             for kind in (ReasoningPart, ContentPart)
         }
         self._reasoning = _Trimmed()
+        self._memory = memory
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._calls: list[tuple[str, list[str]]] = []
         self.n_calls = 0
         self.is_done = False
 
@@ -54,8 +71,14 @@ class AnswerParser:
         """Whether the answer is inside its reasoning."""
         return self._splitter is not None and self._splitter.is_thinking
 
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that text completes; none once `is_done`: the answer may be ended."""
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        """Return the parts that text completes; none once `is_done`: the answer may be ended.
+
+        tokens: that were drawn since the last call, to show a later prompt the same ones.
+        """
+        if self._memory:
+            self._texts.append(text)
+            self._tokens += tokens
         if self._splitter is None:
             return self._content(text)
         was_reasoning = self._splitter.is_thinking
@@ -77,6 +100,8 @@ class AnswerParser:
             found += self._reason(reasoning) + self._content(content)
         scanner = self._scanners[ContentPart]
         rest = self._parts(ContentPart, scanner.flush(is_cut)) if scanner else []
+        if self._memory and not is_cut:
+            self._memory.keep_turn("".join(self._texts), self._tokens)
         return found + self._end_reasoning(is_cut) + rest
 
     def _content(self, text: str) -> list[Part]:
@@ -108,9 +133,19 @@ class AnswerParser:
                 parts += [kind(text)] if text else []
                 continue
             parts.append(one)
-            self.n_calls += isinstance(one, CallBegin)
+            self._note(one)
             self.is_done = isinstance(one, CallEnd) and not self._parallel
         return parts
+
+    def _note(self, part: CallBegin | CallArguments | CallEnd) -> None:
+        if isinstance(part, CallBegin):
+            self.n_calls += 1
+            self._calls.append((part.name, []))
+        elif isinstance(part, CallArguments):
+            self._calls[part.index][1].append(part.text)
+        elif part.is_whole and self._memory:
+            name, pieces = self._calls[part.index]
+            self._memory.keep_call(name, "".join(pieces), self._raw[part.index])
 
 
 class _Trimmed:

@@ -11,11 +11,13 @@ class Arguments:
 
     A value that can only be a string is passed on as it comes; others when they are whole.
 
-    stray: text between the parameters, which belongs to none.
+    stray: text between the parameters, which belongs to none. raw: values that may be other than
+    strings, as the model wrote them.
     """
 
     def __init__(self, name: str, tools: Tools) -> None:
         self.stray = ""
+        self.raw: dict[str, str] = {}
         self._name, self._tools = name, tools
         self._names: set[str] = set()
         self._key: str | None = None
@@ -56,7 +58,10 @@ class Arguments:
         held, self._held = self._held, ""
         if self._key is None:
             return ""
-        return '"' if self._is_text else json_of(held.removesuffix("\n"), self._types)
+        if self._is_text:
+            return '"'
+        self.raw[self._key] = held.removesuffix("\n")
+        return json_of(self.raw[self._key], self._types)
 
     def take(self, members: dict[str, str]) -> str:
         """Return the JSON text of arguments that the model wrote as JSON, types corrected."""

@@ -46,11 +46,18 @@ class CallScanner:
     """Split a stream of text into text and tool calls; only what may become a call is held back.
 
     tools: what may be called. A name outside them is a call too if it stands in <tool_call>.
-    indices: numbers the calls of an answer. new_id: makes up their ids.
+    indices: numbers the calls of an answer. new_id: makes up their ids. raw: takes, of each call,
+    the values that may be other than strings, as they were written.
     """
 
-    def __init__(self, tools: Tools, indices: Iterator[int], new_id: Callable[[], str]) -> None:
-        self._tools, self._indices, self._new_id = tools, indices, new_id
+    def __init__(
+        self,
+        tools: Tools,
+        indices: Iterator[int],
+        new_id: Callable[[], str],
+        raw: dict[int, dict[str, str]],
+    ) -> None:
+        self._tools, self._indices, self._new_id, self._raws = tools, indices, new_id, raw
         self._held = ""  # not yet understood
         self._raw = ""  # understood as the beginning of a call, which may still prove to be none
         self._out: list[Found] = []
@@ -262,6 +269,7 @@ class CallScanner:
     def _close(self) -> None:
         arguments = self._require_arguments()
         self._say(arguments.close())
+        self._raws[self._index] = arguments.raw
         self._out.append(CallEnd(self._index))
         stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
         self._text(stray)

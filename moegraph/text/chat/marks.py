@@ -1,77 +1,74 @@
-"""Where later prompts of a conversation may part from a prompt; an engine can keep states there."""
+"""Where later prompts of a conversation may part from a prompt; an engine can keep states there.
+
+A client comes back with the same system prompt and tools, with a question changed, with a result
+for a call, or with a new question. Then templates drop the reasoning of turns since the last
+question, so the prompt parts from the old one where the first of these turns begins.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
-from ...errors import MoegraphError
-from .history import Message
-from .template import ChatTemplate
+from .messages import TemplateMessage
+from .segments import Encoded
 
+# Of the earlier questions, so many of the latest have a mark: each costs memory.
+MAX_QUESTIONS = 4
+# So many characters of a message are looked for in the prompt.
+_KEY_CHARS = 64
 # Two texts that have no beginning in common, for messages that are not known yet.
 _ONE, _OTHER = "A", "B"
 
 
-class _Encoder(Protocol):
-    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
-
-
-def parting_places(
-    template: ChatTemplate,
-    messages: Sequence[Message],
+def first_question(
+    render: Callable[[list[TemplateMessage]], str],
+    messages: Sequence[TemplateMessage],
     prompt: str,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Return the characters of a prompt after which later prompts may differ from it.
+) -> int:
+    """Return the character of a prompt where its first message after the system's begins.
 
-    The first: where the first question begins, if there is a system prompt. The second: where the
-    answer begins, in the form that the template gives it once it is an old one; that may lack the
-    reasoning, or the mark that asks for it. Places that the template fails to show are left out.
-
-    messages: those that the template made the prompt of; the last is a question. variables: what
-    else the template got.
+    render: makes prompts as that one was made.
     """
-    more = dict(variables or {})
-
-    def common(*variant: Message) -> int:
-        return _n_common(prompt, template.render(variant, **more))
-
-    found = []
-    try:
-        if messages[0].role == "system":
-            other = _OTHER if messages[1].content.startswith(_ONE) else _ONE
-            found.append(common(messages[0], Message("user", other)))
-        found.append(common(*messages, Message("assistant", _ONE), Message("user", _ONE)))
-    except MoegraphError:
-        pass  # the prompt itself was rendered, so the conversation goes on
-    return found
+    n_system = int(messages[0]["role"] == "system")
+    first = messages[n_system]["content"] if len(messages) > n_system else ""
+    other = _OTHER if first.startswith(_ONE) else _ONE
+    return n_common(prompt, render([*messages[:n_system], {"role": "user", "content": other}]))
 
 
-def _n_common(a: str, b: str) -> int:
+def n_common(a: str, b: str) -> int:
     """Return how many characters two texts have in common before they differ."""
     return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
-def token_marks(
-    encoder: _Encoder, prompt: str, ids: Sequence[int], places: Iterable[int]
-) -> list[int]:
-    """Return how many of the prompt's tokens come before each place, where a token ends there.
+def prompt_marks(
+    encoded: Encoded, prompt: str, messages: Sequence[TemplateMessage], first: int
+) -> tuple[int, ...]:
+    """Return how many of a prompt's tokens later prompts may begin with, in rising order.
 
-    A later prompt that has the text up to the place begins with these tokens. At least the last
-    token is left out, so that the same prompt can be continued too.
+    They are: what is before the first question, before each of the latest questions, before the
+    turn that follows the last one, and before the turn that the prompt asks for. Each is the
+    beginning of a segment, so it is certain that these tokens do not depend on what follows.
+
+    first: the character where the first question begins.
     """
-    found = []
-    for place in places:
-        if place >= len(prompt):
-            found.append(len(ids) - 1)
-        elif place > len(prompt) // 2:
-            tail = encoder.encode(prompt[place:], add_special=False)
-            if list(ids[-len(tail) :]) == tail:
-                found.append(len(ids) - len(tail))
-        else:
-            head = encoder.encode(prompt[:place])
-            if list(ids[: len(head)]) == head:
-                found.append(len(head))
-    return sorted({mark for mark in found if 0 < mark < len(ids)})
+    found = {encoded.tokens_before(first), encoded.starts[-1][1]}
+    questions = [*_questions(prompt, messages, first)]
+    found |= {encoded.tokens_before(place) for place in questions[-MAX_QUESTIONS:]}
+    if questions:
+        later = (n for at, n in encoded.starts if at > questions[-1])
+        found.add(next(later, encoded.starts[-1][1]))
+    return tuple(sorted(mark for mark in found if 0 < mark < len(encoded.ids)))
+
+
+def _questions(prompt: str, messages: Sequence[TemplateMessage], first: int) -> Iterator[int]:
+    """Yield where in the prompt the text of each user message is, as far as it is found there."""
+    at = first
+    for message in messages[int(messages[0]["role"] == "system") :]:
+        key = message["content"].strip()[:_KEY_CHARS]
+        place = prompt.find(key, at) if key else -1
+        if place < 0:
+            continue
+        if message["role"] == "user":
+            yield place
+        at = place + len(key)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import RequestError
-from .rawjson import loads
+from .rawjson import dumps, loads
 
 TemplateMessage = dict[str, Any]
+ReadArguments = Callable[[str, str], Mapping[str, Any]]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool", "function": "tool"}  # fmt: skip
@@ -18,19 +19,24 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*\s*")
 
 
-def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[TemplateMessage]:
+def template_messages(
+    messages: Iterable[Mapping[str, Any]], read: ReadArguments | None = None
+) -> list[TemplateMessage]:
     """Return messages with the roles system, user, assistant and tool, whose content is text.
 
     Calls of tools have their arguments as objects. System messages at the beginning become one, and
     lines in it that only identify the request are left out: they would keep the prompt from having
     the beginning that earlier prompts have.
 
+    read: makes the JSON text of a call's arguments what the template gets, given the call's name
+    too; None: their values.
+
     Raises:
         RequestError: names the message and what is wrong with it.
     """
     found: list[TemplateMessage] = []
     for n, message in enumerate(messages):
-        one = _template_message(message, f"messages[{n}]")
+        one = _template_message(message, f"messages[{n}]", read or _values)
         if one["role"] == "system" and not any(m["role"] != "system" for m in found):
             one["content"] = _BILLING.sub("", one["content"])
             if found and one["content"]:
@@ -44,7 +50,9 @@ def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[TemplateMes
     return found
 
 
-def _template_message(message: Mapping[str, Any], where: str) -> TemplateMessage:
+def _template_message(
+    message: Mapping[str, Any], where: str, read: ReadArguments
+) -> TemplateMessage:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise RequestError(
@@ -58,7 +66,7 @@ def _template_message(message: Mapping[str, Any], where: str) -> TemplateMessage
         if isinstance(reasoning, str) and reasoning:
             found["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+            found["tool_calls"] = _calls(calls, f"{where}.tool_calls", read)
     found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
     return found
 
@@ -90,7 +98,7 @@ def _part_text(part: object, where: str) -> str:
     return text
 
 
-def _calls(calls: object, where: str) -> list[dict[str, Any]]:
+def _calls(calls: object, where: str, read: ReadArguments) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RequestError(f"{where}: not a list of calls")
     found = []
@@ -98,7 +106,7 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{n}].function: not a function with a name")
-        arguments = _arguments(function.get("arguments"))
+        arguments = _arguments(function["name"], function.get("arguments"), read)
         found.append(
             {
                 "id": str(call.get("id") or ""),
@@ -109,17 +117,20 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(arguments: object) -> Mapping[str, Any]:
+def _arguments(name: str, arguments: object, read: ReadArguments) -> Mapping[str, Any]:
     """Return a call's arguments as an object; what is none, a model wrote wrongly, and stays."""
-    if isinstance(arguments, Mapping):
-        return arguments
-    if not arguments:
-        return {}
     try:
-        value = loads(str(arguments))
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": str(arguments)}
+        text = dumps(arguments) if isinstance(arguments, Mapping) else str(arguments or "{}")
+        return read(name, text)
+    except (ValueError, TypeError):
+        return {"arguments": str(arguments)}
+
+
+def _values(_: str, arguments: str) -> Mapping[str, Any]:
+    found = loads(arguments)
+    if not isinstance(found, dict):
+        raise ValueError("the arguments are not an object")
+    return found
 
 
 def without_late_system(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:

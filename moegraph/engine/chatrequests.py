@@ -1,0 +1,133 @@
+"""What is asked of a chat model: conversations, texts, and the form of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RequestError
+from ..sampling import SamplingParams
+from ..text.chat.answer import AnswerParser
+from ..text.chat.calls import CALL
+from ..text.chat.toolgrammar import CallGrammar
+from .requests import Request
+
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True)
+class Format:
+    """The form of an answer.
+
+    kind: "json_object", "json_schema", "gbnf", "lark" or "regex". source: the JSON schema, or the
+    text of the grammar; None for "json_object".
+    """
+
+    kind: str
+    source: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawSettings:
+    """How an answer is drawn: fields as in `Request`."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n_logprobs: int | None = None
+    deadline_s: float | None = None
+    name: str = ""
+    format: Format | None = None
+
+
+@dataclass(frozen=True)
+class ChatRequest(DrawSettings):
+    """A conversation to be answered.
+
+    messages, tools: in OpenAI's form; the last message may be an assistant's, whose text the answer
+    then continues. tool_choice: "auto", "none", "required", or the name of a function.
+    parallel_tool_calls: False to end the answer after one call. variables: for the template, such
+    as enable_thinking. reasoning: False to leave reasoning in the text.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str = AUTO
+    parallel_tool_calls: bool = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: bool = True
+
+
+@dataclass(frozen=True)
+class TextRequest(DrawSettings):
+    """A text, or token ids, to be continued."""
+
+    prompt: str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request for the engine. parser: takes its answer's text. prompt: its text."""
+
+    request: Request
+    parser: AnswerParser
+    prompt: str
+
+
+def thinking_variables(effort: str | None) -> dict[str, Any]:
+    """Return what OpenAI's reasoning_effort means for a chat template; None: nothing."""
+    if effort is None:
+        return {}
+    if effort in ("none", "minimal"):
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": effort}
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> None:
+    """Check tools in OpenAI's form, and which of them is to be called.
+
+    Raises:
+        RequestError: a tool has no name, or the choice names none of them.
+    """
+    names = []
+    for n, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{n}].function.name: not a name")
+        names.append(name)
+    if choice == REQUIRED and not names:
+        raise RequestError("tool_choice: 'required', but there are no tools")
+    if choice not in (AUTO, NONE, REQUIRED, *names):
+        raise RequestError(f"tool_choice: {choice!r} is none of the tools")
+
+
+def answer_grammar(
+    chat: ChatRequest, is_json: bool, is_tag: Callable[[str], bool]
+) -> tuple[str, Any, str | None] | None:
+    """Return kind and source of the grammar that an answer must follow, if there is one.
+
+    The third: the text after which it begins; None: at once, or after the reasoning. is_json,
+    is_tag: as in `CallGrammar`.
+
+    Raises:
+        RequestError: the format cannot be had together with tools.
+    """
+    tools, choice, asked = chat.tools, chat.tool_choice, chat.format
+    if choice not in (AUTO, NONE, REQUIRED):
+        tools = [tool for tool in tools if tool["function"]["name"] == choice]
+    parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
+    calls = CallGrammar(tools, is_json, parallel, is_tag)
+    if tools and choice not in (AUTO, NONE):
+        return "lark", calls.whole(), None
+    if asked is None:
+        is_strict = any(tool["function"].get("strict") is True for tool in tools)
+        return ("lark", calls.after_tag(), CALL) if is_strict and choice == AUTO else None
+    if not tools or choice == NONE:
+        return asked.kind, asked.source, None
+    schema = {"type": "object"} if asked.kind == "json_object" else asked.source
+    if asked.kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
+        raise RequestError("grammar: not together with tools; use tool_choice 'none'")
+    return "lark", calls.whole(schema), None

@@ -1,0 +1,204 @@
+"""The loop of a service: carries out what the scheduler says, on the engine's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
+from .answer import Answer
+from .answers import Answers
+from .decoding import Decoding
+from .drafting import Drafting
+from .reading import Reading
+from .scheduler import Begin, Decode, Preempt, Read, Rest, Restore, Scheduler, Work
+from .servicestatus import ServiceStatus
+from .swapping import Swapping
+from .tally import Tally
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+CLOSED = "the server is ending; it takes no more requests"
+# Seconds between two accounts of what the service is doing.
+_STATUS_S = 0.25
+
+
+class ServiceLoop:
+    """The engine's side of a service. `run` is the thread; other threads hold the lock.
+
+    scheduler, to_cancel, is_closing: others may change them, with the lock. is_done: nothing is
+    under way, and every caller was told so. failure: why the loop has ended; None if it has not, or
+    was asked to. busy_since: when the work under way began; None while there is none.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler[Answer]) -> None:
+        self._engine = engine
+        self.lock = threading.Condition()
+        self.scheduler = scheduler
+        self.to_cancel: list[Answer] = []
+        self.is_closing = self._is_resting = False
+        self.failure: str | None = None
+        self.busy_since: float | None = None
+        self._tally = Tally(scheduler.costs)
+        self._answers = Answers(engine.passes, engine.device, engine.config.n_seq, self._tally)
+        drafting = Drafting(engine.speculation, engine.device.can.streams)
+        self._swapping = Swapping(engine, self._answers)
+        self._reading = Reading(engine, self._answers, drafting, self._swapping)
+        self._decoding = Decoding(engine.passes, self._answers, drafting)
+        self._status_at = 0.0
+        self.status = self._account()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request has ended, and its caller knows; ask with the lock."""
+        return self._is_resting and self.scheduler.is_idle
+
+    def run(self) -> None:
+        """Work until the service is closed or fails."""
+        error: MoegraphError = ServiceClosed(CLOSED)
+        try:
+            self._engine.ownership.enter()
+            while self._turn():
+                pass
+        except MoegraphError as caught:
+            error, self.failure = caught, str(caught)
+        except BaseException as caught:  # noqa: BLE001 - no request may wait for ever
+            error = InternalError(f"{type(caught).__name__}: {caught}")
+            self.failure = str(error)
+        finally:
+            self._end_all(error)
+
+    def _end_all(self, error: MoegraphError) -> None:
+        with self.lock:
+            self.is_closing = True
+        self._answers.tell()
+        for answer in self.scheduler.requests():
+            self._answers.end(answer, "error", error)
+        with self.lock:
+            self._note_done()
+            self.lock.notify_all()
+        self.busy_since = None
+        self.status = self._account()
+        if not self._engine.ownership.is_closed:
+            self._engine.hand_over()
+
+    def _turn(self) -> bool:
+        """Do what comes next; return whether to go on."""
+        with self.lock:
+            if self.is_closing:
+                return False
+            ended = self._due()
+            work: Work[Answer] = Rest()
+            if not ended:
+                work = self.scheduler.next(self._reading.is_short, self._swapping.fits)
+        for answer, reason in ended:
+            self._answers.end(answer, reason)
+        if not ended:
+            self._do(work)
+        with self.lock:
+            self._note_done()
+        if time.perf_counter() - self._status_at >= _STATUS_S:
+            self.status = self._account()
+        return True
+
+    def _due(self) -> list[tuple[Answer, str]]:
+        """Return the requests that end now, and why."""
+        cancelled, self.to_cancel = self.to_cancel, []
+        late = self.scheduler.due(time.perf_counter())
+        return [(a, "cancelled") for a in cancelled] + [(a, "deadline") for a in late]
+
+    def _do(self, work: Work[Answer]) -> None:
+        self.busy_since = time.perf_counter()
+        if isinstance(work, Decode):
+            self._decode(work.keys)
+        elif isinstance(work, Read):
+            self._reading.read(work.key, work.n_steps)
+        elif isinstance(work, Begin):
+            self._begin(work.key)
+        elif isinstance(work, Preempt):
+            self._preempt(work.key)
+        elif isinstance(work, Restore):
+            self._restore(work.key)
+        else:
+            self._rest()
+
+    def _begin(self, answer: Answer) -> None:
+        self._answers.tell()
+        try:
+            self._reading.begin(answer)
+        except PoolFull:
+            with self.lock:
+                self.scheduler.hold()
+        if answer.sweep:
+            with self.lock:
+                self.scheduler.began(answer)
+
+    def _decode(self, keys: Sequence[Answer]) -> None:
+        """Run the next pass; if memory is short, the youngest requests are left out of it."""
+        batch = list(keys)
+        while batch and not self._swapping.has_room(batch):
+            youngest = max(batch, key=lambda answer: answer.submitted)
+            batch.remove(youngest)
+            self._preempt(youngest)
+        if batch:
+            self._decoding.decode(batch)
+            self.scheduler.decoded(len(batch))
+
+    def _preempt(self, answer: Answer) -> None:
+        self._answers.tell()
+        if self._swapping.swap_out(answer):
+            with self.lock:
+                self.scheduler.preempted(answer)
+        self._tally.begin_round()
+
+    def _restore(self, answer: Answer) -> None:
+        self._answers.tell()
+        try:
+            self._swapping.swap_in(answer)
+            with self.lock:
+                self.scheduler.is_read(answer)
+        except PoolFull:
+            with self.lock:
+                self.scheduler.hold()
+        self._tally.begin_round()
+
+    def _rest(self) -> None:
+        """Tell what is left to tell, then wait for a request or the end."""
+        self._answers.tell()
+        self.status = self._account()
+        self.busy_since = None
+        with self.lock:
+            self._note_done()
+            if self.scheduler.is_idle and not (self.to_cancel or self.is_closing):
+                self._is_resting = True
+                self.lock.notify_all()
+                self.lock.wait()
+                self._is_resting = False
+        self._tally.begin_round()
+
+    def _note_done(self) -> None:
+        """Tell the scheduler which prompts are read and which requests need no more work."""
+        for answer in self._reading.take_read():
+            self.scheduler.is_read(answer)
+        for answer in self._answers.take_left():
+            self.scheduler.end(answer)
+
+    def _account(self) -> ServiceStatus:
+        """Return what the service is doing."""
+        engine, scheduler = self._engine, self.scheduler
+        self._status_at = time.perf_counter()
+        return ServiceStatus(
+            self._answers.slots(),
+            n_running=scheduler.n_running,
+            n_waiting=scheduler.n_waiting,
+            n_ctx=engine.n_ctx,
+            counts=self._tally.counts,
+            prefix_bytes=engine.prefixes.n_bytes,
+            prefix_places=engine.prefixes.n_places,
+            memory={} if engine.ownership.is_closed else engine.memory(),
+            experts=engine.expert_stats(),
+            spec=engine.spec_stats(),
+        )

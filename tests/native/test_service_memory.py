@@ -1,0 +1,125 @@
+"""A service whose requests share a KV pool that is smaller than all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers.clients import Client, alone, serving
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import NativeError, PoolFull
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(seed=3))
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"mode": "whole"},
+    "stream": {"pin_layers": 0, "cache_slots": 48, "policy": "lru", "miss": "stream"},
+}
+
+
+def small(open_engine: Open, **settings: Any) -> Engine:
+    """Open an engine whose four sequences share the positions of one."""
+    return open_engine(n_seq=4, n_ctx=1024, n_kv=-1, cpu_reference=True, **settings)
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_requests_go_to_host_memory_and_back(open_engine: Open, settings: dict[str, Any]) -> None:
+    engine = small(open_engine, **settings)
+    with serving(engine) as service:
+        clients = [
+            Client(service, prompt(engine, n, seed=n), max_tokens=n_tokens, reuse=i % 2 == 0,
+                   sampling=SAMPLINGS[i % 2], name=f"{i}")
+            for i, (n, n_tokens) in enumerate(
+                ((200, 600), (150, 700), (10, 500), (700, 30), (5, 5), (300, 500), (1000, 24))
+            )
+        ]  # fmt: skip
+        for client in clients:
+            client.wait(120)
+        service.drain()
+        status = service.status()
+    engine.state.pool.check()
+    assert status.counts.preempted >= 1
+    assert status.counts.requests == {"length": len(clients)}
+    single = open_engine(cpu_reference=True, n_ctx=1024)
+    for client in clients:
+        assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
+
+
+def test_the_oldest_request_is_never_kept_waiting_by_younger_ones(open_engine: Open) -> None:
+    engine = small(open_engine)
+    ended: list[int] = []
+    with serving(engine) as service:
+        clients = [
+            Client(service, prompt(engine, 250, seed=i), max_tokens=600,
+                   on_step=lambda step, i=i: step.finish_reason and ended.append(i))
+            for i in range(4)
+        ]  # fmt: skip
+        for client in clients:
+            client.wait(120)
+    assert ended == [0, 1, 2, 3]
+
+
+def test_idle_slots_give_up_their_pages_and_what_they_held_is_kept(open_engine: Open) -> None:
+    engine = small(open_engine)
+    ids = [prompt(engine, 480, seed=i) for i in range(4)]
+    with serving(engine) as service:
+        for one in ids:
+            client = Client(service, one, max_tokens=2, marks=(400,)).wait()
+            assert client.reason == "length" and client.last.usage.n_cached == 0
+        again = [Client(service, one, max_tokens=2).wait() for one in ids]
+        assert service.status().counts.preempted == 0
+    assert [client.last.usage.n_cached for client in again] == [400] * 4
+
+
+def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: None) -> None:
+    engine = small(open_engine)
+    with serving(engine) as service:
+        clients = [Client(service, prompt(engine, 250, seed=i), max_tokens=700) for i in range(4)]
+        while service.status().counts.preempted < 1:
+            assert not clients[0].is_done
+        for client in reversed(clients):
+            client.ticket.cancel()
+            assert client.wait().reason == "cancelled"
+        assert Client(service, prompt(engine, 1000), max_tokens=5).wait().reason == "length"
+    engine.state.pool.check()
+    engine.close()
+
+
+def test_without_host_memory_the_youngest_request_ends_with_an_error(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(open_engine)
+
+    def refuse(seq: int) -> None:
+        raise NativeError("no host memory")
+
+    with serving(engine) as service:
+        monkeypatch.setattr(engine.copies, "swap_out", refuse)
+        clients = [Client(service, prompt(engine, 250, seed=i), max_tokens=600) for i in range(2)]
+        assert clients[1].wait().reason == "error"
+        assert clients[0].wait().reason == "length"
+
+
+def test_a_pool_that_is_fuller_than_it_seemed_only_delays(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(open_engine)
+    real, n_refused = engine.prefixes.resume, 0
+
+    def resume(seq: int, ids: Any) -> int:
+        nonlocal n_refused
+        if len(ids) == 100 and not first.is_done:
+            n_refused += 1
+            raise PoolFull(1, 0)
+        return real(seq, ids)
+
+    with serving(engine) as service:
+        monkeypatch.setattr(engine.prefixes, "resume", resume)
+        first = Client(service, prompt(engine, 250), max_tokens=60)
+        second = Client(service, prompt(engine, 100), max_tokens=5)
+        assert second.wait().reason == first.wait().reason == "length"
+    assert 1 <= n_refused < 5
