@@ -311,6 +311,14 @@ class EngineConfig:
         maximum=MAX_VERIFY_ROWS,
         group=DRAFT_GROUP,
     )
+    rejection_sampling: bool = _setting(
+        "flag",
+        False,
+        ("--speculative-use-rejection-sampling", "--rejection-sampling"),
+        "Draft sampled text at random and accept tokens by rejection (p/q). The distribution stays "
+        "the model's, but a seed gives another text. Default: accept what the sampler draws.",
+        group=DRAFT_GROUP,
+    )
     ddtree: bool = _setting(
         "flag",
         False,
@@ -419,6 +427,8 @@ class EngineConfig:
                 "spec auto (--spec) goes by measured times, and deterministic excludes that; name "
                 "what drafts, such as --spec mtp, or drop --deterministic"
             )
+        if self.rejection_sampling is True and self.ddtree is True:
+            found.append("--rejection-sampling needs drafts of one path; drop --ddtree")
         return [line for line in found if line]
 
     def validate(self) -> EngineConfig:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SERVER = "Server"
+_SWITCH_S = 0.5e-3
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def serve(target: str, **given: Any) -> None:
     """  # fmt: skip
     job = _check(click.get_current_context(), target, given)
     _require_extra()
+    # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_S)
     from ..server.guards import Guard, Keys
     from ..server.keyfile import VARIABLE, read_keys
     from ..server.listening import listen, url_of
@@ -217,7 +220,7 @@ def serve(target: str, **given: Any) -> None:
 
 def _check(ctx: click.Context, target: str, given: dict[str, Any]) -> _Job:
     """Check all that can be checked before the model file is opened."""
-    config = replace(options.build_config(given), n_seq=given["n_parallel"]).validate()
+    config = replace(options.build_config(given), n_seq=given["n_parallel"], n_kv=-1).validate()
     return _Job(
         target, config, options.build_sampling(given), options.chosen_sampling(ctx),
         options.max_tokens(given["n_predict"]), given,

@@ -63,9 +63,9 @@ class ModelLoader:
             MoegraphError: it cannot be loaded.
         """
         header, self._header = self._header, None
+        is_first = header is not None
         if header is None:
             header = options.open_header(self._target, self._config.device)
-        is_first = not self._warned
         with ExitStack() as stack:
             file = self._template_file
             template = stack.enter_context(ChatTemplate.from_file(file)) if file else None

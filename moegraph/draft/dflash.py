@@ -166,7 +166,7 @@ class DFlashDrafter:
             span.restart(n_kept)
         if slot == self._waiting:
             self._make_keys()
-        ringcopies.put(self._device, self._rings, slot, n_kept, pieces)
+        ringcopies.put(self._device, self._rings, slot, n_kept, len(ids), pieces)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt from position first on."""

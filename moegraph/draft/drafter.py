@@ -161,8 +161,8 @@ class Drafter(Protocol):
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
         """Note that a sequence holds ids, which were copied back but for the first n_kept.
 
-        pieces: of runs of positions from n_kept on, the first of which may begin earlier: the first
-        position, the number of positions, and what `take_rows` returned.
+        pieces: of runs of positions, in order: the first position, the number of positions, and
+        what `take_rows` returned.
         """
 
     def close(self) -> None:

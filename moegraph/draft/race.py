@@ -38,7 +38,7 @@ def raced(draft: Draft, race: Race, n_top: int) -> Draft:
         return draft
     log_p = np.maximum(draft.log_p.astype(np.float64), _LEAST)
     scores = _scores(log_p, draft.tokens, race, range(draft.n_depth))
-    scores = np.where(_kept(log_p, race), scores, -np.inf)
+    scores = np.where(kept(log_p, race), scores, -np.inf)
     order = np.argsort(-scores, axis=1, kind="stable")
     lost = np.flatnonzero(order[:, 0])
     n = int(lost[0]) + 1 if lost.size else draft.n_depth
@@ -61,7 +61,7 @@ def raced_list(
     log_p are chances to win. All rows are of one depth, so the same random numbers decide.
     """
     lp = np.maximum(log_p.astype(np.float64), _LEAST)
-    scores = np.where(_kept(lp, race), _scores(lp, tokens, race, [depth] * len(tokens)), -np.inf)
+    scores = np.where(kept(lp, race), _scores(lp, tokens, race, [depth] * len(tokens)), -np.inf)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :n_top]
     # the chances are of the order only as far as the drafter's probabilities are the target's
     chances = _TRUST * (scores - scores.max(axis=1, keepdims=True))
@@ -81,19 +81,22 @@ def _scores(
     return scores
 
 
-def _kept(log_p: npt.NDArray[np.float64], race: Race) -> npt.NDArray[np.bool_]:
-    """Return which tokens the sampler's settings would leave, if the drafter were right."""
+def kept(log_p: npt.NDArray[np.float64], race: Race) -> npt.NDArray[np.bool_]:
+    """Return which tokens the sampler's settings would leave, if the drafter were right.
+
+    log_p: numpy [n_depth, n_top].
+    """
     params = race.params
     order = np.argsort(-log_p, axis=1, kind="stable")
     falling = np.take_along_axis(log_p, order, axis=1)
     p = np.exp(falling)
     before = p.cumsum(axis=1) - p
-    kept = (before < params.top_p) | (params.top_p >= 1.0)
+    stays = (before < params.top_p) | (params.top_p >= 1.0)
     if params.top_k > 0:
-        kept[:, params.top_k :] = False
+        stays[:, params.top_k :] = False
     if params.min_p > 0.0:
-        kept &= p >= params.min_p * p[:, :1]
-    kept[:, 0] = True
-    found = np.empty_like(kept)
-    np.put_along_axis(found, order, kept, axis=1)
+        stays &= p >= params.min_p * p[:, :1]
+    stays[:, 0] = True
+    found = np.empty_like(stays)
+    np.put_along_axis(found, order, stays, axis=1)
     return found

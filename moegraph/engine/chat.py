@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,11 +13,11 @@ import numpy as np
 from ..errors import MoegraphError, RequestError
 from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
-from ..text.chat.calls import FUNCTION
+from ..text.chat.calls import CALL, FUNCTION
 from ..text.chat.marks import first_question, prompt_marks
 from ..text.chat.memory import CallMemory
 from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
-from ..text.chat.plaintools import CHATML, plain_messages
+from ..text.chat.plaintools import CHATML, described_tools, plain_messages
 from ..text.chat.reasoning import END_OF_THINK, THINK
 from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
@@ -153,7 +155,18 @@ class ChatModel:
         )  # fmt: skip
         constraint = self._chat_constraint(chat, parser.is_reasoning)
         marks = prompt_marks(encoded, prompt, messages, self._first(render, messages, prompt))
-        return Prepared(self._request(chat, encoded.ids, constraint, marks), parser, prompt)
+        request = self._request(chat, encoded.ids, constraint, marks)
+        if chat.tools and chat.tool_choice == NONE:
+            request = self._without_calls(request)
+        return Prepared(request, parser, prompt)
+
+    def _without_calls(self, request: Request) -> Request:
+        """Return a request whose answer cannot begin a call, if that takes one token."""
+        ids = self.tokenizer.encode(CALL, add_special=False)
+        if len(ids) > 1:
+            return request
+        bias = {**request.sampling.logit_bias, ids[0]: -math.inf}
+        return replace(request, sampling=replace(request.sampling, logit_bias=bias))
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Return messages for the template, with calls as the model wrote them if that is known."""
@@ -197,7 +210,10 @@ class ChatModel:
 
     def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""
-        asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+        try:
+            asked = answer_grammar(chat, self._calls_are_json, self._is_tag)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"tools: a schema is not JSON: {error}") from error
         if asked is None:
             return None
         kind, source, after = asked
@@ -254,10 +270,14 @@ class ChatModel:
         """Return what makes prompts of messages, with these tools."""
         if tools and self.template.knows_tools:
             variables = {**variables, "tools": list(tools)}
+        try:
+            described = "" if self.template.knows_tools else described_tools(tools)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"tools: a schema is not JSON: {error}") from error
 
         def render(messages: list[TemplateMessage]) -> str:
             if not self.template.knows_tools:
-                messages = plain_messages(messages, tools)
+                messages = plain_messages(messages, described)
             try:
                 return self._apply(messages, variables)
             except RequestError:
@@ -276,7 +296,7 @@ class ChatModel:
                 return self.template.render(messages, **{**self._tokens, **allowed})
             except RequestError:
                 raise
-            except (MoegraphError, TypeError, ValueError) as error:
+            except (MoegraphError, TypeError, ValueError, RecursionError) as error:
                 # if it fails for any messages, it is broken, and the client is right
                 self.template.render([{"role": "user", "content": "A"}], **self._tokens)
                 raise RequestError(

@@ -124,10 +124,14 @@ class DraftedSteps(Steps):
         if accept and self._proposal:
             spine = self._proposal.spine
         n_forced = accept(len(spine)) if accept else 0
+        odds = self._proposal.odds if self._proposal else ()
 
         def draw(row: int) -> int | None:
             depth = len(drawn)
-            token = spine[depth] if depth < n_forced else self._drawing.pick(output, row, row)
+            offered = odds[depth] if depth < len(odds) else None
+            token = (
+                spine[depth] if depth < n_forced else self._drawing.pick(output, row, row, offered)
+            )
             self._drawing.take(token)
             logits = output.require_logits()[row : row + 1] if self._drawing.keep_logits else None
             drawn.append(Drawn(token, logits))

@@ -82,11 +82,14 @@ def open_speculation(
         return None
     hp, max_rows = runner.stage.hp, min(config.n_draft + 1, runner.n_ubatch)
     misses = runner.misses if isinstance(runner, LayeredRunner) else None
-    if not misses:
-        controller = open_controller(drafters, config, max_rows)
-        return Speculation(drafters, controller, hp.n_vocab, max_rows)
-    miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
-    experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
+    experts = None
+    if misses:
+        miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
+        experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     controller = open_controller(drafters, config, max_rows, experts)
-    cache = misses.residency.cache
-    return Speculation(drafters, controller, hp.n_vocab, max_rows, lambda: cache.n_missing)
+    speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
+    if misses:
+        cache = misses.residency.cache
+        speculation.n_missing = lambda: cache.n_missing
+    speculation.rejects, speculation.p_min = config.rejection_sampling, config.draft_p_min
+    return speculation

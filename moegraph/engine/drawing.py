@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..errors import InternalError
 from ..ggml.choose import DRAW_ROWS
@@ -112,10 +113,11 @@ class Drawing:
             raise InternalError(f"a grammar's mask is {found.dtype} {found.shape}")
         return found
 
-    def pick(self, output: Output, row: int, node: int = 0) -> int:
+    def pick(self, output: Output, row: int, node: int = 0, offered: Odds | None = None) -> int:
         """Return the token that the target draws after a row of results.
 
         row: of the pass, -1 for the last one. node: which of the rows of this sequence it is.
+        offered: a token drafted at random, to accept or to reject.
 
         Raises:
             RequestError: settings or grammar exclude every token.
@@ -127,6 +129,9 @@ class Drawing:
             known = self._allowed
             allowed = known[node] if known else self._allowed_after(self._constraint, ())
         listed, logits = output.candidates, output.logits
+        if offered:
+            whole = self._passes.logits(max(row, 0)) if logits is None else logits[row]
+            return self.sampler.judge(offered, whole, allowed)
         return self.sampler.sample(
             listed[row] if listed is not None and self._is_listed else None,
             lambda: self._passes.logits(max(row, 0)) if logits is None else logits[row],

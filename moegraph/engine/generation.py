@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..errors import Cancelled
 from ..events import CancelToken, GenerationEvent, Progress
-from ..runner import Output
+from ..runner import Batch, Output
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from .drafted import DraftedSteps
@@ -181,8 +181,11 @@ class Generation:
                 self.progress("prefill", self.n_read, n)
 
         def meanwhile() -> None:
-            if not self.sequence.finish_reason:
-                self.passes.build_next(SEQ, self.greedy, self.steps.draws())
+            runner = self.model.runner
+            if runner.device.can.streams and not self.sequence.finish_reason:
+                row = np.zeros((1, 1), dtype=np.int32)  # its graphs, while the device computes
+                batch = Batch(row, (SEQ,), greedy=self.greedy, draws=self.steps.draws())
+                runner.build_ahead(batch)
 
         cuts = tuple(mark for mark in self.marks if n_reused < mark < n)
         tokens, draws = self.ids[n_reused:], self.steps.draws()

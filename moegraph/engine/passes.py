@@ -43,8 +43,8 @@ class Passes:
         self.room = Room(runner, n_ctx)
         self._state = runner.stage.state
         self._n_vocab = runner.stage.hp.n_vocab
-        self._n_seq = self._state.n_seq
-        self._held: list[list[int]] = [[] for _ in range(self._n_seq)]
+        self.n_seq = self._state.n_seq
+        self._held: list[list[int]] = [[] for _ in range(self.n_seq)]
         self._unfinished: set[int] = set()
         self._to_truncate: set[int] = set()  # after a pass that has failed but changed no sequence
         self._is_lost = False  # nobody will collect the pass in flight
@@ -58,7 +58,7 @@ class Passes:
         Raises:
             RequestError: there is no such sequence.
         """
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         return [] if seq in self._unfinished else self._held[seq]
 
     def reset(self, seq: int) -> None:
@@ -67,7 +67,7 @@ class Passes:
         Raises:
             RequestError: there is no such sequence.
         """
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         self._forget_before(seq)
         self.abandon(seq)
         self._clean_up()
@@ -161,7 +161,7 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        require_seq(batch.slot, self._n_seq)
+        require_seq(batch.slot, self.n_seq)
         checked_ids(batch.tokens, self._n_vocab)
         if batch.tokens.size == 0:
             raise RequestError("the prompt is empty; give it at least one token")
@@ -217,7 +217,7 @@ class Passes:
         self._clean_up()
         self._runner.require_idle()
         seq = batch.slot
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         self.room.require({seq: batch.tokens.size})
         self._forget_before(seq)
         if self._held[seq]:
@@ -236,15 +236,6 @@ class Passes:
             raise
         self._forget_before(seq)
         return output
-
-    def build_next(self, seq: int, greedy: bool, draws: npt.NDArray[np.int32] | None) -> None:
-        """Build the graphs for the next row of a sequence while the device computes its prompt.
-
-        Without streams there is no such time, so this does nothing. Arguments as in `submit`.
-        """
-        if self._runner.device.can.streams:
-            row = np.zeros((1, 1), dtype=np.int32)
-            self._runner.build_ahead(Batch(row, (seq,), greedy=greedy, draws=draws))
 
     def verify(
         self,
@@ -293,7 +284,7 @@ class Passes:
             RequestError: a pass is in flight, or some rows are not such a path; nothing changes.
         """
         for seq in paths:
-            require_seq(seq, self._n_seq)
+            require_seq(seq, self.n_seq)
         self._clean_up()
         wanted = {seq: list(path) for seq, path in paths.items()}
         changed = [seq for seq, path in wanted.items() if path]
@@ -313,7 +304,7 @@ class Passes:
             RequestError: there is no such sequence.
             OutOfDeviceMemory: there is no memory for it.
         """
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         self._clean_up()
         return self._state.snapshot(seq)
 
@@ -322,10 +313,12 @@ class Passes:
 
         Raises:
             RequestError: the snapshot is closed, or the sequence has lost positions that it had.
+            PoolFull: others use its last page too, and none is free; nothing changes.
         """
         self._clean_up()
         slot = snapshot.slot
         snapshot.copy_of_states()  # an error here changes nothing
+        self.room.require_place(slot, snapshot.n_past, snapshot.n_past)
         self.abandon(slot)
         self._prompts.clean_up({slot})
         self._runner.drop(slot)
@@ -340,7 +333,7 @@ class Passes:
             RequestError: there is no such sequence, a pass is in flight, or the prompt of the
                 sequence is under way.
         """
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         self._clean_up()
         self._runner.require_idle()
         self._prompts.require_read(seq)
@@ -352,6 +345,7 @@ class Passes:
         n_kept: int,
         rows: Sequence[tuple[int, RowsCopy]],
         states: StatesCopy,
+        source: tuple[int, int] | None = None,
     ) -> None:
         """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
 
@@ -359,14 +353,14 @@ class Passes:
             RequestError: there is no such sequence, or a pass is in flight.
             PoolFull: too few pages are free; nothing changes.
         """
-        require_seq(seq, self._n_seq)
+        require_seq(seq, self.n_seq)
         self._clean_up()
         self._runner.require_idle()
-        self.room.require({seq: len(ids) - self._state.n_past[seq]})
+        self.room.require_place(seq, len(ids), *((0, source[1]) if source else (n_kept, 0)))
         self.abandon(seq)
         self._prompts.clean_up({seq})
         self._runner.drop(seq)
-        self._state.put_back(seq, n_kept, rows, states)
+        self._state.put_back(seq, n_kept, rows, states, source)
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
@@ -422,7 +416,7 @@ class Passes:
         except NotFinite as error:
             self._require_files()
             bad = error.sequences[0]
-            of = f" of sequence {bad}" if self._n_seq > 1 else ""
+            of = f" of sequence {bad}" if self.n_seq > 1 else ""
             n_held = len(self._held[bad])
             if self._batch and self._batch.tree:
                 self._to_truncate.update(error.sequences)  # what they hold is good
@@ -477,7 +471,7 @@ class Passes:
         """Return checked token ids, I32 numpy [n_seqs, n_seq_tokens], and their sequences."""
         self._files.check()
         rows = checked_rows(tokens, self._n_vocab, self._runner.n_ubatch)
-        return rows, slots_of(seq, len(rows), self._n_seq)
+        return rows, slots_of(seq, len(rows), self.n_seq)
 
     def _checked(self, batch: Batch) -> Batch:
         """Return a batch that fits; errors as in `Room.require_pass`."""

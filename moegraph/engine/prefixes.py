@@ -5,6 +5,10 @@ belong to its last position. So states are saved at chosen positions of a prompt
 prompts may part from it, together with the KV rows before them (prefixtree.py). Everything is in
 host memory: device memory is worth more as expert slots, and the copies survive whatever becomes of
 the sequence.
+
+All sequences of an engine share what is saved. KV rows that some sequence still has on the device
+are not copied: another one shares its pages. A sequence that serves nobody keeps what it held, as
+the first place to go on from, until its slot or its pages are needed.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ Ids = npt.NDArray[np.int32]
 # A mark costs a pass more, for the tokens behind it; that takes about as long as so many tokens of
 # a longer pass.
 _WORTH = 64
+
+
+# Tokens by which most sequences that are not alike differ.
+_GLANCE = 32
 
 
 class Prefixes:
@@ -59,7 +67,56 @@ class Prefixes:
 
     def n_saved(self, ids: Ids) -> int:
         """Return how much of the beginning of ids any sequence can be made to hold."""
-        return sum(len(node.tokens) for node in self.tree.find(ids[:-1], 0))
+        return _length(self.tree.find(ids[:-1], self._longest(ids)[1]))
+
+    def choose(self, ids: Ids, idle: Sequence[int]) -> int:
+        """Return which of some idle sequences is to go on with ids.
+
+        That is the one that holds most of their beginning, or else the first of `idle`, which then
+        gives way: what it holds is saved if it was worth computing.
+        """
+        n_useful = {seq: self._n_useful(seq, ids) for seq in idle}
+        chosen = max(idle, key=n_useful.__getitem__)
+        if not n_useful[chosen]:
+            self._keep(chosen)
+        return chosen
+
+    def _n_useful(self, seq: int, ids: Ids) -> int:
+        """Return how many ids a sequence holds, or 0 if it holds more of something else."""
+        n, n_held = self._n_common(seq, ids), len(self._passes.held(seq))
+        return n if n == n_held or 2 * n > n_held else 0
+
+    def free(self, n_pages: int, idle: Sequence[int]) -> bool:
+        """Empty idle sequences, the first of them first, until so many pages of the pool are free.
+
+        What they hold is saved if it was worth computing. Return whether there are as many now.
+        """
+        for seq in idle:
+            if self._passes.room.n_free_pages >= n_pages:
+                break
+            if self._passes.held(seq):
+                self._keep(seq)
+                self._passes.reset(seq)
+        return self._passes.room.n_free_pages >= n_pages
+
+    def _keep(self, seq: int) -> None:
+        """Save what a sequence holds, unless little of it is new."""
+        ids = np.asarray(self._passes.held(seq), dtype=np.int32)
+        if len(ids) - _length(self.tree.find(ids, 0)) >= _WORTH:
+            self.save(seq)
+
+    def _n_common(self, seq: int, ids: Ids) -> int:
+        """Return how many ids a sequence holds before it differs from them."""
+        held = self._passes.held(seq)
+        if held[:_GLANCE] != ids[: min(_GLANCE, len(held))].tolist():
+            held = held[:_GLANCE]  # most sequences differ early
+        return n_common(np.asarray(held, dtype=np.int32), ids)
+
+    def _longest(self, ids: Ids) -> tuple[int, int]:
+        """Return the sequence that holds most of the beginning of ids, and how many of them."""
+        n_common = {seq: self._n_common(seq, ids) for seq in range(self._passes.n_seq)}
+        longest = max(n_common, key=n_common.__getitem__)
+        return longest, n_common[longest]
 
     def resume(self, seq: int, ids: Ids) -> int:
         """Have a sequence hold as much of the beginning of ids as can be had without computing.
@@ -69,23 +126,26 @@ class Prefixes:
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.
+            PoolFull: the pages for that are not free; nothing changes.
         """
-        held = np.asarray(self._passes.held(seq), dtype=np.int32)
-        n_kept = n_common(held, ids)
-        path = self.tree.find(ids[:-1], n_kept)
-        n_saved = sum(len(node.tokens) for node in path)
-        if n_kept == len(held) < len(ids) and n_kept >= n_saved:
+        n_held, n_kept = len(self._passes.held(seq)), self._n_common(seq, ids)
+        longest, n_live = self._longest(ids)
+        path = self.tree.find(ids[:-1], n_live)
+        n_saved = _length(path)
+        if n_kept == n_held < len(ids) and n_kept >= n_saved:
             return n_kept
         if not path or path[-1].states is None:
             self._passes.reset(seq)
             return 0
-        n_kept, end, rows = min(n_kept, n_saved), 0, []
+        n_kept, n_live, end, rows = min(n_kept, n_saved), min(n_live, n_saved), 0, []
+        source = (longest, n_live) if n_live > n_kept else None
         for node in path:
             start, end = end, end + len(node.tokens)
             if end > n_kept and node.rows is not None:
                 rows.append((start, node.rows))
-        self._copies.put_back(seq, ids[:n_saved].tolist(), n_kept, rows, path[-1].states)
-        self.tree.touch(path[-1])
+        saved = ids[:n_saved].tolist(), n_kept, rows, path[-1].states, source
+        self._copies.put_back(seq, *saved)
+        self.tree.touch(path)
         return n_saved
 
     def begin(self, ids: Ids, marks: Sequence[int], n_held: int) -> list[int]:
@@ -97,8 +157,7 @@ class Prefixes:
         """
         found: list[int] = []
         for mark in sorted(marks) if self.is_on else ():
-            path = self.tree.find(ids[:mark], len(ids))
-            last = max([sum(len(node.tokens) for node in path), *found[-1:]])
+            last = max([_length(self.tree.find(ids[:mark], len(ids))), *found[-1:]])
             if mark - last >= _WORTH:
                 found.append(mark)
         if not found:
@@ -145,7 +204,7 @@ class Prefixes:
             last.states = copies.take_states(seq) if states is None else states
         elif states is not None:
             states.close()
-        self.tree.touch(last)
+        self.tree.touch(path)
         end, is_whole = 0, True
         for node in path:
             start, end = end, end + len(node.tokens)
@@ -179,3 +238,8 @@ class Prefixes:
         """Forget everything that is kept; what sequences hold stays."""
         self.tree.clear()
         self._copies.memory.close()
+
+
+def _length(path: Path) -> int:
+    """Return the tokens from the root to the end of a path."""
+    return sum(len(node.tokens) for node in path)

@@ -117,10 +117,17 @@ class PrefixTree:
             node, at = child, at + n
         return path
 
-    def touch(self, node: Node) -> None:
-        """Note that a node's states were used now."""
-        self._clock += 1
-        node.used = self._clock
+    def touch(self, path: Path) -> None:
+        """Note that the states at the end of a path were used now.
+
+        So were those that several paths go through, and the first ones: most prompts of a client
+        begin so, though few go on right after them.
+        """
+        useful = [at for at, node in enumerate(path) if node.states is not None]
+        for at in reversed(useful):
+            if at in (useful[0], len(path) - 1) or len(path[at].children) > 1:
+                self._clock += 1
+                path[at].used = self._clock
 
     def shrink(self, n_bytes: int, kept: Path) -> bool:
         """Remove the states used longest ago until the tree has at most n_bytes.

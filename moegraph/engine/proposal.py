@@ -10,6 +10,7 @@ import numpy as np
 
 from ..draft.drafter import Draft
 from ..draft.plan import PLAIN, Plan, Step
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from .stepclock import StepSeconds
 
@@ -18,13 +19,15 @@ from .stepclock import StepSeconds
 class Proposal:
     """Rows for the next pass, the draft and the plan that they come from, and how long it took.
 
-    tree: the anchor alone if nothing of the draft is worth a row.
+    tree: the anchor alone if nothing of the draft is worth a row. odds: of a draft at random, what
+    the token of each depth was drawn from.
     """
 
     plan: Plan
     draft: Draft
     tree: DraftTree
     drafter_s: float
+    odds: tuple[Odds, ...] = ()
 
     @cached_property
     def spine(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..errors import ContextOverflow, PoolFull, RequestError
+from ..resident.layout import PAGE
 from ..runner import Batch, Runner
 
 
@@ -60,6 +61,18 @@ class Room:
             n_needed += self._state.pool.needed(seq, last)
         if n_needed and n_needed > self.n_free_pages:
             raise PoolFull(n_needed, self.n_free_pages)
+
+    def require_place(self, seq: int, n_rows: int, n_kept: int, n_shared: int = 0) -> None:
+        """Check that a sequence can have n_rows positions once it gives up others than n_kept.
+
+        n_shared: positions that it gets from another one, whose whole pages it shares.
+
+        Raises:
+            PoolFull: there are not as many pages.
+        """
+        n_needed, n_free = self._state.pool.lacking(seq, n_rows, n_kept, n_shared // PAGE)
+        if n_needed > n_free:
+            raise PoolFull(n_needed, n_free)
 
     def require_pass(self, batch: Batch) -> None:
         """Check that the sequences of a pass can take its rows, and that they fit one pass.

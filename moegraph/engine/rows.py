@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.drafter import Race
+from ..draft.rejection import Odds, judge
 from ..ggml.choose import DRAW_IDS, DRAW_WORDS, LIKELY, Changed, Chooser
 from ..sampling import BoolArray, FloatArray, Sampler, SamplingParams
 
@@ -165,3 +166,16 @@ class RowSampler:
                 return token
         self.n_whole += 1
         return self._sampler.sample(logits(), allowed)
+
+    def judge(self, odds: Odds, logits: FloatArray, allowed: BoolArray | None = None) -> int:
+        """Return the next token, where one was drafted at random; see draft/rejection.py.
+
+        logits: F32 [n_vocab]. allowed: as in `Sampler.sample`.
+
+        Raises:
+            RequestError: the logit bias, or allowed, excludes every token.
+        """
+        self.n_whole += 1
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
+        return judge(odds, *self._sampler.distribution(logits), self._sampler.key)

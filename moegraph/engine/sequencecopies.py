@@ -92,6 +92,7 @@ class SequenceCopies:
         n_kept: int,
         rows: Sequence[tuple[int, RowsCopy]],
         states: StatesCopy,
+        source: tuple[int, int] | None = None,
     ) -> None:
         """Have a sequence hold ids, from copies; see `State.put_back`.
 
@@ -100,8 +101,11 @@ class SequenceCopies:
             PoolFull: too few pages are free; nothing changes.
         """
         held = self._passes.held(seq)[:n_kept]
-        self._passes.put_back(seq, ids, n_kept, rows, states)
-        if drafts := self._speculation():
+        drafts = self._speculation()
+        if drafts and source:
+            drafts.settle(source[0])  # nobody writes to shared pages
+        self._passes.put_back(seq, ids, n_kept, rows, states, source)
+        if drafts:
             drafts.put_back(seq, held, ids, rows)
 
     def swap_out(self, seq: int) -> SwappedSequence:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..draft.drafter import Draft, Drafter, Parts, Race
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
+from ..draft.rejection import Odds, offer, offered_race
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from .prefixtree import n_common
@@ -65,7 +66,8 @@ class Speculation:
     max_rows: most rows of a verify pass that there is memory for. accept: for measuring; if set, a
     step accepts as many tokens of the spine as this returns for a spine's length, whatever the
     target draws. messages: why drafters are not used any more, one line each. n_missing: returns
-    the distinct experts that passes missed so far.
+    the distinct experts that passes missed so far. rejects: sampled text is drafted at random and
+    accepted by rejection (draft/rejection.py); p_min: as of `offer`.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class Speculation:
         self.controller = controller
         self.max_rows = max_rows
         self.accept: Callable[[int], int] | None = None
+        self.rejects, self.p_min = False, 0.0
         self.messages: list[str] = []
         self.n_missing = n_missing
         self._n_vocab = n_vocab
         self._failed: set[str] = set()
+        self._said: set[str] = set()
         self._told: dict[int, list[int]] = {}  # what the drafters know that sequences hold
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
@@ -186,17 +190,20 @@ class Speculation:
             if drafted is None:
                 without.add(plan.source)
                 continue
-            draft, tree = drafted
-            return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start)
+            draft, tree, odds = drafted
+            return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
 
     def _draft(
         self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int, race: Race | None
-    ) -> tuple[Draft, DraftTree] | None:
+    ) -> tuple[Draft, DraftTree, tuple[Odds, ...]] | None:
         """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
         n, tree = min(plan.n_draft, drafter.max_draft, most), None
-        if plan.n_nodes and isinstance(drafter, TreeDrafter):
+        rejects = self.rejects and race is not None
+        if race and rejects:
+            draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))
+        elif plan.n_nodes and isinstance(drafter, TreeDrafter):
             draft, tree = drafter.tree(slot, anchor, n, min(plan.n_nodes, most_rows - 1), race)
         else:
             n_top = max(plan.n_top, N_RUNNERS) if race else plan.n_top
@@ -214,9 +221,20 @@ class Speculation:
         draft = draft.cut(n)
         if not draft.n_depth:
             return None
+        if race and rejects and draft.log_p is not None:
+            draft, odds = offer(draft, race, self.p_min)
+            return draft, spine_tree(anchor, draft, draft.n_depth), odds
+        if rejects:
+            self._say_once(f"{drafter.name} gives no probabilities: its drafts are accepted where "
+                           "they are what the sampler draws")  # fmt: skip
         if race and tree is None:
             draft = raced(draft, race, plan.n_top)
-        return draft, tree or self._tree(anchor, plan, draft)
+        return draft, tree or self._tree(anchor, plan, draft), ()
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.messages.append(line)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
         if plan.ddtree:

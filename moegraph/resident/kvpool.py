@@ -3,6 +3,9 @@
 A page is PAGE consecutive rows of every KV cache. Position p of a sequence is row p % PAGE of its
 page p // PAGE. Sequences take pages as they grow and return them when they shrink. The lowest free
 page is taken first, so the pages of an engine with one sequence are always 0, 1, 2 and so on.
+
+Sequences that begin alike may share the pages of their beginning. Nobody writes to a page that has
+several users: only whole pages before the end of all of them are shared.
 """
 
 from __future__ import annotations
@@ -29,23 +32,35 @@ class KVPool:
         self.table: npt.NDArray[np.int32] = np.zeros((n_slots, n_slot_pages), dtype=np.int32)
         self.version = 0
         self._pages: list[list[int]] = [[] for _ in range(n_slots)]
-        # page -> sequence or -1; this decides, and the lists follow from it
         n_pages = n_slots * n_slot_pages if n_pages is None else n_pages
-        self._owner = np.full(n_pages, -1, dtype=np.int32)
+        # [sequence, page]: who uses what; this decides, and the lists follow from it
+        self._uses = np.zeros((n_slots, n_pages), dtype=bool)
 
     @property
     def n_pages(self) -> int:
         """Number of pages."""
-        return self._owner.size
+        return int(self._uses.shape[1])
 
     @property
     def n_free(self) -> int:
         """Number of pages that belong to no sequence."""
-        return int((self._owner < 0).sum())
+        return self.n_pages - int(self._uses.any(axis=0).sum())
 
     def needed(self, slot: int, n_rows: int) -> int:
         """Return how many more pages a sequence needs for n_rows positions."""
         return max(0, -(-n_rows // PAGE) - len(self._pages[slot]))
+
+    def lacking(self, slot: int, n_rows: int, n_kept: int, n_shared: int) -> tuple[int, int]:
+        """Return how many pages a sequence takes to have n_rows positions, and how many it may.
+
+        n_kept: its first positions, which it keeps; it gives the others back first. n_shared: pages
+        that it gets from another one.
+        """
+        pages, n_own = self._pages[slot], -(-n_kept // PAGE)
+        is_parted = n_kept % PAGE != 0 and self.is_shared(slot, n_kept)
+        n_freed = sum(self._n_users(page) == 1 for page in pages[n_own:])
+        n_taken = -(-n_rows // PAGE) - n_own - n_shared + is_parted
+        return max(0, n_taken), self.n_free + n_freed
 
     def room(self, slot: int) -> int:
         """Return how many positions a sequence can have while the others keep their pages."""
@@ -92,17 +107,60 @@ class KVPool:
         if n - len(pages) > self.n_free:
             raise PoolFull(n - len(pages), self.n_free)
         while len(pages) < n:
-            usable = (self._owner < 0) | (self._owner == slot)
-            usable[pages] = False
-            page = int(usable.argmax())
-            self._owner[page] = slot
+            pages.append(self._take(slot))
+        self._write(slot)
+
+    def _take(self, slot: int) -> int:
+        """Return a free page, which the sequence uses from now on."""
+        others = self._uses.any(axis=0) & ~self._uses[slot]
+        others[self._pages[slot]] = True
+        page = int((~others).argmax())
+        self._uses[slot, page] = True
+        return page
+
+    def is_shared(self, slot: int, position: int) -> bool:
+        """Return whether a position is in a page that other sequences use too."""
+        at = position // PAGE
+        return at < len(self._pages[slot]) and self._n_users(self._pages[slot][at]) > 1
+
+    def _n_users(self, page: int) -> int:
+        return int(self._uses[:, page].sum())
+
+    def share(self, slot: int, source: int, n: int) -> None:
+        """Have a sequence use the first n pages of another one, beyond those that it has already.
+
+        The other one has as many, all full, and this one has equal rows in those that it has.
+        """
+        pages = self._pages[slot]
+        for page in self._pages[source][len(pages) : n]:
+            self._uses[slot, page] = True
             pages.append(page)
         self._write(slot)
 
+    def part(self, slot: int, position: int) -> tuple[int, int]:
+        """Give a sequence a page of its own for one that is shared; return both, the old first.
+
+        Raises:
+            PoolFull: none is free.
+        """
+        at = position // PAGE
+        old = self._pages[slot][at]
+        if not self.n_free:
+            raise PoolFull(1, 0)
+        self._pages[slot][at] = self._take(slot)
+        self._uses[slot, old] = False
+        self._write(slot)
+        return old, self._pages[slot][at]
+
     def beyond(self, slot: int, n_rows: int) -> list[tuple[int, int]]:
-        """Return (first row, rows) of the runs of KV rows after a sequence's n_rows positions."""
+        """Return (first row, rows) of the runs of KV rows after a sequence's n_rows positions.
+
+        Rows of shared pages are left out.
+        """
         runs: list[tuple[int, int]] = []
         for at in range(n_rows // PAGE, len(self._pages[slot])):
+            if self._n_users(self._pages[slot][at]) > 1:
+                continue
             skipped = max(n_rows - at * PAGE, 0)
             first, n = self._pages[slot][at] * PAGE + skipped, PAGE - skipped
             if runs and sum(runs[-1]) == first:
@@ -114,9 +172,9 @@ class KVPool:
         """Take back the pages that a sequence of n_rows positions does not need."""
         pages = self._pages[slot]
         del pages[-(-n_rows // PAGE) :]
-        unused = self._owner == slot
-        unused[pages] = False
-        self._owner[unused] = -1
+        used = np.zeros(self.n_pages, dtype=bool)
+        used[pages] = True
+        self._uses[slot] &= used
         self._write(slot)
 
     def _write(self, slot: int) -> None:
@@ -126,14 +184,18 @@ class KVPool:
         self.version += 1
 
     def check(self) -> None:
-        """Verify that every page is free or belongs to one sequence, and that the table is right.
+        """Verify that sequences use the pages of their lists, and that the table is right.
 
         Raises:
             InternalError: it is not.
         """
         for slot, pages in enumerate(self._pages):
-            if sorted(pages) != np.flatnonzero(self._owner == slot).tolist():
+            if sorted(pages) != np.flatnonzero(self._uses[slot]).tolist():
                 raise InternalError(f"KV pages: the list of sequence {slot} is not what it owns")
             rest = (pages[:1] or [0]) * (self.table.shape[1] - len(pages))
             if self.table[slot].tolist() != pages + rest:
                 raise InternalError(f"KV pages: the table of sequence {slot} is out of date")
+            for at, page in enumerate(pages):
+                users = np.flatnonzero(self._uses[:, page])
+                if any(self._pages[user][at : at + 1] != [page] for user in users):
+                    raise InternalError(f"KV pages: page {page} has users at different places")

@@ -45,22 +45,20 @@ def take(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Pa
 
 
 def put(
-    device: Device, rings: DraftRings, slot: int, n_kept: int,
+    device: Device, rings: DraftRings, slot: int, n_kept: int, n_past: int,
     pieces: Sequence[tuple[int, int, Parts]],
 ) -> None:  # fmt: skip
-    """Have a sequence's rings be as they were when rows were copied, and wait.
+    """Have the rings of a sequence of n_past positions be right, from copies of rows, and wait.
 
     n_kept: its first positions, which the rings are right about. pieces: the first position,
-    the number of positions, and the copy of each run; together all positions from n_kept on, but
-    the first run may begin earlier.
+    the number of positions, and the copy of each run, in order. Rows before a gap are of no use.
     """
-    stream, n_past = device.compute.ptr, n_kept
-    if pieces:
-        n_past = pieces[-1][0] + pieces[-1][1]
-    first = 0
+    stream, first = device.compute.ptr, 0
     for i, (tensor, shape) in enumerate(_tensors(rings)):
         size, start, held = tensor.nb[1], n_past, []
         for at, n, parts in reversed(pieces):
+            if at + n != start:
+                break
             part = parts[i] if i < len(parts) else np.empty((0, size), np.uint8)
             start = at + n - len(part)
             held.append((start, part))

@@ -172,6 +172,8 @@ class State:
     def truncate(self, slot: int, n_past: int) -> None:
         """Enqueue that a sequence loses its positions from n_past on; its states do not change.
 
+        If its last page has other users, it gets its own; PoolFull if none is free.
+
         KV rows are cleared too: a failed pass may have left NaN in a row, and masking it would not
         help, because NaN times zero is NaN.
         """
@@ -182,6 +184,9 @@ class State:
         self.snapshots.forget(slot, n_past)
         self.n_past[slot] = n_past
         self.pool.shrink(slot, n_past)
+        if n_past % PAGE and self.pool.is_shared(slot, n_past):
+            old, new = self.pool.part(slot, n_past)
+            self._copy_rows(old * PAGE, new * PAGE, n_past % PAGE)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Enqueue that a sequence is again as it was when a snapshot was taken.
@@ -193,22 +198,44 @@ class State:
         self.truncate(snapshot.slot, snapshot.n_past)
 
     def put_back(
-        self, slot: int, n_kept: int, rows: Sequence[tuple[int, RowsCopy]], states: StatesCopy
-    ) -> None:
+        self, slot: int, n_kept: int, rows: Sequence[tuple[int, RowsCopy]], states: StatesCopy,
+        source: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """Have a sequence be as it was when its states were copied to host memory.
 
-        n_kept: its first positions, which are right already. rows: KV rows from n_kept on, with
-        the position of the first in each copy; only the first copy may begin before n_kept.
+        n_kept: its first positions, which are right already. source: another sequence and how many
+        of its first positions this one gets in place of those. rows: KV rows from there on, with
+        the position of the first in each copy; copies may begin earlier.
         """
-        self.truncate(slot, n_kept)
+        self.truncate(slot, 0 if source else n_kept)
         n_past = n_kept
+        if source:
+            n_past = source[1]
+            self._share(slot, *source)
         for first, copy in rows:
             end = first + copy.n_rows
+            if end <= n_past:
+                continue
             self.pool.grow(slot, end)
             self.copies.put_rows(copy, n_past - first, slot, n_past)
             n_past = end
         self.copies.put_states(states, slot)
         self.n_past[slot] = n_past
+
+    def _share(self, slot: int, source: int, n: int) -> None:
+        """Have an empty sequence begin with n positions of another one: whole pages are shared."""
+        self.pool.share(slot, source, n // PAGE)
+        if n % PAGE:
+            self.pool.grow(slot, n)
+            first = n - n % PAGE
+            self._copy_rows(self.pool.row(source, first), self.pool.row(slot, first), n % PAGE)
+
+    def _copy_rows(self, source: int, to: int, n: int) -> None:
+        """Enqueue copies of n KV rows."""
+        stream = self._device.compute.ptr
+        for tensor in (*self.k.values(), *self.v.values()):
+            size = tensor.nb[1]
+            C.mg_copy_bytes(stream, tensor, source * size, tensor, to * size, n * size)
 
     def _clear(self, tensor: Tensor, start: int, size: int) -> None:
         """Enqueue zeros over `size` bytes of a tensor from byte `start`."""

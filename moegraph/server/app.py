@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from .errors import ApiError, from_failure, openai_body
+from .errors import ApiError, openai_body, told
 from .guards import Gate, Guard
 from .reply import reply
 from .requestlog import RequestLog
 from .state import ServerState
 from .talk import ClientLeft
 
-log = logging.getLogger("moegraph.server")
 # The status that servers log for a client that left; it never reaches one.
 _LEFT = 499
 _EXPOSED = ("X-Request-Id", "Retry-After")
@@ -77,10 +75,7 @@ class _ErrorForms:
         """Return the response to a request for a path whose handler raised."""
         if isinstance(failure, ClientLeft):
             return Response(status_code=_LEFT)
-        error = from_failure(failure)
-        if error.status == 500:
-            log.error("request failed", exc_info=failure, extra={"path": path})
-        return self._answer(path, error)
+        return self._answer(path, told(failure, path))
 
     def _answer(self, path: str, error: ApiError) -> Response:
         bodies = [t.error_body for t in self._tables if path.startswith(t.prefixes)]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ..engine.requests import Step, TokenLogprobs, Usage
+from ..engine.chat import Prepared
+from ..engine.requests import Request, Step, TokenLogprobs, Usage
 from ..errors import RequestError
 from ..sampling import RANDOM_SEED, SamplingParams
 from .contract import ChatModel
@@ -21,6 +22,20 @@ def choice_sampling(params: SamplingParams, index: int) -> SamplingParams:
     if index == 0 or params.seed in (None, -1, RANDOM_SEED):
         return params
     return replace(params, seed=((params.seed or 0) + index) % RANDOM_SEED)
+
+
+def sharing(prepared: Sequence[Prepared]) -> list[Prepared]:
+    """Return requests for the same prompt so that it is read once.
+
+    What the first one computes is kept up to its last token, and the others go on from there.
+    """
+    if len(prepared) == 1:
+        return list(prepared)
+    return [replace(one, request=_marked(one.request)) for one in prepared]
+
+
+def _marked(request: Request) -> Request:
+    return replace(request, marks=(*request.marks, max(len(request.prompt) - 1, 0)))
 
 
 def with_biases(
@@ -46,15 +61,15 @@ def _tokens_of(text: str, model: ChatModel) -> list[int]:
     return model.tokenize(text, add_special=False, parse_special=True)
 
 
-def usage_object(usage: Usage, n_reasoning: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's usage object. n_reasoning: tokens before the answer, if they are known."""
+def usage_object(usage: Usage, n_reasoning: int = 0) -> dict[str, Any]:
+    """Return OpenAI's usage object. n_reasoning: tokens of reasoning among those generated."""
     found: dict[str, Any] = {
         "prompt_tokens": usage.n_prompt,
         "completion_tokens": usage.n_generated,
         "total_tokens": usage.n_prompt + usage.n_generated,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
     }
-    details: dict[str, int] = {} if n_reasoning is None else {"reasoning_tokens": n_reasoning}
+    details: dict[str, int] = {"reasoning_tokens": n_reasoning} if n_reasoning else {}
     if usage.n_drafted:
         n_wrong = usage.n_drafted - usage.n_accepted
         details["accepted_prediction_tokens"] = usage.n_accepted

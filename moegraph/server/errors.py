@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from ..errors import (
     ServiceClosed,
 )
 
+log = logging.getLogger("moegraph.server")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -97,6 +99,14 @@ def from_failure(error: BaseException) -> ApiError:
         return ApiError(500, str(error))
     # its text may hold a client's words or a path of this machine: it goes to the log only
     return ApiError(500, str(InternalError(type(error).__name__)))
+
+
+def told(failure: BaseException, path: str) -> ApiError:
+    """Return the error that a client sees, and log what is our fault."""
+    error = from_failure(failure)
+    if error.status == 500:
+        log.error("request failed", exc_info=failure, extra={"path": path})
+    return error
 
 
 def from_validation(error: ValidationError) -> ApiError:

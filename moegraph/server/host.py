@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..errors import MoegraphError
 from .backend import Loaded, ModelFacts, unavailable
 
 log = logging.getLogger("moegraph.server")
@@ -36,7 +37,6 @@ class ModelHost:
         self._turn = asyncio.Lock()
         self._loaded: Loaded | None = None
         self._state = "loading"
-        self._failure = ""
         self._n_users = 0
         self._idle_since = time.monotonic()
         self.facts = facts
@@ -49,7 +49,7 @@ class ModelHost:
     @property
     def reason(self) -> str:
         """Why nothing is served."""
-        return self._failure or self._stopped() or _REASONS.get(self._state, "")
+        return self._stopped() or _REASONS.get(self._state, "")
 
     def _stopped(self) -> str:
         """Return why the engine's thread does not work, or an empty string."""
@@ -77,7 +77,7 @@ class ModelHost:
         """Return the model, after waking it if it sleeps.
 
         Raises:
-            ApiError: 503, it is loading for the first time, closing, or has failed.
+            ApiError: 503, it is loading for the first time, closing, has failed, or cannot wake.
         """
         if self._state == "sleeping":
             await self._wake()
@@ -97,12 +97,7 @@ class ModelHost:
 
     async def _bring(self) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            self._loaded = await loop.run_in_executor(self._thread, self._load)
-        except BaseException as error:
-            self._failure = f"the model could not be loaded: {error}"
-            self._state = "failed" if self._state != "closing" else "closing"
-            raise
+        self._loaded = await loop.run_in_executor(self._thread, self._load)
         self.facts = self._loaded.facts
         self._idle_since = time.monotonic()
         if self._state != "closing":
@@ -115,22 +110,35 @@ class ModelHost:
             began = time.monotonic()
             try:
                 await self._bring()
-            except Exception:
-                log.exception("the model could not be loaded again")
-                return
+            except MoegraphError as error:
+                # it still sleeps: the next request tries again
+                log.error("the model could not be loaded again: %s", error)
+                raise unavailable("sleeping", f"the model could not be loaded: {error}") from error
             log.info("model loaded again", extra={"s": round(time.monotonic() - began, 3)})
 
-    async def watch(self) -> None:
-        """Put an idle model to sleep, and log when the engine's thread fails; runs for ever."""
+    async def watch(self) -> str:
+        """Put an idle model to sleep, and log when the engine is stuck.
+
+        Return, when the engine's thread has ended, why.
+        """
         failure = ""
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self._stopped()
+            if now and self._has_ended():
+                return now
             if now != failure:
-                log.error("the engine has failed: %s", now) if now else log.info("it works again")
+                log.error("no answers: %s", now) if now else log.info("the engine works again")
                 failure = now
             if self._is_idle():
                 await self._sleep()
+
+    def _has_ended(self) -> bool:
+        """Return whether the engine has failed, and does not only take very long."""
+        if self._loaded is None:
+            return False
+        status = self._loaded.service.status()
+        return bool(status.failure) and not status.busy_s
 
     def _is_idle(self) -> bool:
         if self._sleep_s is None or self._n_users or self._state != "ready":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,13 @@ from .choices import (
     chat_logprobs,
     choice_sampling,
     finish_reason,
+    sharing,
     timings_object,
     usage_object,
     with_biases,
 )
 from .contract import ChatModel
-from .errors import ApiError, openai_body
+from .errors import openai_body, told
 from .reply import reply
 from .requestlog import note_usage, request_id
 from .schemas.chat import ChatBody
@@ -83,14 +85,15 @@ async def complete(request: HttpRequest) -> Response:
     state = state_of(request)
     run = await unless_left(request, _open(request, body, state))
     if body.stream:
-        return EventStream(_stream(run))
-    return reply(await unless_left(request, _whole(run)))
+        return EventStream(_stream(run), close=run.talk.close)
+    with run.talk:
+        return reply(await unless_left(request, _whole(run)))
 
 
 async def _open(request: HttpRequest, body: ChatBody, state: ServerState) -> _Run:
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: _prepared(model, body, state, request))
-    loaded = await state.backend.loaded()
+    loaded = state.in_use()
     return _Run(
         request, body, loaded.facts.name, int(time.time()), talk, statistics, loaded.chat.piece
     )
@@ -102,24 +105,24 @@ def _prepared(
     """Return one request for each choice; takes long, so it runs on a thread of the server."""
     chat = body.chat(state, request_id(request))
     sampling = with_biases(chat.sampling, body.logit_bias, model)
-    return [
+    found = [
         model.prepare(replace(chat, sampling=choice_sampling(sampling, i)))
         for i in range(body.n_choices)
     ]
+    return sharing(found)
 
 
 async def _whole(run: _Run) -> dict[str, Any]:
     answers = [_Answer() for _ in range(run.body.n_choices)]
-    with run.talk as talk:
-        async for said in talk:
-            answers[said.index].take(said)
+    async for said in run.talk:
+        answers[said.index].take(said)
     choices = [_choice(run, i, answer) for i, answer in enumerate(answers)]
     usage = run.talk.usage
     note_usage(run.http, usage, choices[0]["finish_reason"])
     return {
         **run.head("chat.completion"),
         "choices": choices,
-        "usage": usage_object(usage),
+        "usage": usage_object(usage, run.talk.n_reasoning),
         "timings": timings_object(usage),
         "moegraph": run.statistics.report(usage),
     }
@@ -150,11 +153,11 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
                 for frame in _chunks(run, said, calls[said.index] > 0):
                     yield frame
                 finish = finish_reason(said.step, calls[said.index] > 0) or finish
-        except ApiError as error:
+        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
             note_usage(run.http, talk.usage, "error")
-            yield data(openai_body(error))
+            yield data(openai_body(told(failure, run.http.url.path)))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
             raise
     note_usage(run.http, talk.usage, finish)
@@ -170,7 +173,7 @@ def _wants_usage(body: ChatBody) -> bool:
 def _sums(run: _Run) -> dict[str, Any]:
     usage = run.talk.usage
     return {
-        "usage": usage_object(usage),
+        "usage": usage_object(usage, run.talk.n_reasoning),
         "timings": timings_object(usage),
         "moegraph": run.statistics.report(usage),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,14 @@ from .body import read_schema
 from .choices import (
     choice_sampling,
     finish_reason,
+    sharing,
     text_logprobs,
     timings_object,
     usage_object,
     with_biases,
 )
 from .contract import ChatModel
-from .errors import ApiError, openai_body
+from .errors import openai_body, told
 from .reply import reply
 from .requestlog import note_usage, request_id
 from .schemas.text import TextBody
@@ -102,14 +104,15 @@ async def complete(request: HttpRequest) -> Response:
     body.require_supported()
     run = await unless_left(request, _open(request, body, state_of(request)))
     if body.stream:
-        return EventStream(_stream(run))
-    return reply(await unless_left(request, _whole(run)))
+        return EventStream(_stream(run), close=run.talk.close)
+    with run.talk:
+        return reply(await unless_left(request, _whole(run)))
 
 
 async def _open(request: HttpRequest, body: TextBody, state: ServerState) -> _Run:
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: _prepared(model, body, state, request))
-    loaded = await state.backend.loaded()
+    loaded = state.in_use()
     echoes = []
     if body.echo:
         echoes = [p if isinstance(p, str) else loaded.chat.detokenize(p) for p in body.prompt]
@@ -124,22 +127,21 @@ def _prepared(
 ) -> list[Prepared]:
     texts = body.texts(state, request_id(request))
     sampling = with_biases(texts[0].sampling, body.logit_bias, model)
-    return [
-        model.prepare_text(replace(text, sampling=choice_sampling(sampling, i)))
-        for text in texts
-        for i in range(body.n_choices)
-    ]
+    found: list[Prepared] = []
+    for text in texts:
+        seeds = [choice_sampling(sampling, i) for i in range(body.n_choices)]
+        found += sharing([model.prepare_text(replace(text, sampling=one)) for one in seeds])
+    return found
 
 
 async def _whole(run: _Run) -> dict[str, Any]:
     answers = [_Answer([run.echo(i)]) for i in range(run.n_choices)]
-    with run.talk as talk:
-        async for said in talk:
-            answer = answers[said.index]
-            answer.pieces.append(said.step.text)
-            answer.logprobs += said.step.logprobs
-            if said.is_last:
-                answer.last = said.step
+    async for said in run.talk:
+        answer = answers[said.index]
+        answer.pieces.append(said.step.text)
+        answer.logprobs += said.step.logprobs
+        if said.is_last:
+            answer.last = said.step
     choices = [_choice(run, i, answer) for i, answer in enumerate(answers)]
     note_usage(run.http, run.usage, choices[0]["finish_reason"])
     return {**run.head(), "choices": choices, **run.sums()}
@@ -171,11 +173,11 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
                 finish = finish_reason(said.step) or finish
                 if said.step.text or said.step.logprobs or said.is_last:
                     yield data(_step_chunk(run, said, n_shown))
-        except ApiError as error:
+        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
             note_usage(run.http, run.usage, "error")
-            yield data(openai_body(error))
+            yield data(openai_body(told(failure, run.http.url.path)))
             return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, run.usage, "left")
             raise
     note_usage(run.http, run.usage, finish)

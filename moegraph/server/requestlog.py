@@ -18,6 +18,7 @@ log = logging.getLogger("moegraph.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 _FACTS = "moegraph.facts"
 _MAX_PATH = 200
+_POLLED = (200, 503)
 
 
 def request_id(request: HttpRequest) -> str:
@@ -37,7 +38,7 @@ def note_usage(request: HttpRequest, usage: Usage, finish: str | None) -> None:
 class RequestLog:
     """Give each request an id, send it back as X-Request-Id, and log one line at the end.
 
-    A GET that succeeds is not logged: programs poll.
+    A GET that succeeds, or comes too early, is not logged: programs poll.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -65,6 +66,6 @@ class RequestLog:
         finally:
             seconds = round(time.monotonic() - began, 4)
             path = scope["path"][:_MAX_PATH]
-            if scope["method"] != "GET" or facts["status"] >= 400:
+            if scope["method"] != "GET" or facts["status"] not in _POLLED:
                 what = {"method": scope["method"], "path": path, "s": seconds, **facts}
                 log.info("request", extra=what)

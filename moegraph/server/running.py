@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from starlette.applications import Starlette
 
-from ..errors import MoegraphError
+from ..errors import MoegraphError, NativeError
 from .host import ModelHost
 from .listening import QuietServer, web_server
 
@@ -45,7 +45,7 @@ def run(app: Callable[[ModelHost], Starlette], host: Callable[[], ModelHost],
     host: makes the model's host, on the event loop. app: makes the application for it.
 
     Raises:
-        MoegraphError: the model cannot be loaded.
+        MoegraphError: the model cannot be loaded, or the engine has failed.
     """
     return asyncio.run(_Process(app, host, sock, ways).run())
 
@@ -70,13 +70,17 @@ class _Process:
             if not self._ending.is_set():
                 self._ways.ready()
             ending = asyncio.ensure_future(self._ending.wait())
-            await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
+            some = (ending, serving, watching)
+            await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             await self._drain(host)
+            if watching.done():
+                raise NativeError(f"the server has failed: {watching.result()}")
         finally:
             watching.cancel()
-            await _stop(web, serving)
+            # first the model: requests that are cut off get an answer that says so
             await host.close()
+            await _stop(web, serving)
             if host.is_loading:
                 # its thread cannot be interrupted, and Python would wait for it
                 _leave(self._code)

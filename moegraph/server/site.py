@@ -5,13 +5,16 @@ from __future__ import annotations
 from starlette.applications import Starlette
 
 from . import absent, info, openai_chat, openai_text, texts
+from .anthropic import routes as anthropic
 from .app import RouteTable, build_app
 from .guards import Guard
+from .responses import routes as responses
 from .state import ServerState
 
 # A new interface adds its table here; the first that fits a path writes its errors.
 TABLES: tuple[RouteTable, ...] = (
-    openai_chat.TABLE, openai_text.TABLE, info.TABLE, texts.TABLE, absent.TABLE,
+    openai_chat.TABLE, openai_text.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE, texts.TABLE,
+    absent.TABLE,
 )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -41,13 +42,15 @@ def comment(text: str) -> bytes:
 class EventStream(Response):
     """Send frames as they come; when the client leaves or stops reading, close their source.
 
-    frames: bytes to send. It is always closed, so that its `finally` runs.
+    frames: bytes to send; it is always closed, so that its `finally` runs if it has begun. close:
+    called at the end, also if the frames were never asked for.
     """
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         *,
+        close: Callable[[], None] = lambda: None,
         ping_s: float = PING_S,
         stall_s: float = STALL_S,
         headers: Mapping[str, str] | None = None,
@@ -57,44 +60,51 @@ class EventStream(Response):
         super().__init__(None, headers=fixed, media_type="text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self._frames = frames
+        self._close = close
         self._ping_s = ping_s
         self._stall_s = stall_s
+        self._is_sending = False
+        self._last = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all frames; return early when the client has left."""
         work = asyncio.ensure_future(self._send_all(send))
-        watch = asyncio.ensure_future(_gone(receive))
+        others = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._mind(send))]
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (watch, work):
+            for task in (work, *others):
                 task.cancel()
-            await asyncio.gather(watch, work, return_exceptions=True)
+            await asyncio.gather(work, *others, return_exceptions=True)
             await self._frames.aclose()
+            self._close()
         if not work.cancelled():
-            with suppress(OSError, asyncio.TimeoutError):
+            with suppress(OSError):
                 work.result()
 
     async def _send_all(self, send: Send) -> None:
         start: dict[str, Any] = {"status": self.status_code, "headers": self.raw_headers}
         await self._send(send, {"type": "http.response.start", **start})
-        while True:
-            pending = asyncio.ensure_future(anext(self._frames, None))
-            try:
-                while not (await asyncio.wait((pending,), timeout=self._ping_s))[0]:
-                    await self._send(send, _chunk(comment("ping")))
-            finally:
-                if not pending.done():
-                    pending.cancel()
-                    await asyncio.gather(pending, return_exceptions=True)
-            frame = pending.result()
-            if frame is None:
-                break
+        async for frame in self._frames:
             await self._send(send, _chunk(frame))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        await asyncio.wait_for(send(message), self._stall_s)
+        self._is_sending, self._last = True, time.monotonic()
+        await send(message)
+        self._is_sending, self._last = False, time.monotonic()
+
+    async def _mind(self, send: Send) -> None:
+        """Send comments while nothing else is sent; return when the client takes nothing."""
+        while True:
+            waited = time.monotonic() - self._last
+            if self._is_sending and waited >= self._stall_s:
+                return
+            if not self._is_sending and waited >= self._ping_s:
+                await self._send(send, _chunk(comment("ping")))
+                continue
+            limit = self._stall_s if self._is_sending else self._ping_s
+            await asyncio.sleep(min(max(limit - waited, 0.001), self._stall_s))
 
 
 def _chunk(body: bytes) -> Message:

@@ -16,11 +16,13 @@ from starlette.requests import Request as HttpRequest
 from ..engine.chat import ChatRequest, Prepared
 from ..errors import MoegraphError
 from ..sampling import SamplingParams
-from .backend import Backend, Loaded
+from .backend import Backend, Loaded, unavailable
 from .contract import ChatModel
+from .enginemetrics import EngineMetrics
 from .errors import from_failure
 from .limits import LIMITS, Limits
 from .metrics import Metrics
+from .responses.store import ResponseStore
 from .talk import Talk
 
 T = TypeVar("T")
@@ -34,7 +36,8 @@ class ServerState:
 
     sampling: what a request gets where it says nothing. max_tokens: of an answer, if a request
     says nothing; None: until the context is full. deadline_s: of every request; None: none.
-    variables: of the chat template. started: seconds since the epoch.
+    variables: of the chat template. responses: that later ones go on from. started: seconds since
+    the epoch.
     """
 
     backend: Backend
@@ -45,6 +48,7 @@ class ServerState:
     variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = LIMITS
     metrics: Metrics = field(default_factory=Metrics)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="prepare")
@@ -61,6 +65,9 @@ class ServerState:
         except (MoegraphError, MemoryError) as error:
             raise from_failure(error) from error
 
+    def __post_init__(self) -> None:
+        self.metrics.registry.register(EngineMetrics(self.backend))
+
     @asynccontextmanager
     async def model(self) -> AsyncIterator[Loaded]:
         """Yield the model, which stays in memory meanwhile; it is woken if it sleeps.
@@ -73,6 +80,17 @@ class ServerState:
             yield await self.backend.loaded()
         finally:
             self.backend.leave()
+
+    def in_use(self) -> Loaded:
+        """Return the model that an open talk uses.
+
+        Raises:
+            ApiError: the server has ended.
+        """
+        loaded = self.backend.peek()
+        if loaded is None:
+            raise unavailable(self.backend.condition, self.backend.reason)
+        return loaded
 
     async def open_chat(self, chats: Sequence[ChatRequest]) -> Talk:
         """Submit conversations, one for each choice; close the talk when it is over.

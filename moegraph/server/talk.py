@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,6 +18,7 @@ from ..errors import MoegraphError
 from ..text.chat import AnswerParser, Part
 from .contract import Service, Ticket
 from .errors import RETRY_S, ApiError, from_failure
+from .mailbox import mailbox
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Talk:
     """Submit requests of one client and iterate over what becomes of them.
 
     Use it in a `with` statement: leaving it cancels what still runs. Steps that a slow client has
-    not taken are merged, so it holds no more than the answers.
+    not taken are merged, so it holds no more than the answers. n_reasoning: tokens of reasoning.
 
     Raises, when it is made:
         ApiError: the service refuses one of the requests; none of them runs then.
@@ -67,7 +67,7 @@ class Talk:
     def __init__(
         self, service: Service, prepared: Sequence[Prepared], listener: Listener | None = None
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox()
         self._steps: deque[tuple[int, Step]] = deque()
         self._arrived = asyncio.Event()
         self._listener = listener
@@ -76,6 +76,7 @@ class Talk:
         self._tickets: list[Ticket] = []
         self._running = set(range(len(prepared)))
         self.usages = [Usage(n_prompt=len(p.request.prompt)) for p in prepared]
+        self.n_reasoning = 0
         try:
             for index, one in enumerate(prepared):
                 deliver = partial(self._deliver, index)
@@ -118,7 +119,8 @@ class Talk:
             self.close()
             raise _failure(step)
         parser = self._parsers[index]
-        parts = parser.push(step.text) if step.text else []
+        self.n_reasoning += len(step.tokens) if parser.is_reasoning else 0
+        parts = parser.push(step.text, step.tokens)
         if parser.is_done and step.finish_reason is None:
             self._tickets[index].cancel()
             step = replace(step, finish_reason="stop")
@@ -143,6 +145,7 @@ class Talk:
 
     def _cancel(self) -> None:
         self._running.clear()
+        self._arrived.set()
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -153,8 +156,7 @@ class Talk:
 
     def _deliver(self, index: int, step: Step) -> None:
         """Take a step on the engine's thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._take, index, step)
+        self._mailbox.put(partial(self._take, index, step))
 
     def _take(self, index: int, step: Step) -> None:
         if index in self._running:

@@ -127,11 +127,13 @@ class Tokenizer:
         Raises:
             RequestError: the id is not in the vocabulary.
         """
-        piece = self.piece(token, special=True)
+        if not 0 <= token < self.n_vocab:
+            raise RequestError(f"token id {token}; the vocabulary has ids 0 to {self.n_vocab - 1}")
         attr = self._lib.llama_vocab_get_attr(self._open_vocab(), token)
-        is_tag = piece.startswith(b"<") and piece.endswith(b">")
-        own = self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-        return bool(attr & self._lib.LLAMA_TOKEN_ATTR_CONTROL) or bool(attr & own and is_tag)
+        if attr & self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            piece = self.piece(token, special=True)
+            return piece.startswith(b"<") and piece.endswith(b">")
+        return bool(attr & self._lib.LLAMA_TOKEN_ATTR_CONTROL)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""

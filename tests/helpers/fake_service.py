@@ -53,6 +53,7 @@ class FakeService:
     tickets: list[FakeTicket] = field(default_factory=list)
     n_drained: int = 0
     is_closed: bool = False
+    busy_s: float = 0.0
 
     @property
     def requests(self) -> list[Request]:
@@ -77,7 +78,7 @@ class FakeService:
     def status(self) -> ServiceStatus:
         return ServiceStatus(
             (SlotStatus(0),), n_running=0, n_waiting=0, n_ctx=N_CTX, counts=ServiceCounts(),
-            experts=self.experts,
+            experts=self.experts, busy_s=self.busy_s, failure=self.failure,
         )  # fmt: skip
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -195,7 +196,9 @@ class FakeChatModel:
     ) -> list[int]:
         return list(text.encode())
 
-    def detokenize(self, ids: Iterable[int]) -> str:
+    def detokenize(self, ids: Sequence[int]) -> str:
+        if any(not 0 <= token < self.n_vocab for token in ids):
+            raise RequestError("an id is not in the vocabulary")
         return bytes(ids).decode(errors="replace")
 
     def piece(self, token: int) -> bytes:

@@ -26,7 +26,7 @@ QWEN = """\
 {{ m.content }}
 </tool_response><|im_end|>
 {% else %}<|im_start|>assistant
-{% if loop.index0 > ns.last and m.reasoning_content %}<think>
+{% if loop.index0 > ns.last %}<think>
 {{ m.reasoning_content }}
 </think>
 

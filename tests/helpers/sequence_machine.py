@@ -31,6 +31,8 @@ CALLS = (
 class Machine:
     """An engine, and what each of its sequences must hold."""
 
+    longest = LONGEST
+
     def __init__(self, engine: Engine, alone: Engine, seed: int) -> None:
         self.engine, self.alone = engine, alone
         self.n_seq = engine.state.n_seq
@@ -185,7 +187,7 @@ class Machine:
         for _ in range(n_turns):
             steps[self.rng.choice(len(steps), p=chances / chances.sum())]()
             for slot in range(self.n_seq):
-                if len(self.held[slot]) > LONGEST:
+                if len(self.held[slot]) > self.longest:
                     self.engine.reset(slot)
                     self.empty(slot)
             self.check()

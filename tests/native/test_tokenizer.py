@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.shared import PRESETS, write_model
 from hypothesis import given, settings
@@ -47,6 +48,13 @@ def test_the_vocabulary_is_that_of_the_file(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(special, parse_special=False)) > 1
 
 
+def test_special_tokens_are_those_that_the_file_names(tokenizer: Tokenizer) -> None:
+    with open_model(TINY) as model:
+        types = np.asarray(model.kv["tokenizer.ggml.token_type"])
+    found = [token for token in range(tokenizer.n_vocab) if tokenizer.is_special(token)]
+    assert found == np.flatnonzero(types == 3).tolist()
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60))
 def test_text_comes_back(text: str) -> None:
@@ -77,6 +85,8 @@ def test_ids_that_do_not_exist(tokenizer: Tokenizer) -> None:
     for token in (-1, tokenizer.n_vocab, 2**31):
         with pytest.raises(RequestError, match=f"token id {token}"):
             tokenizer.piece(token)
+        with pytest.raises(RequestError, match=f"token id {token}"):
+            tokenizer.is_special(token)
 
 
 def test_text_that_is_too_long_or_no_text(tokenizer: Tokenizer) -> None:

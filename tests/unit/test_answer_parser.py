@@ -148,6 +148,11 @@ class TestCalls:
             "note": None, "any": [1], "size": 2, "unit": "km", "opt": None,
         }  # fmt: skip
 
+    def test_a_schema_that_refers_to_itself(self) -> None:
+        again = {"anyOf": [{"$ref": "#/properties/a"}] * 20}
+        text = "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+        assert calls(text, tools=[tool("f", a=again)]) == [("f", {"a": 5})]
+
     def test_values_of_the_wrong_type_are_kept(self) -> None:
         text = call("add", a="many", b="NaN", sure="maybe", more="{broken", note="5", other="text")
         assert calls(text)[0][1] == {
@@ -175,11 +180,14 @@ class TestCalls:
     def test_a_name_that_is_no_tool(self) -> None:
         assert calls(call("guess", x="1")) == [("guess", {"x": 1})]
 
-    def test_one_call_only(self) -> None:
+    @pytest.mark.parametrize("more", [call("write", path="b"), "Done."])
+    def test_one_call_only(self, more: str) -> None:
         parser = AnswerParser(tools=TOOLS, parallel=False)
         found = Reply()
-        found.add(parser.push(call("write", path="a") + call("write", path="b")))
-        assert parser.is_done and len(found.calls) == parser.n_calls == 1
+        found.add(parser.push(call("write", path="a") + "\n"))
+        assert not parser.is_done  # it may end by itself
+        found.add(parser.push(more))
+        assert parser.is_done and len(found.calls) == parser.n_calls == 1 and not found.content
         assert parser.push("more") == parser.flush() == []
 
     def test_without_tools_all_is_text(self) -> None:
@@ -251,6 +259,18 @@ class TestDrift:
         assert not found.is_whole and found.arguments.startswith('{"text": "half')
         with pytest.raises(json.JSONDecodeError):
             json.loads(found.arguments)
+
+    @pytest.mark.parametrize("n", range(1, 28))
+    def test_an_answer_that_was_cut_behind_a_call(self, n: int) -> None:
+        found = reply(call("write", path="a")[:-n], is_cut=True)
+        assert found.content == "" and [one.is_whole for one in found.calls] == [n <= 13]
+
+    @pytest.mark.parametrize("n", range(1, 45))
+    def test_an_answer_that_was_cut_in_the_beginning_of_a_call(self, n: int) -> None:
+        text = "Two:\n" + call("write", path="a") + "\n" + call("add", a="1")[:n]
+        found = reply(text, is_cut=True)
+        assert found.content == "Two:" and found.calls[0].is_whole
+        assert [one.is_whole for one in found.calls[1:]] == [False] * (n > 37)
 
     def test_much_that_looks_like_json_is_read_in_time(self) -> None:
         text = "<tool_call>{" * 20_000

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +12,11 @@ from typing import Any, cast
 import pytest
 from helpers.fake_engine import ByteTokenizer
 from helpers.qwen_template import QWEN
+from helpers.tag_tokenizer import TagTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moegraph.engine.chat import ChatModel, ChatRequest, TextRequest, thinking_variables
+from moegraph.engine.chat import ChatModel, ChatRequest, Format, TextRequest, thinking_variables
 from moegraph.errors import ModelFileError, RequestError
 from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart
@@ -19,6 +25,13 @@ from moegraph.text.tokenizer import Tokenizer
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"properties": {"n": {"type": "integer"}}}},
+}
+STRANGE = {
+    "type": "function",
+    "function": {
+        "name": "strange",
+        "parameters": {"properties": {"n": {"type": "number", "minimum": math.nan}}},
+    },
 }
 USER = {"role": "user", "content": "Hi"}
 
@@ -85,6 +98,12 @@ class TestPrompt:
         assert "look" in found.prompt
         found.parser.push("</think><tool_call>\n<function=look>\n</function>\n</tool_call>")
         assert found.parser.n_calls == 0
+
+    def test_the_tag_of_a_call_is_forbidden_where_it_is_a_token(self) -> None:
+        with ChatModel(cast(Tokenizer, TagTokenizer()), ChatTemplate(QWEN)) as chat:
+            asked = ChatRequest(messages=[USER], tools=[TOOL], tool_choice="none")
+            bias = chat.prepare(asked).request.sampling.logit_bias
+        assert bias == {TagTokenizer().id_of("<tool_call>"): -math.inf}
 
     @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
     def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
@@ -182,6 +201,9 @@ class TestRefused:
             ({"tool_choice": "required"}, "there are no tools"),
             ({"tool_choice": "look"}, "'look' is none of the tools"),
             ({"variables": {"x": object()}}, "not JSON serializable"),
+            ({"variables": {"self": 1}}, "the chat template fails"),
+            ({"tools": [STRANGE], "tool_choice": "strange"}, "tools: a schema is not JSON"),
+            ({"tools": [STRANGE], "variables": {"tools": []}, "source": "x"}, "not JSON"),
         ],
     )
     def test_other_fields(self, fields: dict[str, Any], says: str) -> None:
@@ -230,3 +252,50 @@ class TestOf:
         with ChatModel.of(self.engine()) as chat:
             assert chat.render([USER]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
             assert len(chat.warnings) == 1 and "no chat template" in chat.warnings[0]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool", "function", "x", None])
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": JSON, "arguments": JSON | st.just('{"a": 1}')})}
+    )
+    | JSON,
+    max_size=2,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": ROLES},
+        optional={"content": JSON, "tool_calls": CALLS | JSON, "reasoning_content": JSON},
+    ),
+    max_size=5,
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": JSON, "parameters": JSON, "strict": JSON})}
+    )
+    | st.dictionaries(st.text(max_size=4), JSON)
+    | st.just(TOOL),
+    max_size=2,
+)
+
+
+@pytest.fixture(scope="module", params=[QWEN, "{{ messages }}"])
+def any_model(request: pytest.FixtureRequest) -> Iterator[ChatModel]:
+    with model(request.param) as chat:
+        yield chat
+
+
+@given(MESSAGES, TOOLS, st.sampled_from(["auto", "none", "required", "look"]), JSON)
+@settings(deadline=None, max_examples=150)
+def test_whatever_clients_send_is_refused_or_understood(
+    any_model: ChatModel, messages: Any, tools: Any, choice: str, schema: Any
+) -> None:
+    format_ = Format("json_schema", schema) if isinstance(schema, dict) and schema else None
+    with suppress(RequestError):
+        asked = ChatRequest(messages, tools, tool_choice=choice, format=format_)
+        assert any_model.prepare(asked).prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegraph.errors import InternalError
+from moegraph.errors import InternalError, PoolFull
 from moegraph.resident.kvpool import PAGE, KVPool
 
 
@@ -121,4 +121,72 @@ def test_the_books_are_checked() -> None:
         pool.check()
     pool._pages[1].append(0)
     with pytest.raises(InternalError, match="KV pages"):
+        pool.check()
+
+
+def test_sequences_share_whole_pages_and_part_again() -> None:
+    pool = KVPool(3, 4, 6)
+    pool.grow(0, 3 * PAGE)
+    pool.share(1, 0, 2)
+    assert pool.pages(1) == [0, 1] and pool.n_free == 3
+    pool.grow(1, 2 * PAGE + 1)
+    assert pool.pages(1) == [0, 1, 3] and not pool.is_shared(1, 2 * PAGE)
+    assert pool.is_shared(0, 5) and pool.is_shared(1, PAGE) and not pool.is_shared(2, 5)
+    # only rows that nobody else has are cleared
+    assert pool.beyond(0, 0) == [(2 * PAGE, PAGE)] and pool.beyond(1, 7) == [(3 * PAGE, PAGE)]
+    pool.check()
+    assert pool.part(1, PAGE) == (1, 4)
+    assert pool.pages(1) == [0, 4, 3] and pool.pages(0) == [0, 1, 2]
+    pool.check()
+    pool.shrink(0, 0)
+    assert pool.pages(1) == [0, 4, 3] and pool.n_free == 3 and not pool.is_shared(1, 0)
+    pool.check()
+
+
+def test_what_a_sequence_lacks_counts_what_it_gives_back() -> None:
+    pool = KVPool(3, 4, 5)
+    pool.grow(0, 3 * PAGE)
+    pool.share(1, 0, 1)
+    pool.grow(1, 2 * PAGE)
+    assert pool.n_free == 1
+    assert pool.lacking(1, 3 * PAGE, 2 * PAGE, 0) == (1, 1)
+    assert pool.lacking(1, 3 * PAGE, 0, 0) == (3, 2)  # its first page has another user
+    assert pool.lacking(1, 3 * PAGE, 0, 2) == (1, 2)
+    assert pool.lacking(1, 1, 1, 0) == (1, 2)  # that page, it gets for itself
+    assert pool.lacking(2, 0, 0, 0) == (0, 1)
+    with pytest.raises(PoolFull, match="pages needed: 2, free: 1"):
+        pool.grow(2, PAGE + 1)
+    pool.grow(2, PAGE)
+    with pytest.raises(PoolFull, match="pages needed: 1, free: 0"):
+        pool.part(1, 0)
+    assert (pool.room(0), pool.room(2), pool.needed(2, 3 * PAGE)) == (3 * PAGE, PAGE, 2)
+    pool.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sequences_that_share(seed: int) -> None:
+    """Each has its pages, and its beginnings stay where they were shared from."""
+    pool, rng, held = KVPool(5, 6, 12), np.random.default_rng(seed), [0] * 5
+    for _ in range(400):
+        slot, other = (int(n) for n in rng.permutation(5)[:2])
+        what = rng.random()
+        if what < 0.4:
+            n = int(rng.integers(held[slot], 6 * PAGE + 1))
+            if pool.needed(slot, n) <= pool.n_free:
+                pool.grow(slot, n)
+                held[slot] = n
+        elif what < 0.7:
+            pool.shrink(slot, 0)
+            n = int(rng.integers(0, held[other] // PAGE + 1))
+            pool.share(slot, other, n)
+            held[slot] = n * PAGE
+            assert pool.pages(slot) == pool.pages(other)[:n]
+        else:
+            n = int(rng.integers(0, held[slot] + 1))
+            if pool.lacking(slot, n, n, 0)[0] <= pool.lacking(slot, n, n, 0)[1]:
+                pool.shrink(slot, n)
+                if n % PAGE and pool.is_shared(slot, n):
+                    pool.part(slot, n)
+                held[slot] = n
+        assert [len(pool.pages(s)) for s in range(5)] == [-(-n // PAGE) for n in held]
         pool.check()

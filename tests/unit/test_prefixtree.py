@@ -47,7 +47,7 @@ def save(tree: PrefixTree, *tokens: int, with_rows: bool = True) -> Path:
     """Save a beginning as `Prefixes` does; return its path."""
     path = tree.reach(ids(*tokens))
     path[-1].states = path[-1].states or States(list(tokens))
-    tree.touch(path[-1])
+    tree.touch(path)
     for node in path:
         if node.rows is None and with_rows:
             node.rows = Rows(node.tokens.tolist())
@@ -124,7 +124,7 @@ def test_the_states_used_longest_ago_go_first_and_rows_with_the_last_that_need_t
     save(tree, 1, 2, 3, 4)
     other = save(tree, 5)
     kept = save(tree, 1, 2)
-    tree.touch(tree.find(ids(1, 2, 3, 4), 0)[-1])
+    tree.touch(tree.find(ids(1, 2, 3, 4), 0))
     n = tree.n_bytes
     assert tree.shrink(n, kept) and tree.n_bytes == n
     assert tree.shrink(n - 1, kept)
@@ -159,12 +159,17 @@ def test_clear_closes_everything() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_a_list_of_all_saved_beginnings_finds(seed: int) -> None:
     rng, tree = np.random.default_rng(seed), PrefixTree()
-    clock: dict[tuple[int, ...], int] = {}
+    clock: dict[tuple[int, ...], float] = {}
     for turn in range(300):
         tokens = tuple(rng.integers(0, 2, rng.integers(1, 9)).tolist())
         if rng.random() < 0.5:
             save(tree, *tokens)
-            clock[tokens] = turn
+            clock[tokens] = 0.0
+            way = sorted((a for a in clock if a == tokens[: len(a)]), key=len)
+            for a in way:
+                follow = {c[len(a)] for c in clock if len(c) > len(a) and c[: len(a)] == a}
+                if a in (way[0], tokens) or len(follow) > 1:
+                    clock[a] = turn + 0.5 / len(a)  # the end of a prompt goes before its beginning
         elif rng.random() < 0.1:
             limit = int(rng.integers(0, 1500))
             tree.shrink(limit, [])
@@ -177,3 +182,15 @@ def test_it_finds_what_a_list_of_all_saved_beginnings_finds(seed: int) -> None:
         assert tuple(found(tree, *tokens)) == best, f"turn {turn}"
         assert tree.n_states == len(clock)
         check(tree)
+
+
+def test_the_beginning_that_all_have_stays_longest() -> None:
+    tree = PrefixTree()
+    save(tree, 1)
+    for n in range(2, 6):
+        save(tree, 1, n)
+        save(tree, 1, n, 7)
+    while tree.n_states > 1:
+        tree.shrink(tree.n_bytes - 1, [])
+        assert found(tree, 1, 9) == [1]
+    check(tree)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from helpers.server_case import CHAT, Case
 from moegraph.engine.chat import Format
 from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
 from moegraph.sampling import SamplingParams, settings
+from moegraph.text.chat import AnswerParser, Part
 
 
 def test_an_answer_has_the_form_of_openai() -> None:
@@ -113,7 +116,7 @@ def test_a_call_in_a_stream_comes_as_fragments() -> None:
 
 
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
-    case = Case([CALL, CALL, "never"])
+    case = Case([CALL, CALL, *["never"] * 500], step_s=0.002)
     answer = case.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -308,7 +311,65 @@ def test_cached_tokens_and_timings_are_reported() -> None:
     assert answer["moegraph"]["cached_tokens"] == 5
 
 
+def test_tokens_of_reasoning_are_counted() -> None:
+    texts = ["<think>", "a", "b", "</think>", "c"]
+    answer = Case(texts, step_s=0.005).chat()
+    details = answer["usage"]["completion_tokens_details"]
+    assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+
+
 def test_a_limit_of_tokens_is_the_reason() -> None:
     answer = Case(["Hello", " world"]).chat(max_completion_tokens=7)
     assert answer["choices"][0]["message"]["content"] == "Hello w"
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+class Faulty(AnswerParser):
+    """A parser with a mistake."""
+
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        raise KeyError("inner")
+
+
+def test_a_mistake_of_ours_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helpers.fake_service.AnswerParser", Faulty)
+    case = Case()
+    assert case.events("/v1/chat/completions", CHAT)[-1]["error"]["type"] == "server_error"
+    response = case.post("/v1/chat/completions", CHAT)
+    assert response.status_code == 500 and "inner" not in response.text
+    assert all(ticket.gone.is_set() for ticket in case.service.tickets)
+    assert case.state.metrics.n_open == 0
+
+
+def test_a_client_that_leaves_cancels_its_request_and_is_logged() -> None:
+    case = Case(["a"] * 10_000, step_s=0.001)
+    messages: list[Any] = []
+
+    async def go() -> None:
+        gone = asyncio.Event()
+        body = json.dumps(CHAT).encode()
+        given = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if given:
+                return given.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+            "http_version": "1.1", "scheme": "http", "server": ("localhost", 80),
+        }  # fmt: skip
+        running = asyncio.ensure_future(case.app(scope, receive, send))
+        while not case.service.tickets:
+            await asyncio.sleep(0.005)
+        gone.set()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(go())
+    assert case.service.tickets[0].gone.is_set() and messages[0]["status"] == 499
+    assert case.state.metrics.n_open == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moegraph.server import absent, info
 
+ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/completions"
 
 
@@ -125,7 +128,17 @@ def test_metrics_have_the_names_of_other_servers() -> None:
     assert found["vllm:prefix_cache_hits_total"] == 6
     assert found["vllm:request_success_total"] == 2
     assert found["vllm:time_to_first_token_seconds_count"] == 2
+    assert found["moegraph_ready"] == 1 and found["moegraph_slots"] == 1
+    assert found["llamacpp:n_decode_total"] == 0 and found["vllm:num_preemptions_total"] == 0
     assert found["llamacpp:requests_processing"] == found["llamacpp:requests_deferred"] == 0
+
+
+def test_the_page_of_the_server_names_every_figure() -> None:
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    found = re.findall(r"^# TYPE (\S+)", Case().client.get("/metrics").text, re.M)
+    names = [re.split("[:_]", name, maxsplit=1)[1] for name in found]
+    names = [name for name in names if not name.endswith("_created")]
+    assert len(names) > 30 and [name for name in names if name not in page] == []
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/embeddings", "/api/chat"])

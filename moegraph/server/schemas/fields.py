@@ -33,10 +33,9 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]] | None,
-    BeforeValidator(_listed),
-    Field(max_length=LIMITS.stops),
+    Annotated[list[_Stop], Field(max_length=LIMITS.stops)] | None, BeforeValidator(_listed)
 ]
 
 

@@ -47,7 +47,8 @@ class AnswerParser:
         """prompt: what the answer follows; it tells whether the answer begins inside reasoning.
 
         tools: what may be called, in OpenAI's form; with none, calls are text. reasoning: False to
-        leave reasoning in the text. parallel: False to end the answer after its first call.
+        leave reasoning in the text. parallel: False to end the answer when it goes on
+        after its first call.
         memory: is told how the model wrote the answer.
         """
         self._splitter = ReasoningSplitter.after(prompt) if reasoning else None
@@ -63,6 +64,7 @@ class AnswerParser:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._calls: list[tuple[str, list[str]]] = []
+        self._has_call = False
         self.n_calls = 0
         self.is_done = False
 
@@ -126,6 +128,8 @@ class AnswerParser:
     def _parts(self, kind: type[ReasoningPart | ContentPart], found: Iterable[Found]) -> list[Part]:
         parts: list[Part] = []
         for one in found:
+            # after the only call, there may be no more than the end of the answer
+            self.is_done = self.is_done or (self._has_call and not self._parallel)
             if self.is_done:
                 break
             if isinstance(one, str):
@@ -134,7 +138,6 @@ class AnswerParser:
                 continue
             parts.append(one)
             self._note(one)
-            self.is_done = isinstance(one, CallEnd) and not self._parallel
         return parts
 
     def _note(self, part: CallBegin | CallArguments | CallEnd) -> None:
@@ -143,9 +146,11 @@ class AnswerParser:
             self._calls.append((part.name, []))
         elif isinstance(part, CallArguments):
             self._calls[part.index][1].append(part.text)
-        elif part.is_whole and self._memory:
-            name, pieces = self._calls[part.index]
-            self._memory.keep_call(name, "".join(pieces), self._raw[part.index])
+        else:
+            self._has_call = True
+            if part.is_whole and self._memory:
+                name, pieces = self._calls[part.index]
+                self._memory.keep_call(name, "".join(pieces), self._raw[part.index])
 
 
 class _Trimmed:

@@ -79,11 +79,21 @@ class CallScanner:
 
         is_cut: the answer has no end of its own, so a call that is open stays without one.
         """
-        if is_cut and self._arguments is not None:
-            self._out.append(CallEnd(self._index, is_whole=False))
-            self._held, self._arguments, self._step = "", None, self._outside
+        if is_cut:
+            self._cut()
         self._is_last = True
         return self._run()
+
+    def _cut(self) -> None:
+        """Drop what may be the beginning of a call; one that was told of stays without an end."""
+        if self._arguments is not None:
+            self._out.append(CallEnd(self._index, is_whole=False))
+            self._arguments = None
+        elif self._step == self._outside:
+            if self._raws:  # after a call, what begins a tag is no text
+                self._held = _safe(self._held, (CALL, FUNCTION))
+            return
+        self._raw, self._held, self._step = "", "", self._outside
 
     def _run(self) -> list[Found]:
         while self._step():
@@ -223,10 +233,8 @@ class CallScanner:
             if self._held.startswith(tag):
                 self._held = self._held[len(tag) :]
                 return True
-        if not self._held or (
-            not self._is_last and any(tag.startswith(self._held) for tag in _CLOSERS)
-        ):
-            return False
+        if any(tag.startswith(self._held) for tag in _CLOSERS):
+            return False  # what comes of it when the answer was cut is no text
         self._step = self._outside
         return True
 

@@ -31,14 +31,20 @@ VALUE
 {END_OF_CALL}"""
 
 
-def plain_messages(
-    messages: Sequence[TemplateMessage], tools: Iterable[Mapping[str, Any]]
-) -> list[TemplateMessage]:
-    """Return messages with nothing but text: tools, calls and their results are text in them."""
+def described_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Return what a model is told of tools; "" without any."""
+    lines = "\n".join(dumps(tool.get("function", tool)) for tool in tools)
+    return _HOW.format(tools=lines) if lines else ""
+
+
+def plain_messages(messages: Sequence[TemplateMessage], described: str) -> list[TemplateMessage]:
+    """Return messages with nothing but text: tools, calls and their results are text in them.
+
+    described: of the tools; see `described_tools`.
+    """
     found: list[TemplateMessage] = []
-    described = "\n".join(dumps(tool.get("function", tool)) for tool in tools)
     if described:
-        found.append({"role": "system", "content": _HOW.format(tools=described)})
+        found.append({"role": "system", "content": described})
     for message, before in zip(messages, ({"role": ""}, *messages)):
         role, content = message["role"], message["content"]
         if role == "system" and len(found) == 1 and described:

@@ -62,7 +62,7 @@ class CallGrammar:
         return tag if self._is_token(tag) else dumps(tag)
 
     def _json(self, rule: str, function: Mapping[str, Any]) -> list[str]:
-        parameters = function.get("parameters") or {"type": "object"}
+        parameters = _parameters(function) or {"type": "object"}
         schema = {
             "type": "object",
             "properties": {"name": {"const": function["name"]}, "arguments": parameters},
@@ -74,14 +74,15 @@ class CallGrammar:
         return [f'{rule}: "\\n" {rule}_json "\\n"', f"{rule}_json: %json {dumps(schema)}"]
 
     def _xml(self, rule: str, function: Mapping[str, Any]) -> list[str]:
-        parameters = function.get("parameters") or {}
+        parameters = _parameters(function)
         properties = parameters.get("properties")
         begin, end = f"\n{FUNCTION}{function['name']}>\n", f"{END_OF_FUNCTION}\n"
         if not isinstance(properties, Mapping) or not properties:
             is_open = properties is None and parameters.get("additionalProperties") is not False
             any_ = f'("{PARAMETER}" name ">\\n" text)*' if is_open else ""
             return [f"{rule}: {dumps(begin)} {any_} {dumps(end)}"]
-        required = parameters.get("required") or ()
+        required = parameters.get("required")
+        required = required if isinstance(required, list | tuple) else ()
         found, uses = [], []
         for n, (key, schema) in enumerate(properties.items()):
             one = f"{rule}_{n}"
@@ -102,6 +103,11 @@ class CallGrammar:
             return [f"{rule}: text"]
         whole = {**schema, **_definitions(root), **_LOOSE}
         return [f"{rule}: {rule}_json {end}", f"{rule}_json: %json {dumps(whole)}"]
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = function.get("parameters")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from .rawjson import dumps, loads
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
           dict: "object", list: "array"}  # fmt: skip
-_MAX_DEPTH = 16
+# Parts of a schema that are looked at to find the types of one parameter; references may be cyclic.
+_MAX_PARTS = 200
 # Python's own notation of values is read too, but its parser is slow.
 _MAX_PYTHON_CHARS = 16 * 1024
 
@@ -45,41 +46,55 @@ class Tools:
         schema = self._parameters.get(name, {})
         if not self.knows(name, parameter):
             return None
-        return _types(schema["properties"][parameter], schema, 0)
+        return _TypeFinder(schema).types(schema["properties"][parameter])
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> Types | None:
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return None
-    ref = schema.get("$ref")
-    if isinstance(ref, str):
-        return _types(_referred(root, ref), root, depth + 1)
-    names = schema.get("type")
-    if isinstance(names, str):
-        return frozenset({names})
-    if isinstance(names, Sequence) and names:
-        return frozenset(str(name) for name in names)
-    if "const" in schema:
-        return frozenset({_type_name(schema["const"])})
-    values = schema.get("enum")
-    if isinstance(values, Sequence) and not isinstance(values, str) and values:
-        return frozenset(_type_name(value) for value in values)
-    for word in ("anyOf", "oneOf"):
-        choices = schema.get(word)
-        if isinstance(choices, Sequence) and choices:
-            found = [_types(choice, root, depth + 1) for choice in choices]
-            return None if None in found else frozenset().union(*(f for f in found if f))
-    for part in schema.get("allOf") or ():
-        if (types := _types(part, root, depth + 1)) is not None:
-            return types
-    return None
+class _TypeFinder:
+    """Finds the types that a part of a schema allows."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._n_left = _MAX_PARTS
+
+    def types(self, schema: object) -> Types | None:
+        self._n_left -= 1
+        if not isinstance(schema, Mapping) or self._n_left < 0:
+            return None
+        ref, names = schema.get("$ref"), schema.get("type")
+        if isinstance(ref, str):
+            return self.types(self._referred(ref))
+        if isinstance(names, str):
+            return frozenset({names})
+        if _list(names):
+            return frozenset(str(name) for name in _list(names))
+        if "const" in schema:
+            return frozenset({_type_name(schema["const"])})
+        if values := _list(schema.get("enum")):
+            return frozenset(_type_name(value) for value in values)
+        for word in ("anyOf", "oneOf"):
+            if choices := _list(schema.get(word)):
+                return self._any(choices)
+        found = (self.types(part) for part in _list(schema.get("allOf")))
+        return next((types for types in found if types is not None), None)
+
+    def _any(self, choices: Sequence[object]) -> Types | None:
+        found: set[str] = set()
+        for choice in choices:
+            types = self.types(choice)
+            if types is None:
+                return None
+            found |= types
+        return frozenset(found)
+
+    def _referred(self, ref: str) -> object:
+        found: object = self._root
+        for step in ref.removeprefix("#").strip("/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return found
 
 
-def _referred(root: Mapping[str, Any], ref: str) -> object:
-    found: object = root
-    for step in ref.removeprefix("#").strip("/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _type_name(value: object) -> str:

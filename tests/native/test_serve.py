@@ -1,0 +1,196 @@
+"""The real server with the shipped model, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from helpers.server_process import ServerProcess, serving
+
+PROMPT = "def fibonacci(n):\n"
+ASK: Any = [{"role": "user", "content": "write a function"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving("-c", 2048, "-np", 2, "--api-key", "key", "--temp", 0) as process:
+        assert process.url
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
+
+
+def get(server: ServerProcess, path: str) -> Any:
+    return httpx.get(server.url + path, headers={"X-Api-Key": "key"}).json()
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_greedy_text_is_that_of_the_command_line(client: openai.OpenAI) -> None:
+    from moegraph import Engine, EngineConfig, SamplingParams
+
+    with Engine.load("tiny", EngineConfig(device="cpu", n_threads=1, n_ctx=2048)) as engine:
+        greedy = SamplingParams(temperature=0.0)
+        ids = engine.tokenizer.encode(PROMPT)
+        alone = "".join(e.text for e in engine.generate(ids, greedy, max_tokens=24))
+    given: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24}
+    whole = client.completions.create(**given)
+    assert whole.choices[0].text == alone and whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    pieces = [c.choices[0].text for c in client.completions.create(**given, stream=True)]
+    assert "".join(pieces) == alone and len(pieces) > 2
+
+
+def test_a_chat_and_its_stream_are_equal(client: openai.OpenAI) -> None:
+    given: Any = {"model": "tiny", "messages": ASK, "max_tokens": 16}
+    whole = client.chat.completions.create(**given)
+    stream = client.chat.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == whole.choices[0].message.content and text
+    assert last.usage is not None and last.usage.completion_tokens == 16
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert whole.usage is not None and whole.usage.prompt_tokens == last.usage.prompt_tokens
+    assert whole.model_extra and whole.model_extra["timings"]["predicted_n"] == 16
+
+
+def test_choices_probabilities_stops_and_biases(client: openai.OpenAI) -> None:
+    given: Any = {"model": "tiny", "messages": ASK}
+    answer = client.chat.completions.create(
+        **given, n=3, temperature=1.0, seed=1, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    again = client.chat.completions.create(**given, temperature=1.0, seed=2, max_tokens=8)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(texts) == 3 and again.choices[0].message.content == texts[1]
+    content = answer.choices[0].logprobs and answer.choices[0].logprobs.content
+    assert content and len(content) == 8
+    for one in content:
+        assert one.logprob <= one.top_logprobs[0].logprob <= 0 and len(one.top_logprobs) == 3
+    assert "".join(one.token for one in content) == texts[0]
+    text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24).choices[0].text
+    cut = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, stop=text[5:8])
+    assert cut.choices[0].text == text[: text.index(text[5:8])]
+    assert cut.choices[0].finish_reason == "stop"
+    biased = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=3, logit_bias={"65": 1000}
+    )
+    assert len(set(biased.choices[0].text)) == 1
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
+    words = " ".join(f"word{i}" for i in range(150))
+    ask: Any = [{"role": "user", "content": words}]
+    given: Any = {"model": "tiny", "max_tokens": 4}
+    first = client.chat.completions.create(**given, messages=ask)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    more = client.chat.completions.create(
+        **given, messages=[*ask, said, {"role": "user", "content": "go on"}]
+    )
+    assert more.usage is not None and more.usage.prompt_tokens_details is not None
+    assert (more.usage.prompt_tokens_details.cached_tokens or 0) > 100
+
+
+def test_errors_are_those_of_openai(client: openai.OpenAI, server: ServerProcess) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="a b c d e f g h " * 600)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=ASK, temperature=9999)
+    assert caught.value.param == "temperature"
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        other.models.list()
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt=[10**9])
+
+
+def idle(server: ServerProcess) -> bool:
+    return not any(slot["is_processing"] for slot in get(server, "/slots"))
+
+
+def await_idle(server: ServerProcess, is_idle: bool = True) -> None:
+    for _ in range(1000):
+        if idle(server) == is_idle:
+            return
+        time.sleep(0.02)
+    raise AssertionError(get(server, "/slots"))
+
+
+def test_a_stream_that_is_closed_ends_in_the_engine(
+    client: openai.OpenAI, server: ServerProcess
+) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    await_idle(server, is_idle=False)
+    stream.close()
+    await_idle(server)
+
+
+def test_a_client_that_hangs_up_ends_in_the_engine(server: ServerProcess) -> None:
+    where = urlsplit(server.url)
+    body = json.dumps({"prompt": PROMPT, "ignore_eos": True}).encode()
+    assert where.hostname and where.port
+    connection = http.client.HTTPConnection(where.hostname, where.port)
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
+    connection.request("POST", "/v1/completions", body, headers)
+    await_idle(server, is_idle=False)
+    connection.close()
+    await_idle(server)
+
+
+def test_clients_beside_one_another_get_their_own_answers(client: openai.OpenAI) -> None:
+    prompts = [f"def f{i}(" for i in range(6)]
+
+    def ask(prompt: str) -> str:
+        given: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 12}
+        return client.completions.create(**given).choices[0].text
+
+    alone = {prompt: ask(prompt) for prompt in prompts}
+    together: dict[str, str] = {}
+    threads = [
+        threading.Thread(target=lambda p=prompt: together.update({p: ask(p)}))  # type: ignore[misc]
+        for prompt in prompts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_tokens_and_template(server: ServerProcess) -> None:
+    def post(path: str, body: Any) -> Any:
+        return httpx.post(server.url + path, json=body, headers={"X-Api-Key": "key"}).json()
+
+    tokens = post("/tokenize", {"content": PROMPT})["tokens"]
+    assert post("/detokenize", {"tokens": tokens})["content"] == PROMPT
+    assert "write a function" in post("/apply-template", {"messages": ASK})["prompt"]
+    assert get(server, "/props")["default_generation_settings"]["n_ctx"] == 2048
+
+
+def test_a_connection_that_says_nothing_holds_nobody_up(server: ServerProcess) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port)) as silent:
+        silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        assert get(server, "/health") == {"status": "ok"}

@@ -1,0 +1,171 @@
+"""`moegraph serve` as a process: start, signals, keys, ports, sleep."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server_process import ServerProcess, serving
+
+
+def ask(url: str, **given: Any) -> httpx.Response:
+    body = {"prompt": "def f(", "max_tokens": 4, **given}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def begin(url: str, found: list[httpx.Response], max_tokens: int) -> threading.Thread:
+    """Ask on a thread, and wait until the engine is at it."""
+
+    def go() -> None:
+        found.append(ask(url, max_tokens=max_tokens, ignore_eos=True))
+
+    asking = threading.Thread(target=go)
+    asking.start()
+    while not any(slot["is_processing"] for slot in httpx.get(f"{url}/slots").json()):
+        time.sleep(0.01)
+    return asking
+
+
+def test_health_is_bad_until_the_model_is_loaded() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with serving("--port", port) as server:
+        found = set()
+        while 200 not in found:
+            try:
+                found.add(httpx.get(f"http://127.0.0.1:{port}/health").status_code)
+            except httpx.ConnectError:
+                assert server.process.poll() is None, server.log
+        assert found <= {200, 503}
+        assert server.url == f"http://127.0.0.1:{port}"
+        assert server.log.count("\n") == 1
+
+
+def test_sigterm_lets_requests_end() -> None:
+    with serving("--drain", 60) as server:
+        url, found = server.url, list[httpx.Response]()
+        asking = begin(url, found, 60)
+        server.signal(signal.SIGTERM)
+        server.await_line(re.compile("waiting up to 60 s for 1 request"))
+        assert ask(url).status_code == 503
+        assert httpx.get(f"{url}/health").json()["error"]["code"] == "closing"
+        asking.join()
+        assert found[0].json()["usage"]["completion_tokens"] == 60
+        assert server.end() == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with serving("--drain", 600) as server:
+        url = server.url
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", timeout=120,
+            json={"prompt": "x", "ignore_eos": True, "stream": True},
+        ) as stream:  # fmt: skip
+            lines = stream.iter_lines()
+            next(lines)
+            server.signal(signal.SIGINT)
+            server.await_line(re.compile("waiting"))
+            server.signal(signal.SIGINT)
+            assert server.end() == 130
+        assert "Traceback" not in server.log
+
+
+def test_ctrl_c_of_an_idle_server_ends_it() -> None:
+    with serving() as server:
+        assert server.url
+        server.signal(signal.SIGINT)
+        assert server.end() == 130 and server.log.endswith("interrupted\n")
+
+
+def test_what_drains_too_long_is_cut_off() -> None:
+    with serving("--drain", 0.2) as server:
+        url, found = server.url, list[httpx.Response]()
+        asking = threading.Thread(
+            target=lambda: found.append(ask(url, max_tokens=-1, ignore_eos=True))
+        )
+        asking.start()
+        while not any(s["is_processing"] for s in httpx.get(f"{url}/slots").json()):
+            time.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        assert server.end() == 0
+        asking.join()
+        assert found[0].status_code == 503
+
+
+def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with serving("--api-key-file", keys, "--log-format", "json") as server:
+        url = server.url
+
+        def status(key: str) -> int:
+            return httpx.get(f"{url}/props", headers={"X-Api-Key": key}).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        keys.write_text("new\n")
+        server.signal(signal.SIGHUP)
+        server.await_line(re.compile("keys read again"))
+        assert (status("old"), status("new")) == (401, 200)
+        keys.unlink()
+        server.signal(signal.SIGHUP)
+        server.await_line(re.compile("the keys stay as they are"))
+        assert status("new") == 200
+        lines = [json.loads(line) for line in server.log.splitlines()[1:]]
+        assert {line["status"] for line in lines if "status" in line} == {401}
+        assert server.process.poll() is None
+
+
+def test_a_model_that_sleeps_is_loaded_for_the_next_request() -> None:
+    with serving("--sleep-idle", 0.5, "--temp", 0) as server:
+        url = server.url
+        first = ask(url).json()["choices"]
+        server.await_line(re.compile("model unloaded"))
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/props").json()["is_sleeping"] is True
+        assert httpx.get(f"{url}/slots").json() == []
+        assert ask(url).json()["choices"] == first
+        assert "model loaded again" in server.log
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--host", "0.0.0.0"], "--insecure-no-key"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--api-key", "a b"], "API key 1"),
+        (["--api-key-file", "/nonexistent"], "cannot read keys"),
+        (["--port", "70000"], "70000"),
+        (["-np", "0"], "--parallel"),
+        (["--temp", "1000"], "temperature"),
+        (["--chat-template-file", "/nonexistent"], "cannot read the chat template"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(args: list[str], words: str) -> None:
+    with serving(*args) as server:
+        assert server.end() == 2
+        assert server.log.count("\n") == 1 and words in server.log, server.log
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with serving("--port", taken.getsockname()[1]) as server:
+            assert server.end() == 2
+            assert server.log.count("\n") == 1 and "in use" in server.log
+
+
+def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"nothing")
+    server = ServerProcess(file, "--port", 0)
+    assert server.end() == 3 and server.log.count("\n") == 1

@@ -1,0 +1,147 @@
+"""Beginnings that one sequence computed serve others: pages are shared, answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.sequence_machine import NAMES, SETTINGS
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.errors import PoolFull
+from moegraph.runner.sweep_batch import SweepBatch
+
+Open = Callable[..., Engine]
+ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128}
+SHARED = {**ONE, "n_seq": 3, "n_kv": -1}
+
+
+def read(engine: Engine, seq: int, ids: np.ndarray, *marks: int) -> tuple[np.ndarray, int]:
+    """Have a sequence hold ids; return the logits after them, and how many were not computed."""
+    n = engine.prefixes.resume(seq, ids)
+    kept = engine.prefixes.begin(ids, marks, n)
+    cuts = tuple(mark for mark in kept if n < mark < len(ids))
+    output, saved = engine.passes.read(SweepBatch(ids[n:], seq, False, False, None, cuts), None)
+    for states in saved:
+        engine.prefixes.save(seq, states)
+    return output.require_logits()[-1], n
+
+
+def cold(engine: Engine, ids: np.ndarray) -> np.ndarray:
+    """Return the logits after ids, computed anew."""
+    engine.reset(0)
+    return engine.prefill(ids, 0).require_logits()[-1]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_a_beginning_that_another_sequence_holds_is_shared(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    engine, alone = open_engine(**SHARED, **settings), open_engine(**ONE)
+    ids, other = prompt(engine, 700), prompt(engine, 100, seed=1)
+    room, pool = engine.passes.room, engine.state.pool
+    read(engine, 0, ids[:620], 600)
+    asked = np.concatenate([ids[:600], other])
+    assert engine.prefixes.n_saved(asked) == 600 and room.n_free_pages == 1
+    logits, n = read(engine, 1, asked)
+    np.testing.assert_array_equal(logits, cold(alone, asked))
+    # two whole pages are shared, of the third it has a copy
+    assert n == 600 and pool.pages(1)[:2] == pool.pages(0)[:2] and room.n_free_pages == 0
+    pool.check()
+    # both go on, and each is what it says
+    for seq, before in ((0, ids[:620]), (1, asked)):
+        found = engine.forward(other[:3], seq=seq).require_logits()[-1]
+        np.testing.assert_array_equal(found, cold(alone, np.append(before, other[:3])))
+    with pytest.raises(PoolFull):
+        engine.forward(other[:1], seq=2)
+    engine.reset(0)
+    assert room.n_free_pages == 1
+    found = engine.forward(other[:5], seq=1).require_logits()[-1]
+    np.testing.assert_array_equal(found, cold(alone, np.concatenate([asked, other[:3], other[:5]])))
+    engine.reset(1)
+    assert room.n_free_pages == 4
+    # nobody has the rows now: they come from host memory
+    logits, n = read(engine, 2, asked)
+    assert n == 600
+    np.testing.assert_array_equal(logits, cold(alone, asked))
+
+
+def test_a_sequence_that_goes_back_into_a_shared_page_gets_its_own(open_engine: Open) -> None:
+    engine, alone = open_engine(**{**SHARED, "n_kv": 2048}), open_engine(**ONE)
+    ids, other = prompt(engine, 700), prompt(engine, 100, seed=1)
+    read(engine, 0, ids[:300])
+    before = engine.passes.snapshot(0)
+    read(engine, 0, ids[:620], 600)
+    read(engine, 1, np.concatenate([ids[:600], other]))
+    engine.passes.restore(before)
+    engine.state.pool.check()
+    assert engine.held(0) == ids[:300].tolist()
+    for seq, n in ((0, 300), (1, 600)):
+        held = np.array(engine.held(seq), dtype=np.int32)
+        found = engine.prefill(other[::-1], seq).require_logits()[-1]
+        wanted = cold(alone, np.concatenate([held, other[::-1]]))
+        np.testing.assert_array_equal(found, wanted)
+        assert len(held) >= n
+    before.close()
+
+
+def test_where_no_page_is_free_going_back_is_refused(open_engine: Open) -> None:
+    engine, alone = open_engine(**SHARED), open_engine(**ONE)
+    ids, other = prompt(engine, 700), prompt(engine, 100, seed=1)
+    read(engine, 0, ids[:300])
+    before = engine.passes.snapshot(0)
+    read(engine, 0, ids[:620], 600)
+    asked = np.concatenate([ids[:600], other])
+    read(engine, 1, asked)
+    # what it would give back has other users, but for one page: that is enough
+    assert engine.passes.room.n_free_pages == 0
+    engine.passes.restore(before)
+    assert engine.passes.room.n_free_pages == 0
+    engine.state.pool.check()
+    found = engine.forward(other[:2], seq=1).require_logits()[-1]
+    np.testing.assert_array_equal(found, cold(alone, np.append(asked, other[:2])))
+    before.close()
+    with pytest.raises(PoolFull, match="pages needed: 1, free: 0"):
+        engine.prefixes.resume(2, asked)
+    assert engine.held(2) == []
+
+
+def test_a_prompt_goes_where_most_of_it_is(open_engine: Open) -> None:
+    engine = open_engine(**{**SHARED, "n_kv": 0})
+    ids = [prompt(engine, 300, seed=seed) for seed in range(4)]
+    for seq in range(3):
+        read(engine, seq, ids[seq], 200)
+    choose, idle = engine.prefixes.choose, (2, 0, 1)
+    for seq in range(3):
+        assert choose(np.append(ids[seq], 7), idle) == seq  # it goes on where that one ended
+        assert choose(np.append(ids[seq][:200], 7), idle) == seq
+    n_places = engine.prefixes.n_places
+    assert n_places == 3
+    # another one takes the slot that was idle for longest, which is saved before it gives way
+    assert choose(ids[3], idle) == 2 and engine.prefixes.n_places == n_places + 1
+    read(engine, 2, ids[3])
+    assert choose(np.append(ids[2], 7), (0, 1)) == 0
+    assert read(engine, 0, np.append(ids[2], 7))[1] == 300
+    # a slot of which little is needed is like any other
+    assert choose(np.append(ids[1][:100], ids[0]), (2, 0, 1)) == 2
+
+
+def test_idle_sequences_make_room_and_come_back(open_engine: Open) -> None:
+    engine, alone = open_engine(**SHARED), open_engine(**ONE)
+    ids = [prompt(engine, 300, seed=seed) for seed in range(3)]
+    for seq in (0, 1):
+        read(engine, seq, ids[seq])
+    free, room = engine.prefixes.free, engine.passes.room
+    assert room.n_free_pages == 0
+    assert free(1, (1, 0)) and engine.held(1) == [] and len(engine.held(0)) == 300
+    assert free(2, (1, 0)) and len(engine.held(0)) == 300
+    assert not free(5, (1, 0)) and engine.held(0) == []
+    assert free(4, ())
+    for seq, name in ((2, 0), (0, 1)):
+        asked = np.append(ids[name], ids[2][:9])
+        logits, n = read(engine, seq, asked)
+        assert n == 300
+        np.testing.assert_array_equal(logits, cold(alone, asked))

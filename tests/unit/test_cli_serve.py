@@ -1,0 +1,105 @@
+"""Tests of `moegraph serve`: what its options become, without a model that runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moegraph.cli.serve import serve
+from moegraph.errors import Cancelled, ConfigError, MoegraphError
+from moegraph.server.guards import Guard
+from moegraph.server.state import ServerState
+
+
+class Ran:
+    """Stands for the process: keeps what it is given, and ends with a code."""
+
+    code = 0
+
+    def __call__(self, app: Any, host: Any, sock: Any, ways: Any) -> int:
+        self.host, self.ways, self.port = host(), ways, sock.getsockname()[1]
+        self.app = app(self.host)
+        return self.code
+
+    @property
+    def state(self) -> ServerState:
+        found: ServerState = self.app.state.server
+        return found
+
+    @property
+    def guard(self) -> Guard:
+        found = [m.kwargs["guard"] for m in self.app.user_middleware if "guard" in m.kwargs]
+        assert isinstance(found[0], Guard)
+        return found[0]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    found, interval = Ran(), sys.getswitchinterval()
+    monkeypatch.setattr("moegraph.server.running.run", found)
+    monkeypatch.delenv("MOEGRAPH_API_KEY", raising=False)
+    yield found
+    sys.setswitchinterval(interval)
+
+
+def start(*args: str) -> Result:
+    return CliRunner().invoke(serve, ["tiny", "--port", "0", *args], catch_exceptions=True)
+
+
+def failure(*args: str) -> MoegraphError:
+    error = start(*args).exception
+    assert isinstance(error, MoegraphError)
+    return error
+
+
+def test_options_become_settings(ran: Ran) -> None:
+    args = ("-c", "2048", "-np", "3", "-a", "qwen", "--temp", "0.5", "-n", "9", "-rea", "off")
+    assert start(*args, "--timeout", "5", "--drain", "7", "--ignore-eos").exit_code == 0
+    state = ran.state
+    assert (state.sampling.temperature, state.max_tokens, state.deadline_s) == (0.5, 9, 5.0)
+    assert state.ignore_eos and state.variables == {"enable_thinking": False}
+    facts = ran.host.facts
+    assert (facts.name, facts.n_ctx, facts.n_slots) == ("qwen", 2048, 3)
+    assert facts.n_params > 1000 and ran.ways.drain_s == 7 and ran.port > 0
+
+
+def test_the_name_of_the_file_is_the_models(ran: Ran) -> None:
+    assert start().exit_code == 0
+    assert ran.host.facts.name == "tiny" and ran.state.max_tokens is None
+
+
+def test_keys_and_names_guard_the_server(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start().exit_code == 0 and not ran.guard.keys and not ran.guard.any_address
+    assert ran.guard.admits_host("localhost:1") and not ran.guard.admits_host("a.example")
+    assert start("--alias-host", "A.example", "--cors-origin", "https://b").exit_code == 0
+    assert ran.guard.admits_host("a.example") and ran.guard.origins == ("https://b",)
+    monkeypatch.setenv("MOEGRAPH_API_KEY", "secret")
+    assert start("--host", "0.0.0.0").exit_code == 0
+    assert ran.guard.keys.fit(b"secret") and ran.guard.admits_host("10.0.0.1")
+    assert start("--api-key", "other").exit_code == 0
+    assert ran.guard.keys.fit(b"other") and not ran.guard.keys.fit(b"secret")
+
+
+def test_other_machines_need_a_key(ran: Ran) -> None:
+    assert "--insecure-no-key" in str(failure("--host", "0.0.0.0"))
+    assert start("--host", "0.0.0.0", "--insecure-no-key").exit_code == 0
+    assert start("--host", "127.0.0.2").exit_code == 0
+
+
+def test_an_interrupt_is_told_by_the_exit_code(ran: Ran) -> None:
+    ran.code = 130
+    assert isinstance(start().exception, Cancelled)
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "pydantic", "prometheus_client"])
+def test_without_the_extra_one_line_says_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    error = failure()
+    assert isinstance(error, ConfigError)
+    assert "pip install 'moegraph[server]'" in str(error) and package in str(error)

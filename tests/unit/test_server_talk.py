@@ -1,0 +1,260 @@
+"""Tests of talks and event streams: order, cancellation, clients that leave or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from helpers.fake_service import FakeChatModel, FakeService
+
+from moegraph.engine.chat import Prepared, TextRequest
+from moegraph.errors import QueueFull
+from moegraph.server.errors import ApiError
+from moegraph.server.mailbox import Mailbox, mailbox
+from moegraph.server.sse import EventStream, comment, data, event
+from moegraph.server.talk import Talk, total
+
+
+def prepared(*prompts: str) -> list[Prepared]:
+    return [FakeChatModel().prepare_text(TextRequest(prompt=prompt)) for prompt in prompts]
+
+
+async def texts(talk: Talk) -> list[str]:
+    """Return what each choice said."""
+    found = [""] * len(talk.usages)
+    with talk:
+        async for said in talk:
+            found[said.index] += said.step.text
+    return found
+
+
+def test_choices_do_not_mix() -> None:
+    async def go() -> None:
+        service = FakeService([["a"] * 50, ["b"] * 60])
+        talk = Talk(service, prepared("xx", "xx"))
+        assert await texts(talk) == ["a" * 50, "b" * 60]
+        assert talk.usage.n_prompt == 2 and talk.usage.n_generated == 110
+
+    asyncio.run(go())
+
+
+def test_steps_that_wait_are_merged() -> None:
+    async def go() -> int:
+        talk = Talk(FakeService([["a"] * 100]), prepared("x"))
+        await asyncio.sleep(0.1)
+        steps = [said async for said in talk]
+        assert "".join(said.step.text for said in steps) == "a" * 100
+        assert steps[-1].is_last and len(steps[-1].step.tokens) == 100
+        return len(steps)
+
+    assert asyncio.run(go()) == 1
+
+
+def test_leaving_a_talk_cancels_what_runs() -> None:
+    async def go() -> None:
+        service = FakeService([["a"] * 10_000], step_s=0.001)
+        with Talk(service, prepared("x", "y")) as talk:
+            await anext(talk)
+        assert all(ticket.gone.is_set() for ticket in service.tickets)
+        with pytest.raises(StopAsyncIteration):
+            while True:
+                await anext(talk)
+
+    asyncio.run(go())
+
+
+class FullAfterOne(FakeService):
+    """Has room for one request."""
+
+    def submit(self, request: Any, deliver: Any) -> Any:
+        if self.tickets:
+            raise QueueFull("full", 1.0)
+        return super().submit(request, deliver)
+
+
+def test_if_one_choice_is_refused_none_runs() -> None:
+    async def go() -> None:
+        service = FullAfterOne([["a"] * 10_000], step_s=0.001)
+        with pytest.raises(ApiError) as caught:
+            Talk(service, prepared("x", "y"))
+        assert caught.value.status == 429 and caught.value.headers["Retry-After"] == "1"
+        assert service.tickets[0].gone.is_set()
+
+    asyncio.run(go())
+
+
+def test_steps_after_the_loop_has_gone_are_dropped() -> None:
+    hold = threading.Event()
+    service = FakeService([["a"]], hold=hold)
+
+    async def go() -> None:
+        Talk(service, prepared("x"))
+
+    asyncio.run(go())
+    hold.set()
+
+
+def test_usages_of_choices_add_up() -> None:
+    async def go() -> None:
+        talk = Talk(FakeService([["aa"], ["bbb"]]), prepared("x", "x"))
+        await texts(talk)
+        assert total(talk.usages).n_generated == 5 and total(talk.usages).decode_s == 0.003
+
+    asyncio.run(go())
+
+
+class Wire:
+    """An ASGI connection: what is sent, and a client that leaves after some messages.
+
+    n_taken: messages that the client takes; then it stops reading. leaves: whether it goes then.
+    """
+
+    def __init__(self, n_taken: int = 1 << 30, leaves: bool = False) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.n_taken, self.leaves = n_taken, leaves
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if len(self.sent) >= self.n_taken:
+            if self.leaves:
+                self.gone.set()
+            await asyncio.sleep(3600)
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent)
+
+
+class Source:
+    """Frames for a stream; `is_closed` tells whether its `finally` ran."""
+
+    def __init__(self, n: int, wait_s: float = 0.0, silent_s: float = 0.0) -> None:
+        self.n, self.wait_s, self.silent_s = n, wait_s, silent_s
+        self.is_closed = False
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        try:
+            await asyncio.sleep(self.silent_s)
+            for i in range(self.n):
+                await asyncio.sleep(self.wait_s)
+                yield data(i)
+        finally:
+            self.is_closed = True
+
+
+def play(source: Source, wire: Wire, **given: Any) -> None:
+    async def go() -> None:
+        stream = EventStream(source.frames(), **given)
+        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
+
+    asyncio.run(go())
+
+
+def test_a_stream_sends_all_frames_and_ends() -> None:
+    source, wire = Source(3), Wire()
+    play(source, wire)
+    assert wire.sent[0]["status"] == 200
+    assert wire.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    assert wire.sent[-1]["more_body"] is False and source.is_closed
+
+
+def test_a_silent_stream_sends_comments() -> None:
+    source, wire = Source(1, silent_s=0.2), Wire()
+    play(source, wire, ping_s=0.02)
+    assert wire.body.startswith(b": ping\n\n: ping\n\n") and wire.body.endswith(b"data: 0\n\n")
+
+
+def test_a_client_that_leaves_ends_the_source() -> None:
+    source = Source(1 << 30, wait_s=0.0001)
+    play(source, Wire(n_taken=20, leaves=True))
+    assert source.is_closed
+
+
+def test_a_client_that_leaves_while_nothing_is_sent_ends_the_source() -> None:
+    async def go() -> None:
+        source, wire = Source(1, silent_s=3600), Wire()
+        stream = EventStream(source.frames())
+        running = asyncio.ensure_future(stream({"type": "http"}, wire.receive, wire.send))
+        await asyncio.sleep(0.01)
+        wire.gone.set()
+        await asyncio.wait_for(running, 5)
+        assert source.is_closed
+
+    asyncio.run(go())
+
+
+def test_a_client_that_does_not_read_is_given_up() -> None:
+    source = Source(1 << 30, wait_s=0.0001)
+    play(source, Wire(n_taken=20), stall_s=0.05)
+    assert source.is_closed
+
+
+def test_forms_of_frames() -> None:
+    assert data({"a": "ü\n"}) == 'data: {"a":"ü\\n"}\n\n'.encode()
+    assert event("x", [1]) == b"event: x\ndata: [1]\n\n"
+    assert comment("a") == b": a\n\n"
+    assert data("\ud800") == b'data: "?"\n\n'
+    with pytest.raises(ValueError, match="JSON"):
+        data(float("nan"))
+
+
+def test_a_stream_whose_frames_are_never_asked_for_is_closed_too() -> None:
+    async def go() -> None:
+        source, wire, ends = Source(3), Wire(n_taken=0, leaves=True), list[int]()
+        stream = EventStream(source.frames(), close=lambda: ends.append(1))
+        await asyncio.wait_for(stream({"type": "http"}, wire.receive, wire.send), 5)
+        assert ends == [1] and not source.is_closed
+
+    asyncio.run(go())
+
+
+def test_calls_from_other_threads_keep_their_order_and_wake_once() -> None:
+    class Loop:
+        """Counts wake-ups; the calls are made by hand."""
+
+        def __init__(self) -> None:
+            self.due: list[Any] = []
+
+        def call_soon_threadsafe(self, call: Any) -> None:
+            self.due.append(call)
+
+    loop: Any = Loop()
+    box, found = Mailbox(loop), list[int]()
+    for i in range(3):
+        box.put(lambda i=i: found.append(i))  # type: ignore[misc]
+    assert len(loop.due) == 1
+    loop.due.pop()()
+    assert found == [0, 1, 2] and loop.due == []
+    box.put(lambda: found.append(3))
+    loop.due.pop()()
+    assert found[-1] == 3
+
+
+def test_no_call_is_lost_between_threads() -> None:
+    async def go() -> None:
+        box, found, done = mailbox(), list[int](), asyncio.Event()
+        assert mailbox() is box
+
+        def send(first: int) -> None:
+            for i in range(first, first + 5000):
+                box.put(lambda i=i: found.append(i))  # type: ignore[misc]
+
+        threads = [threading.Thread(target=send, args=(5000 * i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        box.put(done.set)
+        await asyncio.wait_for(done.wait(), 5)
+        assert sorted(found) == list(range(15_000))
+        assert [i for i in found if i < 5000] == list(range(5000))
+
+    asyncio.run(go())
