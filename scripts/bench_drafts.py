@@ -65,6 +65,12 @@ class ByPlan:
         self._source = plan.source or self._source
         return plan
 
+    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
+        return self._controller.choose_for(n_seqs, n_left, {*without, "lookup"})
+
+    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+        self._controller.observe_shared(n_seqs, seconds)
+
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         return self._controller.shape(plan, draft)
 

@@ -74,6 +74,13 @@ class Fixed:
         tree = DDTree(self._n_rows, chain_seed=False) if self._shape == "ddtree" else None
         return Plan(self._name, self._n_draft, 1 if self._shape == "chain" else 8, tree)
 
+    def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
+        """Return what one of several sequences drafts."""
+        return self.choose(n_left, without)
+
+    def observe_shared(self, n_seqs: int, seconds: float) -> None:
+        """Learn nothing: there is one sequence."""
+
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         """Return which tokens of a draft get a row."""
         if self._shape == "chain" or draft.log_p is None:

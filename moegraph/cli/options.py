@@ -70,12 +70,16 @@ def engine_options(command: Command) -> Command:
     return engine_options_but()(command)
 
 
-def engine_options_but(*names: str, drafts: bool = True) -> Callable[[Command], Command]:
+def engine_options_but(
+    *names: str, drafts: bool = True, **defaults: object
+) -> Callable[[Command], Command]:
     """Return a decorator like engine_options that leaves some fields at their defaults.
 
-    drafts: the command generates text; False: it takes no settings of drafts.
+    drafts: the command generates text; False: it takes no settings of drafts. defaults: of this
+    command, by the names of their fields.
     """
     chosen = [s for s in engine_settings() if s.flags and s.name not in names]
+    chosen = [replace(s, default=defaults.get(s.name, s.default)) for s in chosen]
     chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
     taken = [flag for s in chosen for flag in s.flags]
     chosen = [spec_by_draft(s) if s.name == "spec" else s for s in chosen]

@@ -36,6 +36,7 @@ from .filesampling import recommended
 from .interrupt import cancel_on_interrupt
 from .outputs import NpyWriter, OutputFile, TokenStream
 from .report import run_report, stats_line
+from .scaling import show_scaling
 from .starttimes import StartTimes
 from .target import hf_option, only_target, require_target
 
@@ -93,6 +94,10 @@ class _Job:
     help="Write each token id to this file descriptor as it comes, as a little-endian 32-bit "
     "integer, and -1 at the end.",
 )  # fmt: skip
+@click.option(
+    "--profile-scaling", is_flag=True, cls=Option, group="Diagnostic",
+    help="Instead of a text, print the times of passes of 1 to 128 rows, medians of 5.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option(
     "--logits-out", type=click.Path(path_type=Path), metavar="F.npy", cls=Option,
@@ -125,6 +130,11 @@ def run(args: tuple[str, ...], **given: Any) -> None:
       moegraph run model.gguf prompt.bin 64 out.bin --device cuda
       moegraph run model.gguf draft.gguf prompt.bin 64 out.bin --budget 6
     """
+    if given.pop("profile_scaling"):
+        target = only_target(given["model"], given["hf_repo"])
+        target = target or require_target(args[0] if args else None)
+        show_scaling(target, options.build_config(given), given["as_json"])
+        return
     with ExitStack() as stack:
         ctx = click.get_current_context()
         job = _check(ctx, args, given, stack)

@@ -29,6 +29,8 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SERVER = "Server"
 _SWITCH_S = 0.5e-3
+# Many clients come back to many conversations; the default of llama-server.
+_CACHE_MIB = 8192
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def _option(*flags: str, **described: Any) -> Callable[[Decorated], Decorated]:
     show_default=True,
     help="Form of the log on stderr: a line for each request, without prompts and answers.",
 )
-@options.engine_options
+@options.engine_options_but(cache_ram=_CACHE_MIB)
 @options.sampling_options
 def serve(target: str, **given: Any) -> None:
     """Serve the model TARGET, a GGUF file or a shipped model's name, over HTTP.

@@ -7,7 +7,7 @@ comes after its parent. The likeliest tokens of all depths, one after another, a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -52,6 +52,16 @@ class DraftTree:
         """Return the first n_rows rows, at least the anchor."""
         n = max(1, n_rows)
         return self if n >= self.n_rows else DraftTree(self.tokens[:n], self.parents[:n])
+
+    def only(self, keeps: Callable[[int], bool]) -> DraftTree:
+        """Return the anchor, and the rows that are kept and whose parents are; this tree if all."""
+        new, tokens, parents = {0: 0}, [self.tokens[0]], [-1]
+        for row in range(1, self.n_rows):
+            if self.parents[row] in new and keeps(row):
+                new[row] = len(tokens)
+                tokens.append(self.tokens[row])
+                parents.append(new[self.parents[row]])
+        return self if len(new) == self.n_rows else DraftTree(tuple(tokens), tuple(parents))
 
     def ahead(self, row: int) -> tuple[int, ...]:
         """Return the drafted tokens from the anchor to a row, the row's own included."""

@@ -18,13 +18,16 @@ from .answer import Answer
 from .answers import Answers
 from .drafting import Drafting
 from .passes import Passes
+from .prefixes import Prefixes
 
 
 class Decoding:
     """Runs passes and draws from their results, on the engine's thread."""
 
-    def __init__(self, passes: Passes, answers: Answers, drafting: Drafting) -> None:
-        self._passes = passes
+    def __init__(
+        self, passes: Passes, prefixes: Prefixes, answers: Answers, drafting: Drafting
+    ) -> None:
+        self._passes, self._prefixes = passes, prefixes
         self._answers = answers
         self._drafting = drafting
 
@@ -134,8 +137,14 @@ class Decoding:
                 continue
             anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
             self._answers.draw(answer, output, row)
-            self._drafting.took(answer.slot, [anchor], [row])
+            self._took(answer, [anchor], [row])
             self._drafting.drew(answer, answer.sequence.tokens[n:])
+
+    def _took(self, answer: Answer, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Note that a sequence has taken tokens; rows: theirs in the pass."""
+        self._drafting.took(answer.slot, tokens, rows)
+        if tokens[-1] in answer.request.keep_after:
+            self._prefixes.save(answer.slot)
 
     # trees
 
@@ -162,7 +171,7 @@ class Decoding:
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
             tokens = [one.tree.tokens[row] for row in one.path]
-            self._drafting.took(answer.slot, tokens, [one.first + row for row in one.path])
+            self._took(answer, tokens, [one.first + row for row in one.path])
             self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1

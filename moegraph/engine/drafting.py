@@ -76,7 +76,10 @@ class Drafting:
         answer.may_draft = True
         if proposal is None:
             return DraftTree((anchor,), (-1,))
-        tree = drawing.cut(proposal.tree)
+        tree, ends = drawing.cut(proposal.tree), answer.request.keep_after
+        if ends:  # the state there is kept, so nothing may come after it
+            tokens, parents = tree.tokens, tree.parents
+            tree = tree.only(lambda row: tokens[parents[row]] not in ends)
         if tree is not proposal.tree:
             proposal = replace(proposal, tree=tree)
         self._proposals[answer.slot] = proposal

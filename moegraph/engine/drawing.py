@@ -81,15 +81,12 @@ class Drawing:
         constraint = self._constraint
         if constraint is None:
             return tree
-        kept: dict[int, int] = {-1: -1}
-        tokens, parents = list[int](), list[int]()
-        for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+
+        def is_allowed(row: int) -> bool:
             ahead = tree.ahead(row)
-            if parent in kept and constraint.n_accepted(ahead) == len(ahead):
-                kept[row] = len(tokens)
-                tokens.append(token)
-                parents.append(kept[parent])
-        return DraftTree(tuple(tokens), tuple(parents))
+            return constraint.n_accepted(ahead) == len(ahead)
+
+        return tree.only(is_allowed)
 
     def prepare(self, tree: DraftTree | None = None) -> None:
         """Find out what may be drawn after the rows of the pass, while the device computes.

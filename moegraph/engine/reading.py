@@ -60,17 +60,6 @@ class Reading:
         goes_on = len(held) < len(answer.ids) and n_common(held, answer.ids) == len(held)
         return len(held) if goes_on else 0
 
-    def _slot_for(self, answer: Answer) -> int:
-        """Return the idle slot that holds most of the prompt, else the one unused for longest."""
-        idle = self._answers.idle_slots()
-
-        def n_useful(slot: int) -> int:
-            held = np.asarray(self._passes.held(slot), dtype=np.int32)
-            n = n_common(held, answer.ids)
-            return n if 2 * n > len(held) else 0
-
-        return max(idle, key=n_useful) if answer.request.reuse else idle[0]
-
     def begin(self, answer: Answer) -> None:
         """Give a request a slot and begin its prompt, or read it if it is short.
 
@@ -80,8 +69,9 @@ class Reading:
             PoolFull: there is no memory for it now; it waits.
             MoegraphError: nothing more can be computed.
         """
-        slot = self._slot_for(answer)
         try:
+            known = answer.ids if answer.request.reuse else answer.ids[:0]
+            slot = self._prefixes.choose(known, self._answers.idle_slots())
             self._swapping.make_room(answer, slot)
             batch, marks = self._batch(answer, slot)
             is_sweep = not is_short(batch, self._n_ubatch)

@@ -42,6 +42,8 @@ class Request:
     """A prompt, and how its answer is drawn.
 
     prompt: token ids. max_tokens, stop, ignore_eos, marks, reuse, text: as in `Engine.generate`.
+    keep_after: tokens of the answer after which its state is kept, because later prompts may part
+    from it there; such as one that opens a tool call.
     n_logprobs: None for no log probabilities; else how many of the likeliest tokens are listed
     beside each token that was drawn. constraint: what the answer must follow; None: nothing.
     deadline_s: seconds from submission after which the request ends; None: never. name: of the
@@ -54,6 +56,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     marks: tuple[int, ...] = ()
+    keep_after: frozenset[int] = frozenset()
     reuse: bool = True
     text: bool = True
     n_logprobs: int | None = None

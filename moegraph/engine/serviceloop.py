@@ -47,7 +47,7 @@ class ServiceLoop:
         drafting = Drafting(engine.speculation, engine.device.can.streams)
         self._swapping = Swapping(engine, self._answers)
         self._reading = Reading(engine, self._answers, drafting, self._swapping)
-        self._decoding = Decoding(engine.passes, self._answers, drafting)
+        self._decoding = Decoding(engine.passes, engine.prefixes, self._answers, drafting)
         self._status_at = 0.0
         self.status = self._account()
 

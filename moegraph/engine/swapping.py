@@ -58,18 +58,9 @@ class Swapping:
         return self._reclaim(sum(room.pages_for(answer.slot, 1) for answer in batch))
 
     def _reclaim(self, n_pages: int, kept: int = -1) -> bool:
-        """Empty idle slots, those unused for longest first, until so many pages are free.
-
-        What they hold is kept in host memory, if there is room.
-        """
-        room = self._passes.room
-        for slot in self._answers.idle_slots():
-            if room.n_free_pages >= n_pages:
-                return True
-            if slot != kept and self._pool.pages(slot):
-                self._prefixes.save(slot)
-                self._passes.reset(slot)
-        return room.n_free_pages >= n_pages
+        """Empty idle slots, those unused for longest first, until so many pages are free."""
+        idle = [slot for slot in self._answers.idle_slots() if slot != kept]
+        return self._prefixes.free(n_pages, idle)
 
     def swap_out(self, answer: Answer) -> bool:
         """Move a request to host memory; it ends with an error if that fails.

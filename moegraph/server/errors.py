@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import (
+    ConfigError,
     ContextOverflow,
     InternalError,
     MoegraphError,
@@ -91,7 +92,7 @@ def from_failure(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="closing", retry_after_s=RETRY_S)
     if isinstance(error, ContextOverflow):
         return ApiError(400, str(error), code=_CONTEXT_CODE)
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | ConfigError):
         return ApiError(400, str(error))
     if isinstance(error, MemoryError):
         return ApiError(503, "out of host memory", code="out_of_memory", retry_after_s=RETRY_S)
@@ -105,7 +106,12 @@ def told(failure: BaseException, path: str) -> ApiError:
     """Return the error that a client sees, and log what is our fault."""
     error = from_failure(failure)
     if error.status == 500:
-        log.error("request failed", exc_info=failure, extra={"path": path})
+        cause = failure.__cause__ if isinstance(failure, ApiError) else failure
+        is_known = cause is None or isinstance(cause, MoegraphError)
+        log.error(
+            "request failed: %s", error.message, exc_info=None if is_known else failure,
+            extra={"path": path},
+        )  # fmt: skip
     return error
 
 

@@ -17,7 +17,7 @@ from .metrics import CONTENT_TYPE
 from .reply import reply
 from .state import ServerState, state_of
 
-_PUBLIC = ("/health", "/v1/health")
+_HEALTH = ("/health", "/v1/health")
 
 
 async def health(request: HttpRequest) -> Response:
@@ -26,6 +26,11 @@ async def health(request: HttpRequest) -> Response:
     if backend.condition not in ("ready", "sleeping"):
         raise unavailable(backend.condition, backend.reason)
     return reply({"status": "ok"})
+
+
+async def root(request: HttpRequest) -> Response:
+    """Tell clients that ask for the address alone, as Claude Code does, that it is right."""
+    return Response("moegraph\n", media_type="text/plain")
 
 
 async def models(request: HttpRequest) -> Response:
@@ -125,11 +130,12 @@ async def metrics(request: HttpRequest) -> Response:
 
 
 def _routes() -> list[Route]:
-    found = [Route(path, health) for path in _PUBLIC]
+    found = [Route(path, health) for path in _HEALTH]
+    found += [Route("/", root)]
     found += [Route(path, models) for path in ("/v1/models", "/models")]
     found += [Route("/v1/models/{name:path}", model)]
     found += [Route("/props", props), Route("/slots", slots), Route("/metrics", metrics)]
     return found
 
 
-TABLE = RouteTable(_routes(), public=_PUBLIC)
+TABLE = RouteTable(_routes(), public=(*_HEALTH, "/"))

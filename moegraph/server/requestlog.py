@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -63,6 +64,9 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            # the server ends; uvicorn would print a traceback
+            facts["finish"] = "cut off"
         finally:
             seconds = round(time.monotonic() - began, 4)
             path = scope["path"][:_MAX_PATH]

@@ -81,7 +81,7 @@ class FakeService:
             experts=self.experts, busy_s=self.busy_s, failure=self.failure,
         )  # fmt: skip
 
-    def drain(self, timeout_s: float | None) -> bool:
+    def drain(self, timeout_s: float | None = None) -> bool:
         self.n_drained += 1
         return True
 

@@ -31,9 +31,9 @@ class Case:
         self.state = ServerState(backend, **(state or {}))
         self.app = build_site(self.state, guard or Guard(Keys(), hosts=None))
         self.client = TestClient(self.app, raise_server_exceptions=False)
-        model = backend.peek().chat
-        assert isinstance(model, FakeChatModel)
-        self.model = model
+        loaded = backend.peek()
+        assert loaded is not None and isinstance(loaded.chat, FakeChatModel)
+        self.model = loaded.chat
 
     def post(self, path: str, body: Any, **given: Any) -> Any:
         """Return the response to a JSON body."""

@@ -77,9 +77,9 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*args: object, **env: str) -> Iterator[ServerProcess]:
+def serving(*args: object, target: object = "tiny", **env: str) -> Iterator[ServerProcess]:
     """Run a server with the shipped model on one thread and a free port; end it at the end."""
-    server = ServerProcess("tiny", "--device", "cpu", "-t", 1, "--port", 0, *args, **env)
+    server = ServerProcess(target, "--device", "cpu", "-t", 1, "--port", 0, *args, **env)
     try:
         yield server
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.server_process import ServerProcess, serving
+from helpers.shipped import TINY
 
 
 def ask(url: str, **given: Any) -> httpx.Response:
@@ -169,3 +170,17 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
     file.write_bytes(b"nothing")
     server = ServerProcess(file, "--port", 0)
     assert server.end() == 3 and server.log.count("\n") == 1
+
+
+def test_a_model_without_a_template_gets_chatml_and_a_line_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "bare.gguf"
+    key = b"tokenizer.chat_template"
+    data = TINY.read_bytes()
+    assert key in data
+    file.write_bytes(data.replace(key, key[:-1] + b"X"))
+    with serving(target=file) as server:
+        messages = [{"role": "user", "content": "hi"}]
+        asked = httpx.post(f"{server.url}/apply-template", json={"messages": messages})
+        assert asked.json()["prompt"].startswith("<|im_start|>user\nhi<|im_end|>")
+        (line,) = [line for line in server.log.splitlines() if "warning" in line]
+        assert "no chat template" in line and "ChatML" in line

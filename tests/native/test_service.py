@@ -62,7 +62,7 @@ def test_in_reference_mode_each_answer_is_that_of_the_request_alone(
         counts = service.status().counts
     assert counts.requests == {"length": len(LENGTHS)}
     assert counts.prompt_tokens == sum(LENGTHS)
-    assert n_seq == 1 or counts.pass_rows > 1.3 * counts.passes
+    assert n_seq == 1 or counts.pass_rows > counts.passes + 10
     single = open_engine(cpu_reference=True)
     for client in clients:
         assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
@@ -387,3 +387,24 @@ def test_log_probabilities_are_those_of_the_logits(
         assert one.logprob == pytest.approx(log_p[one.token], abs=1e-5)
         assert [token for token, _ in one.top] == likeliest
         assert [p for _, p in one.top] == pytest.approx(log_p[likeliest].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"spec": "lookup", "n_draft": 4}], ids=["", "drafts"])
+def test_the_state_after_a_token_of_an_answer_is_kept(
+    open_engine: Open, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("mini35b", n_seq=2, cpu_reference=True, **settings)
+    ids = prompt(engine, 50)
+    single = open_engine("mini35b", cpu_reference=True)
+    tokens = alone(single, Request(ids.tolist(), SAMPLINGS[0], 30, text=False, ignore_eos=True))[0]
+    at = next(i for i in range(8, 25) if tokens[i] not in tokens[:i])
+    with serving(engine) as service:
+        first = Client(service, ids, max_tokens=30, keep_after=frozenset([tokens[at]])).wait()
+        assert first.tokens == tokens
+        for _ in range(2):  # the slot that holds the answer gives way
+            Client(service, [1, 2], max_tokens=40).wait()
+            Client(service, [3], max_tokens=40).wait()
+        edited = [*ids.tolist(), *tokens[: at + 1], 7, 8, 9]
+        second = Client(service, edited, max_tokens=10).wait()
+    assert second.last.usage.n_cached == 50 + at + 1
+    assert second.tokens == alone(single, second.request)[0]

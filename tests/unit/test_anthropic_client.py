@@ -43,7 +43,7 @@ def test_a_message_at_once() -> None:
     thought, said = found.content
     assert thought.type == "thinking" and thought.thinking == "hm"
     assert said.type == "text" and said.text == "Hello world"
-    assert (found.stop_reason, found.model) == ("end_turn", "m")
+    assert (found.stop_reason, found.model) == ("end_turn", "fake")
     assert found.usage.input_tokens == len("system: brief\nuser: hi") - 3
     assert found.usage.cache_read_input_tokens == 3
     assert found._request_id and found._request_id.startswith("req_")

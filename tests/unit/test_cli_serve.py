@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moegraph.cli.serve import serve
+from moegraph.config import EngineConfig
 from moegraph.errors import Cancelled, ConfigError, MoegraphError
 from moegraph.server.guards import Guard
 from moegraph.server.state import ServerState
@@ -103,3 +104,9 @@ def test_without_the_extra_one_line_says_what_to_install(
     error = failure()
     assert isinstance(error, ConfigError)
     assert "pip install 'moegraph[server]'" in str(error) and package in str(error)
+
+
+def test_a_server_keeps_more_prompts_than_a_conversation() -> None:
+    found = {p.name: p.default for p in serve.params}
+    assert found["cache_ram"] == 8192 and EngineConfig().cache_ram < 8192
+    assert found["type_k"] == EngineConfig().type_k

@@ -185,3 +185,11 @@ def test_the_walk_draws_after_each_accepted_row_and_stops_at_the_first_surprise(
 
         assert walk(tree, draw) == path == seen
         assert list(drawn) == []
+
+
+def test_only_keeps_rows_whose_parents_are_kept() -> None:
+    tree = DraftTree((9, 1, 2, 3, 4), (-1, 0, 1, 0, 2))
+    assert tree.only(lambda row: True) is tree
+    assert tree.only(lambda row: row != 1) == DraftTree((9, 3), (-1, 0))
+    assert tree.only(lambda row: row != 4) == DraftTree((9, 1, 2, 3), (-1, 0, 1, 0))
+    assert tree.only(lambda row: False) == DraftTree((9,), (-1,))

@@ -37,7 +37,7 @@ def test_a_response_at_once() -> None:
     case = Case(["<think>hm</think>", "Hello", " world"], n_cached=3)
     with client_of(case) as client:
         found = client.responses.create(model="m", input="hi", instructions="brief")
-    assert (found.output_text, found.status, found.model) == ("Hello world", "completed", "m")
+    assert (found.output_text, found.status, found.model) == ("Hello world", "completed", "fake")
     assert found.usage is not None and found.usage.input_tokens == len("system: brief\nuser: hi")
     assert found.usage.output_tokens == len("<think>hm</think>Hello world")
     assert found.usage.input_tokens_details.cached_tokens == 3

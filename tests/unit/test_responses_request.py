@@ -200,6 +200,7 @@ def test_a_reference_stands_for_an_item_of_the_store() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": ""}] * 10_001}, "input"),
         ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input[0].content[0].text"),

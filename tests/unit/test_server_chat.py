@@ -12,7 +12,14 @@ import pytest
 from helpers.server_case import CHAT, Case
 
 from moegraph.engine.chat import Format
-from moegraph.errors import ContextOverflow, NativeError, QueueFull, RequestError, ServiceClosed
+from moegraph.errors import (
+    ConfigError,
+    ContextOverflow,
+    NativeError,
+    QueueFull,
+    RequestError,
+    ServiceClosed,
+)
 from moegraph.sampling import SamplingParams, settings
 from moegraph.text.chat import AnswerParser, Part
 
@@ -57,6 +64,7 @@ def test_a_stream_has_the_same_answer_in_pieces() -> None:
     ("error", "status", "code"),
     [
         (RequestError("no"), 400, None),
+        (ConfigError("llguidance is not installed"), 400, None),
         (ContextOverflow("long"), 400, "context_length_exceeded"),
         (QueueFull("full", 2.2), 429, "queue_full"),
         (ServiceClosed("end"), 503, "closing"),
@@ -161,6 +169,16 @@ def test_every_sampling_setting_reaches_the_engine() -> None:
     assert found == given and request.sampling.seed == 7
     assert request.sampling.logit_bias == {65: -100.0, 66: 1.0}
     assert (request.stop, request.max_tokens) == (("x",), 3)
+
+
+def test_names_of_other_servers_are_known() -> None:
+    case = Case()
+    case.chat(repetition_penalty=1.2, repeat_last_n=-1, n_predict=3, top_k=-1)
+    (request,) = case.service.requests
+    assert request.sampling.repeat_penalty == 1.2 and request.sampling.repeat_last_n > 10**6
+    assert request.max_tokens == 3
+    response = case.post("/v1/chat/completions", {**CHAT, "repeat_last_n": -2})
+    assert response.json()["error"]["param"] == "repeat_last_n"
 
 
 def test_what_a_request_does_not_say_is_the_servers() -> None:
@@ -316,6 +334,26 @@ def test_tokens_of_reasoning_are_counted() -> None:
     answer = Case(texts, step_s=0.005).chat()
     details = answer["usage"]["completion_tokens_details"]
     assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
+
+
+class Experts:
+    """Statistics of an expert cache: one more hit each time that they are asked for."""
+
+    n_hits = 0
+
+    def since(self, earlier: Experts) -> Experts:
+        self.n_hits += 1
+        return self
+
+    def report(self) -> dict[str, int]:
+        return {"hits": self.n_hits}
+
+
+def test_what_the_expert_cache_did_is_reported() -> None:
+    case = Case(experts=Experts())
+    assert case.chat()["moegraph"]["experts"] == {"hits": 1}
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    assert case.events("/v1/chat/completions", body)[-2]["moegraph"]["experts"] == {"hits": 2}
 
 
 def test_a_limit_of_tokens_is_the_reason() -> None:

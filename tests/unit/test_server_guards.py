@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from helpers.server_case import CHAT, Case
 
-from moegraph.errors import ConfigError
+from moegraph.errors import ConfigError, NativeError
 from moegraph.server.body import json_depth
 from moegraph.server.guards import Guard, Keys, host_name
 from moegraph.server.keyfile import read_keys
 from moegraph.server.limits import Limits
 from moegraph.server.logs import start_logging
+from moegraph.server.requestlog import RequestLog
 
 PATH = "/v1/chat/completions"
 
@@ -160,11 +162,32 @@ def test_the_log_has_figures_and_no_prompt(format: str) -> None:
         assert "n_generated=11" in lines[0] and "status=200" in lines[1]
 
 
+def test_a_request_that_is_cut_off_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def hang(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(3600)
+
+    async def go() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        app: Any = RequestLog(hang)
+        running = asyncio.ensure_future(app(scope, hang, hang))
+        await asyncio.sleep(0)
+        running.cancel()
+        await running
+
+    logging.getLogger("moegraph").propagate = True
+    caplog.set_level(logging.INFO, "moegraph")
+    asyncio.run(go())
+    assert vars(caplog.records[-1])["finish"] == "cut off" and not caplog.records[-1].exc_info
+
+
 def test_a_failure_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("moegraph").propagate = True
     response = Case(refusal=KeyError("inner")).post(PATH, CHAT)
     assert response.status_code == 500 and "inner" not in response.text
-    assert "inner" in caplog.text
+    assert "inner" in caplog.text and "Traceback" in caplog.text
+    caplog.clear()
+    assert Case(refusal=NativeError("no memory")).post(PATH, CHAT).status_code == 500
+    assert "no memory" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_keys_of_the_command_line_a_file_and_the_environment(tmp_path: Path) -> None:

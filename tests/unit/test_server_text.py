@@ -153,5 +153,6 @@ def test_no_path_is_served_twice() -> None:
 
 
 def test_health_is_good_when_the_model_is_there() -> None:
+    assert Case().client.head("/").status_code == 200
     assert Case().client.get("/health").json() == {"status": "ok"}
     assert json.loads(Case().client.get("/v1/health").text) == {"status": "ok"}

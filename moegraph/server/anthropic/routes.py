@@ -17,7 +17,7 @@ from ..app import RouteTable
 from ..body import read_schema
 from ..choices import timings_object, with_biases
 from ..contract import ChatModel
-from ..errors import ApiError
+from ..errors import told
 from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.anthropic import CountBody, MessagesBody
@@ -60,7 +60,7 @@ async def _open(request: HttpRequest, body: MessagesBody, state: ServerState) ->
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: [_prepared(model, chat, body)])
     writer = MessageWriter(
-        body.model or state.backend.facts.name,
+        state.in_use().facts.name,
         body.max_tokens,
         shows_thinking=shows_thinking(body.thinking),
     )
@@ -108,9 +108,9 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
                     yield _frame(one)
                 if not said.step.tokens and not said.is_last:
                     yield comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")
-        except ApiError as error:
+        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
             note_usage(run.http, talk.usage, "error")
-            for one in run.writer.fail(error):
+            for one in run.writer.fail(told(failure, run.http.url.path)):
                 yield _frame(one)
         except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
@@ -126,8 +126,8 @@ async def count(request: HttpRequest) -> Response:
     body = await read_schema(request, CountBody)
     state = state_of(request)
     chat = _chat(body, state)
-    loaded = await state.backend.loaded()
-    prepared = await state.work(partial(loaded.chat.prepare, chat))
+    async with state.model() as loaded:
+        prepared = await state.work(partial(loaded.chat.prepare, chat))
     return reply({"input_tokens": len(prepared.request.prompt)})
 
 

@@ -18,7 +18,7 @@ def response_fields(
     given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return {
         "created_at": created_at,
-        "model": body.model or model,
+        "model": model,
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

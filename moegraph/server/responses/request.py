@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...engine.chat import ChatRequest, Format
 from ...sampling import SamplingParams
+from ..limits import LIMITS
 from ..schemas.parts import read, refuse
 from ..schemas.responses import ItemReference, ResponsesBody, TextFormat
 from ..thinking import template_variables
@@ -72,6 +73,8 @@ def _input_items(given: str | list[Item], find: Callable[[str], Item | None]) ->
     """Return the items of an input, those of the store in place of references to them."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
+    if len(given) > LIMITS.messages:
+        refuse("input", f"{len(given)} items; at most {LIMITS.messages} are read")
     return [_referenced(item, find, f"input[{at}]") for at, item in enumerate(given)]
 
 

@@ -18,7 +18,7 @@ from ..app import RouteTable
 from ..body import read_schema
 from ..choices import chat_logprobs, timings_object, with_biases
 from ..contract import ChatModel
-from ..errors import ApiError
+from ..errors import told
 from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.responses import ResponsesBody
@@ -88,7 +88,7 @@ async def _open(request: HttpRequest, body: ResponsesBody, state: ServerState) -
     )
     statistics = Statistics(state.backend)
     talk = await state.open_talk(lambda model: [_prepared(model, chat, body)])
-    loaded = await state.backend.loaded()
+    loaded = state.in_use()
     fields = response_fields(body, chat.sampling, loaded.facts.name, int(time.time()))
     writer = ResponseWriter(fields, read.tools, new_id("resp"))
     keeps = body.store is not False
@@ -118,9 +118,9 @@ async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
                 if not said.step.tokens and not said.is_last:
                     usage = said.step.usage
                     yield comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")
-        except ApiError as error:
+        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
             note_usage(run.http, talk.usage, "error")
-            for one in run.writer.fail(error):
+            for one in run.writer.fail(told(failure, run.http.url.path)):
                 yield _frame(one)
         except (GeneratorExit, asyncio.CancelledError):
             note_usage(run.http, talk.usage, "left")
@@ -136,9 +136,9 @@ async def count(request: HttpRequest) -> Response:
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
     read = read_request(body, state.responses, state.sampling)
-    loaded = await state.backend.loaded()
     chat = replace(read.chat, variables={**state.variables, **read.chat.variables})
-    prepared = await state.work(partial(loaded.chat.prepare, chat))
+    async with state.model() as loaded:
+        prepared = await state.work(partial(loaded.chat.prepare, chat))
     n_tokens = len(prepared.request.prompt)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from ...sampling import RANDOM_SEED, SamplingParams, settings
@@ -76,8 +76,15 @@ def _bias(pair: Any) -> tuple[int | str, float]:
 Biases = Annotated[list[tuple[int | str, float]] | None, BeforeValidator(_biases)]
 
 
-def _limited(name: str) -> Any:
-    return Field(default=None, ge=_SETTINGS[name].minimum, le=_SETTINGS[name].maximum)
+def _limited(name: str, *aliases: str) -> Any:
+    names = AliasChoices(name, *aliases) if aliases else None
+    low, high = _SETTINGS[name].minimum, _SETTINGS[name].maximum
+    return Field(default=None, ge=low, le=high, validation_alias=names)
+
+
+def _whole_context(value: object) -> object:
+    """Return a number of tokens for llama-server's -1, which means all of them."""
+    return _SETTINGS["repeat_last_n"].maximum if type(value) is int and value == -1 else value
 
 
 class Sampled(Body):
@@ -88,8 +95,10 @@ class Sampled(Body):
     top_p: float | None = _limited("top_p")
     min_p: float | None = _limited("min_p")
     typical_p: float | None = _limited("typical_p")
-    repeat_penalty: float | None = _limited("repeat_penalty")
-    repeat_last_n: int | None = _limited("repeat_last_n")
+    repeat_penalty: float | None = _limited("repeat_penalty", "repetition_penalty")
+    repeat_last_n: Annotated[int | None, BeforeValidator(_whole_context)] = _limited(
+        "repeat_last_n"
+    )
     presence_penalty: float | None = _limited("presence_penalty")
     frequency_penalty: float | None = _limited("frequency_penalty")
     seed: int | None = Field(default=None, ge=-_MAX_SEED, le=_MAX_SEED)
