@@ -18,11 +18,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from .drafter import Draft
+from .firsttimes import Excused, FirstTimes
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
 from .shapes import Growth, grow
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, Experts, PassCost
+from .widths import Widths
 
 # Rows of verify passes; each width has graphs of its own, so there are not too many.
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -93,8 +95,10 @@ class Controller:
         """experts: None if none can be missing."""
         self.settings = settings
         most, longest = settings.most_rows, [source.max_draft + 1 for source in sources]
-        self.widths = tuple(sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most}))
-        self.passes = PassCost(self.widths, experts)
+        widths = sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most})
+        self.widths = Widths(widths, settings.is_timed)
+        self.passes = PassCost(widths, experts)
+        self._planned_s = 0.0  # since the last plan
         spec = settings.spec
         wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
         self._drafters = {s.name: self._drafter(s) for s in wanted if self._most(s) > 0}
@@ -106,6 +110,7 @@ class Controller:
         self._plain_value = 0.0
         self._n_steps = 0
         self._recorder = Recorder()
+        self._first_times = FirstTimes()
 
     def _most(self, source: Source) -> int:
         """Return the most depths that this source may draft."""
@@ -187,9 +192,9 @@ class Controller:
         """
         plan, plain_s = drafter.plan, self.passes.plain_s
         most_s = plain_s + self._account_s
-        n = plan.n_draft
-        while n > 0 and self._seconds(drafter, n) > most_s:
-            n -= 1
+        lengths = [w - 1 for w in self.widths.open if w <= plan.n_draft]
+        lengths = [n for n in (*lengths, plan.n_draft) if self._seconds(drafter, n) <= most_s]
+        n = max(lengths, default=0)
         if n == plan.n_draft:
             return plan
         tokens = grow(drafter.acceptance.rates[:n], (), n).tokens[-1]
@@ -236,12 +241,14 @@ class Controller:
         if drafter.hope <= value:
             return None
         most_s = 1.0 / value + 0.5 * credit_s
-        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most, self._widest - 1)
+        n = min(max(drafter.hoped, _TRIAL_DRAFT), drafter.most, self.widths.open[-1] - 1)
         least = min(max(n // 2, _TRIAL_DRAFT), n)  # a shorter one would tell little
         while n >= least and self._seconds(drafter, n) > most_s:
             n -= 1
         if n < least:
             return None
+        known = [w - 1 for w in self.widths.open if least < w <= n + 1]
+        n = known[-1] if known else n
         return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True)
 
     @property
@@ -251,7 +258,7 @@ class Controller:
 
     def _seconds(self, drafter: _Drafter, n_draft: int) -> float:
         """Return what a step takes that verifies a chain."""
-        width = next((w for w in self.widths if w > n_draft), self.widths[-1])
+        width = next((w for w in self.widths.every if w > n_draft), self.widths.every[-1])
         return drafter.cost(n_draft, self.passes.plain_s) + self.passes.seconds[width]
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
@@ -267,7 +274,7 @@ class Controller:
             return Shape(n_depth)
         known = drafter.acceptance
         accept = known.rates_of(log_p[:n_depth]) if log_p else known.rates[:n_depth]
-        growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.widths[-1] - 1)
+        growth = grow(accept, known.leaf if plan.n_top > 1 else (), self.widths.every[-1] - 1)
         # a plan cut short for want of credit competes with plain steps
         is_best = plan.n_draft >= drafter.plan.n_draft
         rate = max(self._plain_value, drafter.value if is_best else 0.0)
@@ -281,15 +288,17 @@ class Controller:
 
         rate: tokens a second that other steps would give in the time that a row takes.
         """
-        best, most = (
-            (2, -math.inf) if self.settings.is_fixed else (1, 1.0 - rate * self.passes.plain_s)
-        )
-        for width in self.widths:
-            if width > len(growth.tokens):
-                break
-            gain = growth.tokens[width - 1] - rate * self.passes.seconds[width]
-            if gain > most:
+        plain = (2, -math.inf) if self.settings.is_fixed else (1, 1.0 - rate * self.passes.plain_s)
+        widths = [w for w in self.widths.every if w <= min(len(growth.tokens), self._widest)]
+        gains = [growth.tokens[w - 1] - rate * self.passes.seconds[w] for w in widths]
+        (best, most), (other, more) = plain, plain
+        for width, gain in zip(widths, gains):
+            if gain > more:
+                other, more = width, gain
+            if gain > most and width in self.widths.open:
                 best, most = width, gain
+        if most > -math.inf and self._first_times.has_credit:
+            self.widths.miss(other, more - most)
         return best
 
     def observe(self, step: Step) -> None:
@@ -300,9 +309,16 @@ class Controller:
             self._recorder.add(step, 0.0)
             step = self._by_law(step)
         plain_s = self.passes.plain_s
+        excused = self._excused(step)
+        step = replace(
+            step, seconds=step.seconds - excused.draft - excused.verify,
+            drafter_s=step.drafter_s - excused.draft,
+        )  # fmt: skip
         if step.n_rows > 1:
             self._since_plain += 1
-            if step.seconds:
+            if step.seconds and excused.verify:
+                self.passes.note_width(step.n_rows, step.n_missing)
+            elif step.seconds:
                 seconds = step.seconds - step.drafter_s
                 self.passes.observe_verify(step.n_rows, seconds, step.n_missing)
         elif not step.source and step.seconds:
@@ -310,11 +326,14 @@ class Controller:
             self._since_plain = 0
         drafter = self._drafters.get(step.source)
         if drafter:
-            self._observe_draft(drafter, step)
+            self._observe_draft(drafter, step, not excused.draft)
         self._since_trial = 0 if step.is_trial else self._since_trial + 1
         if step.seconds:
             self._book(step, plain_s)
         self._n_steps += 1
+        self._planned_s += step.seconds
+        if plain_s:
+            self._first_times.earn(step.n_tokens - step.seconds / plain_s)
         if self._n_steps < _FIRST_PLANS or self._n_steps % _PLAN_INTERVAL == 0:
             self._plan()
 
@@ -331,9 +350,22 @@ class Controller:
         """What was drafted so far."""
         return self._recorder.stats
 
-    def _observe_draft(self, drafter: _Drafter, step: Step) -> None:
+    def _excused(self, step: Step) -> Excused:
+        """Return what of a step's time no later step takes, because its graphs were new."""
+        drafter, plain_s = self._drafters.get(step.source), self.passes.plain_s
+        if not (drafter and plain_s and step.seconds and self.settings.is_timed):
+            return Excused()
+        usual = self.passes.seconds.get(step.n_rows, step.seconds) if step.n_rows > 1 else plain_s
+        return self._first_times.observe(
+            step.source, step.n_draft, step.n_rows, step.n_tokens,
+            (step.drafter_s, step.seconds - step.drafter_s),
+            (drafter.cost(step.n_draft, plain_s), usual), plain_s,
+        )  # fmt: skip
+
+    def _observe_draft(self, drafter: _Drafter, step: Step, is_usual: bool) -> None:
+        """Learn from a draft. is_usual: its time is what drafts take."""
         drafter.n_steps += 1
-        if step.n_draft and step.seconds and self.passes.plain_s:
+        if step.n_draft and step.seconds and self.passes.plain_s and is_usual:
             drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.plain_s)
         if step.n_spine:
             drafter.n_known += 1
@@ -352,6 +384,7 @@ class Controller:
         is_clear = best and not best.is_new and self._pays(best, _CLEAR)
         earned = (_CLEAR_SHARE if is_clear else _SHARE) * step.seconds
         gained = step.n_tokens * plain_s - step.seconds if step.source else 0.0
+        gained = max(gained, -_CREDIT * plain_s)  # the process may have been paused
         if self._is_drafting and step.is_trial:
             gained = min(0.0, gained + _TRIAL_LOSS * plain_s)
             self._trials_s += step.n_tokens / self._ranked[0].value - step.seconds
@@ -371,24 +404,35 @@ class Controller:
             if drafter is not first:
                 known.forget(_KEPT_IDLE)
             leaf = known.leaf if source.n_top > 1 else ()
-            growth = grow(known.rates, leaf, self.widths[-1] - 1)
-            drafter.value, drafter.plan = self._best_plan(drafter, growth)
-            hopes = grow(known.hopes(), leaf, self.widths[-1] - 1)
-            drafter.hope, best = self._best_plan(drafter, hopes)
+            most = self.widths.every[-1] - 1
+            growth = grow(known.rates, leaf, most)
+            value, _, width = self._best_plan(drafter, growth, self.widths.every)
+            drafter.value, drafter.plan, _ = self._best_plan(drafter, growth, self.widths.open)
+            lost = value - max(drafter.value, self._plain_value)
+            if self._first_times.has_credit:
+                self.widths.miss(width, lost * self._planned_s)
+            hopes = grow(known.hopes(), leaf, most)
+            drafter.hope, best, _ = self._best_plan(drafter, hopes, self.widths.open)
             drafter.hoped = best.n_draft
+        self._planned_s = 0.0
         self._ranked.sort(key=lambda drafter: -drafter.value)
         was_drafting = self._is_drafting
         self._is_drafting = bool(self._ranked) and self._pays(self._ranked[0])
         if self._is_drafting != was_drafting:
             self._interval = _INTERVAL
 
-    def _best_plan(self, drafter: _Drafter, growth: Growth) -> tuple[float, Plan]:
-        """Return the best value of rows added in this order, and the plan that drafts them."""
+    def _best_plan(
+        self, drafter: _Drafter, growth: Growth, widths: Sequence[int]
+    ) -> tuple[float, Plan, int]:
+        """Return the best value of rows added in this order, the plan that drafts them, its rows.
+
+        widths: of which it takes one.
+        """
         plain_s, source = self.passes.plain_s, drafter.source
         fixed_s = drafter.cost(1, plain_s)
         token_s = drafter.cost(2, plain_s) - fixed_s
         value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
-        for width in self.widths:
+        for width in widths:
             if width > min(len(growth.tokens), self._widest):
                 break
             for at in growth.depths[done : width - 1]:
@@ -401,7 +445,7 @@ class Controller:
         # where leaves are worth their rows, a drafter that knows what follows them does better
         has_leaves = best_width > plan_depth + 1
         n_nodes = best_width - 1 if has_leaves and source.has_tree else 0
-        return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes)
+        return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes), best_width
 
 
 def confidence(draft: Draft) -> tuple[float, ...]:

@@ -129,6 +129,12 @@ class PassCost:
         self._log_ratio[n_rows] += (found - self._log_ratio[n_rows]) / weight
         self._weight[n_rows] = weight
 
+    def note_width(self, n_rows: int, n_missing: int) -> None:
+        """Count a verify pass whose time says nothing."""
+        if n_rows in self._weight and self._base:
+            self._observe_missing(n_rows, n_missing)
+            self.widest = max(self.widest, n_rows)
+
     def _observe_missing(self, n_rows: int, n_missing: int) -> None:
         if self._experts is None:
             return

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..errors import MoegraphError
 from ..events import CancelToken
 from ..runner.sweep import Sweep
+from ..runner.sweep_batch import SweepBatch
 from .drawing import Drawing
 from .logprobs import token_logprobs
 from .requests import Request, Step, Usage
@@ -26,8 +27,8 @@ class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
     ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, while
-    that is under way; marks: where its beginnings are to be kept. swapped:
-    its sequence, while that is in host memory. n_cached, n_read: as in `Usage`.
+    that is under way; rest: what comes after it; marks: where beginnings of the prompt are to be
+    kept. swapped: its sequence, while that is in host memory. n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
     its caller could not be told of a step.
@@ -43,6 +44,7 @@ class Answer:
         self.cancel = CancelToken()
         self.slot = -1
         self.sweep: Sweep | None = None
+        self.rest: SweepBatch | None = None
         self.marks: list[int] = []
         self.swapped: SwappedSequence | None = None
         self.n_cached = self.n_read = 0

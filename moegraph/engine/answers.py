@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ..draft.rejection import Odds
 from ..errors import Cancelled, InternalError, ModelFileError, MoegraphError
 from ..ggml.device import Device
 from ..runner import Output
@@ -43,14 +44,9 @@ class Answers:
         return sorted(found, key=lambda slot: self._given_back[slot])
 
     @property
-    def n_slots(self) -> int:
-        """Return the number of slots."""
-        return len(self._slots)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no slot has a request."""
-        return not any(self._slots)
+    def n_busy(self) -> int:
+        """Return how many slots have a request."""
+        return sum(answer is not None for answer in self._slots)
 
     def enter_slot(self, answer: Answer, slot: int) -> None:
         """Give an idle slot to a request."""
@@ -75,15 +71,22 @@ class Answers:
         self.guard(answer, lambda: self.pick(answer, output, row))
         self.keep(answer)
 
-    def pick(self, answer: Answer, output: Output, row: int, node: int = 0) -> int:
+    def pick(
+        self,
+        answer: Answer,
+        output: Output,
+        row: int,
+        node: int = 0,
+        offered: Odds | None = None,
+    ) -> int:
         """Return the next token, which the text has taken.
 
-        row: of the pass. node: which of the rows of its sequence it is.
+        row: of the pass. node, offered: as in `Drawing.pick`.
 
         Raises:
             RequestError: settings or grammar exclude every token.
         """
-        token, logits = answer.drawing.pick(output, row, node), output.logits
+        token, logits = answer.drawing.pick(output, row, node, offered), output.logits
         found = None
         if answer.wants_logits:
             found = self._passes.logits(row).copy() if logits is None else logits[row]

@@ -6,6 +6,8 @@ import bisect
 
 # How much a measurement counts beside those before it.
 _NEWEST = 0.25
+# A step of a sweep beside decode passes is to take at most this share of one; and its least rows.
+_STEP_SHARE, _LEAST_ROWS = 0.4, 256
 
 
 class Costs:
@@ -23,6 +25,8 @@ class Costs:
         self.short_s: float | None = None
         self.request_s: float | None = None
         self._pass_s: dict[int, float] = {}  # by number of rows
+        self._row_s: float | None = None  # of a step, for each row of a chunk
+        self._chunk = 1
 
     def pass_s(self, n_rows: int) -> float | None:
         """Return what a decode pass takes: that of so many rows, or of the nearest number known."""
@@ -35,11 +39,27 @@ class Costs:
         near = min(known[max(0, at - 1) : at + 1], key=lambda n: abs(n - n_rows))
         return self._pass_s[near]
 
+    def chunk_rows(self, most: int, n_rows: int) -> int:
+        """Return the rows of a chunk for a sweep beside decode passes of n_rows rows."""
+        pass_s = self.pass_s(n_rows)
+        rows = most
+        while self._row_s and pass_s and rows // 2 >= _LEAST_ROWS:
+            if rows * self._row_s <= _STEP_SHARE * pass_s:
+                break
+            rows //= 2
+        return rows
+
+    def begin_sweep(self, n_rows: int) -> None:
+        """Note that a sweep begins whose chunks have n_rows rows."""
+        self._chunk = n_rows
+        self.step_s = self._row_s * n_rows if self._row_s else None
+
     def note_round(self, n_steps: int, n_rows: int, seconds: float) -> None:
         """Learn from some steps of a sweep, and a decode pass after them; n_rows 0: no pass."""
         pass_s = self.pass_s(n_rows) if n_rows else 0.0
         if n_steps and pass_s is not None:
             self.step_s = _mean(self.step_s, max(0.0, seconds - pass_s) / n_steps)
+            self._row_s = self.step_s / self._chunk
         elif n_rows:
             self._pass_s[n_rows] = _mean(self._pass_s.get(n_rows), seconds)
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.acceptance import walk
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
@@ -166,7 +167,8 @@ class Decoding:
         walks = {a: _Walk(self._answers, a, trees[i], i * n) for i, a in enumerate(batch)}
         for answer, one in walks.items():
             if answer.may_draft:
-                self._answers.guard(answer, partial(one.draw, output))
+                odds = self._drafting.odds(answer)
+                self._answers.guard(answer, partial(one.draw, output, odds))
         done = {answer: one for answer, one in walks.items() if one.path and not answer.is_over}
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
@@ -190,11 +192,13 @@ class _Walk:
         self.path: list[int] = []
         self.drawn: list[int] = []
 
-    def draw(self, output: Output) -> None:
+    def draw(self, output: Output, odds: Sequence[Odds]) -> None:
         """Draw after the rows of the tree, as long as they are what was drawn."""
 
         def next_token(row: int) -> int | None:
-            self.drawn.append(self._answers.pick(self._answer, output, self.first + row, row))
+            depth, at = len(self.drawn), self.first + row
+            offered = odds[depth] if depth < len(odds) else None
+            self.drawn.append(self._answers.pick(self._answer, output, at, row, offered))
             return None if self._answer.is_drawn else self.drawn[-1]
 
         self.path = walk(self.tree, next_token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
@@ -84,6 +85,11 @@ class Drafting:
             proposal = replace(proposal, tree=tree)
         self._proposals[answer.slot] = proposal
         return tree
+
+    def odds(self, answer: Answer) -> tuple[Odds, ...]:
+        """Return what is known of a request's drafted tokens if these were drawn at random."""
+        proposal = self._proposals.get(answer.slot)
+        return proposal.odds if proposal else ()
 
     def give_up(self) -> None:
         """Note that the pass has no drafted rows after all."""

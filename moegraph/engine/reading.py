@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,8 @@ class Reading:
     ) -> None:
         self._passes, self._prefixes = engine.passes, engine.prefixes
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
+        sweeps = engine.runner.sweeps
+        self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
@@ -75,6 +78,9 @@ class Reading:
             self._swapping.make_room(answer, slot)
             batch, marks = self._batch(answer, slot)
             is_sweep = not is_short(batch, self._n_ubatch)
+            costs, n_busy = self._tally.costs, self._answers.n_busy
+            if is_sweep and n_busy:
+                batch = replace(batch, max_rows=costs.chunk_rows(self._n_ubatch, n_busy))
             if is_sweep and self._answers.sweeping:
                 answer.n_rest = len(batch.tokens)
                 return
@@ -83,8 +89,9 @@ class Reading:
             self._drafting.begin(slot, self._passes.held(slot))
             with self._answers.cancelling(answer):
                 if is_sweep:
-                    answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
+                    self._swapping.reserve(answer)
                     answer.marks, self._answers.sweeping = marks, answer
+                    self._begin_sweep(answer, batch)
                     return
                 output, saved = self._passes.read(batch, answer.cancel)
             self._drafting.took(slot, batch.tokens.tolist(), range(len(batch.tokens)))
@@ -92,11 +99,28 @@ class Reading:
             self._tally.end_short()
         except PoolFull as error:
             self._answers.leave_slot(answer)
-            if not self._answers.is_empty:
+            if self._answers.n_busy:
                 raise
             self._answers.failed([answer], error)
         except MoegraphError as error:
             self._answers.failed([answer], error)
+
+    def _begin_sweep(self, answer: Answer, batch: SweepBatch) -> None:
+        """Begin the sweep of as much of a prompt as one sweep can have; the rest comes after it.
+
+        A prompt that is cancelled leaves its sequence with what earlier sweeps have read.
+        """
+        n, n_past = self._n_sweep, len(self._passes.held(answer.slot))
+        answer.rest = None
+        if len(batch.tokens) > n:
+            later = tuple(cut for cut in batch.cuts if cut > n_past + n)
+            cuts = tuple(cut for cut in batch.cuts if cut < n_past + n)
+            answer.rest = replace(batch, tokens=batch.tokens[n:], cuts=later)
+            first = batch.tokens[:n]
+            batch = replace(batch, tokens=first, cuts=cuts, greedy=True, draws=None)
+        answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
+        rows = batch.max_rows or self._n_ubatch
+        self._tally.costs.begin_sweep(min(rows, len(batch.tokens)))
 
     def _batch(self, answer: Answer, slot: int) -> tuple[SweepBatch, list[int]]:
         """Have a slot hold what is known of a prompt; return the rest of it, and its marks."""
@@ -132,11 +156,16 @@ class Reading:
                     self._tally.stepped()
                     n_steps -= 1
                     self._answers.tell()  # the device may be computing by now
-            if not (more and self._streams):
-                self._tally.end_round()
-            if more:
+                if not (more and self._streams):
+                    self._tally.end_round()
+                if not more and answer.rest:
+                    self._keep(answer, sweep.saved, answer.marks)
+                    self._begin_sweep(answer, answer.rest)
+                    more = True
+            if more and answer.sweep:
+                sweep = answer.sweep
                 n_new = len(sweep.batch.tokens)
-                answer.n_read = answer.n_cached + n_new * sweep.n_done // sweep.n_steps
+                answer.n_read = sweep.n_past + n_new * sweep.n_done // sweep.n_steps
                 answer.tell_progress()
             else:
                 self._was_read(answer, finished(sweep), sweep.saved, answer.marks)
@@ -147,17 +176,21 @@ class Reading:
         self, answer: Answer, output: Output, saved: list[StatesCopy], marks: Sequence[int]
     ) -> None:
         """Draw the first token, and keep beginnings of the prompt."""
-        answers, n = self._answers, len(answer.ids)
+        answers = self._answers
         answers.succeeded()
         if answers.sweeping is answer:
             answers.sweeping = answer.sweep = None
-        answer.n_read = n
+        answer.n_read = len(answer.ids)
         if answer.is_drawn:  # nothing is to be generated
             answers.keep(answer)
         else:
             answers.draw(answer, output, 0)
+        self._keep(answer, saved, marks)
+        self._read.append(answer)
+
+    def _keep(self, answer: Answer, saved: list[StatesCopy], marks: Sequence[int]) -> None:
+        """Keep the beginnings of a prompt at the marks that its sequence has reached."""
         for states in saved:
             self._prefixes.save(answer.slot, states)
-        if n in marks:
+        if len(self._passes.held(answer.slot)) in marks:
             self._prefixes.save(answer.slot)
-        self._read.append(answer)

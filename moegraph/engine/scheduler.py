@@ -5,9 +5,9 @@ is read layer by layer, as a *sweep* that may be suspended between its steps; on
 under way. A short prompt is read as one pass instead. Requests whose prompts are read decode
 together, one pass after another.
 
-Decode passes earn time for prompts, as much as they take themselves, and no more is kept than one
-pass or one step takes. So while a long prompt is read, others wait at most twice as long for a
-token as usual, unless a single step of a sweep takes longer than a pass.
+Decode passes earn time for prompts, three quarters of what they take themselves, and no more is
+kept than one pass or one step takes. So while a long prompt is read, others wait less than twice
+as long for a token as usual, unless a single step of a sweep takes longer than a pass.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes, and most steps.
 _ALONE_S, _MOST_STEPS = 0.02, 64
+# What a decode pass earns for prompts, of its own time.
+_SHARE = 0.75
 # After so many decode passes beside a sweep, one without a step before it is measured.
 _MEASURE_EVERY = 32
 # Seconds after which a refused client may try again: at least, and at most.
@@ -222,8 +224,8 @@ class Scheduler(Generic[T]):
     def _to_begin(self, is_short: Callable[[T], bool]) -> T | None:
         """Return the request whose prompt begins now, if there is one.
 
-        While a sweep is under way, only a short prompt can begin; it goes before longer ones, which
-        could not run now.
+        While a sweep is under way, only a short prompt can begin. It goes before longer ones, which
+        could not run now; but one slot stays free for the first of these.
         """
         if self.n_running >= self._n_slots or not self._waiting or self._is_held:
             return None
@@ -247,7 +249,10 @@ class Scheduler(Generic[T]):
         return None
 
     def _first_short(self, is_short: Callable[[T], bool]) -> T | None:
-        return next((key for key in self._waiting if is_short(key)), None)
+        """Return the first short prompt; none takes the last slot from an older prompt."""
+        found = next((key for key in self._waiting if is_short(key)), None)
+        is_last = self.n_running == self._n_slots - 1
+        return None if is_last and found != next(iter(self._waiting)) else found
 
     def _n_steps(self) -> int:
         """Return how many steps of the sweep run now."""
@@ -265,7 +270,8 @@ class Scheduler(Generic[T]):
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
-        earned = self.costs.pass_s(n_rows) or 0.0
-        most = max(earned, self.costs.step_s or 0.0)
+        pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
+        earned = _SHARE * pass_s
+        most = max(min(earned + step_s, pass_s), step_s)
         self._credit_s = min(self._credit_s + earned, most)
         self._n_beside += self._sweeping is not None

@@ -35,7 +35,7 @@ class Swapping:
         """
         idle = self._answers.idle_slots()
         n_usable = self._passes.room.n_free_pages + sum(len(self._pool.pages(s)) for s in idle)
-        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_slots - len(idle)
+        n_needed = self._pages(self._n_rows(answer)) + self._answers.n_busy
         return n_usable >= min(n_needed, self._pool.n_pages)
 
     def _n_rows(self, answer: Answer) -> int:
@@ -51,6 +51,10 @@ class Swapping:
         n_needed = self._pages(self._n_rows(answer) - 1) - len(self._pool.pages(slot))
         if not self._reclaim(n_needed, slot):
             raise PoolFull(n_needed, self._passes.room.n_free_pages)
+
+    def reserve(self, answer: Answer) -> None:
+        """Give a slot pages for the whole prompt, of which it may read one part after another."""
+        self._pool.grow(answer.slot, len(answer.ids))
 
     def has_room(self, batch: Iterable[Answer]) -> bool:
         """Return whether some requests can take a row each; idle slots give up pages for that."""
@@ -88,7 +92,7 @@ class Swapping:
                 self.make_room(answer, slot)
                 self._copies.swap_in(slot, swapped)
         except PoolFull as error:
-            if not self._answers.is_empty:
+            if self._answers.n_busy:
                 raise
             self._answers.end(answer, "error", error)
         except MoegraphError as error:

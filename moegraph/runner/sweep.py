@@ -70,7 +70,8 @@ class Sweep:
         self._state = state
         self.n_past = state.n_past[self.slot]
         n = len(batch.tokens)
-        chunks = cut_chunks(n, self.n_past, sweeps.memory.max_rows, batch.cuts)
+        max_rows = min(batch.max_rows or sweeps.memory.max_rows, sweeps.memory.max_rows)
+        chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)

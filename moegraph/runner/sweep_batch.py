@@ -22,6 +22,7 @@ class SweepBatch:
     `Batch`; draws only without all_rows.
     cuts: positions at which chunks are cut and the recurrent states copied to host memory: they are
     in `Sweep.saved` once it has ended, as far as there was memory for them.
+    max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
     taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
     and the position of the first row. The call enqueues on the compute stream what it wants of
     them, because the next layer overwrites them.
@@ -33,6 +34,7 @@ class SweepBatch:
     greedy: bool = False
     draws: npt.NDArray[np.int32] | None = None
     cuts: Sequence[int] = ()
+    max_rows: int = 0
     taps: Mapping[int, Tap] = field(default_factory=dict)
 
     @property

@@ -70,8 +70,12 @@ class World:
     noise: float = 0.03
     growth: float = 0.0  # of every step's time, over the whole text
     graph_s: float = 0.0  # the first pass of a width takes this much longer
+    young: tuple[int, float] = (
+        0,
+        1.0,
+    )  # so many first passes of a width take so many times as long
     seed: int = 1
-    _built: set[int] = field(default_factory=set)
+    built: dict[int, int] = field(default_factory=dict)  # passes of each width
 
     def pass_s(self, n_rows: int, rng: random.Random, at: float) -> tuple[float, int]:
         n_missing, lack = 0, 0.0
@@ -83,16 +87,18 @@ class World:
         seconds *= math.exp(rng.gauss(0.0, self.noise))
         if rng.random() < 0.003:
             seconds += 3 * self.base_s  # the process was paused
-        if n_rows > 1 and n_rows not in self._built:
-            self._built.add(n_rows)
-            seconds += self.graph_s
+        if n_rows > 1:
+            n = self.built[n_rows] = self.built.get(n_rows, 0) + 1
+            seconds += self.graph_s if n == 1 else 0.0
+            seconds *= self.young[1] if n <= self.young[0] else 1.0
         return seconds, n_missing
 
 
 def simulate(world: World, controller: Controller | None, fixed: Plan | None = None) -> float:
     """Return the seconds of the texts: planned by a controller, or by one plan for all steps."""
     rng = random.Random(world.seed)
-    world._built.clear()
+    if not controller or not controller.stats.steps:  # else the engine is the same
+        world.built.clear()
     tools = {tool.source.name: tool for tool in world.tools}
     total = sum(text.n_tokens for text in world.texts)
     seconds, done = 0.0, 0

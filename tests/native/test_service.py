@@ -14,7 +14,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine
+from moegraph.engine import Engine, costs
 from moegraph.engine.requests import Request
 from moegraph.errors import ContextOverflow, QueueFull, RequestError, ServiceClosed
 from moegraph.ggml.lib import C, ffi
@@ -408,3 +408,44 @@ def test_the_state_after_a_token_of_an_answer_is_kept(
         second = Client(service, edited, max_tokens=10).wait()
     assert second.last.usage.n_cached == 50 + at + 1
     assert second.tokens == alone(single, second.request)[0]
+
+
+def test_chunks_beside_other_requests_do_not_change_an_answer(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
+    chunks: list[int] = []
+    real = engine.passes.begin_prompt
+    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, n: most // 4)
+    monkeypatch.setattr(
+        engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
+    )
+    with serving(engine) as service:
+        first = Client(service, prompt(engine, 300), max_tokens=500)
+        second = Client(service, prompt(engine, 700, seed=1), max_tokens=9, marks=(350,)).wait()
+        first.ticket.cancel()
+    assert chunks == [0, 64]
+    single = open_engine(n_ctx=1024, cpu_reference=True)
+    assert second.tokens == alone(single, second.request)[0]
+
+
+def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine: Open) -> None:
+    engine = open_engine(n_seq=2, n_ctx=2048, n_kv=-1, n_ubatch=64, cpu_reference=True)
+    ids = prompt(engine, 1900)
+    with serving(engine) as service:
+        service._loop._reading._n_sweep = 512
+        other = Client(service, [1, 2], max_tokens=100)
+        first = Client(service, ids, max_tokens=3)
+        while not (first.steps and first.last.usage.n_read > 700):
+            time.sleep(0.001)
+        first.ticket.cancel()
+        assert first.wait().reason == "cancelled" and not first.tokens
+        n_read = first.last.usage.n_read
+        second = Client(service, ids, max_tokens=5, marks=(1024, 1100, 1700)).wait()
+        assert second.last.usage.n_cached == min(n_read, 1536) // 512 * 512 >= 512
+        third = Client(service, [*ids[:1100], 5], max_tokens=2, reuse=True).wait()
+        other.wait()
+    engine.state.pool.check()
+    single = open_engine(n_ctx=2048, cpu_reference=True)
+    for client in (other, second, third):
+        assert client.tokens == alone(single, client.request)[0]

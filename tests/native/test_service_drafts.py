@@ -137,3 +137,21 @@ class Fixed:
     def n_accepted(self, tokens: list[int]) -> int:
         wanted = self._text[self._at : self._at + len(tokens)]
         return next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), len(wanted))
+
+
+def test_texts_drafted_at_random_end_and_greedy_ones_are_those_without_drafts(
+    open_engine: Open,
+) -> None:
+    engine = drafting(open_engine)
+    engine.speculation.rejects = True
+    plain = open_engine("mini35b", cpu_reference=True, n_ctx=256)
+    with serving(engine) as service:
+        clients = [
+            Client(service, prompt(engine, 20 + i), max_tokens=30, sampling=SAMPLINGS[i % 2])
+            for i in range(4)
+        ]
+        for client in clients:
+            assert client.wait().reason == "length" and len(client.tokens) == 30
+    for client in clients[::2]:
+        assert client.tokens == alone(plain, client.request)[0]
+    assert sum(client.last.usage.n_drafted for client in clients[1::2]) > 10

@@ -134,11 +134,70 @@ def test_a_first_text_of_which_nothing_is_known_loses_little(
         assert plain / ours > at_least
 
 
+# Of an H200 with every expert of a 35B-A3B resident: milliseconds of verify passes and commits by
+# rows, and how often the first, second, ... token of an MTP draft was accepted.
+H200 = ((1, 2.45), (2, 3.58), (3, 4.05), (4, 4.33), (5, 4.82), (7, 5.33), (16, 7.5), (32, 10.2))
+H200_MTP = Tool(MTP.source, 0.44e-3, 0.25e-3)
+ACCEPTED = {
+    "code": (0.84, 0.68, 0.56, 0.47, 0.31, 0.27),
+    "structured": (0.94, 0.91, 0.85, 0.75, 0.65, 0.56),
+    "hopeless": (0.3, 0.1, 0.03),
+}
+
+
+def h200(kind: str, n_tokens: int) -> World:
+    """Return a world in which the first passes of each width, which build graphs, are dear."""
+    accepted = ACCEPTED[kind]
+    rates = tuple(p / before for before, p in zip((1.0, *accepted), accepted))
+    rows, ms = zip(*H200)
+    return World(
+        [Text(n_tokens, {"mtp": Rates(rates)})], [H200_MTP],
+        lambda n: float(np.interp(n, rows, ms)) / ms[0], ms[0] / 1e3, young=(3, 5.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"),
+    [("code", 1.12, 0.9), ("structured", 1.25, 0.93), ("hopeless", 0.86, 0.97)],
+)
+def test_graphs_that_have_to_be_built_do_not_keep_drafts_away(
+    kind: str, first: float, later: float
+) -> None:
+    """The first text pays for them. A later one is nearly as fast as the best fixed drafts."""
+    cold, ours, best, plain = 0.0, 0.0, 0.0, 0.0
+    for seed in range(8):
+        it = h200(kind, 400)
+        it.seed, controller = seed, auto(it)
+        cold += simulate(it, controller)
+        plan = best_fixed(replace(h200(kind, 400), young=(0, 1.0), seed=99))
+        for it.seed in (seed + 20, seed + 40):
+            ours += simulate(it, controller)
+            of = replace(h200(kind, 400), young=(0, 1.0), seed=it.seed)
+            best += simulate(of, None, plan)
+            plain += simulate(of, None, PLAIN)
+    assert plain / 2 / cold > first
+    assert best / ours > later and plain / ours > 0.965
+    assert (plain / ours > 1.2) == (kind != "hopeless")
+
+
+def test_a_pause_of_the_process_does_not_end_drafting() -> None:
+    it = h200("structured", 400)
+    controller = auto(it)
+    simulate(it, controller)
+    for _ in range(3):
+        controller.observe(Step("mtp", 0.5, 1, 4, 3, 3, 0, (-1,), (), 1e-3, 0.4))
+    n_plain = 0
+    while not controller.choose(100).source:
+        controller.observe(Step("", STEP))
+        n_plain += 1
+    assert n_plain < 600
+
+
 def test_passes_that_cost_far_more_than_the_law_are_given_up_soon() -> None:
     it = world([Text(1000, STRUCTURED)], "all", RESIDENT)
     it.law = lambda n_rows: 1.0 if n_rows == 1 else 12.0 + n_rows
-    ours = simulate(it, auto(it))
-    assert simulate(it, None, PLAIN) / ours > 0.93
+    ours = simulate(it, auto(it))  # the first passes may be dear because graphs are built
+    assert simulate(it, None, PLAIN) / ours > 0.91
 
 
 def test_a_drafter_that_lies_about_its_confidence_cannot_make_text_slow() -> None:
@@ -162,7 +221,8 @@ def test_without_credit_steps_are_plain_however_good_the_estimate() -> None:
 def test_the_number_of_rows_follows_the_confidence_in_a_draft() -> None:
     it = world([Text(2500, CODE)], "dflash", MANY)
     controller = warm(it)
-    plan = controller.choose(100)
+    controller.widths.open = controller.widths.every
+    plan = controller._drafters["dflash"].plan
     tokens = np.zeros((plan.n_draft, 3), np.int32)
 
     def n_rows(p: float) -> int:
@@ -209,7 +269,8 @@ def test_a_named_source_drafts_in_every_step_also_where_it_does_not_pay() -> Non
     controller = auto(it, DraftSettings("mtp"))
     simulate(it, controller)
     stats = controller.stats
-    assert stats.source == "mtp" and stats.plain_steps == 2  # to know what a plain step takes
+    # to know what a plain step takes, and for the last token
+    assert stats.source == "mtp" and stats.plain_steps in (2, 3)
     assert stats.speedup is not None and stats.speedup < 1.0
 
 
