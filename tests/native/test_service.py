@@ -416,7 +416,7 @@ def test_chunks_beside_other_requests_do_not_change_an_answer(
     engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
     chunks: list[int] = []
     real = engine.passes.begin_prompt
-    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, n: most // 4)
+    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, least, n: most // 4)
     monkeypatch.setattr(
         engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
     )
