@@ -141,13 +141,15 @@ def test_a_cancellation_or_deadline_touches_no_other(open_engine: Open, when: st
         target = ids[:5] if when == "decoding" else long
         for how in ("cancelled", "deadline"):
             deadline_s = 0.05 if how == "deadline" else None
-            client = Client(service, target, max_tokens=1500, deadline_s=deadline_s)
+            client = Client(service, target, max_tokens=2000, deadline_s=deadline_s)
             if how == "cancelled":
+                while when == "decoding" and not client.tokens:
+                    time.sleep(0.001)
                 time.sleep(0.05)
                 client.ticket.cancel()
                 client.ticket.cancel()
             assert client.wait().reason == how, client.last
-            assert bool(client.tokens) == (when == "decoding")
+            assert when == "decoding" or not client.tokens
             client.ticket.cancel()
         for other in others:
             other.wait()
