@@ -243,9 +243,10 @@ class EngineConfig:
         "flag",
         False,
         ("--deterministic",),
-        "Base no decision on timing, so that runs are repeatable: with --miss auto the device "
-        "computes all missing experts, nothing is prefetched, and the cache is never bypassed. "
-        "Often slower.",
+        "Base no decision on timing, and on CUDA give each of up to 32 rows of a pass the bits "
+        "that it has alone with all experts on the GPU: then text with drafts is the text without. "
+        "With --miss auto the device computes all missing experts, nothing is prefetched, and the "
+        "cache is never bypassed. Often slower.",
     )
     n_seq: int = _setting(
         "int",

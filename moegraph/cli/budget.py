@@ -51,7 +51,9 @@ def default_budgets(need: Footprint, config: EngineConfig, reserve: int) -> list
     if whole > _CARDS[0] or config.pin_layers >= 0 or config.cache_slots >= 0:
         return list(_CARDS)
     # staging is not needed once all experts are resident
-    parts = [whole - need.experts * missing // 4 + need.staging for missing in (3, 2, 1)]
+    parts = [
+        whole - need.experts * missing // 4 + need.staging + need.ring for missing in (3, 2, 1)
+    ]
     in_mib = {-(-n // MiB) for n in (*parts, whole) if n <= whole}
     return [n * MiB for n in sorted(in_mib)]
 
@@ -89,7 +91,7 @@ def plan_budget(
             demand,
         )  # fmt: skip
     except (OutOfDeviceMemory, ConfigError) as error:
-        if isinstance(error, ConfigError) and usable >= need.fixed + need.staging:
+        if isinstance(error, ConfigError) and usable >= need.fixed + need.staging + need.ring:
             raise
         return Budget(n_bytes, reserve, None, upstream, n_rows, str(error))
     return Budget(n_bytes, reserve, plan, upstream, n_rows)

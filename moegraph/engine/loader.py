@@ -112,7 +112,14 @@ class _Loading:
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
         # the stage closes it too, and a second close does nothing; but planning may fail
-        self.device = self._own(Device(config.device, config.n_threads, config.cpu_reference))
+        self.device = self._own(
+            Device(config.device, config.n_threads, config.cpu_reference, config.deterministic)
+        )
+        if self.device.is_invariant and config.miss == "cpu":
+            raise ConfigError(
+                "--deterministic computes every expert on the GPU, because the CPU rounds "
+                "otherwise; drop --miss cpu or --deterministic"
+            )
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
         self.config = config = with_drafts(config)
@@ -145,7 +152,8 @@ class _Loading:
         if beside:
             wait([beside])
             self._times.lap("tokenizer")
-        runner = self._own(open_runner(stage, config, self._profile, routing, self._times))
+        args = self._profile, routing, self._times, plan.ring_each
+        runner = self._own(open_runner(stage, config, *args))
         runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
@@ -220,11 +228,12 @@ def open_runner(
     profile: ProfileFile | None = None,
     routing: npt.NDArray[np.int32] | None = None,
     times: Stopwatch | None = None,
+    ring_each: int = 0,
 ) -> Runner:
     """Return what runs passes over a stage, its slots filled; close it before the stage.
 
     profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
-    times: measures the phases.
+    times: measures the phases. ring_each: see `Sweeps`.
 
     Raises:
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
@@ -238,7 +247,7 @@ def open_runner(
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_each)
 
 
 def _open_misses(

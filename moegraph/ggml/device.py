@@ -252,17 +252,23 @@ class Device:
     """One device, with a stream for graphs and one for uploads.
 
     With streams each is a backend instance with a stream of its own; otherwise both are one
-    instance.
+    instance. is_invariant: a row's results depend neither on the rows beside it, up to 32, nor on
+    where experts are; not on the CPU, which has `reference` for that.
     """
 
     def __init__(
-        self, name: str = "auto", n_threads: int | None = 1, reference: bool = False
+        self,
+        name: str = "auto",
+        n_threads: int | None = 1,
+        reference: bool = False,
+        invariant: bool = False,
     ) -> None:
         """Open a device by its spelling: auto, cpu, cuda or cuda:N.
 
         n_threads: CPU threads until `use_threads`; None for one per core. Results are those of
             this number of threads, also after `use_threads`.
         reference: on the CPU, use kernels whose results do not depend on width or threads.
+        invariant: on CUDA, give each of up to 32 rows of a pass the bits that it gets alone.
 
         Raises:
             ConfigError: there is no such device.
@@ -275,6 +281,7 @@ class Device:
         self.can = Capabilities.of(self._dev)
         if reference and not self.can.exact_sums:
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
+        self.is_invariant = invariant and not self.can.exact_sums
         self.compute = Backend(self._dev)
         # weights and experts are uploaded on this stream
         self.upload = Backend(self._dev) if self.can.streams else self.compute

@@ -122,7 +122,7 @@ class Builder:
         return C.ggml_add(self.ctx, a, b)
 
     def add_rows(self, a: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Add to each row of a F32 [n, m] the row of F32 [n, r] that ids I32 [m] names."""
+        """Add to each row of a F32 [n, m] the row of F32 [n, r] that ids I32 [m] names, if >= 0."""
         ok = a.type == rows.type == F32 and ids.type == I32 and a.ne[0] == rows.ne[0]
         _require(ok and shape(a)[1:] == (ids.ne[0], 1, 1), "add_rows", a, rows, ids)
         n, m = a.ne[0], a.ne[1]

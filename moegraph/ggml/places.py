@@ -71,10 +71,9 @@ def write_unit(
 
         token, slot, place   of each place: its row, its expert's slot, its number
         target               the distinct rows
-        terms                in each round, the place that is added to each of these rows
+        terms                in each round, the place that is added to each of these rows, or -1
 
-    Padding has slot -1 and gives zeros. The last place is padding, which a row without a place in
-    a round adds.
+    Padding has slot -1 and gives zeros.
 
     Raises:
         InternalError: a row has more than max_rounds places.
@@ -83,7 +82,7 @@ def write_unit(
         raise InternalError(f"{len(places)} places do not fit into a unit of {n_padded}")
     n_rounds = C.mg_unit(
         _ints(places), len(places), _ints(ids), _ints(slots), n_used, n_rows, n_padded,
-        max_rounds, n_padded - 1, _ints(words),
+        max_rounds, -1, _ints(words),
     )  # fmt: skip
     if n_rounds < 0:
         raise InternalError(f"a row chose more than {max_rounds} experts of a group")

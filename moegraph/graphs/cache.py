@@ -85,6 +85,8 @@ class GraphCache:
         context = Context(4 * n_nodes, 2 * n_nodes)
         builder = Builder(context, n_nodes)
         outputs = build(builder)
+        if self._device.is_invariant:
+            C.moegraph_keep_rows_apart(builder.graph)
         _check_supported(self._device, builder.graph)
         self._allocate(context, builder.graph)
         built = BuiltGraph(context, builder.graph, outputs, builder.spans)

@@ -75,9 +75,10 @@ def build_output(
     d_v, n_v, t, s = hp.head_v_dim, hp.n_v_heads, shape.n_seq_tokens, shape.n_seqs
     out = b.norm(out, w["ssm_norm.weight"], hp.f_norm_rms_eps)
     out = b.mul(out, b.silu(b.reshape(z, d_v, n_v, t, s)))
-    out = b.name(b.reshape(out, d_v * n_v, t, s), "final_output", il)
-    out = b.name(b.mul_mat(w["ssm_out.weight"], out), "linear_attn_out", il)
-    return b.reshape(out, hp.n_embd, t * s)
+    # one matrix of rows, also of several sequences: else CUDA would read the weights for each of
+    # them, with a kernel whose sums have another order
+    out = b.name(b.reshape(out, d_v * n_v, t * s), "final_output", il)
+    return b.name(b.mul_mat(w["ssm_out.weight"], out), "linear_attn_out", il)
 
 
 def build_recurrence(

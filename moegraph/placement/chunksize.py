@@ -40,7 +40,7 @@ def choose_rows(
     least = need_of(_LEAST)
     set_bytes = max(0, config.cache_slots) * max(least.slot_bytes)
     set_bytes += max(0, config.pin_layers) * least.n_expert * max(least.slot_bytes)
-    left = budget - least.fixed - least.staging - set_bytes
+    left = budget - least.fixed - least.staging - least.ring - set_bytes
     # what slots and layers that the user set leave has no other use
     share = 1.0 if config.cache_slots >= 0 and config.pin_layers >= 0 else _SHARE
     for n_rows in _CHUNKS:

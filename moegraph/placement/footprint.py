@@ -15,7 +15,9 @@ from ..resident.layout import (
     draft_room,
     draft_widths,
     expert_tensors,
+    group_size,
     is_dense,
+    most_terms,
     paged_scratch_bytes,
     ring_bytes,
     stack_kind,
@@ -65,6 +67,8 @@ def needed_bytes(
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * n_kv * hp.n_embd_head_k * hp.n_head_kv
+    if config.deterministic:  # the rows of single experts, see `CarryBuffers`
+        compute += 4 * hp.n_embd * hp.n_expert_used * rows
     kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
@@ -82,8 +86,9 @@ def needed_bytes(
         compute=compute,
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
-        + ring_bytes(kinds.values(), hp.n_expert)
         + lacking_bytes(hp, n_sweep, n_ubatch),
+        ring_each=group_size(hp.n_expert),
+        ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,
     )
 
@@ -101,7 +106,8 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
 
 def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
-    unit = 4 * 20 * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
+    n_terms = most_terms(hp.n_expert_used, hp.n_expert)
+    unit = 4 * (4 + n_terms) * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
     return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
 
 

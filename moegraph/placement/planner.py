@@ -15,6 +15,8 @@ from heapq import heapify, heappop, heappush
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..units import format_bytes
 
+# The ring doubles if the memory for experts is at least so many times its bytes.
+_RING_SHARE = 32
 # [n_layer][n_expert]: choices per token of the most, second most, ... chosen expert, falling.
 Demand = Sequence[Sequence[float]]
 
@@ -25,7 +27,8 @@ class Footprint:
 
     slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer. weights:
     all weights except routed experts. other: the driver, tables, alignment. staging: needed only if
-    some layer is not full. drafters: all that they take.
+    some layer is not full, as is ring: what prompts send experts through, with groups of ring_each
+    slots. drafters: all that they take.
     """
 
     n_expert: int
@@ -37,6 +40,8 @@ class Footprint:
     compute: int
     other: int = 0
     staging: int = 0
+    ring_each: int = 0
+    ring: int = 0
     drafters: int = 0
 
     @property
@@ -65,6 +70,7 @@ class Plan:
     experts of full layers), slots, and drafters if there are any. budget: None without a limit.
     resident_share: share of the expert bytes that are resident, 0 to 1. host_bytes: host memory for
     copies of the experts of all layers that are not full, of which the device holds some too.
+    ring_each: slots of a group of the ring.
     """
 
     n_slots: tuple[int, ...]
@@ -74,6 +80,7 @@ class Plan:
     all_resident: bool
     resident_share: float
     host_bytes: int
+    ring_each: int = 0
 
     @property
     def total(self) -> int:
@@ -118,7 +125,10 @@ def make_plan(
     is_all = pin_layers == n_layer or (pin_layers is None and cache_slots is None)
     if is_all and (budget is None or need.fixed + need.experts <= budget):
         return _plan(need, [need.n_expert] * n_layer, budget)
-    left = None if budget is None else budget - need.fixed - need.staging
+    left = None if budget is None else budget - need.fixed - need.staging - need.ring
+    n_rings = _n_rings(need, left, pin_layers or 0, cache_slots or 0)
+    if left is not None:
+        left -= (n_rings - 1) * need.ring
     if left is not None and left < 0:
         raise _too_small(need, budget or 0, source)
     pins = _pins(need, left, pin_layers, cache_slots, source)
@@ -130,7 +140,7 @@ def make_plan(
         left -= sum(need.n_expert * need.slot_bytes[il] for il in pins)
     for il, n in zip(rest, _spread(need, rest, left, cache_slots, demand)):
         n_slots[il] = n
-    plan = _plan(need, n_slots, budget)
+    plan = _plan(need, n_slots, budget, n_rings)
     if plan.margin is not None and plan.margin < 0:
         raise ConfigError(
             f"--cache-slots {cache_slots} needs {format_bytes(plan.bytes['slots'])} beside "
@@ -150,6 +160,17 @@ def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:
         if need.fixed + need.n_expert * sum(need.slot_bytes[n:]) <= budget:
             return n
     return None
+
+
+def _n_rings(need: Footprint, left: int | None, pin_layers: int, cache_slots: int) -> int:
+    """Return how many times the smallest ring the plan has.
+
+    A larger ring sends more experts ahead and needs fewer graphs, but slots make every token
+    faster. left: bytes for experts.
+    """
+    if left is None:
+        left = (pin_layers * need.n_expert + cache_slots) * min(need.slot_bytes)
+    return 2 if left >= _RING_SHARE * need.ring else 1
 
 
 def _pins(
@@ -238,21 +259,23 @@ def _by_demand(
     return n_slots
 
 
-def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None) -> Plan:
+def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None, n_rings: int = 1) -> Plan:
     sizes = [n * size for n, size in zip(n_slots, need.slot_bytes)]
     pinned = tuple(il for il, n in enumerate(n_slots) if n == need.n_expert)
     full_bytes = sum(sizes[il] for il in pinned)
     everything = len(pinned) == need.n_layer
     by_purpose = {
         "weights": need.weights, "kv": need.kv, "state": need.state, "compute": need.compute,
-        "other": need.other, "staging": 0 if everything else need.staging,
+        "other": need.other,
+        "staging": 0 if everything else need.staging + n_rings * need.ring,
         "pinned": full_bytes, "slots": sum(sizes) - full_bytes,
     }  # fmt: skip
     if need.drafters:
         by_purpose["drafters"] = need.drafters
     share = sum(sizes) / need.experts if need.experts else 1.0
     host = need.experts - full_bytes
-    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host)
+    each = n_rings * need.ring_each
+    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host, each)
 
 
 def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
@@ -262,7 +285,7 @@ def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:
         "states": need.state,
         "compute": need.compute,
         "kernels and tables": need.other,
-        "staging": need.staging,
+        "staging": need.staging + need.ring,
         "drafters": need.drafters,
     }
     needed = sum(parts.values())

@@ -140,20 +140,29 @@ class Packing:
 def group_size(n_expert: int) -> int:
     """Return the slots of a group of the ring, for layers of n_expert experts.
 
-    More of them make fewer graphs, and fewer make the first experts usable earlier.
+    More of them make fewer graphs, and fewer make the first experts usable earlier and leave memory
+    for slots. The planner may double them.
     """
     return max(4, min(16, n_expert // 8))
 
 
-def ring_bytes(strides: Collection[int], n_expert: int) -> int:
-    """Return the bytes of the ring; strides: the bytes of a slot, of each kind of layer."""
-    return N_GROUPS * group_bytes(strides, n_expert)
+def ring_bytes(strides: Collection[int], n_each: int) -> int:
+    """Return the bytes of a ring with groups of n_each slots.
+
+    strides: the bytes of a slot, of each kind of layer.
+    """
+    return N_GROUPS * group_bytes(strides, n_each)
 
 
-def group_bytes(strides: Collection[int], n_expert: int) -> int:
-    """Return the bytes of a group of the ring."""
+def group_bytes(strides: Collection[int], n_each: int) -> int:
+    """Return the bytes of a group of n_each slots of the ring."""
     # the first slot of a kind may begin up to a slot after the group does
-    return max(strides) * (group_size(n_expert) + (len(set(strides)) > 1))
+    return max(strides) * (n_each + (len(set(strides)) > 1))
+
+
+def most_terms(n_expert_used: int, n_each: int) -> int:
+    """Return how many experts of a group a row may have chosen, rounded up to a power of two."""
+    return 1 << (min(n_expert_used, n_each) - 1).bit_length()
 
 
 def is_dense(name: str, layers: range) -> bool:

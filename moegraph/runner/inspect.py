@@ -45,6 +45,8 @@ def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArr
     with Context(4 * n_nodes, 2 * n_nodes) as context:
         builder = Builder(context, n_nodes)
         build_whole(builder, stage, runner._inputs, runner.hidden, at, Results.ARGMAX)
+        if device.is_invariant:
+            C.moegraph_keep_rows_apart(builder.graph)
         raw = C.ggml_backend_alloc_ctx_tensors_from_buft(context.ptr, device.buft)
         if raw == ffi.NULL:
             raise OutOfDeviceMemory(

@@ -3,7 +3,7 @@
     layers        mixer_router and moe of one or more layers
     add_uploaded  adds uploaded experts
     add_cpu       adds experts that the CPU computed
-    sum_rows      CPU device only: sums the rows of all experts in routing order
+    sum_rows      CPU device and --deterministic: sums the rows of all experts in routing order
 
 The last three complete the last layer of a `layers` graph, so only that layer may lack experts. A
 layer whose graph fetches its missing experts lacks none. The graph that completes a layer also
@@ -52,8 +52,8 @@ class CarryBuffers:
     F32 [n_embd, n_tokens]: input_norm (of the next layer or the head), residual, post_norm.
     weights F32 and slots I32 (for `add_uploaded`): [n_expert_used, n_tokens].
     cpu_out: result of the CPU, F32 [n_embd, n_tokens].
-    with_rows (CPU device): there is expert_rows, F32 [n_embd, n_expert_used, n_tokens], and
-        cpu_out has that shape.
+    with_rows (CPU device, --deterministic): there is expert_rows, F32 [n_embd, n_expert_used,
+        n_tokens], and cpu_out has that shape.
     """
 
     def __init__(self, stage: Stage, max_rows: int, with_rows: bool, cpu_out: bool) -> None:

@@ -13,9 +13,9 @@ host memory. The host watches that memory and has the whole of `moe` to act on t
 In a pass of up to 32 rows, a graph may fetch its missing experts (misses.py). Such a layer counts
 as having all its experts, unless its slots may not suffice. A missing expert that is not fetched
 has slot -1, and `moe` leaves it out. The graphs `add_uploaded` and `add_cpu` add it before the next
-layer is enqueued. On CUDA they add to the layer's output. On the CPU device, results must be
-bit-equal whatever is resident: there, these graphs only make the rows of single experts, and
-`sum_rows` sums them in routing order.
+layer is enqueued. On CUDA they add to the layer's output. On the CPU device, and with
+--deterministic, results must be bit-equal whatever is resident: then these graphs only make the
+rows of single experts, and `sum_rows` sums them in routing order.
 
 After a layer that has all its experts, nothing has to be added. So consecutive layers are merged
 into one graph, in which only the last layer may lack experts. The host reads the ids of the others
@@ -77,8 +77,9 @@ class LayeredRunner(Runner):
         misses: MissHandler | None = None,
         replay: Replay | None = None,
         n_sweep: int = 0,
+        ring_each: int = 0,
     ) -> None:
-        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps."""
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_each: see `Sweeps`."""
         max_rows = stage.state.shape.pass_rows(n_ubatch)
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
@@ -89,7 +90,8 @@ class LayeredRunner(Runner):
         self.clock = PassClock()
         self.phases = dict.fromkeys(("launch", "wait", "resolve"), 0.0)
         self.observers: list[Callable[[int, npt.NDArray[np.int32]], None]] = []
-        sums_last = stage.device.can.exact_sums and misses is not None
+        is_exact = stage.device.can.exact_sums and misses is not None
+        sums_last = is_exact or (stage.device.is_invariant and misses is not None)
         self._readback = RoutingReadback(stage, max_rows)
         self._layer_graphs = LayerGraphs(
             stage,
@@ -104,7 +106,7 @@ class LayeredRunner(Runner):
         if n_sweep and stage.has_embedding and stage.has_head:
             self.sweeps = Sweeps(
                 stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
-                misses, self._layer_graphs, sums_last, self.observers,
+                misses, self._layer_graphs, is_exact, self.observers, ring_each,
             )  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back

@@ -14,13 +14,12 @@ from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..ggml.places import write_unit
 from ..graphs.chunk import ChunkInputs
+from ..resident.layout import most_terms
 from ..resident.stage import Stage
 from ..units import round_up
 
 # Host copies of the inputs of units that may be under way at once.
 _N_HOST = 4
-# Most places of one row in a unit; a group has no more experts.
-_MAX_ROUNDS = 16
 
 
 class SweepMemory:
@@ -40,6 +39,7 @@ class SweepMemory:
         device, hp = stage.device, stage.hp
         self._device, self.n_rows, self.max_rows = device, n_rows, max_rows
         n_places = hp.n_expert_used * n_rows
+        self._most_terms = most_terms(hp.n_expert_used, hp.n_expert)
         # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
         share = 1 if with_rows else 4
         self.most = max(64, hp.n_expert_used * max_rows // share + 1)
@@ -71,10 +71,9 @@ class SweepMemory:
         self._turn = 0
         self.n_bytes = size + self.inputs.n_bytes
 
-    @staticmethod
-    def _n_words(n_padded: int) -> int:
+    def _n_words(self, n_padded: int) -> int:
         """Return the words of the inputs of the largest unit."""
-        return (4 + _MAX_ROUNDS) * n_padded
+        return (4 + self._most_terms) * n_padded
 
     def ids_address(self, turn: int, at: int) -> Any:
         """Return where the ids of a layer are written, from place `at` on."""
@@ -107,7 +106,9 @@ class SweepMemory:
         at, n_used = 4 * self._turn * n_words, self.ids.shape[1] // self.n_rows
         words = self._units_host.array[at : at + 4 * n_words].view(np.int32)
         n_padded = padded(len(places))
-        n_rounds = write_unit(places, ids, slots, n_used, self.n_rows, n_padded, _MAX_ROUNDS, words)
+        n_rounds = write_unit(
+            places, ids, slots, n_used, self.n_rows, n_padded, self._most_terms, words
+        )
         return n_padded, n_rounds
 
     def send_unit(self, n_padded: int, n_rounds: int) -> None:

@@ -18,6 +18,7 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import kv_length
 from ..graphs.hidden import HiddenRows
+from ..resident.layout import group_size
 from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
@@ -53,14 +54,19 @@ class Sweeps:
         layer_graphs: LayerGraphs | None = None,
         sums_last: bool = False,
         observers: list[Observer] | None = None,
+        ring_each: int = 0,
     ) -> None:
-        """hidden: rows between graphs that the runner has anyway; None: allocate them."""
+        """hidden: rows between graphs that the runner has anyway; None: allocate them.
+
+        ring_each: slots of a group of the ring; 0: as few as make sense.
+        """
         self.stage, self.device, self.results = stage, stage.device, results
         self.residency, self.misses, self.sums_last = residency, misses, sums_last
         self.observers = observers if observers is not None else []
         self.phases = dict.fromkeys(PHASES, 0.0)
         device = stage.device
-        self.ring = None if stage.is_full else Ring(device, stage.store, stage.hp.n_expert)
+        n_each = ring_each or group_size(stage.hp.n_expert)
+        self.ring = None if stage.is_full else Ring(device, stage.store, n_each)
         n_groups = self.ring.n_groups if self.ring else 0
         rows = hidden or HiddenRows(stage, max_rows)
         self._own_hidden = None if hidden else rows

@@ -21,6 +21,8 @@ from .listening import QuietServer, web_server
 
 log = logging.getLogger("moegraph.server")
 _INTERRUPTED = 130
+# An engine that has work to end gets this time.
+_CLOSE_S = 10.0
 _EXIT_CODES = {signal.SIGINT: _INTERRUPTED, signal.SIGTERM: 0}
 
 
@@ -57,6 +59,7 @@ class _Process:
     ) -> None:  # fmt: skip
         self._app, self._make_host, self._sock, self._ways = app, host, sock, ways
         self._code = 0
+        self._is_drained = True
         self._ending = asyncio.Event()
 
     async def run(self) -> int:
@@ -79,11 +82,14 @@ class _Process:
         finally:
             watching.cancel()
             # first the model: requests that are cut off get an answer that says so
-            await host.close()
+            closing = asyncio.ensure_future(host.close())
+            limit = None if self._is_drained else _CLOSE_S
+            await asyncio.wait((closing,), timeout=limit)
             await _stop(web, serving)
-            if host.is_loading:
-                # its thread cannot be interrupted, and Python would wait for it
+            if host.is_loading or not self._is_drained:
+                # threads that load or compute cannot be interrupted, and Python would wait for them
                 _leave(self._code)
+            closing.result()
         return self._code
 
     async def _load(self, host: ModelHost) -> None:
@@ -101,7 +107,8 @@ class _Process:
                 f"ending; waiting up to {self._ways.drain_s:g} s for {host.n_users} requests "
                 "(again to end at once)"
             )
-        if not await host.drain(self._ways.drain_s):
+        self._is_drained = await host.drain(self._ways.drain_s)
+        if not self._is_drained:
             log.warning("%d requests are cut off", host.n_users)
 
     def _take_signals(self) -> None:

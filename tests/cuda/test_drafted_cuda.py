@@ -1,4 +1,4 @@
-"""Drafts on a GPU: text parts from plain text only where two tokens are nearly as likely."""
+"""Drafts on a GPU: with `deterministic`, text with drafts is the text without."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from moegraph.engine.speculation import Speculation
 from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
-# Logits; see tests/native/test_drafted.py.
-MARGIN = 0.5
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "layered": {"mode": "layered"},
@@ -61,39 +59,21 @@ def tokens_of(engine: Engine, ids: list[int], name: str, n: int = 48) -> list[in
     return [event.token for event in engine.generate(ids, params, max_tokens=n, text=False)]
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_drafted_text_repeats_and_parts_only_at_near_ties(open_cuda: Open, placement: str) -> None:
-    engine = open_cuda(n_draft=15, deterministic=True, spec="mtp", **PLACEMENTS[placement])
+def test_drafted_text_is_plain_text(open_cuda: Open, placement: str, name: str) -> None:
+    """The bits of a prompt depend on which experts are resident, so each text has a new engine."""
+    settings = {"deterministic": True, **PLACEMENTS[placement]}
+    engine = open_cuda(**settings)
+    ids = prompt(engine, 50).tolist()
+    plain = tokens_of(engine, ids, name)
+    engine = open_cuda(n_draft=15, spec="mtp", **settings)
     (block,) = engine._loaded.drafters
-    n_parted = n_accepted = 0
-    for i, name in enumerate(SAMPLERS):
-        ids = prompt(engine, 20 + 30 * i, seed=i).tolist()
-        engine.speculation = None
-        plain = tokens_of(engine, ids, name)
-        kept = list(engine.generate(
-            ids, SamplingParams(**SAMPLERS[name]), max_tokens=48, text=False, keep_logits=True,
-        ))  # fmt: skip
-        text = [*ids, *plain]
-        drafted = []
-        for _ in range(2):
-            known = ScriptedDrafter(text, engine.hparams.n_vocab, right=0.8, seed=i)
-            controller = speculate(engine, known, LookUp(), block, seed=i)
-            drafted.append(tokens_of(engine, ids, name))
-            assert known.held == engine.held(0)
-        if placement == "whole":
-            assert drafted[0] == drafted[1], name
-        n_accepted += sum(step.n_accepted for step in controller.steps)
-        at = next((i for i, (a, b) in enumerate(zip(plain, drafted[0])) if a != b), None)
-        if at is None:
-            assert drafted[0] == plain
-            continue
-        n_parted += 1
-        logits, a, b = kept[at].logits, plain[at], drafted[0][at]
-        assert logits is not None and a is not None and b is not None
-        if name == "greedy":
-            assert logits[-1][a] - logits[-1][b] < MARGIN
-    assert n_accepted > 40 and not engine.drain_messages()
-    assert n_parted <= 3
+    known = ScriptedDrafter([*ids, *plain], engine.hparams.n_vocab, right=0.8)
+    controller = speculate(engine, known, LookUp(), block)
+    assert tokens_of(engine, ids, name) == plain
+    assert known.held == engine.held(0)
+    assert sum(step.n_accepted for step in controller.steps) >= 3 and not engine.drain_messages()
 
 
 @pytest.mark.parametrize("placement", ["whole", "fetched"])

@@ -29,6 +29,7 @@ class FakeTicket:
         self.request = request
         self.name = request.name
         self.gone = threading.Event()
+        self.ended = threading.Event()
 
     def cancel(self) -> None:
         self.gone.set()
@@ -103,8 +104,8 @@ class _Run:
         self.usage = Usage(n_prompt=n_prompt, n_cached=service.n_cached)
 
     def all(self) -> None:
-        step = self._last()
-        self.deliver(step)
+        self.deliver(self._last())
+        self.ticket.ended.set()
 
     def _last(self) -> Step:
         request = self.ticket.request

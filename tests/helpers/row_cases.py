@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from helpers.graph_runs import Graph, random
 from moegraph.ggml.device import Device
+from moegraph.ggml.lib import C
 from moegraph.ggml.ops import F32, I32, Tensor
 from moegraph.graphs.experts import build_expert_rows, build_expert_sum, build_shared_expert
 from moegraph.graphs.router import build_router
@@ -155,18 +156,24 @@ OTHER_OPERATIONS: dict[str, Build] = {
 }
 
 
-def compute(device: Device, build: Build, rows: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Return the results of rows together, numpy [n_rows, n]."""
+def compute(
+    device: Device, build: Build, rows: Sequence[int], apart: bool = False
+) -> npt.NDArray[np.float32]:
+    """Return the results of rows together, numpy [n_rows, n]; apart: as with --deterministic."""
     graph = Graph()
-    out = build(graph, np.array(rows))
+    out = graph.b.expand(build(graph, np.array(rows)))
+    if apart:
+        C.moegraph_keep_rows_apart(graph.b.graph)
     return graph.run(device, [out])[0][0].reshape(len(rows), -1)
 
 
-def differing(device: Device, build: Build, widths: Sequence[int] = WIDTHS) -> dict[int, int]:
+def differing(
+    device: Device, build: Build, widths: Sequence[int] = WIDTHS, apart: bool = False
+) -> dict[int, int]:
     """Return, for each width, how many rows have other bits than alone."""
-    alone = [compute(device, build, [row])[0] for row in range(max(widths))]
+    alone = [compute(device, build, [row], apart)[0] for row in range(max(widths))]
     found = {}
     for width in widths:
-        together = compute(device, build, range(width))
+        together = compute(device, build, range(width), apart)
         found[width] = sum(together[row].tobytes() != alone[row].tobytes() for row in range(width))
     return found

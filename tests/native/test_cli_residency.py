@@ -148,7 +148,7 @@ def need() -> Footprint:
 
 def mib_for(need: Footprint, share: float) -> int:
     """Return a budget in MiB that holds about this share of the experts."""
-    return round((need.fixed + need.staging + share * need.experts) / 2**20)
+    return round((need.fixed + need.staging + need.ring + share * need.experts) / 2**20)
 
 
 def test_a_plan_is_what_the_engine_plans(need: Footprint) -> None:

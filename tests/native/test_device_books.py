@@ -73,7 +73,7 @@ def test_marks_and_turns_take_no_device_memory(
     if share is not None:
         with open_model(path) as model:
             need = needed_bytes(model, EngineConfig(**settings), 1024)
-        budget = need.fixed + need.staging + int(share * need.experts)
+        budget = need.fixed + need.staging + need.ring + int(share * need.experts)
         settings |= {"vram": f"{budget}B", "pin_layers": 0}
     with Engine.load(path, EngineConfig(**settings)) as engine:
         loaded, ids = books.n_bytes, prompt(engine, 900, seed=1)
@@ -124,7 +124,7 @@ def test_a_prompt_of_32768_positions_stays_within_the_budget(
     }  # fmt: skip
     with open_model(path) as model:
         need = needed_bytes(model, EngineConfig(**settings), n)
-    settings["vram"] = f"{need.fixed + need.staging + need.experts // 4}B"
+    settings["vram"] = f"{need.fixed + need.staging + need.ring + need.experts // 4}B"
     with Engine.load(path, EngineConfig(**settings)) as engine:
         graphs, loaded = engine.runner.graphs, books.n_bytes
         reserved = graphs.n_bytes

@@ -53,7 +53,7 @@ def test_ten_engines_with_changed_budgets_keep_them_and_leave_nothing(model_path
     for share, settings in REQUESTS:
         budget = None
         if share is not None:
-            budget = need.fixed + need.staging + int(share * need.experts)
+            budget = need.fixed + need.staging + need.ring + int(share * need.experts)
             settings = {**settings, "vram": f"{budget}B"}
         with Engine.load(path, config(**settings)) as engine:
             assert greedy_tokens(engine, ids, 12) == expected, settings

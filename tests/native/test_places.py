@@ -35,7 +35,7 @@ def by_numpy(places: Ints, ids: Ints, slots: Ints, k: int, n_rows: int, n: int) 
     rows = (token, slots[ids[places]], places, target)
     for row, values, fill in zip(words, rows, (0, -1, n_rows * k, n_rows)):
         row[:], row[: len(values)] = fill, values
-    words[4:] = n - 1
+    words[4:] = -1
     row_of = np.repeat(np.arange(len(target)), counts)
     first = np.cumsum(counts) - counts
     words[4 + np.arange(len(places)) - first[row_of], row_of] = np.arange(len(places))

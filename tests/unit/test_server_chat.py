@@ -21,7 +21,14 @@ from moegraph.errors import (
     ServiceClosed,
 )
 from moegraph.sampling import SamplingParams, settings
+from moegraph.server.talk import Talk
 from moegraph.text.chat import AnswerParser, Part
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no steps be merged, however slow the machine is."""
+    monkeypatch.setattr(Talk, "_next", lambda talk: talk._steps.popleft())
 
 
 def test_an_answer_has_the_form_of_openai() -> None:
@@ -313,8 +320,9 @@ def test_deep_and_large_schemas_are_refused() -> None:
             assert Case().post("/v1/chat/completions", {**CHAT, **given}).status_code == 400
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_stream_tells_how_far_the_prompt_is_read() -> None:
-    case = Case(n_read_steps=2, step_s=0.01)
+    case = Case(n_read_steps=2)
     text = case.post("/v1/chat/completions", {**CHAT, "stream": True}).text
     assert ": read 4 of 8 tokens of the prompt\n\n" in text
     *chunks, _ = case.events("/v1/chat/completions", {**CHAT, "return_progress": True})
@@ -329,9 +337,9 @@ def test_cached_tokens_and_timings_are_reported() -> None:
     assert answer["moegraph"]["cached_tokens"] == 5
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_tokens_of_reasoning_are_counted() -> None:
-    texts = ["<think>", "a", "b", "</think>", "c"]
-    answer = Case(texts, step_s=0.005).chat()
+    answer = Case(["<think>", "a", "b", "</think>", "c"]).chat()
     details = answer["usage"]["completion_tokens_details"]
     assert len("ab") <= details["reasoning_tokens"] <= len("<think>ab</think>")
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers.server_case import Case
+from helpers.server_case import CHAT, Case
 
+from moegraph.server.backend import FixedBackend
 from moegraph.server.listening import listen, web_server
 
 
-def with_server(act: Callable[[int], Awaitable[Any]]) -> Any:
+def with_server(act: Callable[[int], Awaitable[Any]], case: Case | None = None) -> Any:
     """Serve a fake model and do something with its port."""
+    case = case or Case()
 
     async def go() -> Any:
         sock = listen("127.0.0.1", 0)
-        web = web_server(Case().app)
+        web = web_server(case.app)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started:
             await asyncio.sleep(0.005)
@@ -72,3 +77,53 @@ def test_a_head_that_comes_in_time_is_answered(monkeypatch: pytest.MonkeyPatch) 
 def test_a_broken_head_is_refused(head: bytes) -> None:
     answer = with_server(lambda port: sent(port, head))
     assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 501"))
+
+
+class Counted(FixedBackend):
+    """Counts the requests that use the model."""
+
+    n_users = 0
+
+    def enter(self) -> None:
+        self.n_users += 1
+
+    def leave(self) -> None:
+        self.n_users -= 1
+
+
+async def leave_sometime(port: int, chance: random.Random) -> None:
+    """Ask for an answer, whole or streamed, and hang up at a random moment."""
+    path = chance.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+    body = json.dumps(
+        {"prompt": "x", **CHAT, "stream": chance.random() < 0.7, "max_tokens": 1 << 30}
+    ).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await asyncio.sleep(chance.random() * chance.choice([0.001, 0.02, 0.1]))
+    if chance.random() < 0.5:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(chance.choice([1, 500, 50_000])), 0.05)
+    if chance.random() < 0.5:
+        writer.transport.abort()
+    writer.close()
+
+
+def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+    case = Case(["a"] * 1_000_000, step_s=0.001, n_read_steps=2)  # nobody hears its end
+    found = case.state.backend.peek()
+    assert found is not None
+    backend = case.state.backend = Counted(found)
+
+    async def go(port: int) -> None:
+        chances = [random.Random(seed) for seed in range(80)]
+        await asyncio.gather(*(leave_sometime(port, chance) for chance in chances))
+        for _ in range(1000):
+            if not backend.n_users and not case.state.metrics.n_open:
+                break
+            await asyncio.sleep(0.005)
+
+    with_server(go, case)
+    assert len(case.service.tickets) > 20
+    assert all(ticket.gone.is_set() for ticket in case.service.tickets)
+    assert (backend.n_users, case.state.metrics.n_open, case.state.metrics.n_queued) == (0, 0, 0)

@@ -43,8 +43,11 @@ def test_choices_do_not_mix() -> None:
 
 def test_steps_that_wait_are_merged() -> None:
     async def go() -> int:
-        talk = Talk(FakeService([["a"] * 100]), prepared("x"))
-        await asyncio.sleep(0.1)
+        service = FakeService([["a"] * 100])
+        talk = Talk(service, prepared("x"))
+        while not service.tickets[0].ended.is_set():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)
         steps = [said async for said in talk]
         assert "".join(said.step.text for said in steps) == "a" * 100
         assert steps[-1].is_last and len(steps[-1].step.tokens) == 100
@@ -167,7 +170,7 @@ def test_a_stream_sends_all_frames_and_ends() -> None:
 
 
 def test_a_silent_stream_sends_comments() -> None:
-    source, wire = Source(1, silent_s=0.2), Wire()
+    source, wire = Source(1, silent_s=0.6), Wire()
     play(source, wire, ping_s=0.02)
     assert wire.body.startswith(b": ping\n\n: ping\n\n") and wire.body.endswith(b"data: 0\n\n")
 

@@ -87,6 +87,11 @@ extern "C" {
             struct ggml_tensor  * host);
     GGML_API bool moegraph_is_publish(const struct ggml_tensor * node);
 
+    // Marks the products of a graph (MUL_MAT, MUL_MAT_ID): each of up to 32 rows gets the bits that it gets alone. Where
+    // CUDA has no kernel for few rows that sees to it, it computes one row after the other. Other backends ignore it.
+    GGML_API void moegraph_keep_rows_apart(struct ggml_cgraph * graph);
+    GGML_API bool moegraph_rows_are_apart(const struct ggml_tensor * node);
+
     // Attention of a few rows of any sequences, whose keys and values lie in pages of a pool. CPU and CUDA only.
     //
     // q     : F32 [d, n_head, n_rows], d contiguous, a multiple of 32 and at most MOEGRAPH_ATTN_HEAD (CUDA: 64, 128 or

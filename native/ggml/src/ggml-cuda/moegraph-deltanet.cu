@@ -5,6 +5,8 @@
 #include "moegraph-rows-types.cuh"
 #include "unary.cuh"
 
+#include <vector>
+
 constexpr int MOEGRAPH_STEP_THREADS = 128; // channels of a block
 constexpr int MOEGRAPH_STEP_TOKENS  = 32;
 constexpr int MOEGRAPH_STEP_D_CONV  = 4;
@@ -19,6 +21,7 @@ struct moegraph_step_args {
     int64_t       pool_s;   // floats between slots
     const int32_t * slots;
     const int32_t * parents; // nullptr: chains
+    const int32_t * lengths; // of chains; nullptr: all rows count
     const float * w;
     float       * conv;     // silu of the convolution, all channels
     float       * q;
@@ -41,7 +44,7 @@ struct moegraph_step_args {
     int           early_slots;
 };
 
-// The first blocks take 128 channels each, the others the gates. blockIdx.y: the sequence.
+// The first blocks take 128 channels each, the others the gates, if there are any. blockIdx.y: the sequence.
 template <int d, bool tree>
 static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
     ggml_cuda_pdl_lc();
@@ -100,7 +103,11 @@ static __global__ void moegraph_step_kernel(const moegraph_step_args args) {
         windows.convolve(past, qkv, args.qkv_t, args.n_tokens, w, put);
     } else {
         float x[MOEGRAPH_STEP_D_CONV];
-        moegraph_conv_chain<MOEGRAPH_STEP_D_CONV>(past, qkv, args.qkv_t, 0, args.n_tokens, w, x, put);
+        const int n_rows = moegraph_n_rows(args.lengths, s, args.n_tokens);
+        moegraph_conv_chain<MOEGRAPH_STEP_D_CONV>(past, qkv, args.qkv_t, 0, n_rows, w, x, put);
+        for (int t = n_rows; t < args.n_tokens; ++t) {
+            put(t, 0.0f);
+        }
 #pragma unroll
         for (int j = 0; j < MOEGRAPH_STEP_D_CONV - 1; ++j) {
             past[j] = x[j];
@@ -185,39 +192,48 @@ static bool moegraph_has_ne(const ggml_tensor * t, const int64_t ne0, const int6
     return t->ne[0] == ne0 && t->ne[1] == ne1 && t->ne[2] == ne2 && t->ne[3] == 1;
 }
 
+// Without gates, BETA to GATE are nullptr: a commit has them from the pass before.
 struct moegraph_step_nodes {
     enum { BETA, ADD, SOFTPLUS, GATE, CONV, SILU, Q_NORM, Q, K_NORM, K, N };
     ggml_tensor * at[N];
     int           last;
+
+    bool has_gates() const { return at[BETA] != nullptr; }
 };
 
 static bool moegraph_step_match(const ggml_cgraph * cgraph, const int i, moegraph_step_nodes & m) {
     using nodes = moegraph_step_nodes;
+    const int first = cgraph->nodes[i]->op == GGML_OP_MOEGRAPH_CONV ? nodes::CONV : nodes::BETA;
     static const ggml_op ops[nodes::N] = {
         GGML_OP_UNARY, GGML_OP_ADD, GGML_OP_UNARY, GGML_OP_MUL, GGML_OP_MOEGRAPH_CONV, GGML_OP_UNARY,
         GGML_OP_RMS_NORM, GGML_OP_SCALE, GGML_OP_RMS_NORM, GGML_OP_SCALE,
     };
     int found[nodes::N];
-    m.last = moegraph_find_ops(cgraph, i, ops, nodes::N, found);
+    m.last = moegraph_find_ops(cgraph, i, ops + first, nodes::N - first, found + first);
     if (m.last < 0) {
         return false;
     }
     for (int n = 0; n < nodes::N; ++n) {
-        m.at[n] = cgraph->nodes[found[n]];
+        m.at[n] = n < first ? nullptr : cgraph->nodes[found[n]];
     }
     ggml_tensor ** at = m.at;
     for (const int n : { nodes::ADD, nodes::SOFTPLUS, nodes::CONV, nodes::Q_NORM, nodes::K_NORM }) {
-        if (!ggml_node_has_n_uses(cgraph, found[n], 1)) {
+        if (n >= first && !ggml_node_has_n_uses(cgraph, found[n], 1)) {
             return false;
         }
     }
-    return moegraph_is_unary(at[nodes::BETA], GGML_UNARY_OP_SIGMOID) &&
+    const bool gates = !m.has_gates() ||
+        (moegraph_is_unary(at[nodes::BETA], GGML_UNARY_OP_SIGMOID) &&
         moegraph_is_unary(at[nodes::SOFTPLUS], GGML_UNARY_OP_SOFTPLUS) &&
-        moegraph_is_unary(at[nodes::SILU], GGML_UNARY_OP_SILU) && at[nodes::SOFTPLUS]->src[0] == at[nodes::ADD] &&
-        at[nodes::GATE]->src[0] == at[nodes::SOFTPLUS] && at[nodes::SILU]->src[0] == at[nodes::CONV] &&
-        at[nodes::Q]->src[0] == at[nodes::Q_NORM] && at[nodes::K]->src[0] == at[nodes::K_NORM] &&
+        at[nodes::SOFTPLUS]->src[0] == at[nodes::ADD] && at[nodes::GATE]->src[0] == at[nodes::SOFTPLUS]);
+    return gates && moegraph_is_unary(at[nodes::SILU], GGML_UNARY_OP_SILU) &&
+        at[nodes::SILU]->src[0] == at[nodes::CONV] && at[nodes::Q]->src[0] == at[nodes::Q_NORM] && at[nodes::K]->src[0] == at[nodes::K_NORM] &&
         at[nodes::Q_NORM]->src[0]->view_src == at[nodes::SILU] &&
         at[nodes::K_NORM]->src[0]->view_src == at[nodes::SILU];
+}
+
+static bool moegraph_step_may_begin(const ggml_tensor * node) {
+    return node->op == GGML_OP_MOEGRAPH_CONV || moegraph_is_unary(node, GGML_UNARY_OP_SIGMOID);
 }
 
 // Shapes, strides and places; needs allocated tensors.
@@ -229,11 +245,8 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     const ggml_tensor * pool = at[nodes::CONV]->src[2];
     const ggml_tensor * slots   = at[nodes::CONV]->src[3];
     const ggml_tensor * parents = at[nodes::CONV]->src[4];
+    const ggml_tensor * lengths = at[nodes::CONV]->src[5];
     const ggml_tensor * silu = at[nodes::SILU];
-    const ggml_tensor * beta = at[nodes::BETA]->src[0];
-    const ggml_tensor * alpha = at[nodes::ADD]->src[0];
-    const ggml_tensor * dt   = at[nodes::ADD]->src[1];
-    const ggml_tensor * a    = at[nodes::GATE]->src[1];
     const ggml_tensor * q    = at[nodes::Q_NORM]->src[0];
     const ggml_tensor * k    = at[nodes::K_NORM]->src[0];
 
@@ -242,40 +255,61 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
     const int64_t n_seqs     = silu->ne[2];
     const int64_t d          = q->ne[0];
     const int64_t n_qk       = d*q->ne[1];
-    const int64_t n_v        = alpha->ne[0];
 
     const bool sizes = (d == 64 || d == 128) && n_tokens <= MOEGRAPH_STEP_TOKENS && n_seqs <= MOEGRAPH_STEP_SEQS &&
         n_channels % MOEGRAPH_STEP_THREADS == 0 && n_qk % MOEGRAPH_STEP_THREADS == 0 && 2*n_qk <= n_channels &&
         w->ne[0] == MOEGRAPH_STEP_D_CONV;
-    const bool gates = moegraph_has_ne(alpha, n_v, n_tokens, n_seqs) && ggml_nelements(beta) == ggml_nelements(alpha) &&
-        moegraph_has_ne(dt, n_v, 1, 1) && moegraph_has_ne(a, n_v, 1, 1);
     bool heads = ggml_are_same_shape(q, k) && q->ne[2] == n_tokens && q->ne[3] == n_seqs && q->view_offs == 0 &&
         k->view_offs == n_qk*sizeof(float);
     for (const ggml_tensor * t : { q, k }) {
         heads = heads && t->nb[0] == sizeof(float) && t->nb[1] == d*sizeof(float) && t->nb[2] == silu->nb[1] &&
             t->nb[3] == silu->nb[2];
     }
-    if (!sizes || !gates || !heads || at[nodes::CONV]->src[5] != nullptr) {
+    if (!sizes || !heads || !moegraph_is_f32(w)) {
         return false;
-    }
-    const ggml_tensor * out[] = { silu, at[nodes::Q], at[nodes::K], at[nodes::BETA], at[nodes::GATE], pool };
-    for (const ggml_tensor * t : { w, silu, beta, alpha, dt, a, out[1], out[2], out[3], out[4] }) {
-        if (!moegraph_is_f32(t)) {
-            return false;
-        }
     }
     for (const int n : { nodes::Q, nodes::K }) {
         if (ggml_get_op_params_f32(at[n], 1) != 0.0f) {
             return false; // a scale with a bias
         }
     }
+    std::vector<const ggml_tensor *> out = { silu, at[nodes::Q], at[nodes::K] };
+    std::vector<const ggml_tensor *> in  = { qkv, w, slots };
+    for (const ggml_tensor * t : { parents, lengths }) {
+        if (t != nullptr) {
+            in.push_back(t);
+        }
+    }
+    const ggml_tensor * beta = nullptr, * alpha = nullptr;
+    if (m.has_gates()) {
+        beta  = at[nodes::BETA]->src[0];
+        alpha = at[nodes::ADD]->src[0];
+        const ggml_tensor * dt  = at[nodes::ADD]->src[1];
+        const ggml_tensor * a   = at[nodes::GATE]->src[1];
+        const int64_t       n_v = alpha->ne[0];
+        if (!moegraph_has_ne(alpha, n_v, n_tokens, n_seqs) || ggml_nelements(beta) != ggml_nelements(alpha) ||
+                !moegraph_has_ne(dt, n_v, 1, 1) || !moegraph_has_ne(a, n_v, 1, 1) || lengths != nullptr) {
+            return false;
+        }
+        out.insert(out.end(), { at[nodes::BETA], at[nodes::GATE] });
+        in.insert(in.end(), { beta, alpha, dt, a });
+        if (!moegraph_is_f32(beta) || !moegraph_is_f32(alpha) || !moegraph_is_f32(dt) || !moegraph_is_f32(a)) {
+            return false;
+        }
+    }
+    for (const ggml_tensor * t : out) {
+        if (!moegraph_is_f32(t)) {
+            return false;
+        }
+    }
+    out.push_back(pool);
     // every block writes while others still read; only a value's own thread may find its place taken
+    const bool same_rows = n_tokens == 1 && (n_seqs == 1 || qkv->nb[2] == silu->nb[2]);
     for (const ggml_tensor * o : out) {
-        for (const ggml_tensor * in : { qkv, beta, alpha, w, dt, a, slots, parents ? parents : slots }) {
-            const bool same_rows = n_tokens == 1 && (n_seqs == 1 || qkv->nb[2] == silu->nb[2]);
-            const bool own = (o == silu && in == qkv && same_rows) || (o == out[3] && in == beta) ||
-                (o == out[4] && in == alpha);
-            if (!moegraph_apart(o, in) && !(own && o->data == in->data)) {
+        for (const ggml_tensor * read : in) {
+            const bool own = (o == silu && read == qkv && same_rows) ||
+                (m.has_gates() && ((o == at[nodes::BETA] && read == beta) || (o == at[nodes::GATE] && read == alpha)));
+            if (!moegraph_apart(o, read) && !(own && o->data == read->data)) {
                 return false;
             }
         }
@@ -291,7 +325,7 @@ static bool moegraph_step_supported(const moegraph_step_nodes & m) {
 // The convolution and its activation: one kernel for two nodes.
 static int moegraph_conv_silu_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     static const ggml_op ops[2] = { GGML_OP_MOEGRAPH_CONV, GGML_OP_UNARY };
-    int found[2];
+    int found[2]; // none if node i is another operation
     const int last = moegraph_find_ops(cgraph, i, ops, 2, found);
     if (last < 0 || !ggml_node_has_n_uses(cgraph, i, 1)) {
         return 0;
@@ -308,13 +342,10 @@ static int moegraph_conv_silu_try(ggml_backend_cuda_context & ctx, const ggml_cg
 
 int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const int i) {
     using nodes = moegraph_step_nodes;
-    if (cgraph->nodes[i]->op == GGML_OP_MOEGRAPH_CONV) {
-        return moegraph_conv_silu_try(ctx, cgraph, i);
-    }
     nodes m;
-    if (!moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) || !moegraph_step_match(cgraph, i, m) ||
+    if (!moegraph_step_may_begin(cgraph->nodes[i]) || !moegraph_step_match(cgraph, i, m) ||
             !moegraph_step_supported(m)) {
-        return 0;
+        return moegraph_conv_silu_try(ctx, cgraph, i);
     }
     ggml_tensor * const * at = m.at;
     const ggml_tensor * op      = at[nodes::CONV];
@@ -332,6 +363,7 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
     args.pool_s     = pool->nb[1]/sizeof(float);
     args.slots      = (const int32_t *) op->src[3]->data;
     args.parents    = parents ? (const int32_t *) parents->data : nullptr;
+    args.lengths    = op->src[5] ? (const int32_t *) op->src[5]->data : nullptr;
     args.w          = (const float *) op->src[1]->data;
     args.conv       = (float *) at[nodes::SILU]->data;
     args.q          = (float *) at[nodes::Q]->data;
@@ -340,16 +372,18 @@ int moegraph_deltanet_input_try(ggml_backend_cuda_context & ctx, const ggml_cgra
     args.eps[1]     = ggml_get_op_params_f32(at[nodes::K_NORM], 0);
     args.scale[0]   = ggml_get_op_params_f32(at[nodes::Q], 0);
     args.scale[1]   = ggml_get_op_params_f32(at[nodes::K], 0);
-    args.beta       = (const float *) at[nodes::BETA]->src[0]->data;
-    args.beta_out   = (float *) at[nodes::BETA]->data;
-    args.alpha      = (const float *) at[nodes::ADD]->src[0]->data;
-    args.dt         = (const float *) at[nodes::ADD]->src[1]->data;
-    args.a          = (const float *) at[nodes::GATE]->src[1]->data;
-    args.gate       = (float *) at[nodes::GATE]->data;
+    if (m.has_gates()) {
+        args.beta     = (const float *) at[nodes::BETA]->src[0]->data;
+        args.beta_out = (float *) at[nodes::BETA]->data;
+        args.alpha    = (const float *) at[nodes::ADD]->src[0]->data;
+        args.dt       = (const float *) at[nodes::ADD]->src[1]->data;
+        args.a        = (const float *) at[nodes::GATE]->src[1]->data;
+        args.gate     = (float *) at[nodes::GATE]->data;
+        args.n_v      = at[nodes::ADD]->ne[0];
+    }
     args.n_channels = at[nodes::SILU]->ne[0];
     args.n_tokens   = at[nodes::SILU]->ne[1];
     args.n_qk       = q->ne[0]*q->ne[1];
-    args.n_v        = at[nodes::ADD]->ne[0];
     args.n_conv_blocks = args.n_channels/MOEGRAPH_STEP_THREADS;
     args.n_slots    = pool->ne[1];
     args.early_w     = moegraph_is_constant(op->src[1]);
@@ -428,11 +462,13 @@ int moegraph_gated_norm_try(ggml_backend_cuda_context & ctx, const ggml_cgraph *
 void moegraph_deltanet_keep(const ggml_cgraph * cgraph, const int i,
         const ggml_backend_graph_optimize_params * params) {
     moegraph_step_nodes step;
-    if (moegraph_is_unary(cgraph->nodes[i], GGML_UNARY_OP_SIGMOID) && moegraph_step_match(cgraph, i, step)) {
+    if (moegraph_step_may_begin(cgraph->nodes[i]) && moegraph_step_match(cgraph, i, step)) {
         using nodes = moegraph_step_nodes;
-        for (ggml_tensor * t : { step.at[nodes::BETA]->src[0], step.at[nodes::ADD]->src[0],
-                step.at[nodes::CONV]->src[0] }) {
-            params->add_alloc_dep(params->user_data, t, step.at[nodes::K]);
+        params->add_alloc_dep(params->user_data, step.at[nodes::CONV]->src[0], step.at[nodes::K]);
+        if (step.has_gates()) {
+            for (const int n : { nodes::BETA, nodes::ADD }) {
+                params->add_alloc_dep(params->user_data, step.at[n]->src[0], step.at[nodes::K]);
+            }
         }
     }
     moegraph_gated_nodes gated;

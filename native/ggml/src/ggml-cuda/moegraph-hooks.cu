@@ -1,5 +1,6 @@
 #include "moegraph-hooks.cuh"
 
+#include "moegraph-add-rows.cuh"
 #include "moegraph-attn.cuh"
 #include "moegraph-candidates.cuh"
 #include "moegraph-conv.cuh"
@@ -52,6 +53,12 @@ void moegraph_compute_forward(ggml_backend_cuda_context & ctx, ggml_tensor * dst
     }
 }
 
+bool moegraph_multiplies_apart(const ggml_tensor * product) {
+    return moegraph_rows_are_apart(product) &&
+        (moegraph_rows_supported(product, nullptr, ggml_cuda_info().devices[ggml_cuda_get_device()].cc) ||
+        (product->op == GGML_OP_MUL_MAT && moegraph_rows_f32_supported(product)));
+}
+
 bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     if (dst->op == GGML_OP_MUL_MAT && moegraph_rows_f32_supported(dst)) {
         moegraph_rows_f32_mul_mat(ctx, dst);
@@ -76,6 +83,9 @@ int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgrap
     if (const int n = moegraph_deltanet_input_try(ctx, cgraph, i)) {
         return n;
     }
+    if (const int n = moegraph_add_rows_try(ctx, cgraph, i)) {
+        return n;
+    }
     return moegraph_gated_norm_try(ctx, cgraph, i);
 }
 
@@ -93,8 +103,13 @@ void moegraph_keep(const ggml_cgraph * cgraph, const int i, const ggml_backend_g
 
 moegraph_evaluation::moegraph_evaluation(
         ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, const bool may_branch)
-    : cgraph(cgraph), branches(ctx, cgraph, may_branch), publisher(ctx) {
+    : ctx(ctx), cgraph(cgraph), branches(ctx, cgraph, may_branch), publisher(ctx) {
     moegraph_rows_begin(ctx, cgraph);
+}
+
+int moegraph_evaluation::try_alone(const int i, const moegraph_compute compute) {
+    const int n_published = publisher.try_publish(cgraph, i, compute);
+    return n_published ? n_published : moegraph_apart_try(ctx, cgraph, i, compute);
 }
 
 void moegraph_evaluation::end() {

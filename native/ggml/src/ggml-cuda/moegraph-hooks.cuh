@@ -1,5 +1,6 @@
 #pragma once
 
+#include "moegraph-apart.cuh"
 #include "moegraph-branch.cuh"
 #include "moegraph-publish.cuh"
 
@@ -18,6 +19,10 @@ bool moegraph_mul_mat(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 bool moegraph_mul_mat_glu(ggml_backend_cuda_context & ctx, ggml_tensor * up, const ggml_tensor * gate,
     ggml_tensor * glu);
 
+// Whether a kernel of ours computes a product whose rows are to be kept apart. Then upstream does not fuse it: it would do so
+// for one row only, and the row would have other bits than among others.
+bool moegraph_multiplies_apart(const ggml_tensor * product);
+
 // Runs what starts at node i as one kernel, if one of ours covers it. Returns how many nodes behind node i that covers,
 // 0 if nothing has been run. _group: products of the same activations; it comes last, after upstream's own fusions.
 int moegraph_try_fuse(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph, int i);
@@ -35,13 +40,15 @@ public:
     // Call before node i is launched: changes to the stream of the node.
     void before(int i) { branches.before(i); }
 
-    // Launches the copies to the host that start at node i. Returns how many nodes that covers, 0 for none.
-    int try_publish(int i, moegraph_compute compute) { return publisher.try_publish(cgraph, i, compute); }
+    // Launches the copies to the host that start at node i, or a product whose rows are kept apart. Returns how many
+    // nodes that covers, 0 for none.
+    int try_alone(int i, moegraph_compute compute);
 
     // Call after the last node: the graph ends when its branches have.
     void end();
 
 private:
+    ggml_backend_cuda_context & ctx;
     const ggml_cgraph * cgraph;
     moegraph_branches   branches;
     moegraph_publisher  publisher;

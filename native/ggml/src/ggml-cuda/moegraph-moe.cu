@@ -3,6 +3,8 @@
 #include "moegraph-rows-kernel.cuh"
 #include "vecdotq.cuh"
 
+#include "moegraph.h"
+
 #include <algorithm>
 
 constexpr int MOEGRAPH_DOWN_TOKENS  = 4;  // from 5 rows on other kernels read an expert once for all of them
@@ -292,6 +294,9 @@ bool moegraph_moe_down(
 
     const int n_used   = down->ne[1];
     const int n_tokens = down->ne[2];
+    if (moegraph_rows_are_apart(down)) {
+        return false; // its sums have another order than those of more tokens
+    }
     if (!GGML_CUDA_CC_IS_NVIDIA(dev.cc) || dev.cc < GGML_CUDA_CC_TURING || !moegraph_moe_down_weights(x) ||
             n_used > MOEGRAPH_DOWN_EXPERTS || n_tokens > MOEGRAPH_DOWN_TOKENS || down->ne[3] != 1) {
         return false;

@@ -26,7 +26,8 @@ struct moegraph_chain_args {
 };
 
 // Grid: heads, sequences, columns of the state. The lanes of a row of threads hold one column, element i in lane
-// i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET. ragged: there are lengths.
+// i % width, from the first row to the last. The sums have the order of GATED_DELTA_NET. What is contracted is spelled
+// out, as in the kernel for trees: a row has the same bits in both. ragged: there are lengths.
 template <int S, bool ragged>
 static __global__ void __launch_bounds__((S < WARP_SIZE ? S : WARP_SIZE)*MOEGRAPH_CHAIN_COLUMNS, 2)
 moegraph_chain_kernel(const moegraph_chain_args a) {
@@ -82,16 +83,16 @@ moegraph_chain_kernel(const moegraph_chain_args a) {
         float dot = 0.0f;
 #pragma unroll
         for (int r = 0; r < n; ++r) {
-            dot += s[r] * kt[r];
+            dot = __fmaf_rn(s[r], kt[r], dot);
         }
         dot = warp_reduce_sum<width>(dot);
-        const float delta = (vt - decay * dot) * b;
+        const float delta = __fmul_rn(__fmaf_rn(-decay, dot, vt), b);
 
         dot = 0.0f;
 #pragma unroll
         for (int r = 0; r < n; ++r) {
-            s[r] = decay * s[r] + kt[r] * delta;
-            dot += s[r] * qt[r];
+            s[r] = __fmaf_rn(decay, s[r], __fmul_rn(kt[r], delta));
+            dot  = __fmaf_rn(s[r], qt[r], dot);
         }
         dot = warp_reduce_sum<width>(dot);
         if (lane == 0) {

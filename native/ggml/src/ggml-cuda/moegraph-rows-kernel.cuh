@@ -65,7 +65,8 @@ static __device__ __forceinline__ void moegraph_load_chunk(
     GGML_UNUSED(x_end);
 }
 
-// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores).
+// Adds the product of one chunk to acc (the layout of the 16 x 8 accumulator of the tensor cores). Products and sums are
+// spelled out: a row's bits must not depend on what the compiler contracts for some number of tiles.
 template <ggml_type type, int n_tiles, int n_mats>
 static __device__ __forceinline__ void moegraph_dot_chunk(
         float (&acc)[n_mats][n_tiles][4], const char * const (&s)[n_mats][2], const moegraph_block_y * y,
@@ -113,7 +114,7 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
                         mma(d, a, bh);
 #pragma unroll
                         for (int l = 0; l < 4; ++l) {
-                            acc[m][t][l] += xs[l/2] * (ys[t][l%2].x * (float) d.x[l]);
+                            acc[m][t][l] = __fmaf_rn(xs[l/2], __fmul_rn(ys[t][l%2].x, (float) d.x[l]), acc[m][t][l]);
                         }
                     }
                 }
@@ -130,9 +131,9 @@ static __device__ __forceinline__ void moegraph_dot_chunk(
                     mma(d, a, b[t]);
 #pragma unroll
                     for (int l = 0; l < 4; ++l) {
-                        acc[m][t][l] += xs[l/2] * (ys[t][l%2].x * (float) d.x[l]);
+                        acc[m][t][l] = __fmaf_rn(xs[l/2], __fmul_rn(ys[t][l%2].x, (float) d.x[l]), acc[m][t][l]);
                         if constexpr (X::has_min) {
-                            acc[m][t][l] -= head[m][l/2].minimum(k) * ys[t][l%2].y;
+                            acc[m][t][l] = __fmaf_rn(-head[m][l/2].minimum(k), ys[t][l%2].y, acc[m][t][l]);
                         }
                     }
                 }

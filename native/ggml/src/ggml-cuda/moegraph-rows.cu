@@ -2,6 +2,8 @@
 #include "moegraph-rows-kernel.cuh"
 #include "mmvq.cuh"
 
+#include "moegraph.h"
+
 #include <algorithm>
 
 constexpr int MOEGRAPH_MIN_TOKENS  = 5;    // of MUL_MAT_ID; below that an expert seldom has two rows
@@ -52,16 +54,17 @@ bool moegraph_rows_supported(const ggml_tensor * dst, const ggml_tensor * gate, 
             src1->ne[3] != 1 || dst->ne[3] != 1 || dst->nb[0] != sizeof(float)) {
         return false;
     }
-    // without asynchronous copies the other vector kernels keep their range
+    // Fewer rows are for other vector kernels, and more without asynchronous copies. But their sums have other orders.
+    const bool apart = moegraph_rows_are_apart(dst);
     const bool async = cp_async_available(cc);
     if (mmid) {
         const int64_t n_tokens = dst->ne[2];
-        return n_tokens >= (async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
+        return n_tokens >= (apart ? 1 : async ? MOEGRAPH_MIN_TOKENS : MMVQ_MAX_BATCH_SIZE + 1) &&
             dst->ne[1]*n_tokens <= MOEGRAPH_MAX_SLOTS &&
             src0->ne[2] <= MOEGRAPH_MAX_EXPERTS && dst->src[2]->nb[0] == sizeof(int32_t) && dst->src[2]->ne[2] == 1;
     }
     const int64_t n_cols = dst->ne[1];
-    return n_cols >= (async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
+    return n_cols >= (apart || async ? 1 : MMVQ_MAX_BATCH_SIZE + 1) && n_cols <= MOEGRAPH_MAX_COLS && src0->ne[2] == 1 &&
         src1->ne[2] == 1;
 }
 

@@ -149,7 +149,7 @@ struct tree_layout {
             sum[m] = 0.0f;
 #pragma unroll
             for (int r = 0; r < n_rounds; ++r) {
-                sum[m] += x[r*n_sums + m] * y[r*n_sums + m];
+                sum[m] = __fmaf_rn(x[r*n_sums + m], y[r*n_sums + m], sum[m]);
             }
         }
 #pragma unroll
@@ -303,10 +303,10 @@ moegraph_tree_delta_kernel(const tree_delta_args a) {
             layout::load(x, chunk.k[c] + lane*layout::pitch);
             const float decay     = chunk.decay[c];
             const float kv_col    = layout::dot(cur, x);
-            const float delta_col = (chunk.v[c][column] - decay * kv_col) * chunk.beta[c];
+            const float delta_col = __fmul_rn(__fmaf_rn(-decay, kv_col, chunk.v[c][column]), chunk.beta[c]);
 #pragma unroll
             for (int e = 0; e < layout::n; ++e) {
-                cur[e] = decay * cur[e] + x[e] * delta_col;
+                cur[e] = __fmaf_rn(decay, cur[e], __fmul_rn(x[e], delta_col));
             }
             layout::load(x, chunk.q[c] + lane*layout::pitch);
             const float attn_col = layout::dot(cur, x);
