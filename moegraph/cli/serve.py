@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -259,7 +260,8 @@ def _require_extra() -> None:
 
 
 def _is_local(host: str) -> bool:
-    return host in _LOOPBACK or host.startswith("127.")
+    """Return whether only this machine can reach a host; a name such as 127.example may be any."""
+    return host in _LOOPBACK or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
 def _hosts(given: dict[str, Any], has_key: bool) -> frozenset[str]:

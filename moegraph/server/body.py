@@ -26,7 +26,12 @@ async def read_schema(request: HttpRequest, schema: type[Schema]) -> Schema:
         ApiError: the body is too large, not JSON, or does not fit; it names the field.
         ClientLeft: the client left before the body was complete.
     """
-    value = parse_json(await read_body(request, state_of(request).limits))
+    limits = state_of(request).limits
+    body = await read_body(request, limits)
+    if body.count(b",") > limits.commas:
+        message = f"the body has more than {limits.commas:,} values, or commas in its texts"
+        raise ApiError(413, message, code="body_too_large")
+    value = parse_json(body)
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     try:

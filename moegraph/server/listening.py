@@ -24,6 +24,8 @@ _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 75
 # After the requests have ended, connections get this time to send what is left.
 _LINGER_S = 5
+# A client that takes nothing of an answer for so long has gone, or never will.
+STALL_S = 60.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -64,9 +66,13 @@ def url_of(sock: socket.socket, host: str) -> str:
 
 
 class PatientProtocol(H11Protocol):
-    """Uvicorn's protocol, which also closes connections that never complete a request's head."""
+    """Uvicorn's protocol, which also closes connections that hold it for nothing.
+
+    They never complete a request's head, do not end a body that was refused, or do not read.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start to wait for the first request."""
@@ -84,11 +90,39 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_waiting()
+        self._stop_watching()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """Watch a client that reads more slowly than we write."""
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        self._stop_watching()
+        super().resume_writing()
+
+    def _watch(self, n_unread: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_S, self._check_progress, n_unread)
+
+    def _stop_watching(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _check_progress(self, n_before: int) -> None:
+        """Cut off a client that has taken nothing meanwhile."""
+        n_unread = self.transport.get_write_buffer_size()
+        if n_unread < n_before:
+            self._watch(n_unread)
+        else:
+            self.transport.abort()
+
     def _lacks_head(self) -> bool:
+        """Return whether the next head is due; a body that is still sent then was refused."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and self.conn.their_state is h11.IDLE
+        return is_answered and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_S, self._give_up)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +29,8 @@ _N_CACHED = 64
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 # A state of the lexer has one or two kilobytes.
 _MAX_LEXER_STATES = 20_000
+# llguidance makes a state for each remainder, without a limit of its own.
+_MAX_REMAINDERS = 20_000
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -150,6 +154,7 @@ class _Tokens:
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind in ("json_object", "json_schema"):
+            _check_remainders(text)
             found: str = self._library.LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": _SPACE}
             )
@@ -190,6 +195,38 @@ def _source_text(kind: str, source: Any) -> str:
             f"the grammar ({kind}) has {len(source)} characters; at most {limit} are allowed"
         )
     return source
+
+
+def _check_remainders(text: str) -> None:
+    """Refuse a JSON schema whose numbers must be multiples of too large a number.
+
+    Raises:
+        ValueError: it is not JSON, or its multipleOf have too large a common multiple.
+    """
+    try:
+        common, left = 1, [json.loads(text, parse_float=Decimal)]
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            common = math.lcm(common, _digits(value.get("multipleOf")))
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        if common > _MAX_REMAINDERS:
+            raise ValueError("its multipleOf need too many states; use a rounder number")
+
+
+def _digits(number: object) -> int:
+    """Return the digits of a number without its powers of ten, such as 25 for 0.25; or 1."""
+    if isinstance(number, bool) or not isinstance(number, int | Decimal):
+        return 1
+    exact = Decimal(number)
+    found = int("".join(map(str, exact.as_tuple().digits))) if exact.is_finite() else 0
+    while found and found % 10 == 0:
+        found //= 10
+    return found or 1
 
 
 def _reason(error: object) -> str:

@@ -88,6 +88,8 @@ def test_keys_and_names_guard_the_server(ran: Ran, monkeypatch: pytest.MonkeyPat
 def test_other_machines_need_a_key(ran: Ran) -> None:
     assert "--insecure-no-key" in str(failure("--host", "0.0.0.0"))
     assert start("--host", "0.0.0.0", "--insecure-no-key").exit_code == 0
+    assert "--insecure-no-key" in str(failure("--host", "127.evil.example"))
+    assert start("--host", "127.0.0.2").exit_code == 0
     assert start("--host", "127.0.0.2").exit_code == 0
 
 

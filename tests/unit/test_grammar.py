@@ -191,6 +191,10 @@ class TestRefused:
             ("json_schema", {"type": "thing"}, "not valid"),
             ("json_schema", {"unevaluatedProperties": False}, "not valid: .*unevaluated"),
             ("json_schema", '{"a"', "not valid"),
+            ("json_schema", "[" * 100_000, "not valid"),
+            ("json_schema", {"type": "integer", "multipleOf": 123456789}, "multipleOf"),
+            ("json_schema", {"type": "number", "multipleOf": 0.0000123457}, "multipleOf"),
+            ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 101}]}', "multipleOf"),
             ("json_schema", {"x": {1, 2}}, "not JSON serializable"),
             ("json_schema", False, "not valid|nothing"),
         ],
@@ -210,3 +214,8 @@ class TestRefused:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(ConfigError, match="pip install llguidance"):
             Grammars(VOCABULARY).compile("regex", "a")
+
+
+@pytest.mark.parametrize("step", [0.01, 0.25, 1, 7, 60, 1e6])
+def test_numbers_may_be_multiples_of_round_ones(step: float) -> None:
+    begin("json_schema", {"type": "number", "multipleOf": step})

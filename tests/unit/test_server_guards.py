@@ -120,6 +120,16 @@ def test_a_large_body_is_refused_while_it_comes() -> None:
         assert response.status_code == 413, response.text
 
 
+def test_a_body_of_very_many_values_is_refused_before_they_are_made() -> None:
+    case = Case()
+    headers = {"Content-Type": "application/json"}
+    body = b'{"x": [' + b"[]," * 1_200_000 + b'[]], "messages": [{"role": "user", "content": "a"}]}'
+    response = case.client.post(PATH, content=body, headers=headers)
+    assert response.status_code == 413 and "values" in response.text
+    texts = {"messages": [{"role": "user", "content": "a, " * 300_000}]}
+    assert "context" in case.post(PATH, texts).text
+
+
 def test_depth_of_values() -> None:
     assert [json_depth(v) for v in (1, [], [1], {"a": [{}]})] == [0, 1, 1, 3]
 

@@ -127,3 +127,54 @@ def test_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
     assert len(case.service.tickets) > 20
     assert all(ticket.gone.is_set() for ticket in case.service.tickets)
     assert (backend.n_users, case.state.metrics.n_open, case.state.metrics.n_queued) == (0, 0, 0)
+
+
+def test_a_body_that_was_refused_cannot_hold_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.3)
+
+    async def dribble(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n")
+        answer = asyncio.ensure_future(reader.read())
+        for _ in range(60):
+            await asyncio.sleep(0.05)
+            if answer.done():
+                break
+            writer.write(b"x")
+        assert answer.done()
+        return answer.result()
+
+    assert with_server(dribble).startswith(b"HTTP/1.1 415")
+
+
+LONG = b'{"content": "' + b"a" * 3_000_000 + b'"}'
+TOKENIZE = (
+    b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(LONG)
+)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_a_client_that_reads_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr("moegraph.server.listening.STALL_S", 0.4)
+
+    async def read(port: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(TOKENIZE + LONG)
+        n_bytes = len(await reader.read(1000))
+        for _ in range(20):
+            await asyncio.sleep(0.1)
+            n_bytes += len(await reader.read(200_000)) if reads else 0
+        try:
+            while piece := await reader.read(1 << 20):
+                n_bytes += len(piece)
+        except ConnectionResetError:
+            pass
+        writer.close()
+        return n_bytes
+
+    assert (with_server(read) > 3 * len(LONG) // 2) == reads
