@@ -6,8 +6,10 @@ import bisect
 
 # How much a measurement counts beside those before it.
 _NEWEST = 0.25
-# A step of a sweep beside decode passes is to take at most this share of one; and its least rows.
-_STEP_SHARE, _LEAST_ROWS = 0.4, 256
+# A step of a sweep beside decode passes is to take at most this share of one.
+_STEP_SHARE = 0.4
+# Each length of a chunk has graphs of its own; so there are few, each this times shorter.
+_FEWER = 4
 
 
 class Costs:
@@ -39,14 +41,14 @@ class Costs:
         near = min(known[max(0, at - 1) : at + 1], key=lambda n: abs(n - n_rows))
         return self._pass_s[near]
 
-    def chunk_rows(self, most: int, n_rows: int) -> int:
-        """Return the rows of a chunk for a sweep beside decode passes of n_rows rows."""
+    def chunk_rows(self, most: int, least: int, n_rows: int) -> int:
+        """Return the rows of a chunk, in these limits, for a sweep beside passes of n_rows rows."""
         pass_s = self.pass_s(n_rows)
         rows = most
-        while self._row_s and pass_s and rows // 2 >= _LEAST_ROWS:
+        while self._row_s and pass_s and rows // _FEWER >= least:
             if rows * self._row_s <= _STEP_SHARE * pass_s:
                 break
-            rows //= 2
+            rows //= _FEWER
         return rows
 
     def begin_sweep(self, n_rows: int) -> None:

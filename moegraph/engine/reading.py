@@ -37,6 +37,7 @@ class Reading:
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
         sweeps = engine.runner.sweeps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
+        self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
         self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
@@ -78,9 +79,8 @@ class Reading:
             self._swapping.make_room(answer, slot)
             batch, marks = self._batch(answer, slot)
             is_sweep = not is_short(batch, self._n_ubatch)
-            costs, n_busy = self._tally.costs, self._answers.n_busy
-            if is_sweep and n_busy:
-                batch = replace(batch, max_rows=costs.chunk_rows(self._n_ubatch, n_busy))
+            if is_sweep and self._answers.n_busy:
+                batch = replace(batch, max_rows=self._chunk_rows(batch))
             if is_sweep and self._answers.sweeping:
                 answer.n_rest = len(batch.tokens)
                 return
@@ -104,6 +104,15 @@ class Reading:
             self._answers.failed([answer], error)
         except MoegraphError as error:
             self._answers.failed([answer], error)
+
+    def _chunk_rows(self, batch: SweepBatch) -> int:
+        """Return the rows of a chunk beside other requests: so few that steps take a short time.
+
+        But not so few that the chunks would need one more sweep.
+        """
+        n_chunks = self._n_chunks - len(batch.cuts) - 1
+        least = max(SHORT_PROMPT, -(-min(len(batch.tokens), self._n_sweep) // max(n_chunks, 1)))
+        return self._tally.costs.chunk_rows(self._n_ubatch, least, self._answers.n_busy)
 
     def _begin_sweep(self, answer: Answer, batch: SweepBatch) -> None:
         """Begin the sweep of as much of a prompt as one sweep can have; the rest comes after it.

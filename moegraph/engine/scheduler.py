@@ -101,6 +101,7 @@ class Scheduler(Generic[T]):
         self._is_held = False
         self._credit_s = 0.0  # time that decode passes have earned for prompts
         self._n_beside = 0  # decode passes beside the sweep
+        self._is_new = False  # no step of the sweep has run beside them
 
     @property
     def n_waiting(self) -> int:
@@ -178,7 +179,7 @@ class Scheduler(Generic[T]):
     def began(self, key: T) -> None:
         """Note that the sweep of a request is under way."""
         self._waiting.pop(key, None)
-        self._sweeping, self._n_beside = key, 0
+        self._sweeping, self._n_beside, self._is_new = key, 0, True
 
     def is_read(self, key: T) -> None:
         """Note that the prompt of a request is read, or is back; it decodes from now on."""
@@ -261,8 +262,8 @@ class Scheduler(Generic[T]):
             return min(int(_ALONE_S / step_s) + 1, _MOST_STEPS) if step_s else 1
         if self._credit_s <= 0.0 or self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1:
             return 0
-        if not step_s:
-            self._credit_s = 0.0
+        if not step_s or self._is_new:  # it may build graphs
+            self._credit_s, self._is_new = 0.0, False
             return 1
         n_steps = int(self._credit_s / step_s)
         self._credit_s -= n_steps * step_s

@@ -213,7 +213,7 @@ class TestRefused:
     def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(ConfigError, match="pip install llguidance"):
-            Grammars(VOCABULARY).warm()
+            Grammars(VOCABULARY).compile("regex", "a")
 
 
 @pytest.mark.parametrize("step", [0.01, 0.25, 1, 7, 60, 1e6])

@@ -287,17 +287,18 @@ def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
 
 def test_chunks_of_a_prompt_are_shorter_where_a_step_would_take_too_long() -> None:
     costs = Costs()
-    assert costs.chunk_rows(2048, 8) == 2048  # nothing is known
+    assert costs.chunk_rows(2048, 32, 8) == 2048  # nothing is known
     costs.note_round(0, 8, 0.005)
     costs.begin_sweep(2048)
     assert costs.step_s is None
     costs.note_round(100, 0, 0.5)  # 5 ms a step
-    assert costs.chunk_rows(2048, 8) == 512
-    assert costs.chunk_rows(200, 8) == 200 and costs.chunk_rows(300, 8) == 300
+    assert costs.chunk_rows(2048, 32, 8) == 512
+    assert costs.chunk_rows(2048, 600, 8) == 2048
+    assert costs.chunk_rows(300, 32, 8) == 300
     costs.begin_sweep(512)
     assert costs.step_s == pytest.approx(0.00125)
     costs.note_round(0, 32, 1.0)
-    assert costs.chunk_rows(2048, 32) == 2048
+    assert costs.chunk_rows(2048, 32, 32) == 2048
 
 
 def test_a_request_may_end_anywhere() -> None:

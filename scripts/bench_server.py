@@ -1,0 +1,292 @@
+#!/usr/bin/env python3
+"""Measure `moegraph serve` over HTTP, beside llama-server on the same file.
+
+One server after the other: tokens a second and the time between tokens for several numbers of
+clients; with --long also while a long prompt comes in, and the second turn of a long conversation.
+Prompts are token ids, answers are greedy and have a fixed length. A character that takes several
+tokens comes as one piece of a stream, so times between tokens are those between pieces.
+
+    scripts/bench_server.py 35b.gguf --llama-server bin/llama-server --long --out server.jsonl
+    scripts/bench_server.py tiny --device cpu --clients 1 4 --tokens 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ids of prompts: the first ones of a vocabulary are bytes and common pieces.
+IDS = range(100, 900)
+WORDS = "time year people way day man thing woman life child world school state family".split()
+# Seconds to wait for a server that loads a model.
+LOADING_S = 240
+
+
+class Stream(threading.Thread):
+    """One streamed request; times: when its pieces came, begun: when it was sent."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.times: list[float] = []
+        self.text = ""
+        self.usage: dict[str, Any] = {}
+        self.error = ""
+        self._leaves = threading.Event()
+        self._port, self._path = port, path
+        self._body = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+        self.begun = time.perf_counter()
+        self.start()
+
+    def run(self) -> None:
+        """Send the request and note the pieces."""
+        try:
+            self._run()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        head = {"content-type": "application/json"}
+        connection.request("POST", self._path, self._body, head)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            self.error = answer.read().decode(errors="replace")[:300]
+        while not (self.error or self._leaves.is_set()):
+            line = answer.readline()
+            if not line or line.startswith(b"data: [DONE]"):
+                break
+            if line.startswith(b"data: "):
+                self._note(line[6:])
+        connection.close()
+        if not self.times:  # tokens without text alone
+            self.times.append(time.perf_counter())
+
+    def _note(self, data: bytes) -> None:
+        piece = json.loads(data)
+        self.usage = piece.get("usage") or self.usage
+        for choice in piece.get("choices", ()):
+            delta = choice.get("delta", {})
+            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+            self.text += text or ""
+            if text is not None:
+                self.times.append(time.perf_counter())
+
+    def leave(self) -> None:
+        """Close the connection after the next piece."""
+        self._leaves.set()
+        self.join()
+
+    def done(self) -> Stream:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: the request has failed.
+        """
+        self.join()
+        if self.error:
+            raise RuntimeError(self.error)
+        return self
+
+
+def completion(port: int, n_prompt: int, n_tokens: int, seed: int) -> Stream:
+    """Send random ids, to be continued by a fixed number of tokens."""
+    ids = random.Random(seed).choices(IDS, k=n_prompt)
+    body = {"prompt": ids, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True,
+            "cache_prompt": False}  # fmt: skip
+    return Stream(port, "/v1/completions", body)
+
+
+def ms(values: list[float], share: float) -> float:
+    """Return a percentile of seconds in milliseconds."""
+    ordered = sorted(values) or [0.0]
+    return round(1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2)
+
+
+def gaps(streams: list[Stream], start: float = 0.0, end: float = 1e18) -> list[float]:
+    """Return the times between pieces that came between two moments."""
+    return [
+        b - a for s in streams for a, b in zip(s.times, s.times[1:]) if start <= b <= end
+    ]  # fmt: skip
+
+
+def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
+    """Return what n clients get, prompts of mixed lengths included."""
+    rng, start = random.Random(seed), time.perf_counter()
+    streams = [completion(port, rng.randrange(16, 400), n_tokens, seed + i) for i in range(n)]
+    for one in streams:
+        one.done()
+    seconds = time.perf_counter() - start
+    between = gaps(streams)
+    return {
+        "tokens_per_s": round(n * n_tokens / seconds, 1),
+        "between_p50_ms": ms(between, 0.5),
+        "between_p99_ms": ms(between, 0.99),
+        "first_p50_ms": ms([s.times[0] - s.begun for s in streams if s.times], 0.5),
+    }
+
+
+def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]:
+    """Return what a long prompt does to n clients whose answers are under way."""
+    streams = [completion(port, 32, 1500, seed + i) for i in range(n)]
+    while any(len(s.times) < 30 and s.is_alive() for s in streams):
+        time.sleep(0.01)
+    settled = time.perf_counter()
+    time.sleep(0.5)
+    begun = time.perf_counter()
+    first = completion(port, n_prompt, 4, seed + 99).done()
+    usual, beside = gaps(streams, settled, begun), gaps(streams, begun, first.times[0])
+    for one in streams:
+        one.leave()
+    return {
+        "usual_p50_ms": ms(usual, 0.5),
+        "beside_p50_ms": ms(beside, 0.5),
+        "beside_p99_ms": ms(beside, 0.99),
+        "p99_over_usual": round(ms(beside, 0.99) / max(ms(usual, 0.5), 1e-9), 2),
+        "first_s": round(first.times[0] - first.begun, 3),
+    }
+
+
+def second_turn(port: int, n_tokens: int) -> dict[str, float]:
+    """Return the times to the first token of both turns of a long conversation."""
+    rng = random.Random(time.time())
+    messages = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=n_tokens))}]
+    found: dict[str, float] = {}
+    for turn in ("first", "second"):
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = Stream(port, "/v1/chat/completions", body).done()
+        found[f"{turn}_turn_s"] = round(answer.times[0] - answer.begun, 3)
+        found[f"{turn}_n_prompt"] = answer.usage.get("prompt_tokens", 0)
+        details = answer.usage.get("prompt_tokens_details") or {}
+        found[f"{turn}_n_cached"] = details.get("cached_tokens", 0)
+        messages.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "user", "content": "And now the same once more, please."})
+    return found
+
+
+@contextmanager
+def served(command: list[str], port: int, env: dict[str, str]) -> Iterator[None]:
+    """Run a server until its health is good, and to the end of the block.
+
+    Raises:
+        RuntimeError: it does not come up.
+    """
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+    said: list[bytes] = []
+    reader = threading.Thread(target=lambda: said.extend(server.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        end = time.monotonic() + LOADING_S
+        while not _is_healthy(port):
+            if server.poll() is not None or time.monotonic() > end:
+                shown = b"".join(said[-15:]).decode(errors="replace")
+                raise RuntimeError(f"{command[0]} does not come up:\n{shown}")
+            time.sleep(0.2)
+        yield
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a line for each measurement of a server."""
+    throughput(port, min(4, max(args.clients)), 16, 7)  # graphs are built
+    for sample in range(args.samples):
+        for n in args.clients:
+            found = throughput(port, n, args.tokens, 1000 * sample + 10 * n)
+            yield {"server": name, "what": "clients", "clients": n, **found}
+        if args.long:
+            found = long_prompt(port, args.beside, args.prompt, 5000 + 1000 * sample)
+            yield {"server": name, "what": "long prompt", "clients": args.beside, **found}
+            found = second_turn(port, args.turn)
+            yield {"server": name, "what": "second turn", "clients": 1, **found}
+
+
+def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return name, command and environment of each server."""
+    slots, env = str(max(*args.clients, args.beside + 1)), dict(os.environ)
+    common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size)]
+    ours = [sys.executable, "-m", "moegraph", "serve", args.model, "--log-format", "off", *common,
+            "--device", args.device, *args.ours.split()]  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    found = {"moegraph": (ours, {**env, "PYTHONPATH": path})}
+    if args.llama_server:
+        folder = str(Path(args.llama_server).resolve().parent)
+        theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
+                  *args.theirs.split()]  # fmt: skip
+        libraries = os.pathsep.join(filter(None, [folder, env.get("LD_LIBRARY_PATH")]))
+        found["llama-server"] = (theirs, {**env, "LD_LIBRARY_PATH": libraries})
+    return found
+
+
+def main() -> int:
+    """Measure each server; print lines, and append them to a file."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("model", help="a GGUF file")
+    p.add_argument("--llama-server", metavar="PATH", help="its libraries are beside it")
+    p.add_argument("--device", default="auto", help="of moegraph")
+    p.add_argument("--ours", default="", metavar="OPTIONS", help="more options of moegraph serve")
+    p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-server")
+    p.add_argument("-c", "--ctx-size", type=int, default=40960)
+    p.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    p.add_argument("--tokens", type=int, default=128, help="of each answer")
+    p.add_argument("--samples", type=int, default=1)
+    p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")
+    p.add_argument("--beside", type=int, default=8, help="clients beside the long prompt")
+    p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
+    p.add_argument("--turn", type=int, default=20000, help="words of the conversation")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
+    args = p.parse_args()
+    port, speeds = free_port(), dict[tuple[str, int], list[float]]()
+    for name, (command, env) in commands(args, port).items():
+        with served(command, port, env):
+            for line in measure(name, port, args):
+                print(json.dumps(line), flush=True)
+                if args.out:
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                if "tokens_per_s" in line:
+                    speeds.setdefault((name, line["clients"]), []).append(line["tokens_per_s"])
+    print("| server | clients | tok/s |\n|---|---|---|")
+    for (name, n), found in speeds.items():
+        print(f"| {name} | {n} | {statistics.median(found):.1f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
