@@ -147,7 +147,7 @@ class EngineConfig:
     )
     cache_ram: int = _setting(
         "int",
-        2048,
+        8192,
         ("-cram", "--cache-ram"),
         "Host memory, in MiB, for beginnings of prompts that later prompts need not compute again. "
         "-1: no limit but the memory that is free. 0: keep none.",

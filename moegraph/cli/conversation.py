@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..draft.stats import SpecStats
 from ..errors import Cancelled, RequestError
 from ..events import GenerationEvent
 from ..sampling import SamplingParams
-from ..text.chat import History, ReasoningSplitter
+from ..text.chat import ContentPart, History, Part, ReasoningPart
 from . import options, ui
 from .drafting import spec_report, spec_words
 from .interrupt import cancel_on_interrupt
@@ -84,10 +84,9 @@ class Conversation:
         self.history.ask(question)
         try:
             prepared, n_forgotten = self._fitted()
-            splitter = ReasoningSplitter.after(prepared.prompt)
-            opened = "<think>\n" if splitter.is_thinking else ""
+            opened = "<think>\n" if prepared.parser.is_reasoning else ""
             stats, drafts = self.engine.expert_stats(), self.engine.spec_stats()
-            raw, (reasoning, text), event = self._generate(prepared, splitter)
+            raw, (reasoning, text), event = self._generate(prepared)
         except BaseException:
             self.history.restore(before)
             raise
@@ -146,11 +145,9 @@ class Conversation:
         )  # fmt: skip
         return self.model.prepare(asked)
 
-    def _generate(
-        self, prepared: Prepared, splitter: ReasoningSplitter
-    ) -> tuple[str, tuple[str, str], GenerationEvent]:
+    def _generate(self, prepared: Prepared) -> tuple[str, tuple[str, str], GenerationEvent]:
         """Show an answer as it comes; return the raw text, (reasoning, answer), and last event."""
-        request = prepared.request
+        request, parser = prepared.request, prepared.parser
         if not self._warned:
             options.warn_beyond_training(self.engine, len(request.prompt))
             self._warned = len(request.prompt) > self.engine.hparams.n_ctx_train
@@ -165,8 +162,9 @@ class Conversation:
             ):  # fmt: skip
                 bars.clear()
                 pieces.append(event.text)
-                shown.push(splitter.push(event.text))
-            shown.push(splitter.flush())
+                drawn = () if event.token is None else (event.token,)
+                shown.push(parser.push(event.text, drawn))
+            shown.push(parser.flush(is_cut=event is None or event.finish_reason != "stop"))
         if event is None:
             raise Cancelled
         shown.end()
@@ -242,21 +240,25 @@ class _Shown:
         self._silent = silent
         self._last: Any = None
 
-    def push(self, parts: tuple[str, str]) -> None:
-        """Take the next pieces of reasoning and answer."""
-        for text, stream, role in zip(parts, (sys.stderr, sys.stdout), ("muted", None)):
-            if not text:
+    def push(self, parts: Iterable[Part]) -> None:
+        """Take the next parts of an answer."""
+        for part in parts:
+            if isinstance(part, ReasoningPart):
+                text, stream, role = part.text, sys.stderr, "muted"
+                self.reasoning += text
+            elif isinstance(part, ContentPart):
+                text, stream, role = part.text, sys.stdout, None
+                self.answer += text
+            else:
                 continue
             if self._last is sys.stderr and stream is sys.stdout and not self._silent:
                 self._leave_reasoning()
             self._last = stream
             if not self._silent:
                 ui.write_text(text, role, stream)
-        self.reasoning += parts[0]
-        self.answer += parts[1]
 
     def _leave_reasoning(self) -> None:
-        if ui.is_terminal(sys.stderr) and not self.reasoning.endswith("\n"):
+        if not self.reasoning.endswith("\n"):
             ui.write_text("\n", stream=sys.stderr)
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ import click
 from ..config import EngineConfig
 from ..errors import Cancelled, ConfigError
 from ..sampling import SamplingParams
+from ..units import MiB
 from . import options, ui
 from .command import Command, Option
 from .filesampling import recommended
@@ -161,6 +162,21 @@ def _option(*flags: str, **described: Any) -> Callable[[Decorated], Decorated]:
     help="Free the model's memory after this time without requests; the next one loads it again.",
 )
 @_option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for beginnings of prompts that --cache-ram has no room for, and for all of them "
+    "when the server ends. Files of other models or settings there are not used.",
+)
+@_option(
+    "--cache-disk",
+    type=click.IntRange(1, 1 << 24),
+    default=16384,
+    show_default=True,
+    metavar="MIB",
+    help="Most disk space of --cache-dir, in MiB.",
+)
+@_option(
     "--log-format",
     type=click.Choice(["text", "json", "off"]),
     default="text",
@@ -276,6 +292,7 @@ class _Server:
         self._load = ModelLoader(
             job.target, header, job.config, self.alias,
             template_file=given["chat_template_file"], n_waiting=given["n_waiting"],
+            cache_dir=given["cache_dir"], cache_bytes=given["cache_disk"] * MiB,
         )  # fmt: skip
         options.require_vocabulary(header)
         sampling = job.sampling.validate(header.hparams.n_vocab)

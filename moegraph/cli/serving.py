@@ -35,13 +35,14 @@ class ModelLoader:
 
     def __init__(
         self, target: str, header: ModelFile, config: EngineConfig, alias: str, *,
-        template_file: Path | None, n_waiting: int,
+        template_file: Path | None, n_waiting: int, cache_dir: Path | None, cache_bytes: int,
     ) -> None:  # fmt: skip
         self._target = target
         self._header: ModelFile | None = header
         self._config = config
         self._template_file = template_file
         self._n_waiting = n_waiting
+        self._cache_dir, self._cache_bytes = cache_dir, cache_bytes
         self._warned: set[str] = set()
         hp = header.hparams
         self.facts = ModelFacts(
@@ -72,6 +73,9 @@ class ModelLoader:
             engine = stack.enter_context(
                 options.load_engine(header, self._config, warned=self._warned, text=True)
             )
+            if self._cache_dir:
+                engine.keep_prefixes(self._cache_dir, self._cache_bytes)
+                options.show_messages(engine)
             chat = stack.enter_context(ChatModel.of(engine, template))
             for warning in chat.warnings:
                 if warning not in self._warned:
@@ -87,6 +91,7 @@ class ModelLoader:
 
         def close() -> None:
             service.close()
+            options.show_messages(engine)
             options.save_profile(engine)
             kept.close()
 

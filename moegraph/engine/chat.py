@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import MoegraphError, RequestError
+from ..errors import RequestError
 from ..modelfile import ModelFile
 from ..text.chat.answer import AnswerParser
 from ..text.chat.calls import CALL, FUNCTION
-from ..text.chat.marks import first_question, prompt_marks
+from ..text.chat.marks import prompt_marks
 from ..text.chat.memory import CallMemory
-from ..text.chat.messages import TemplateMessage, template_messages, without_late_system
-from ..text.chat.plaintools import CHATML, described_tools, plain_messages
-from ..text.chat.reasoning import END_OF_THINK, THINK
+from ..text.chat.messages import TemplateMessage, template_messages
+from ..text.chat.plaintools import CHATML
+from ..text.chat.prompting import PromptMaker, whole_prompt
+from ..text.chat.reasoning import END_OF_THINK
 from ..text.chat.segments import Encoded, SegmentEncoder, turn_tags
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
 from ..text.constraint import GrammarConstraint
@@ -47,13 +47,8 @@ __all__ = [
     "thinking_variables",
 ]
 
-_Render = Callable[[list[TemplateMessage]], str]
-# Beginnings of prompts, up to the first question, that are known without rendering them again.
-_N_BEGINNINGS = 16
 # Types of tokens in a model file: control tokens, and those that a user added.
 _CONTROL, _ADDED = 3, 4
-# Shorter ones have neither a system prompt nor tools.
-_MIN_BEGINNING = 64
 
 
 class Loaded(Protocol):
@@ -94,14 +89,12 @@ class ChatModel:
         # an end of text would be added to every part
         if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
             tags = []
-        self._tokens = special_tokens(tokenizer)
+        self._prompts = PromptMaker(template, special_tokens(tokenizer))
         self._encoder = SegmentEncoder(tokenizer, tags, ends)
         self._calls = CallMemory()
-        self._beginnings: tuple[str, ...] = ()
         self.template = template
         self.warnings: list[str] = []
         self.grammars = Grammars(tokenizer)
-        self._rendering = threading.Lock()
 
     @classmethod
     def of(cls, engine: Loaded, template: ChatTemplate | None = None) -> ChatModel:
@@ -127,8 +120,7 @@ class ChatModel:
 
     def close(self) -> None:
         """Close the template; a second call does nothing."""
-        with self._rendering:
-            self.template.close()
+        self._prompts.close()
 
     def __enter__(self) -> ChatModel:
         return self
@@ -144,8 +136,8 @@ class ChatModel:
         """
         check_tools(chat.tools, chat.tool_choice)
         messages = self._messages(chat.messages)
-        render = self._renderer(chat.tools, chat.variables)
-        prompt = _whole_prompt(render, messages)
+        render = self._prompts.renderer(chat.tools, chat.variables)
+        prompt = whole_prompt(render, messages)
         # tools that must not be called are shown too, so that the prompt keeps its beginning
         tools = () if chat.tool_choice == NONE else chat.tools
         encoded = self._encode(prompt)
@@ -154,41 +146,36 @@ class ChatModel:
             memory=self._turn(prompt, encoded),
         )  # fmt: skip
         constraint = self._chat_constraint(chat, parser.is_reasoning)
-        marks = prompt_marks(encoded, prompt, messages, self._first(render, messages, prompt))
+        first = self._prompts.first_question(render, messages, prompt)
+        marks = prompt_marks(encoded, prompt, messages, first)
         request = self._request(chat, encoded.ids, constraint, marks)
-        if chat.tools and chat.tool_choice == NONE:
-            request = self._without_calls(request)
+        if chat.tools:
+            request = self._with_calls(request, chat.tool_choice != NONE)
         return Prepared(request, parser, prompt)
 
-    def _without_calls(self, request: Request) -> Request:
-        """Return a request whose answer cannot begin a call, if that takes one token."""
-        ids = self.tokenizer.encode(CALL, add_special=False)
-        if len(ids) > 1:
+    def _with_calls(self, request: Request, are_allowed: bool) -> Request:
+        """Return a request whose answer may have calls or not, if one token begins them.
+
+        A client may send a call back rewritten, so the state before its text is kept.
+        """
+        begin = self.tokenizer.encode(CALL, add_special=False)
+        if len(begin) > 1:
             return request
-        bias = {**request.sampling.logit_bias, ids[0]: -math.inf}
+        if are_allowed:
+            return replace(request, keep_after=frozenset(begin))
+        bias = {**request.sampling.logit_bias, begin[0]: -math.inf}
         return replace(request, sampling=replace(request.sampling, logit_bias=bias))
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Return messages for the template, with calls as the model wrote them if that is known."""
-        return template_messages(messages, None if self._calls_are_json else self._calls.shown)
+        if not self._calls_are_json:
+            return template_messages(messages, self._calls.shown)
+        takes_text = "arguments is string" in self.template.source
+        return template_messages(messages, (lambda _, text: text) if takes_text else None)
 
     def _turn(self, prompt: str, encoded: Encoded) -> Turn:
         at, n = encoded.starts[-1]
         return Turn(self.tokenizer, self._encoder, self._calls, prompt[at:], encoded.ids[n:])
-
-    def _first(self, render: _Render, messages: list[TemplateMessage], prompt: str) -> int:
-        """Return where the first question begins, after the system prompt and tools."""
-        known = max((len(one) for one in self._beginnings if prompt.startswith(one)), default=0)
-        if known:
-            return known
-        try:
-            found = first_question(render, messages, prompt)
-        except RequestError:
-            return 0  # a template that wants more than one question
-        # a beginning without a system prompt or tools would be that of other prompts too
-        if found > _MIN_BEGINNING:
-            self._beginnings = (*self._beginnings[1 - _N_BEGINNINGS :], prompt[:found])
-        return found
 
     def prepare_text(self, text: TextRequest) -> Prepared:
         """Return what the engine needs to continue a text; its parser only finds text.
@@ -262,50 +249,8 @@ class ChatModel:
         Raises:
             RequestError: the messages are wrong, or the template refuses them.
         """
-        return _whole_prompt(self._renderer(tools, variables or {}), self._messages(messages))
-
-    def _renderer(
-        self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> _Render:
-        """Return what makes prompts of messages, with these tools."""
-        if tools and self.template.knows_tools:
-            variables = {**variables, "tools": list(tools)}
-        try:
-            described = "" if self.template.knows_tools else described_tools(tools)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"tools: a schema is not JSON: {error}") from error
-
-        def render(messages: list[TemplateMessage]) -> str:
-            if not self.template.knows_tools:
-                messages = plain_messages(messages, described)
-            try:
-                return self._apply(messages, variables)
-            except RequestError:
-                plain = without_late_system(messages)
-                if plain == messages:
-                    raise
-                return self._apply(plain, variables)
-
-        return render
-
-    def _apply(self, messages: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
-        reserved = {"messages", "add_generation_prompt"}
-        allowed = {name: value for name, value in variables.items() if name not in reserved}
-        with self._rendering:
-            try:
-                return self.template.render(messages, **{**self._tokens, **allowed})
-            except RequestError:
-                raise
-            except (MoegraphError, TypeError, ValueError, RecursionError) as error:
-                # if it fails for any messages, it is broken, and the client is right
-                self.template.render([{"role": "user", "content": "A"}], **self._tokens)
-                raise RequestError(
-                    f"the chat template fails for these messages: {error}"
-                ) from error
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt that the template made."""
-        return self._encode(prompt).ids
+        render = self._prompts.renderer(tools, variables or {})
+        return whole_prompt(render, self._messages(messages))
 
     def _encode(self, prompt: str) -> Encoded:
         bos = self.tokenizer.bos
@@ -355,24 +300,3 @@ def special_texts(kv: Mapping[str, object], tokenizer: Tokenizer) -> dict[str, b
         for kind in (_ADDED, _CONTROL)
         for token in np.flatnonzero(types == kind)
     }
-
-
-def _whole_prompt(render: _Render, messages: list[TemplateMessage]) -> str:
-    """Return the prompt for messages; if the last is an assistant's, the prompt ends in it."""
-    if len(messages) > 1 and _is_begun(messages[-1]):
-        return _continued(render(messages[:-1]), messages[-1])
-    return render(messages)
-
-
-def _is_begun(message: TemplateMessage) -> bool:
-    return message["role"] == "assistant" and "tool_calls" not in message
-
-
-def _continued(prompt: str, begun: TemplateMessage) -> str:
-    """Return a prompt that ends in the text of a message which the model is to continue."""
-    text, reasoning = str(begun["content"]), str(begun.get("reasoning_content", ""))
-    if prompt.rstrip().endswith(THINK):
-        if reasoning and not text:
-            return prompt + reasoning
-        return f"{prompt}{reasoning}\n{END_OF_THINK}\n\n{text}"
-    return prompt + text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -35,9 +33,11 @@ from .drafters import open_speculation
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
+from .memoryuse import memory_use
 from .ownership import Ownership
 from .passes import Passes
 from .prefixes import Prefixes
+from .prefixidentity import open_disk
 from .requests import Constraint
 from .sequence import Sequence
 from .sequencecopies import SequenceCopies
@@ -128,7 +128,15 @@ class Engine:
         self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
-        self._stack.callback(self.prefixes.clear)
+        self._stack.callback(self.prefixes.close)
+
+    def keep_prefixes(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+        """Keep beginnings of prompts in a folder too, in files of at most max_bytes together.
+
+        They outlive the engine. Errors as in `open_disk`.
+        """
+        self.ownership.enter_alone()
+        self.prefixes.use_disk(open_disk(self._loaded, folder, max_bytes))
 
     def save_profile(self) -> ProfileUpdate | None:
         """Add the experts chosen since the last call to the routing profile; see `ProfileUpdate`.
@@ -193,19 +201,7 @@ class Engine:
             RequestError: the engine is closed.
         """
         self.ownership.require_open()
-        scale = 1 if sys.platform == "darwin" else 1024
-        return {
-            "device_peak_bytes": self.device.note_peak(),
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
-            "host_mapped_bytes": self.stage.mapped_bytes,
-            "host_pinned_bytes": self._misses.pinned_bytes if self._misses else 0,
-            "weights_bytes": self.stage.weights.n_bytes + self.stage.banks.n_bytes,
-            "kv_bytes": self.state.kv_bytes,
-            "state_bytes": self.state.recurrent_bytes + self.state.drafts.n_bytes,
-            "compute_bytes": self.runner.compute_bytes,
-            "drafters_bytes": sum(drafter.n_bytes for drafter in self._loaded.drafters)
-            + self.stage.taps.n_bytes,
-        }
+        return memory_use(self._loaded)
 
     def expert_stats(self) -> ExpertStats | None:
         """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
@@ -236,8 +232,9 @@ class Engine:
         return [line for drafter in found for line in drafter.describe()]
 
     def drain_messages(self) -> list[str]:
-        """Return messages of the guard and about drafters since the last call, one line each."""
+        """Return messages about misses, drafters and saved prompts since the last call."""
         found = self.speculation.drain_messages() if self.speculation else []
+        found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
         guard = self._misses.residency.guard if self._misses else None
         if guard:
             found += guard.messages

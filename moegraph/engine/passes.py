@@ -61,6 +61,10 @@ class Passes:
         require_seq(seq, self.n_seq)
         return [] if seq in self._unfinished else self._held[seq]
 
+    def keep_cancelled(self, keep: Callable[[Sweep], None]) -> None:
+        """Have `keep` called with every sweep that is cancelled, before it is undone."""
+        self._prompts.keep = keep
+
     def reset(self, seq: int) -> None:
         """Empty a sequence; others, and their results of a pass in flight, stay as they are.
 

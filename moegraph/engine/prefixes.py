@@ -19,10 +19,13 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NativeError
+from ..errors import MoegraphError, NativeError
 from ..ggml.free_memory import host_memory
 from ..resident.hostcopies import StatesCopy
+from ..runner.sweep import Sweep
 from .passes import Passes
+from .prefixdisk import PrefixDisk
+from .prefixspill import PrefixSpill
 from .prefixtree import Path, PrefixTree, n_common
 from .sequencecopies import SequenceCopies
 
@@ -33,6 +36,8 @@ Ids = npt.NDArray[np.int32]
 _WORTH = 64
 
 
+# Tokens between marks that nobody asked for, in a long prompt.
+_EVERY = 8192
 # Tokens by which most sequences that are not alike differ.
 _GLANCE = 32
 
@@ -49,6 +54,17 @@ class Prefixes:
         self._passes = passes
         self._copies = copies
         self._max_bytes = max_bytes
+        passes.keep_cancelled(self._keep_read)
+        self._spill: PrefixSpill | None = None
+
+    def use_disk(self, disk: PrefixDisk) -> None:
+        """Keep on disk what leaves the memory, and find it there again; `close` closes it."""
+        self._spill = PrefixSpill(self.tree, self._copies, disk)
+
+    @property
+    def disk(self) -> PrefixDisk | None:
+        """The disk behind the memory, if there is one."""
+        return self._spill.disk if self._spill else None
 
     @property
     def is_on(self) -> bool:
@@ -63,11 +79,14 @@ class Prefixes:
     @property
     def n_bytes(self) -> int:
         """Return the host memory in use."""
-        return self.tree.n_bytes + self._copies.memory.spare_bytes
+        pending = self._spill.disk.pending_bytes if self._spill else 0
+        return self.tree.n_bytes + self._copies.memory.spare_bytes + pending
 
     def n_saved(self, ids: Ids) -> int:
         """Return how much of the beginning of ids any sequence can be made to hold."""
-        return _length(self.tree.find(ids[:-1], self._longest(ids)[1]))
+        found = self._spill.disk.find(ids[:-1]) if self._spill else []
+        in_memory = _length(self.tree.find(ids[:-1], self._longest(ids)[1]))
+        return max(in_memory, found[-1].end if found else 0)
 
     def choose(self, ids: Ids, idle: Sequence[int]) -> int:
         """Return which of some idle sequences is to go on with ids.
@@ -130,6 +149,11 @@ class Prefixes:
         """
         n_held, n_kept = len(self._passes.held(seq)), self._n_common(seq, ids)
         longest, n_live = self._longest(ids)
+        if self._spill:
+            n_known = _length(self.tree.find(ids[:-1], n_live))
+            if n_kept == n_held < len(ids):
+                n_known = max(n_known, n_kept)
+            self._spill.bring(ids[:-1], n_known + _WORTH, self._make_room)
         path = self.tree.find(ids[:-1], n_live)
         n_saved = _length(path)
         if n_kept == n_held < len(ids) and n_kept >= n_saved:
@@ -153,17 +177,19 @@ class Prefixes:
 
         n_held: how many ids the sequence holds, of which nothing is removed. A mark that is only a
         few tokens after one that is kept saves less than it costs. If there is no room for all
-        marks, the last ones are kept.
+        marks, the last ones are kept. A long prompt that has some gets more of them, so that not
+        all is lost if it is cancelled.
         """
         found: list[int] = []
-        for mark in sorted(marks) if self.is_on else ():
+        more = range(n_held + _EVERY, len(ids) - _EVERY // 2, _EVERY) if marks else ()
+        for mark in sorted({*marks, *more}) if self.is_on else ():
             last = max([_length(self.tree.find(ids[:mark], len(ids))), *found[-1:]])
             if mark - last >= _WORTH:
                 found.append(mark)
         if not found:
             return []
         limit, size = self._limit(), max(1, self._copies.states_bytes)
-        self.tree.shrink(limit - size * len(found), self.tree.find(ids[:n_held], n_held))
+        self._shrink(limit - size * len(found), self.tree.find(ids[:n_held], n_held))
         self._drop_spare(limit)
         n_fit = max(0, limit - self.tree.n_bytes) // size
         return found[max(0, len(found) - n_fit) :]
@@ -181,7 +207,23 @@ class Prefixes:
         The sequence still has its positions up to there. The states are kept or closed.
         """
         n_held = None if states is None else states.n_past
-        ids = np.asarray(self._passes.held(seq)[:n_held], dtype=np.int32)
+        return self._save_ids(seq, states, self._passes.held(seq)[:n_held])
+
+    def _keep_read(self, sweep: Sweep) -> None:
+        """Save what a prompt that is cancelled has computed, up to the last mark in it."""
+        whole = [copy for copy in sweep.saved if copy.n_past <= sweep.n_whole]
+        sweep.saved = [copy for copy in sweep.saved if copy not in whole]
+        self._copies.memory.wait()
+        for states in whole:
+            n_new = states.n_past - sweep.n_past
+            ids = [*self._passes.held(sweep.slot), *sweep.batch.tokens[:n_new].tolist()]
+            if states.is_finite:  # nobody else looks
+                self._save_ids(sweep.slot, states, ids)
+            else:
+                states.close()
+
+    def _save_ids(self, seq: int, states: StatesCopy | None, held: list[int]) -> bool:
+        ids = np.asarray(held, dtype=np.int32)
         if not self.is_on or not len(ids):
             return False
         path = self.tree.reach(ids)
@@ -191,8 +233,19 @@ class Prefixes:
             return False
         finally:
             limit = self._limit()
-            self.tree.shrink(limit, path if path[-1].states else [])
+            self._shrink(limit, path if path[-1].states else [])
             self._drop_spare(limit)
+            if self._spill:
+                self._spill.write_ahead(limit)
+
+    def _shrink(self, n_bytes: int, kept: Path) -> bool:
+        """Remove older beginnings until the tree has at most n_bytes; see `PrefixTree.shrink`."""
+        if not self._spill:
+            return self.tree.shrink(n_bytes, kept)
+        is_small = self.tree.shrink(n_bytes, kept, self._spill.give)
+        if self.tree.n_bytes + self._spill.disk.pending_bytes > n_bytes:
+            self._spill.disk.wait()
+        return is_small
 
     def _save(self, seq: int, states: StatesCopy | None, path: Path) -> bool:
         copies, last = self._copies, path[-1]
@@ -213,7 +266,8 @@ class Prefixes:
             # without rows, these states serve only while the sequence keeps its own
             is_whole = is_whole and self._make_room(copies.row_bytes * (end - start), path)
             if is_whole:
-                node.rows = copies.take_rows(seq, start, end - start)
+                ids = np.concatenate([each.tokens for each in path])[:end]
+                node.rows = copies.take_rows(seq, start, ids.tolist())
         return is_whole
 
     def _drop_spare(self, limit: int) -> None:
@@ -224,7 +278,7 @@ class Prefixes:
     def _make_room(self, n_bytes: int, kept: Path) -> bool:
         """Remove older beginnings until there is room for n_bytes; none if that is impossible."""
         limit = self._limit() - n_bytes
-        return sum(node.n_bytes for node in kept) <= limit and self.tree.shrink(limit, kept)
+        return sum(node.n_bytes for node in kept) <= limit and self._shrink(limit, kept)
 
     def _limit(self) -> int:
         """Return how many bytes the tree may have now."""
@@ -233,6 +287,17 @@ class Prefixes:
             free = max(0, self.n_bytes + memory.available - memory.reserve)
             limit = free if limit is None else min(limit, free)
         return 1 << 62 if limit is None else limit
+
+    def close(self) -> None:
+        """Write what is kept to disk, if there is one, what sequences hold too, and forget it."""
+        if self._spill:
+            for seq in range(self._passes.n_seq):
+                with suppress(MoegraphError):  # a prompt is under way, or the device has failed
+                    self._passes.require_resting(seq)
+                    self._keep(seq)
+            self._spill.close()
+            self._spill = None
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything that is kept; what sequences hold stays."""

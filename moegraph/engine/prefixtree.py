@@ -7,7 +7,7 @@ all positions before it are in the tree or in the sequence itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,11 @@ class Node:
 
 # The nodes from a child of the root to some node.
 Path = list[Node]
+Give = Callable[[Path, "StatesCopy"], None]
+
+
+def _close_states(path: Path, states: StatesCopy) -> None:
+    states.close()
 
 
 def n_common(a: Ids, b: Ids) -> int:
@@ -129,23 +134,35 @@ class PrefixTree:
                 self._clock += 1
                 path[at].used = self._clock
 
-    def shrink(self, n_bytes: int, kept: Path) -> bool:
+    def shrink(self, n_bytes: int, kept: Path, give: Give = _close_states) -> bool:
         """Remove the states used longest ago until the tree has at most n_bytes.
 
         Rows go with the last states that need them. Nodes of the path `kept` stay, and so do the
-        states at its end. Return whether the tree is small enough now.
+        states at its end. Return whether the tree is small enough now. give: called with the path
+        to states that are removed, which it closes sooner or later.
         """
         self._prune(kept)
         while self.n_bytes > n_bytes:
-            found = [n for n in self.nodes() if n.states is not None and n not in kept[-1:]]
+            found = [path for path in self.places() if path[-1] not in kept[-1:]]
             if not found:
                 return False
-            oldest = min(found, key=lambda node: node.used)
-            states, oldest.states = oldest.states, None
+            oldest = found[0]
+            states, oldest[-1].states = oldest[-1].states, None
             if states is not None:
-                states.close()
+                give(oldest, states)
             self._prune(kept)
         return True
+
+    def places(self) -> list[Path]:
+        """Return the paths to all states, those first that were used longest ago."""
+        found: list[Path] = []
+        waiting: list[Path] = [[child] for child in self._root.children.values()]
+        while waiting:
+            path = waiting.pop()
+            if path[-1].states is not None:
+                found.append(path)
+            waiting += [[*path, child] for child in path[-1].children.values()]
+        return sorted(found, key=lambda path: path[-1].used)
 
     def _prune(self, kept: Path) -> None:
         """Remove nodes that lead to no states, except those of a path."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import InternalError, MoegraphError, RequestError
+from ..errors import Cancelled, InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import SHORT_PROMPT
@@ -37,6 +37,7 @@ class Prompts:
         self._held = held
         self._sweep: Sweep | None = None
         self._is_stepping = False  # it failed, or was interrupted, unless a step is under way
+        self.keep: Callable[[Sweep], None] = lambda sweep: None  # before a cancelled one is undone
 
     def require_read(self, *slots: int) -> None:
         """Check that the prompt of none of these sequences is under way.
@@ -131,6 +132,11 @@ class Prompts:
             self.clean_up(set())
             self._files.check()
             raise self._located(error, sweep) from error
+        except Cancelled:
+            self._files.check()
+            self.keep(sweep)
+            self.clean_up(set())
+            raise
         except BaseException:
             self.clean_up(set())
             self._files.check()  # a file that was cut short explains the failure: raise that

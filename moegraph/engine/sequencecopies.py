@@ -70,8 +70,10 @@ class SequenceCopies:
             drafts.settle(seq)
         return self.memory.take_states(seq, len(self._passes.held(seq)))
 
-    def take_rows(self, seq: int, first: int, n: int) -> RowsCopy:
-        """Copy the rows of n positions of a sequence, those of drafters too, and wait.
+    def take_rows(self, seq: int, first: int, ids: list[int]) -> RowsCopy:
+        """Copy the rows of positions of a sequence, those of drafters too, and wait.
+
+        ids: the tokens of all positions up to the last of these; first: the first of these.
 
         Raises:
             MemoryError: there is no host memory.
@@ -79,10 +81,9 @@ class SequenceCopies:
         drafts = self._speculation()
         if drafts:
             drafts.settle(seq)
-        rows = self.memory.take_rows(seq, first, n)
+        rows = self.memory.take_rows(seq, first, len(ids) - first)
         if drafts:
-            held = self._passes.held(seq)[: first + n]
-            rows.drafted = drafts.take_rows(seq, held, first)
+            rows.drafted = drafts.take_rows(seq, ids, first)
         return rows
 
     def put_back(
@@ -124,7 +125,7 @@ class SequenceCopies:
         try:
             if ids:
                 swapped.states = self.take_states(seq)
-                swapped.rows = self.take_rows(seq, 0, len(ids))
+                swapped.rows = self.take_rows(seq, 0, ids)
         except MemoryError as error:
             n_bytes = self.states_bytes + self.row_bytes * len(ids)
             swapped.close()

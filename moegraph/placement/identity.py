@@ -1,4 +1,4 @@
-"""Shape and fingerprint of a router, which tie a trace or a profile to a model."""
+"""What ties data to a model: shape and fingerprint of its router, and a hash of its contents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import RequestError
 from ..modelfile import ModelFile
 
+# Tensors of which a part is hashed, and how much of each.
+_N_SAMPLED, _SAMPLE_BYTES = 128, 4096
 _MAX = {"n_layer": 1024, "n_expert": 65536, "n_expert_used": 1024}
 
 
@@ -71,3 +75,20 @@ def router_shape(model: ModelFile) -> RouterShape:
         info = model.tensors[f"blk.{il}.ffn_gate_inp.weight"]
         digest.update(model.map(info).data)
     return RouterShape(hp.n_layer, hp.n_expert, hp.n_expert_used, digest.hexdigest()[:16])
+
+
+def content_hash(model: ModelFile) -> str:
+    """Return a hash of what a model computes: its hyper-parameters, tensors, and samples of them.
+
+    Another quantization or finetune of the model has another one.
+    """
+    digest = hashlib.blake2b(repr(model.hparams).encode(), digest_size=16)
+    for info in model.tensors.values():
+        digest.update(f"{info.name} {info.type} {info.ne}".encode())
+    tensors = list(model.tensors.values())
+    for info in tensors[:: max(1, len(tensors) // _N_SAMPLED)]:
+        n = min(_SAMPLE_BYTES, info.nbytes)
+        sample = np.empty(n, np.uint8)
+        model.read(info, sample, (info.nbytes - n) // 2)
+        digest.update(sample.data)
+    return digest.hexdigest()

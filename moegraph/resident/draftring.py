@@ -100,8 +100,13 @@ class DraftRings:
 
     def fill_masks(self, masks: Sequence[Mask], slot: int, is_causal: bool) -> None:
         """Fill the mask of each ring for the next block of a sequence."""
-        for shape, mask in zip(self.shapes, masks):
-            shape.fill_mask(mask, self.spans[slot], is_causal)
+        for kind, (shape, mask) in enumerate(zip(self.shapes, masks)):
+            shape.fill_mask(mask, self.spans[slot].of_ring(kind), is_causal)
+
+    def first_kept(self, slot: int, kind: int) -> int:
+        """Return the first position of a sequence that a ring still has."""
+        span = self.spans[slot].of_ring(kind)
+        return max(span.first, span.high - self.shapes[kind].n_cells, 0)
 
     def close(self) -> None:
         """Free the memory."""

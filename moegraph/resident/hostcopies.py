@@ -11,7 +11,7 @@ MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned memory.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,12 @@ class StatesCopy:
         self.buffer: HostBuffer | None = buffer
         self.n_bytes = buffer.array.nbytes
         self._spare = spare
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of a copy that is complete are finite."""
+        words = _open(self).array
+        return bool(np.isfinite(words[: len(words) // 4 * 4].view(np.float32)).all())
 
     def close(self) -> None:
         """Give up the memory, to one of the next copies; a second call does nothing."""
@@ -65,6 +71,15 @@ class RowsCopy:
     def __init__(self, parts: Parts, drafted: dict[str, Parts] | None = None) -> None:
         self.parts = parts
         self.drafted = drafted or {}
+
+    @classmethod
+    def joined(cls, copies: Sequence[RowsCopy]) -> RowsCopy:
+        """Return one copy of runs that follow one another; it may share their memory."""
+        if len(copies) == 1:
+            return cls(list(copies[0].parts), dict(copies[0].drafted))
+        parts = [np.concatenate(each) for each in zip(*(copy.parts for copy in copies))]
+        drafted = {name: _last_rows(copies, name) for name in copies[-1].drafted}
+        return cls(parts, drafted)
 
     @property
     def n_rows(self) -> int:
@@ -96,6 +111,21 @@ class RowsCopy:
     def close(self) -> None:
         """Give up the memory."""
         self.parts, self.drafted = [], {}
+
+
+def _last_rows(copies: Sequence[RowsCopy], name: str) -> Parts:
+    """Return a drafter's rows of the last positions of runs, up to the first that lacks some."""
+    found: Parts = []
+    for i, part in enumerate(copies[-1].drafted[name]):
+        joined, is_whole = [part], len(part) == copies[-1].n_rows
+        for copy in reversed(copies[:-1]):
+            each = copy.drafted.get(name)
+            if not is_whole or each is None:
+                break
+            joined.insert(0, each[i])
+            is_whole = len(each[i]) == copy.n_rows
+        found.append(np.concatenate(joined))
+    return found
 
 
 class HostCopies:
@@ -166,6 +196,10 @@ class HostCopies:
         self.take_layer(copy, slot, self._states)
         self._device.synchronize()
         return copy
+
+    def wait(self) -> None:
+        """Wait until copies that were enqueued are complete."""
+        self._device.synchronize()
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""

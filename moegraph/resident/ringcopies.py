@@ -32,9 +32,9 @@ def take(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Pa
     """
     device.synchronize()
     parts, span = [], rings.spans[slot]
-    for tensor, shape in _tensors(rings):
-        end, size = first + n, tensor.nb[1]
-        start = max(first, min(end, _first_kept(rings, slot, shape)))
+    for tensor, kind in _tensors(rings):
+        shape, end, size = rings.shapes[kind], first + n, tensor.nb[1]
+        start = max(first, min(end, rings.first_kept(slot, kind)))
         part = np.empty((end - start if end <= span.n_past else 0, size), np.uint8)
         for at, row, m in _runs(shape, start, len(part)):
             target = ffi.from_buffer(part[at : at + m])
@@ -53,8 +53,9 @@ def put(
     n_kept: its first positions, which the rings are right about. pieces: the first position,
     the number of positions, and the copy of each run, in order. Rows before a gap are of no use.
     """
-    stream, first = device.compute.ptr, 0
-    for i, (tensor, shape) in enumerate(_tensors(rings)):
+    stream, firsts = device.compute.ptr, [0] * len(rings.shapes)
+    for i, (tensor, kind) in enumerate(_tensors(rings)):
+        shape = rings.shapes[kind]
         size, start, held = tensor.nb[1], n_past, []
         for at, n, parts in reversed(pieces):
             if at + n != start:
@@ -65,7 +66,7 @@ def put(
             if len(part) < n:
                 break
         if start <= n_kept:
-            start = min(start, _first_kept(rings, slot, shape), n_kept)
+            start = min(start, rings.first_kept(slot, kind), n_kept)
         for at, part in reversed(held):
             skipped = min(len(part), max(0, n_past - shape.n_cells - at))
             for source, row, m in _runs(shape, at + skipped, len(part) - skipped):
@@ -73,23 +74,18 @@ def put(
                 row += slot * shape.n_rows
                 C.ggml_backend_tensor_set_async(stream, tensor, rows, row * size, m * size)
         if start > n_past - shape.n_cells:
-            first = max(first, start)
+            firsts[kind] = max(firsts[kind], start)
     device.synchronize()
     span = rings.spans[slot]
     span.restart(n_past)
-    span.first = first
+    span.first, span.firsts = min(firsts), tuple(firsts)
 
 
-def _first_kept(rings: DraftRings, slot: int, shape: RingShape) -> int:
-    """Return the first position of a sequence that a ring still has."""
-    span = rings.spans[slot]
-    return max(span.first, span.high - shape.n_cells, 0)
-
-
-def _tensors(rings: DraftRings) -> Iterator[tuple[Tensor, RingShape]]:
+def _tensors(rings: DraftRings) -> Iterator[tuple[Tensor, int]]:
+    """Yield K and V of each layer, and the kind of its ring."""
     for il, kind in enumerate(rings.kind):
         for tensor in (rings.k[il], rings.v[il]):
-            yield tensor, rings.shapes[kind]
+            yield tensor, kind
 
 
 def _runs(shape: RingShape, first: int, n: int) -> Iterator[tuple[int, int, int]]:

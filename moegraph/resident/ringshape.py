@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -88,18 +88,24 @@ class Span:
     """Positions of a sequence that a drafter has seen: from first up to n_past.
 
     high: the most positions that it had; a ring has lost what is n_cells or more before. Of the
-    last n_waiting positions there is no K and V yet.
+    last n_waiting positions there is no K and V yet. firsts: where each ring begins, if some begin
+    later than `first`.
     """
 
     first: int = 0
     n_past: int = 0
     high: int = 0
     n_waiting: int = 0
+    firsts: tuple[int, ...] = ()
 
     def restart(self, n_past: int) -> None:
         """Begin at a position, with nothing before it."""
         self.first = self.n_past = self.high = n_past
-        self.n_waiting = 0
+        self.n_waiting, self.firsts = 0, ()
+
+    def of_ring(self, kind: int) -> Span:
+        """Return what a ring has."""
+        return replace(self, first=max(self.first, self.firsts[kind])) if self.firsts else self
 
     def grow(self, n: int) -> None:
         """Take n more positions."""

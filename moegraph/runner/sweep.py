@@ -55,7 +55,8 @@ class Sweep:
 
     n_steps, n_done: steps in total as far as is known, and those that are enqueued. output: the
     results; valid after the last step. saved: the states at the cuts, in host memory; they are
-    complete after the last step, and the caller closes them.
+    complete after the last step, and the caller closes them. n_whole: positions of the sequence
+    that all layers have; those of the last part come with the last step.
     """
 
     def __init__(self, sweeps: Sweeps, batch: SweepBatch) -> None:
@@ -68,7 +69,7 @@ class Sweep:
         self._s, self.batch = sweeps, batch
         self.slot, state = batch.slot, sweeps.stage.state
         self._state = state
-        self.n_past = state.n_past[self.slot]
+        self.n_past = self.n_whole = state.n_past[self.slot]
         n = len(batch.tokens)
         max_rows = min(batch.max_rows or sweeps.memory.max_rows, sweeps.memory.max_rows)
         chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts)
@@ -153,6 +154,7 @@ class Sweep:
                 self._end_layer(il, part)
             for turn in range(2):
                 self._record_books(turn)
+            self.n_whole = last.first + last.n
             if self.batch.all_rows:
                 for chunk in part:
                     outputs.append(self._head(chunk.row, chunk.n))

@@ -28,11 +28,6 @@ async def health(request: HttpRequest) -> Response:
     return reply({"status": "ok"})
 
 
-async def root(request: HttpRequest) -> Response:
-    """Tell clients that ask for the address alone, as Claude Code does, that it is right."""
-    return Response("moegraph\n", media_type="text/plain")
-
-
 async def models(request: HttpRequest) -> Response:
     """List the one model."""
     state = state_of(request)
@@ -131,11 +126,10 @@ async def metrics(request: HttpRequest) -> Response:
 
 def _routes() -> list[Route]:
     found = [Route(path, health) for path in _HEALTH]
-    found += [Route("/", root)]
     found += [Route(path, models) for path in ("/v1/models", "/models")]
     found += [Route("/v1/models/{name:path}", model)]
     found += [Route("/props", props), Route("/slots", slots), Route("/metrics", metrics)]
     return found
 
 
-TABLE = RouteTable(_routes(), public=(*_HEALTH, "/"))
+TABLE = RouteTable(_routes(), public=_HEALTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 
-from . import absent, info, openai_chat, openai_text, texts
+from . import absent, chatpage, info, openai_chat, openai_text, texts
 from .anthropic import routes as anthropic
 from .app import RouteTable, build_app
 from .guards import Guard
@@ -14,7 +14,7 @@ from .state import ServerState
 # A new interface adds its table here; the first that fits a path writes its errors.
 TABLES: tuple[RouteTable, ...] = (
     openai_chat.TABLE, openai_text.TABLE, responses.TABLE, anthropic.TABLE, info.TABLE, texts.TABLE,
-    absent.TABLE,
+    absent.TABLE, chatpage.TABLE,
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Compiled:
 class Grammars:
     """Compiles grammars for one vocabulary; any thread may call it.
 
-    The vocabulary is read at the first use, which takes a second or two; see `warm`.
+    The vocabulary is read at the first use, which takes a second or two.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -78,14 +78,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
         self._compiled: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
-
-    def warm(self) -> None:
-        """Read the vocabulary, so that the first grammar need not wait for it.
-
-        Raises:
-            ConfigError: llguidance is not installed.
-        """
-        self._read()
 
     def compile(self, kind: str, source: Any) -> Compiled:
         """Return a grammar, compiled.

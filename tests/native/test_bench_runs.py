@@ -210,3 +210,13 @@ def test_turns_of_a_conversation_are_timed_three_ways(tmp_path: Path) -> None:
     n_read = {way: [n for _, n in found] for way, found in turns.items()}
     assert n_read == {"cold": [174, 254, 334], "held": [174, 254, 334], "kept": [174, 84, 84]}
     assert "| 3 |" in done.stdout and "states back" in done.stdout
+
+
+def test_bench_ahead_predicts_experts_of_verify_passes() -> None:
+    done = run("bench_ahead.py", "tiny", "--tokens", 160, "--rows", 4, "--share", 50)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row[3] for row in rows[2:]] == ["last pass", "one token", "same token", "features"]
+    for row in rows[2:]:
+        assert row[:2] == ["4", "50 %"] and float(row[2]) > 1.0
+        assert 0.0 <= float(row[4]) <= 1.0 and 0.0 <= float(row[5]) <= 1.0 and float(row[6]) >= 0.0
+    assert float(rows[4][4]) > float(rows[3][4]), "drafted tokens tell more than the last one"

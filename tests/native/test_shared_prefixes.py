@@ -10,8 +10,11 @@ import pytest
 from helpers.sequence_machine import NAMES, SETTINGS
 from helpers.shared import prompt
 
-from moegraph.engine import Engine
-from moegraph.errors import PoolFull
+from moegraph.engine import Engine, prefixes
+from moegraph.errors import Cancelled, PoolFull
+from moegraph.events import CancelToken
+from moegraph.placement import footprint
+from moegraph.resident.hostcopies import StatesCopy
 from moegraph.runner.sweep_batch import SweepBatch
 
 Open = Callable[..., Engine]
@@ -145,3 +148,54 @@ def test_idle_sequences_make_room_and_come_back(open_engine: Open) -> None:
         logits, n = read(engine, seq, asked)
         assert n == 300
         np.testing.assert_array_equal(logits, cold(alone, asked))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_a_cancelled_prompt_leaves_what_all_layers_have(
+    open_engine: Open, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives up while its prompt is read, and asks the same again."""
+    monkeypatch.setattr(footprint, "SWEEP_ROWS", 128)
+    monkeypatch.setattr(prefixes, "_EVERY", 128)
+    engine, alone = open_engine(**ONE, n_seq=2, **settings), open_engine(**ONE)
+    ids, n_known = prompt(engine, 700), 0
+    read(engine, 0, ids[:20])
+    for n_whole in (0, 150, 420):
+        n = engine.prefixes.resume(0, ids)
+        assert n == (n_known if n_whole else 20)
+        cuts = tuple(engine.prefixes.begin(ids, (690,), n))
+        assert cuts[-1] == 690
+        cancel = CancelToken()
+        sweep = engine.passes.begin_prompt(SweepBatch(ids[n:], 0, cuts=cuts))
+        while sweep.n_whole < n_whole:
+            engine.passes.step_prompt(sweep, cancel)
+        engine.passes.step_prompt(sweep, cancel)
+        engine.forward(ids[:1], seq=1)  # others go on meanwhile
+        cancel.set()
+        with pytest.raises(Cancelled):
+            engine.passes.step_prompt(sweep, cancel)
+        assert engine.held(0) == ids[:n].tolist()
+        whole = [cut for cut in cuts if cut <= sweep.n_whole]
+        n_known = max([n_known, *whole])
+        assert n_known >= n_whole - 128
+        engine.reset(0)
+    assert 280 < n_known < 690
+    logits, n = read(engine, 0, ids)
+    assert n == n_known
+    np.testing.assert_array_equal(logits, cold(alone, ids))
+
+
+def test_what_is_not_finite_is_not_kept(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "SWEEP_ROWS", 128)
+    monkeypatch.setattr(prefixes, "_EVERY", 128)
+    monkeypatch.setattr(StatesCopy, "is_finite", False)
+    engine = open_engine(**ONE)
+    ids, cancel = prompt(engine, 500), CancelToken()
+    cuts = tuple(engine.prefixes.begin(ids, (490,), 0))
+    sweep = engine.passes.begin_prompt(SweepBatch(ids, 0, cuts=cuts))
+    while sweep.n_whole < 256:
+        engine.passes.step_prompt(sweep)
+    cancel.set()
+    with pytest.raises(Cancelled):
+        engine.passes.step_prompt(sweep, cancel)
+    assert engine.prefixes.n_places == 0 and engine.prefixes.resume(0, ids) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 from helpers.fake_engine import ByteTokenizer
 from helpers.qwen_template import QWEN
-from helpers.tag_tokenizer import TagTokenizer
+from helpers.tag_tokenizer import TAGS, TagTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,16 @@ class TestPrompt:
             asked = ChatRequest(messages=[USER], tools=[TOOL], tool_choice="none")
             bias = chat.prepare(asked).request.sampling.logit_bias
         assert bias == {TagTokenizer().id_of("<tool_call>"): -math.inf}
+
+    def test_the_state_before_a_call_is_kept(self) -> None:
+        asked = ChatRequest(messages=[USER], tools=[TOOL])
+        with ChatModel(cast(Tokenizer, TagTokenizer()), ChatTemplate(QWEN)) as chat:
+            request = chat.prepare(asked).request
+            assert request.keep_after == {TagTokenizer().id_of("<tool_call>")}
+            assert not request.sampling.logit_bias
+            assert not chat.prepare(ChatRequest(messages=[USER])).request.keep_after
+        with model() as chat:
+            assert not chat.prepare(asked).request.keep_after
 
     @pytest.mark.parametrize("broken", ["{", '["a"]', "5"])
     def test_a_call_that_the_model_wrote_wrongly_can_be_sent_back(self, broken: str) -> None:
@@ -228,6 +239,35 @@ class TestText:
             assert found.parser.push(text) == [ContentPart(text)]
 
 
+def test_many_threads_may_prepare_at_once() -> None:
+    def asked(n: int) -> ChatRequest:
+        said = {"role": "assistant", "content": f"Answer {n % 7}"}
+        system = {"role": "system", "content": f"You are helper {n % 3}. " * 9}
+        question = {"role": "user", "content": f"Question {n}"}
+        schema = {"type": "object", "properties": {f"p{n % 5}": {"type": "integer"}}}
+        return ChatRequest(
+            [system, USER, said, question], [TOOL], tool_choice="none",
+            format=Format("json_schema", schema), variables={"enable_thinking": False},
+        )  # fmt: skip
+
+    def prepared(chat: ChatModel, n: int) -> tuple[list[int], tuple[int, ...], int]:
+        request = chat.prepare(asked(n)).request
+        assert request.constraint is not None
+        mask = request.constraint.allowed()
+        assert mask is not None
+        return list(request.prompt), request.marks, int(mask.sum())
+
+    specials = {tag: tag.startswith("<|") for tag in TAGS}
+    tokenizer = cast(Tokenizer, TagTokenizer())
+    with (
+        ChatModel(tokenizer, ChatTemplate(QWEN), specials) as chat,
+        ChatModel(tokenizer, ChatTemplate(QWEN), specials) as single,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        found = [*pool.map(lambda n: prepared(chat, n), range(60))]
+        assert found == [prepared(single, n) for n in range(60)]
+
+
 class TestOf:
     def engine(self, **kv: str) -> Any:
         file = SimpleNamespace(path=Path("model.gguf"), kv=kv)
@@ -237,7 +277,7 @@ class TestOf:
         with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:
             assert chat.render([USER]) == "\x01x" and chat.warnings == []
             # a BOS in the prompt is the only one
-            assert chat.encode("\x01x") == [1, 120]
+            assert list(chat.prepare(ChatRequest([USER])).request.prompt) == [1, 120]
 
     def test_another_replaces_it(self) -> None:
         with ChatModel.of(self.engine(), ChatTemplate("mine")) as chat:

@@ -89,7 +89,7 @@ class TestPiped:
         result = cli("chat", "m", "--json", "-n", 50, stdin="a\n\n" + "b" * 200 + "\n")
         first, empty, failed = map(json.loads, result.stdout.splitlines())
         assert (first["question"], first["answer"]) == ("a", "yes\nand no")
-        assert (first["reasoning"], first["finish_reason"]) == ("\nhm", "stop")
+        assert (first["reasoning"], first["finish_reason"]) == ("hm", "stop")
         assert first["n_held"] == first["n_prompt"] + first["n_generated"]
         assert (first["n_ctx"], first["hit_rate"]) == (100, None)
         assert first["sampling"]["from_file"] == ["top_k"]
@@ -156,7 +156,7 @@ class TestPiped:
         cli.engine = FakeEngine("<think>\nhm</think>\n\nyes", kv=KV)
         result = cli("chat", "m", stdin="a\nb\n")
         assert result.stdout == "yes\n---\nyes\n"
-        assert result.stderr == "\nhm\nhm"
+        assert result.stderr == "hm\nhm\n"
         # The template decides what becomes of old reasoning.
         assert "[assistant]<think>\nhm</think>\n\nyes[user]b" in prompts(cli)[1]
 

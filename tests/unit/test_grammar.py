@@ -209,4 +209,4 @@ class TestRefused:
     def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(ConfigError, match="pip install llguidance"):
-            Grammars(VOCABULARY).warm()
+            Grammars(VOCABULARY).compile("regex", "a")

@@ -89,6 +89,8 @@ def test_a_turn_with_calls_parts_where_its_reasoning_is_dropped() -> None:
         more, _ = talk.prompt(
             SYSTEM, *turn, assistant("", calls=1), {"role": "tool", "content": "7"}
         )
+        forgets, _ = talk.prompt(SYSTEM, *turn, assistant("", reasoning="", calls=1), turn[-1])
+    assert forgets.startswith(marks[-1])  # a client that sends no reasoning back
     assert not later.startswith(marks[-1]) and later.startswith(marks[-2])
     assert marks[-2].endswith("Do it<|im_end|>\n")
     assert more.startswith(marks[-1]) and prompt[len(marks[-1]) :].startswith("<|im_start|>assis")

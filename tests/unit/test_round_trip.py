@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -173,17 +174,36 @@ def test_a_text_that_was_stopped_is_not_remembered(talk: Talk) -> None:
     assert "!" not in talk.tokenizer.decode(after)
 
 
-def test_the_older_form_keeps_the_order_of_its_keys() -> None:
-    source = QWEN.replace("<function=", "<f=").replace(
-        "{%- for k, v in call", "{{ call.function.arguments | tojson }}{%- for k, v in {} or call"
-    )
+# As QWEN, with calls in the older form.
+OLDER = re.sub(
+    r"{{- '<tool_call>.*?{{ v.*?</tool_call>' }}",
+    """{{- '<tool_call>\\\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+ARGS{{- '}\\\\n</tool_call>' }}""",
+    QWEN,
+    flags=re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"n": 1.5, "text": "b"}', '{"text":"b",  "n": 1.50}', '{"n": "7"}', "{}"]
+)
+@pytest.mark.parametrize("takes_text", [True, False])
+def test_the_older_form(arguments: str, takes_text: bool) -> None:
+    text = "{% if args is string %}{{ args }}{% else %}{{ args | tojson }}{% endif %}"
+    if not takes_text:
+        text = "{{ args | tojson }}"
+    source = OLDER.replace("ARGS", text.replace("args", "call.function.arguments"))
     talk = Talk(source)
     before, parser = talk.turn(USER)
-    text = '<tool_call>\n{"name": "set", "arguments": {"n": 1.5, "text": "b"}}\n</tool_call>'
-    message = talk.says(parser, talk.tokenizer.encode(THOUGHT + text))
-    after, _ = talk.turn(USER, rewritten(message), RESULT)
-    assert '{"n": 1.5, "text": "b"}' in talk.tokenizer.decode(after[len(before) :])
+    said = f'<tool_call>\n{{"name": "set", "arguments": {arguments}}}\n</tool_call>'
+    message = talk.says(parser, talk.tokenizer.encode(THOUGHT + said))
+    shown = talk.tokenizer.decode(talk.turn(USER, message, RESULT)[0][len(before) :])
     talk.model.close()
+    if takes_text and "7" not in arguments:
+        assert shown.startswith(THOUGHT + said)
+    else:
+        values = json.loads(arguments.replace('"7"', "7"))
+        assert shown.startswith(THOUGHT + said.replace(arguments, json.dumps(values)))
 
 
 def test_the_memory_forgets_what_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:

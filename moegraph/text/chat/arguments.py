@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rawjson import dumps, loads
+from .rawjson import dumps, loads, members
 from .toolschema import STRING, Tools, Types, json_of
 
 
@@ -21,6 +21,7 @@ class Arguments:
         self._name, self._tools = name, tools
         self._names: set[str] = set()
         self._key: str | None = None
+        self._is_whole = False
         self._types: Types | None = None
         self._is_text = self._at_start = False
         self._held = ""
@@ -63,20 +64,23 @@ class Arguments:
         self.raw[self._key] = held.removesuffix("\n")
         return json_of(self.raw[self._key], self._types)
 
-    def take(self, members: dict[str, str]) -> str:
+    def take(self, text: str) -> str:
         """Return the JSON text of arguments that the model wrote as JSON, types corrected."""
-        found = []
-        for key, text in members.items():
-            types, value = self._tools.types(self._name, key), loads(text)
-            if isinstance(value, str) and types is not None and "string" not in types:
-                text = json_of(value, types)
-            found.append(f"{dumps(key)}: {text}")
-        self._names.update(members)
-        return "{" + ", ".join(found) if found else ""
+        given = members(text)
+        found = {key: self._corrected(key, value) for key, value in given.items()}
+        self._is_whole = True
+        if found == given:
+            return text
+        return "{" + ", ".join(f"{dumps(key)}: {value}" for key, value in found.items()) + "}"
+
+    def _corrected(self, key: str, text: str) -> str:
+        types, value = self._tools.types(self._name, key), loads(text)
+        is_wrong = isinstance(value, str) and types is not None and "string" not in types
+        return json_of(value, types) if is_wrong else text
 
     def close(self) -> str:
         """Return the JSON text that ends the object."""
-        return "}" if self._names else "{}"
+        return "" if self._is_whole else "}" if self._names else "{}"
 
     def _escaped(self, text: str) -> str:
         return "" if self._key is None else dumps(text)[1:-1]

@@ -249,20 +249,21 @@ class CallScanner:
 
     def _arguments_json(self) -> bool:
         """Inside an object that stands in place of the parameters."""
-        return self._when_whole(lambda text: (self._name, members(text)))
+        return self._when_whole(lambda text: (self._name, text))
 
-    def _when_whole(self, read: Callable[[str], tuple[str, dict[str, str]]]) -> bool:
+    def _when_whole(self, read: Callable[[str], tuple[str, str]]) -> bool:
         end = self._json.find(self._held)
         if end is None and not self._is_last:
             return False
         try:
             name, arguments = read(self._held[:end])
+            members(arguments)
         except ValueError:
             self._n_failed += 1
             return self._wait_or_text(False)
         return self._tell_json(name, arguments, end or 0)
 
-    def _tell_json(self, name: str, arguments: dict[str, str], end: int) -> bool:
+    def _tell_json(self, name: str, arguments: str, end: int) -> bool:
         self._open(name)
         self._say(self._require_arguments().take(arguments))
         self._held = self._held[end:]
@@ -313,15 +314,15 @@ class CallScanner:
             self._out.append(CallArguments(self._index, text))
 
 
-def _named(text: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a call in the older form, and the JSON text of each argument."""
+def _named(text: str) -> tuple[str, str]:
+    """Return the name of a call in the older form, and the JSON text of its arguments."""
     found = members(text)
     name = loads(found.get("name", "null"))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError("the call has no name")
     arguments = found.get("arguments", found.get("parameters", "{}"))
     inner = loads(arguments)
-    return name, members(inner if isinstance(inner, str) else arguments)
+    return name, inner if isinstance(inner, str) else arguments
 
 
 def _first(text: str, tags: tuple[str, ...]) -> int | None:

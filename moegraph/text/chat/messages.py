@@ -10,7 +10,7 @@ from ...errors import RequestError
 from .rawjson import dumps, loads
 
 TemplateMessage = dict[str, Any]
-ReadArguments = Callable[[str, str], Mapping[str, Any]]
+ReadArguments = Callable[[str, str], Mapping[str, Any] | str]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool", "function": "tool"}  # fmt: skip
@@ -117,7 +117,7 @@ def _calls(calls: object, where: str, read: ReadArguments) -> list[dict[str, Any
     return found
 
 
-def _arguments(name: str, arguments: object, read: ReadArguments) -> Mapping[str, Any]:
+def _arguments(name: str, arguments: object, read: ReadArguments) -> Mapping[str, Any] | str:
     """Return a call's arguments as an object; what is none, a model wrote wrongly, and stays."""
     try:
         text = dumps(arguments) if isinstance(arguments, Mapping) else str(arguments or "{}")

@@ -1,0 +1,323 @@
+"""Beginnings of prompts on disk: what memory has no room for, and what outlives the process.
+
+A folder has a file for each place that prompts can go on from (prefixfile.py). It holds the KV rows
+since another file's end, its parent's, so that rows are not written twice. A thread writes the
+files; everything else happens on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+from ..resident.hostcopies import RowsCopy, StatesCopy
+from ..units import format_bytes
+from .prefixfile import DamagedFile, Head, read_head, read_rows, read_states, write_file
+from .prefixtree import Path as TreePath
+from .prefixtree import n_common
+
+Ids = npt.NDArray[np.int32]
+_SUFFIX = ".prefix"
+
+
+@dataclass(eq=False)
+class Entry:
+    """A file: where it is, what it says, its size, and when it was used last (ns)."""
+
+    path: Path
+    head: Head
+    used: int
+
+    @property
+    def end(self) -> int:
+        """Return the position after its run."""
+        return self.head.first + self.head.n_tokens
+
+
+@dataclass(eq=False)
+class _Write:
+    """A file that is being written, the states that it gets, and whether they are closed then."""
+
+    future: Future[Entry]
+    states: StatesCopy
+    closes: bool = False
+
+
+class PrefixDisk:
+    """The files of one model and its settings in a folder, of at most max_bytes.
+
+    messages: what went wrong, one line each.
+    """
+
+    def __init__(self, folder: Path, identity: str, max_bytes: int) -> None:
+        """Read what the folder has; files of other models or settings stay as they are.
+
+        identity: of the model, and of all that its KV rows and states depend on.
+
+        Raises:
+            ConfigError: the folder cannot be made or read.
+        """
+        self._folder, self._identity, self.max_bytes = folder, identity, max_bytes
+        self.messages: list[str] = []
+        self._entries: dict[str, Entry] = {}
+        self._children: dict[str, list[Entry]] = {}
+        self._others: list[tuple[int, int, Path]] = []  # when used, bytes, path
+        self._writing: list[_Write] = []
+        self._has_failed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = sorted(folder.glob(f"*{_SUFFIX}"))
+            for part in folder.glob(f"*{_SUFFIX}.*.part"):
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot keep prompts there: {error}") from error
+        for path in found:
+            self._open(path)
+        if self._others:
+            self.messages.append(
+                f"{folder}: {len(self._others)} files are of another model or other settings; "
+                "not used"
+            )
+        self._drop_orphans()
+        self._shrink(0)
+
+    def _open(self, path: Path) -> None:
+        """Note a file."""
+        try:
+            head, used = read_head(path), path.stat().st_mtime_ns
+        except (DamagedFile, OSError) as error:
+            self._forget_damaged(path, error)
+            return
+        if head.identity == self._identity:
+            self._note(Entry(path, head, used))
+        else:
+            self._others.append((used, head.n_bytes, path))
+
+    def _note(self, entry: Entry) -> None:
+        self._entries[entry.head.key] = entry
+        self._children.setdefault(entry.head.parent, []).append(entry)
+
+    def _forget_damaged(self, path: Path, error: Exception) -> None:
+        self.messages.append(f"{path}: {error}; the file is not used")
+        if isinstance(error, DamagedFile):
+            self._unlink(path)
+
+    @staticmethod
+    def _unlink(path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:  # then it stays, and is found again at the next start
+            return
+
+    def _drop_orphans(self) -> None:
+        """Forget files without the beginning that they go on from."""
+        while found := [e for e in self._entries.values() if not self._has_parent(e)]:
+            for entry in found:
+                self._drop(entry)
+
+    def _has_parent(self, entry: Entry) -> bool:
+        parent = self._entries.get(entry.head.parent)
+        return entry.head.first == (parent.end if parent else 0) and (
+            parent is not None or not entry.head.parent
+        )
+
+    def _drop(self, entry: Entry) -> None:
+        """Delete a file."""
+        self._entries.pop(entry.head.key, None)
+        siblings = self._children.get(entry.head.parent, [])
+        if entry in siblings:
+            siblings.remove(entry)
+        self._unlink(entry.path)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the disk space of all files, those of other models too."""
+        others = sum(size for _, size, _ in self._others)
+        return others + sum(e.head.n_bytes for e in self._entries.values())
+
+    @property
+    def n_places(self) -> int:
+        """Return how many beginnings the files have."""
+        return len(self._entries)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return the host memory of what is being written."""
+        self._reap()
+        return sum(write.states.n_bytes for write in self._writing if write.closes)
+
+    def find(self, ids: Ids) -> list[Entry]:
+        """Return the files whose runs make the longest beginning of ids, in order."""
+        self._reap()
+        return self._find(ids, "", 0)
+
+    def _find(self, ids: Ids, parent: str, first: int) -> list[Entry]:
+        best: list[Entry] = []
+        for entry in self._children.get(parent, ()):
+            tokens, end = entry.head.tokens, first + entry.head.n_tokens
+            if n_common(tokens, ids[first:end]) == len(tokens):
+                found = [entry, *self._find(ids, entry.head.key, end)]
+                if not best or found[-1].end > best[-1].end:
+                    best = found
+        return best
+
+    def has(self, ids: Ids) -> bool:
+        """Return whether there is a file for exactly this beginning."""
+        found = self.find(ids)
+        return bool(found) and found[-1].end == len(ids)
+
+    def rows(self, entry: Entry) -> RowsCopy | None:
+        """Read the KV rows of a file's run; None if the file is damaged, which deletes it."""
+        try:
+            found = RowsCopy(*read_rows(entry.path, entry.head))
+            entry.used = _touch(entry.path)
+            return found
+        except (DamagedFile, OSError) as error:
+            self._lose(entry, error)
+            return None
+
+    def states(self, entry: Entry, copy: StatesCopy) -> bool:
+        """Read the states of a file; return whether that went well."""
+        try:
+            if copy.buffer is None or copy.buffer.array.nbytes < entry.head.n_states:
+                return False
+            read_states(entry.path, entry.head, copy.buffer.array[: entry.head.n_states])
+            return True
+        except (DamagedFile, OSError) as error:
+            self._lose(entry, error)
+            return False
+
+    def _lose(self, entry: Entry, error: Exception) -> None:
+        """Forget a damaged file, and those that go on from it."""
+        self._forget_damaged(entry.path, error)
+        self._drop(entry)
+        self._drop_orphans()
+
+    def give(self, path: TreePath, states: StatesCopy, n_states: int) -> None:
+        """Take the states at the end of a path over, and write them unless that has been done."""
+        if not self.is_writing(states):
+            self.write(path, states, n_states)
+        for write in self._writing:
+            if write.states is states:
+                write.closes = True
+                return
+        states.close()
+
+    def write(self, path: TreePath, states: StatesCopy, n_states: int) -> None:
+        """Begin to write the beginning at the end of a path, unless there is a file for it.
+
+        n_states: bytes of the states. They stay as they are until it is written, or are given.
+        """
+        ids = np.concatenate([node.tokens for node in path])
+        known = self.find(ids)
+        first = known[-1].end if known else 0
+        parts = _rows_from(path, first)
+        if first == len(ids) or parts is None or self._has_failed or states.buffer is None:
+            return
+        rows, drafted = parts.parts, parts.drafted
+        head = Head(
+            self._identity, known[-1].head.key if known else "", first, len(ids) - first,
+            _shapes(rows), {name: _shapes(each) for name, each in drafted.items()}, n_states,
+            ids[first:],
+        )  # fmt: skip
+        if head.n_bytes > self.max_bytes:
+            return
+        target = self._folder / f"{self._identity[:16]}-{head.key}{_SUFFIX}"
+        data = [*rows, *(part for each in drafted.values() for part in each)]
+        kept = states.buffer.array[:n_states]
+
+        def work() -> Entry:
+            write_file(target, head, data, kept)
+            return Entry(target, head, target.stat().st_mtime_ns)
+
+        self._writing.append(_Write(self._thread.submit(work), states))
+
+    def is_writing(self, states: StatesCopy) -> bool:
+        """Return whether these states are being written."""
+        return any(write.states is states for write in self._writing)
+
+    def _reap(self) -> None:
+        """Note the files that were written since, and give up their memory."""
+        while self._writing and self._writing[0].future.done():
+            write = self._writing.pop(0)
+            if write.closes:
+                write.states.close()
+            error = write.future.exception()
+            if error is None:
+                entry = write.future.result()
+                self._note(entry)
+                self._shrink(entry.used)
+                self._drop_orphans()
+            elif not self._has_failed:
+                self._has_failed = True
+                self.messages.append(
+                    f"{self._folder}: prompts cannot be kept on disk any more: {error}"
+                )
+
+    def _shrink(self, newest: int) -> None:
+        """Delete files until the limit holds: those of other models, then those used longest ago.
+
+        A file that others go on from stays until they have gone.
+        """
+        self._others.sort(reverse=True)
+        while self.n_bytes > self.max_bytes:
+            if self._others:
+                self._unlink(self._others.pop()[2])
+                continue
+            last = [e for e in self._entries.values() if not self._children.get(e.head.key)]
+            old = [entry for entry in last if entry.used < newest] or last
+            if not old:
+                return
+            self._drop(min(old, key=lambda entry: entry.used))
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        for write in self._writing:
+            write.future.exception()
+        self._reap()
+
+    def drain_messages(self) -> list[str]:
+        """Return the messages since the last call."""
+        found, self.messages = self.messages, []
+        return found
+
+    def describe(self) -> str:
+        """Return what the folder has, in words."""
+        return f"{self.n_places} beginnings of prompts, {format_bytes(self.n_bytes)}"
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+
+def _touch(path: Path) -> int:
+    """Note that a file was used now; return the time (ns)."""
+    os.utime(path)
+    return path.stat().st_mtime_ns
+
+
+def _shapes(parts: Sequence[npt.NDArray[np.uint8]]) -> list[list[int]]:
+    return [list(part.shape) for part in parts]
+
+
+def _rows_from(path: TreePath, first: int) -> RowsCopy | None:
+    """Return the rows of a path from position `first` on; None if some are missing."""
+    found: list[RowsCopy] = []
+    end = 0
+    for node in path:
+        start, end = end, end + len(node.tokens)
+        if end <= first:
+            continue
+        if node.rows is None:
+            return None
+        found.append(node.rows if start >= first else node.rows.split(first - start)[1])
+    return RowsCopy.joined(found) if found else None

@@ -1,0 +1,191 @@
+"""Files of saved beginnings of prompts: a run of tokens, its KV rows, and the states after it.
+
+A file begins with MAGIC, the length of the header as U32, the header in JSON, and the tokens of the
+run as I32; then a hash of these. Then follow the rows of each cache and a hash, then the states and
+a hash. All numbers are little-endian; a hash has 16 bytes (BLAKE2b).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"moegraph prefix 1\n"
+_HASH = 16
+# Bytes of a header, and tokens of a run; no file has more.
+_MAX_HEADER, _MAX_TOKENS = 1 << 20, 1 << 24
+
+Ids = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class DamagedFile(Exception):
+    """A file is not what was written; the message says where."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a file says of itself.
+
+    identity: what the model and its settings are. parent: the key of the beginning before the run;
+    '' for none. first: position of the run's first token. rows: [n_rows, bytes of a row] of each
+    cache of the model. drafted: the same of the caches of each drafter, for the last positions.
+    n_states: bytes of the states.
+    """
+
+    identity: str
+    parent: str
+    first: int
+    n_tokens: int
+    rows: list[list[int]]
+    drafted: dict[str, list[list[int]]]
+    n_states: int
+    tokens: Ids = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
+
+    @property
+    def key(self) -> str:
+        """Return the name of the beginning that ends with this run."""
+        found = hashlib.blake2b(digest_size=16)
+        found.update(f"{self.identity}/{self.parent}/".encode())
+        found.update(self.tokens.tobytes())
+        return found.hexdigest()
+
+    @property
+    def row_parts(self) -> list[list[int]]:
+        """Return the shapes of all rows, in order."""
+        return [*self.rows, *(shape for each in self.drafted.values() for shape in each)]
+
+    @property
+    def n_rows_bytes(self) -> int:
+        """Return the bytes of all rows."""
+        return sum(n * size for n, size in self.row_parts)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the file."""
+        begin = len(MAGIC) + 4 + len(self.text) + 4 * self.n_tokens
+        return begin + self.n_rows_bytes + self.n_states + 3 * _HASH
+
+    @property
+    def text(self) -> bytes:
+        """Return the header as it is written."""
+        return json.dumps({name: getattr(self, name) for name in _NAMES}).encode()
+
+
+_NAMES = tuple(f.name for f in fields(Head) if f.name != "tokens")
+
+
+def write_file(path: Path, head: Head, rows: Iterable[Bytes], states: Bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = head.text
+    beginning = MAGIC + len(text).to_bytes(4, "little") + text + head.tokens.tobytes()
+    half_done = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(half_done, "wb", opener=_private) as file:
+            for parts in ([np.frombuffer(beginning, np.uint8)], rows, [states]):
+                found = hashlib.blake2b(digest_size=_HASH)
+                for part in parts:
+                    data = np.ascontiguousarray(part).reshape(-1).data
+                    found.update(data)
+                    file.write(data)
+                file.write(found.digest())
+        half_done.replace(path)
+    except BaseException:
+        half_done.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read: it has what users wrote."""
+    return os.open(path, flags, 0o600)
+
+
+def read_head(path: Path) -> Head:
+    """Read what a file says of itself.
+
+    Raises:
+        DamagedFile: it is not whole, or not such a file.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC) + 4)
+        if not start.startswith(MAGIC):
+            raise DamagedFile("it does not begin as such a file")
+        n_text = int.from_bytes(start[len(MAGIC) :], "little")
+        if n_text > _MAX_HEADER:
+            raise DamagedFile(f"a header of {n_text} bytes")
+        text = file.read(n_text)
+        head = _parsed(text)
+        tokens = file.read(4 * head.n_tokens)
+        _compare(file, hashlib.blake2b(start + text + tokens, digest_size=_HASH), "the header")
+        if os.fstat(file.fileno()).st_size != head.n_bytes:
+            raise DamagedFile("it is too short or too long")
+    return replace(head, tokens=np.frombuffer(tokens, np.int32))
+
+
+def _parsed(text: bytes) -> Head:
+    try:
+        head = Head(**json.loads(text))
+        numbers = [head.first, head.n_states, *(n for pair in head.row_parts for n in pair)]
+        if head.text != text or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError
+        if not 0 < head.n_tokens <= _MAX_TOKENS or any(len(pair) != 2 for pair in head.row_parts):
+            raise ValueError
+        return head
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile("its header cannot be read") from error
+
+
+def read_rows(path: Path, head: Head) -> tuple[list[Bytes], dict[str, list[Bytes]]]:
+    """Read the rows of a file: of the model's caches, and of each drafter's, U8 [n, bytes].
+
+    Raises:
+        DamagedFile: they are not what was written.
+        OSError, MemoryError: they cannot be read.
+    """
+    parts: list[Bytes] = [np.empty((n, size), np.uint8) for n, size in head.row_parts]
+    with open(path, "rb") as file:
+        file.seek(len(MAGIC) + 4 + len(head.text) + 4 * head.n_tokens + _HASH)
+        _read(file, parts, "the KV rows")
+    rest = iter(parts[len(head.rows) :])
+    drafted = {name: [next(rest) for _ in each] for name, each in head.drafted.items()}
+    return parts[: len(head.rows)], drafted
+
+
+def read_states(path: Path, head: Head, out: Bytes) -> None:
+    """Read the states of a file into U8 [n_states].
+
+    Raises:
+        DamagedFile: they are not what was written.
+        OSError: they cannot be read.
+    """
+    with open(path, "rb") as file:
+        file.seek(head.n_bytes - head.n_states - _HASH)
+        _read(file, [out], "the states")
+
+
+def _read(file: IO[bytes], parts: list[Bytes], what: str) -> None:
+    found = hashlib.blake2b(digest_size=_HASH)
+    for part in parts:
+        data = part.reshape(-1).data
+        if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise DamagedFile(f"{what} are cut short")
+        found.update(data)
+    _compare(file, found, what)
+
+
+def _compare(file: IO[bytes], found: Any, what: str) -> None:
+    if file.read(_HASH) != found.digest():
+        raise DamagedFile(f"the hash of {what} is wrong")

@@ -1,0 +1,251 @@
+"""Beginnings of prompts on disk: they outlive the engine, and what is damaged is not used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.drafters import write_small
+from helpers.shared import prompt
+
+from moegraph.engine import Engine, prefixes
+from moegraph.engine.prefixdisk import PrefixDisk
+from moegraph.engine.prefixfile import DamagedFile, read_head, read_rows
+from moegraph.errors import ConfigError
+from moegraph.runner.sweep_batch import SweepBatch
+
+Open = Callable[..., Engine]
+ONE = {"cpu_reference": True, "n_ctx": 1024, "n_ubatch": 128, "cache_ram": 64}
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def every_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short prompts have marks near each other."""
+    monkeypatch.setattr(prefixes, "_WORTH", 1)
+
+
+def read(engine: Engine, ids: np.ndarray, *marks: int) -> tuple[np.ndarray, int]:
+    """Have the sequence hold ids; return the logits after them, and how many were known."""
+    n = engine.prefixes.resume(0, ids)
+    kept = engine.prefixes.begin(ids, marks, n)
+    cuts = tuple(mark for mark in kept if n < mark < len(ids))
+    output, saved = engine.passes.read(SweepBatch(ids[n:], 0, False, False, None, cuts), None)
+    for states in saved:
+        engine.prefixes.save(0, states)
+    return output.require_logits()[-1], n
+
+
+def cold(engine: Engine, ids: np.ndarray) -> np.ndarray:
+    engine.reset()
+    return engine.prefill(ids).require_logits()[-1]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.prefix"))
+
+
+def fill(open_engine: Open, folder: Path, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Have an engine save two prompts that begin alike, and end; return them."""
+    engine = open_engine(**{**ONE, **settings})
+    engine.keep_prefixes(folder, GIB)
+    ids, other = prompt(engine, 500), prompt(engine, 200, seed=1)
+    second = np.concatenate([ids[:200], other])
+    read(engine, ids, 200, 450)
+    read(engine, second, 200, 350)
+    assert files(folder) == []  # memory has room for all
+    engine.close()
+    return ids, second
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_another_process_goes_on_where_this_one_was(
+    open_engine: Open, tmp_path: Path, kv: str
+) -> None:
+    settings = {"type_k": kv, "type_v": kv}
+    ids, second = fill(open_engine, tmp_path, **settings)
+    assert len(files(tmp_path)) == 4  # the last one is what the sequence held at the end
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
+    # the rows of the beginning that both have were written once
+    runs = sorted((head.first, head.n_tokens) for head in map(read_head, files(tmp_path)))
+    assert runs == [(0, 200), (200, 150), (200, 250), (350, 50)]
+    engine, alone = open_engine(**ONE, **settings), open_engine(**ONE, **settings)
+    engine.keep_prefixes(tmp_path, GIB)
+    assert engine.drain_messages() == [] and engine.prefixes.disk.n_places == 4
+    for asked, n_known in ((ids[:480], 450), (second[:380], 350), (np.append(ids[:300], 5), 200)):
+        assert engine.prefixes.n_saved(asked) == n_known
+        logits, n = read(engine, asked)
+        assert n == n_known
+        np.testing.assert_array_equal(logits, cold(alone, asked))
+        engine.reset()
+    assert engine.prefixes.n_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("change", [
+    {"type_k": "q8_0"}, {"cpu_reference": False}, {"preset": "float32"},
+])  # fmt: skip
+def test_other_models_and_settings_use_nothing(
+    open_engine: Open, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    ids, _ = fill(open_engine, tmp_path)
+    settings = {**ONE, **change}
+    engine = open_engine(settings.pop("preset", "legacy32"), **settings)
+    engine.keep_prefixes(tmp_path, GIB)
+    [line] = engine.drain_messages()
+    assert line == f"{tmp_path}: 4 files are of another model or other settings; not used"
+    assert engine.prefixes.resume(0, ids) == 0 and len(files(tmp_path)) == 4
+
+
+def test_the_context_may_differ(open_engine: Open, tmp_path: Path) -> None:
+    ids, _ = fill(open_engine, tmp_path)
+    engine = open_engine(**{**ONE, "n_ctx": 2048, "n_seq": 2, "n_kv": -1, "n_ubatch": 64})
+    engine.keep_prefixes(tmp_path, GIB)
+    assert engine.prefixes.resume(1, ids) == 450
+
+
+def places(path: Path) -> dict[str, int]:
+    """Return a byte of each part of a file, by name."""
+    head, size = read_head(path), path.stat().st_size
+    return {
+        "magic": 3, "header": 60, "rows": size - head.n_states - head.n_rows_bytes // 2 - 20,
+        "states": size - 50, "last": size - 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["magic", "header", "rows", "states", "last", "short", "empty"])
+def test_a_damaged_file_is_not_used_and_costs_one_line(
+    open_engine: Open, tmp_path: Path, part: str
+) -> None:
+    ids, second = fill(open_engine, tmp_path)
+    [bad] = [path for path in files(tmp_path) if read_head(path).n_tokens == 250]
+    data = bytearray(bad.read_bytes())
+    if part in ("short", "empty"):
+        data = data[: -100 if part == "short" else 0]
+    else:
+        data[places(bad)[part]] ^= 1
+    bad.write_bytes(data)
+    engine, alone = open_engine(**ONE), open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    logits, n = read(engine, ids)
+    assert n in (0, 200)
+    np.testing.assert_array_equal(logits, cold(alone, ids))
+    [line] = engine.drain_messages()
+    assert line.startswith(f"{bad}: ") and line.endswith("; the file is not used")
+    assert not bad.exists()
+    assert read(engine, second[:390])[1] == 350
+
+
+def test_without_its_beginning_a_file_goes_too(open_engine: Open, tmp_path: Path) -> None:
+    ids, _ = fill(open_engine, tmp_path)
+    [first] = [path for path in files(tmp_path) if not read_head(path).first]
+    first.unlink()
+    engine = open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    assert engine.prefixes.disk.n_places == 0 and files(tmp_path) == []
+    assert engine.prefixes.resume(0, ids) == 0
+
+
+def test_what_memory_has_no_room_for_comes_back_from_disk(
+    open_engine: Open, tmp_path: Path
+) -> None:
+    engine, alone = open_engine(**{**ONE, "cache_ram": 1}), open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, GIB)
+    asked = [prompt(engine, 120, seed=seed) for seed in range(12)]
+    for ids in asked:
+        read(engine, ids, 100)
+        assert engine.prefixes.n_bytes <= 1 << 20
+    engine.prefixes.disk.wait()
+    assert engine.prefixes.n_places < 12
+    for ids in asked[:3]:
+        engine.reset()
+        logits, n = read(engine, ids)
+        assert n == 100 and engine.prefixes.n_bytes <= 1 << 20
+        np.testing.assert_array_equal(logits, cold(alone, ids))
+
+
+def test_the_folder_has_a_limit_and_the_latest_stay(open_engine: Open, tmp_path: Path) -> None:
+    limit = 3 << 20
+    for n_seen in range(2):
+        engine = open_engine(**{**ONE, "cache_ram": 1})
+        engine.keep_prefixes(tmp_path, limit)
+        for seed in range(n_seen * 10, n_seen * 10 + 10):
+            read(engine, prompt(engine, 120, seed=seed), 100)
+            engine.prefixes.disk.wait()
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+        engine.close()
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+    engine = open_engine(**ONE)
+    engine.keep_prefixes(tmp_path, limit)
+    known = [engine.prefixes.n_saved(prompt(engine, 120, seed=seed)) for seed in range(20)]
+    assert known[19] == 100 and known[0] == 0
+    # another model has no use for them, and takes their room when it needs it
+    other = open_engine("float32", **{**ONE, "cache_ram": 1})
+    other.keep_prefixes(tmp_path, limit)
+    for seed in range(8):
+        read(other, prompt(other, 120, seed=seed), 100)
+        other.prefixes.disk.wait()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+    assert other.prefixes.disk.n_places > 0
+
+
+def test_a_disk_that_fails_costs_one_line(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(**{**ONE, "cache_ram": 1})
+    engine.keep_prefixes(tmp_path, GIB)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
+    for seed in range(8):
+        read(engine, prompt(engine, 120, seed=seed), 100)
+        engine.prefixes.disk.wait()
+    [line] = engine.drain_messages()
+    assert "cannot be kept on disk any more: [Errno 28] No space left" in line
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="file: cannot keep prompts there"):
+        PrefixDisk(file, "x", GIB)
+
+
+def test_rows_of_drafters_are_kept_too(open_engine: Open, tmp_path: Path) -> None:
+    chosen = {**ONE, "spec": "dflash", "draft": str(write_small(tmp_path, windows="ff"))}
+    folder = tmp_path / "kept"
+    engine = open_engine(**chosen)
+    engine.keep_prefixes(folder, GIB)
+    ids = prompt(engine, 500)
+    list(engine.generate(ids, max_tokens=1, text=False, reuse=True, marks=(200, 450)))
+    engine.close()
+    assert len(files(folder)) == 3
+    for path in files(folder):
+        head = read_head(path)
+        rows, drafted = read_rows(path, head)
+        assert all(len(part) == head.n_tokens for part in rows)
+        assert [len(part) for part in drafted["dflash"]] == [head.n_tokens] * 4
+    engine = open_engine(**chosen)
+    engine.keep_prefixes(folder, GIB)
+    assert engine.prefixes.resume(0, ids) == 450
+    [drafter] = engine._loaded.drafters
+    assert (drafter._rings.spans[0].first, drafter._rings.spans[0].n_past) == (0, 450)
+
+
+def test_no_fuzzed_header_passes(open_engine: Open, tmp_path: Path) -> None:
+    fill(open_engine, tmp_path)
+    path, rng = files(tmp_path)[0], np.random.default_rng(0)
+    data = path.read_bytes()
+    for _ in range(300):
+        bad = bytearray(data)
+        for at in rng.integers(0, 1200, rng.integers(1, 4)):
+            bad[at] = int(rng.integers(0, 256))
+        if bad == data:
+            continue
+        path.write_bytes(bad)
+        with pytest.raises(DamagedFile):
+            read_head(path)
