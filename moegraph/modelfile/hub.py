@@ -119,7 +119,9 @@ def _library() -> Any:
         ) from error
     # Its retries and hints are not for our users; what fails for good is raised.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return huggingface_hub
+    hub: Any = huggingface_hub
+    hub.utils.disable_progress_bars()
+    return hub
 
 
 def _cached(hub: Any, name: HubName, pick: str | None) -> Path | None:
@@ -199,16 +201,9 @@ def _bring(hub: Any, repo: str, remote: _Remote, progress: Progress, say: Say) -
         if remote.blob.is_file():  # another process was faster
             partial.unlink(missing_ok=True)
             return
-        n_held = file.seek(0, os.SEEK_END)
-        if n_held > remote.n_bytes:
+        if file.seek(0, os.SEEK_END) > remote.n_bytes:
             file.truncate(0)
-            n_held = file.seek(0)
-        url = hub.hf_hub_url(repo, remote.file, revision=remote.commit)
-        headers = {**hub.utils.build_hf_headers(), "Accept-Encoding": "identity"}
-        hub.file_download.http_get(
-            url, file, resume_size=n_held, headers=headers, expected_size=remote.n_bytes,
-            tqdm_class=_meter(n_held, remote.n_bytes, progress),
-        )  # fmt: skip
+        _append(hub, repo, remote, file, progress)
         file.flush()
         if not _is_right(partial, remote.etag, progress):
             partial.unlink()
@@ -218,6 +213,24 @@ def _bring(hub: Any, repo: str, remote: _Remote, progress: Progress, say: Say) -
             )
         os.fsync(file.fileno())
         partial.rename(remote.blob)
+
+
+def _append(hub: Any, repo: str, remote: _Remote, file: BinaryIO, progress: Progress) -> None:
+    """Download what a file lacks; go on after an error as long as each try brings something."""
+    url = hub.hf_hub_url(repo, remote.file, revision=remote.commit)
+    headers = {**hub.utils.build_hf_headers(), "Accept-Encoding": "identity"}
+    n_held = file.seek(0, os.SEEK_END)
+    while True:
+        target = _Metered(file, remote.n_bytes, progress)
+        try:
+            hub.file_download.http_get(
+                url, target, resume_size=n_held, headers=headers, expected_size=remote.n_bytes
+            )
+            return
+        except Exception:  # the errors of a transfer are of other libraries, by version
+            before, n_held = n_held, file.seek(0, os.SEEK_END)
+            if n_held <= before:
+                raise
 
 
 @contextmanager
@@ -240,25 +253,29 @@ def _locked(path: Path, say: Say) -> Iterator[BinaryIO]:
         # Whoever had it has moved or removed it.
 
 
-def _meter(n_held: int, n_bytes: int, progress: Progress) -> Callable[..., Any]:
-    """Return what http_get takes for a class of progress bars, and which calls progress."""
+class _Metered:
+    """A file to which http_get appends, and which tells how much of it there is."""
 
-    class Meter:
-        def __init__(self, **_: object) -> None:
-            self.done = n_held
-            progress("download", self.done, n_bytes)
+    def __init__(self, file: BinaryIO, n_bytes: int, progress: Progress) -> None:
+        self._file, self._n_bytes, self._progress = file, n_bytes, progress
+        self._report()
 
-        def update(self, n: int = 1) -> None:
-            self.done += n
-            progress("download", self.done, n_bytes)
+    def _report(self) -> None:
+        self._progress("download", self._file.tell(), self._n_bytes)
 
-        def __enter__(self) -> Meter:
-            return self
+    def write(self, data: bytes) -> int:
+        n = self._file.write(data)
+        self._report()
+        return n
 
-        def __exit__(self, *_: object) -> None:
-            pass
+    def tell(self) -> int:
+        return self._file.tell()
 
-    return Meter
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(position, whence)
+
+    def truncate(self, size: int | None = None) -> int:
+        return self._file.truncate(size)
 
 
 def _is_right(path: Path, etag: str, progress: Progress) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moegraph.engine.requests import Request, Step, Usage
 from moegraph.errors import ConfigError, InternalError, MoegraphError, QueueFull
@@ -77,6 +79,32 @@ def test_sampling_of_a_line() -> None:
 def test_lines_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(LineError, match=message.replace("(", "\\(")):
         parse_line(text)
+
+
+WORDS = st.sampled_from(
+    [
+        "REQ",
+        "SLOT",
+        "START",
+        "/p",
+        "CONTINUE",
+        "CANCEL",
+        "RESTORE",
+        "1",
+        "-1",
+        "snap=1:2",
+        "samp=",
+        "x",
+    ]
+)
+
+
+@given(st.one_of(st.text(max_size=40), st.lists(WORDS, max_size=8).map(" ".join)))
+def test_any_line_is_parsed_or_refused_in_one_line(text: str) -> None:
+    try:
+        parse_line(text)
+    except LineError as error:
+        assert "\n" not in str(error)
 
 
 class Ticket:
