@@ -83,7 +83,9 @@ class ModelLoader:
                     self._warned.add(warning)
             if is_first:
                 show_drafters(engine)
-            service = Service(engine, n_waiting=self._n_waiting)
+            service = Service(
+                engine, n_waiting=self._n_waiting, say=lambda line: ui.note(f"note: {line}")
+            )
             service.start()
             kept = stack.pop_all()
 

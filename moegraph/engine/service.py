@@ -50,12 +50,21 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, *, n_waiting: int = N_WAITING, stuck_s: float = _STUCK_S
+        self,
+        engine: Engine,
+        *,
+        n_waiting: int = N_WAITING,
+        stuck_s: float = _STUCK_S,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """n_waiting: most requests that wait. stuck_s: see `failure`."""
+        """Take an engine over.
+
+        n_waiting: most requests that wait. stuck_s: see `failure`. say: called on the engine's
+        thread with each of `Engine.drain_messages`.
+        """
         self._engine = engine
         scheduler = Scheduler[Answer](engine.config.n_seq, n_waiting)
-        self._loop = ServiceLoop(engine, scheduler)
+        self._loop = ServiceLoop(engine, scheduler, say)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
         self._stuck_s = stuck_s
         self._n_refused = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, MoegraphError, PoolFull, ServiceClosed
@@ -34,8 +34,11 @@ class ServiceLoop:
     was asked to. busy_since: when the work under way began; None while there is none.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler[Answer]) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler[Answer], say: Callable[[str], object]
+    ) -> None:
+        """say: as in `Service`."""
+        self._engine, self._say = engine, say
         self.lock = threading.Condition()
         self.scheduler = scheduler
         self.to_cancel: list[Answer] = []
@@ -101,8 +104,14 @@ class ServiceLoop:
         with self.lock:
             self._note_done()
         if time.perf_counter() - self._status_at >= _STATUS_S:
-            self.status = self._account()
+            self._publish()
         return True
+
+    def _publish(self) -> None:
+        """Say what the service is doing, and what the engine has to say."""
+        self.status = self._account()
+        for line in self._engine.drain_messages():
+            self._say(line)
 
     def _due(self) -> list[tuple[Answer, str]]:
         """Return the requests that end now, and why."""
@@ -168,7 +177,7 @@ class ServiceLoop:
     def _rest(self) -> None:
         """Tell what is left to tell, then wait for a request or the end."""
         self._answers.tell()
-        self.status = self._account()
+        self._publish()
         self.busy_since = None
         with self.lock:
             self._note_done()

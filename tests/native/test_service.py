@@ -451,3 +451,17 @@ def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine
     single = open_engine(n_ctx=2048, cpu_reference=True)
     for client in (other, second, third):
         assert client.tokens == alone(single, client.request)[0]
+
+
+def test_what_the_engine_has_to_say_is_said_while_it_serves(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, said = open_engine(n_seq=1), list[str]()
+    waiting = ["a file of the cache is damaged"]
+    monkeypatch.setattr(
+        engine, "drain_messages", lambda: [waiting.pop() for _ in range(len(waiting))]
+    )
+    with serving(engine, say=said.append) as service:
+        Client(service, [1], max_tokens=2).wait()
+        service.drain()
+    assert said == ["a file of the cache is damaged"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.clients import Client, alone, serving
+from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
@@ -79,7 +82,7 @@ def test_a_request_in_host_memory_can_be_cancelled(open_engine: Open, no_leak: N
     engine = small(open_engine)
     with serving(engine) as service:
         clients = [Client(service, prompt(engine, 250, seed=i), max_tokens=700) for i in range(4)]
-        while service.status().counts.preempted < 1:
+        while service._loop._tally.counts.preempted < 1:
             assert not clients[0].is_done
         for client in reversed(clients):
             client.ticket.cancel()
@@ -123,3 +126,36 @@ def test_a_pool_that_is_fuller_than_it_seemed_only_delays(
         second = Client(service, prompt(engine, 100), max_tokens=5)
         assert second.wait().reason == first.wait().reason == "length"
     assert 1 <= n_refused < 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_cancellations_and_faults(open_engine: Open, seed: int) -> None:
+    """Whatever happens, each request ends once, and what it got is what it gets alone."""
+    rng = np.random.default_rng(seed)
+    engine = small(open_engine, spec="lookup", n_draft=3)
+    clients: list[Client] = []
+    with serving(engine) as service:
+        for i in range(24):
+            n = int(rng.integers(1, 60) if i % 2 else rng.integers(60, 700))
+            clients.append(
+                Client(
+                    service, prompt(engine, n, seed=int(rng.integers(6))),
+                    max_tokens=int(rng.integers(1, 150)), sampling=SAMPLINGS[i % 2],
+                    deadline_s=0.3 if i % 11 == 10 else None, reuse=bool(rng.integers(2)),
+                    marks=(n // 2,) if n > 200 else (),
+                )
+            )  # fmt: skip
+            if rng.random() < 0.4:
+                clients[int(rng.integers(len(clients)))].ticket.cancel()
+            if i % 8 == 5:
+                with faulty("mg_launch", int(rng.integers(1, 40)), FAULTS["mg_launch"][0]):
+                    time.sleep(0.1)
+        for client in clients:
+            client.wait(120)
+        assert service.drain(60) and service.failure is None
+    engine.state.pool.check()
+    single = open_engine(cpu_reference=True, n_ctx=1024)
+    for client in clients:
+        tokens, got = alone(single, client.request)[0], client.tokens
+        assert got == tokens[: len(got)]
+        assert (client.reason == "length") == (got == tokens and client.last.error is None)
