@@ -202,7 +202,7 @@ def test_no_text_keeps_the_page_busy(empty_page: Visit, text: str) -> None:
     )
     began = time.monotonic()
     assert len(shown(empty_page, text)) > 0
-    assert took < 1000 and time.monotonic() - began < 5
+    assert took < 3000 and time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(
