@@ -10,11 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
+from helpers.graph_runs import Graph, random
 
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi, llama_commit, patchset
-from moegraph.ggml.ops import F32, Builder
+from moegraph.ggml.ops import F32, I32, Builder
 
 ROOT = Path(__file__).resolve().parents[2]
 N_IN, N_OUT = 512, 96
@@ -77,3 +78,14 @@ def test_a_reference_product_does_not_depend_on_the_number_of_rows(
     for width in (2, 3, 8, 13):
         together = product(reference_device, dtype, weights, x[:width])
         np.testing.assert_array_equal(together, np.concatenate(alone[:width]))
+
+
+def test_add_id_leaves_rows_with_absent_ids_alone() -> None:
+    device, graph = Device("cpu", n_threads=2), Graph()
+    a, rows, ids = random(1, 5, 32), random(2, 3, 32), np.array([2, -1, 0, -1, 1], np.int32)
+    out = graph.b.add_rows(graph.leaf(a), graph.leaf(rows), graph.leaf(ids, I32))
+    found = graph.run(device, [out])[0][0]
+    expected = a.copy()
+    expected[ids >= 0] += rows[ids[ids >= 0]]
+    np.testing.assert_array_equal(found.reshape(5, 32), expected)
+    device.close()

@@ -108,7 +108,7 @@ def test_without_the_extra_one_line_says_what_to_install(
     assert "pip install 'moegraph[server]'" in str(error) and package in str(error)
 
 
-def test_a_server_keeps_more_prompts_than_a_conversation() -> None:
+def test_a_server_keeps_as_many_prompts_as_llama_server() -> None:
     found = {p.name: p.default for p in serve.params}
-    assert found["cache_ram"] == 8192 and EngineConfig().cache_ram < 8192
+    assert found["cache_ram"] == 8192
     assert found["type_k"] == EngineConfig().type_k
