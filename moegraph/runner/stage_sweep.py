@@ -58,8 +58,11 @@ class StageSweep:
         self._n_enqueued = 0
         self.n_done = 0
 
-    def run(self, part: list[Chunk]) -> Iterator[bool]:
-        """Enqueue all layers for a part of the prompt, whose rows are here; yield between steps."""
+    def run(self, part: list[Chunk], is_last: bool) -> Iterator[bool]:
+        """Enqueue all layers for a part of the prompt, whose rows are here; yield between steps.
+
+        is_last: no part comes after this one.
+        """
         work = self._layers(part)
         while True:
             self._enter()
@@ -71,8 +74,10 @@ class StageSweep:
                 C.ggml_backend_event_record(pace.ptr, self._s.device.compute.ptr)
             self._n_enqueued += 1
             if not more:
-                return
+                break
             yield True
+        if is_last and self._s.residency is not None:
+            self._s.residency.end_pass(0.0)
 
     def _enter(self) -> None:
         """Bring books and tables up to date, if another pass has run since the last step."""
@@ -368,11 +373,6 @@ class StageSweep:
             message = f"{s.device.name} computed logits that are not finite"
             raise NotFinite(message, (self.slot,), output)
         return output
-
-    def end(self) -> None:
-        """Close the books of the sweep."""
-        if self._s.residency is not None:
-            self._s.residency.end_pass(0.0)
 
     def cancel(self) -> None:
         """Wait for the device, and undo what the books say of the sweep; safe to call again."""

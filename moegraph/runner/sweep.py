@@ -115,8 +115,8 @@ class Sweep:
             for i in reversed(range(n)):
                 if work[i] is None and self._may_begin(i, begun, ended):
                     self._take_rows(i, parts[begun[i]])
-                    work[i] = self._stages[i].run(parts[begun[i]])
                     begun[i] += 1
+                    work[i] = self._stages[i].run(parts[begun[i] - 1], begun[i] == len(parts))
                 steps = work[i]
                 if steps is None:
                     continue
@@ -157,8 +157,6 @@ class Sweep:
     def _end(self, outputs: list[Output]) -> None:
         """Close the sweep; its sequence has all rows."""
         self.output = outputs[0] if len(outputs) == 1 else _joined(outputs)
-        for stage in self._stages:
-            stage.end()
         self._sequences.n_past[self.slot] = self.n_past + len(self.batch.tokens)
         self.is_open = False
         if self._before:
