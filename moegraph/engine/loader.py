@@ -153,7 +153,7 @@ class _Loading:
         if beside:
             wait([beside])
             self._times.lap("tokenizer")
-        rings = [planned.plan.ring_each for planned in choice.stages]
+        rings = [planned.plan.ring_groups for planned in choice.stages]
         runner = open_runners(
             stages, rings, self._stack, config, self._profile, routing, self._times
         )

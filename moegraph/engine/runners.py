@@ -36,12 +36,12 @@ def open_runners(
 ) -> AnyRunner:
     """Return what runs passes over all stages of a model.
 
-    rings: the ring_each of each stage. stack: gets the calls that close everything. Others, and
+    rings: the ring_groups of each stage. stack: gets the calls that close everything. Others, and
     errors: as in `open_runner`.
     """
     parts = []
-    for stage, ring_each in zip(stages, rings):
-        parts.append(open_runner(stage, config, profile, routing, times, ring_each))
+    for stage, ring_groups in zip(stages, rings):
+        parts.append(open_runner(stage, config, profile, routing, times, ring_groups))
         stack.callback(parts[-1].close)
     if len(parts) == 1:
         return parts[0]
@@ -56,12 +56,12 @@ def open_runner(
     profile: ProfileFile | None = None,
     routing: npt.NDArray[np.int32] | None = None,
     times: Stopwatch | None = None,
-    ring_each: int = 0,
+    ring_groups: int = 0,
 ) -> Runner:
     """Return what runs passes over a stage, its slots filled; close it before the stage.
 
     profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
-    times: measures the phases. ring_each: see `Sweeps`.
+    times: measures the phases. ring_groups: see `Sweeps`.
 
     Raises:
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
@@ -75,7 +75,7 @@ def open_runner(
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_each)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_groups)
 
 
 def _open_misses(

@@ -186,5 +186,5 @@ def merged(stages: Sequence[StagePlan], slot_bytes: Sequence[int], n_expert: int
         all_resident=all(stage.plan.all_resident for stage in stages),
         resident_share=held / max(n_expert * sum(slot_bytes), 1),
         host_bytes=sum(stage.plan.host_bytes for stage in stages),
-        ring_each=max(stage.plan.ring_each for stage in stages),
+        ring_groups=max(stage.plan.ring_groups for stage in stages),
     )
