@@ -83,17 +83,6 @@ def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:
     return (free - max(_MARGIN_BYTES, free // 50)) // n_stages, "the memory that is free"
 
 
-def shares_of(config: EngineConfig) -> tuple[float, ...] | None:
-    """Return the shares of --split: plain numbers, or bytes."""
-    if not config.split:
-        return None
-    parts = config.split.split(",")
-    try:
-        return tuple(float(part) for part in parts)
-    except ValueError:
-        return tuple(float(parse_bytes(part, "g")) for part in parts)
-
-
 def joined_name(devices: Sequence[Device]) -> str:
     """Return the names of devices as --device takes them."""
     return ",".join(device.name for device in devices)

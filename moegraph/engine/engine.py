@@ -119,7 +119,7 @@ class Engine:
         self._profile = loaded.profile
         self._use = ExpertUse(loaded.runner)
         self.n_ctx = loaded.n_ctx
-        self.plan = loaded.plan
+        self.plan, self.stage_plans = loaded.plan, loaded.stage_plans
         self.stages, self.stage = loaded.stages, loaded.stage
         self.devices, self.device = loaded.devices, loaded.stage.device
         self.state = loaded.sequences

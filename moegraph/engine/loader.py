@@ -25,13 +25,13 @@ from ..placement.identity import router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
-from ..placement.split import StagePlan
+from ..placement.split import StagePlan, shares_of
 from ..resident.poolshape import PoolShape
 from ..resident.sequences import Sequences
 from ..resident.stage import Stage, open_stage
 from ..runner import AnyRunner
 from .cputhreads import CpuThreads
-from .devices import joined_name, open_device, open_more, places_of, shares_of
+from .devices import joined_name, open_device, open_more, places_of
 from .drafters import open_drafters
 from .runners import open_runners
 from .warmup import warm_up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -149,6 +151,41 @@ def test_requests_are_answered_as_if_alone(
     single = load(device=devices, **MODES[mode])
     texts = [alone(single, client.request)[0] for client in clients]
     assert [client.tokens for client in clients] == texts
+
+
+# A row that is far away: the kernel fails, and with it the device's context.
+_LOST = """
+import numpy as np
+from moegraph.ggml.device import Device
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.ops import F32, I32, Builder
+from moegraph.graphs.cache import GraphCache
+from moegraph.ggml.memory import place
+others = [Device(name) for name in {devices!r}]
+device = others[-1]
+memory = device.buffer(4096, "operands", "free memory")
+C.ggml_backend_buffer_clear(memory.ptr, 0x7F)
+def build(b):
+    leaves = b.leaf(F32, (4, 4), "rows"), b.leaf(I32, (2,), "ids")
+    for at, leaf in enumerate(leaves):
+        place(memory, leaf, 1024 * at)
+    return b.expand(b.get_rows(*leaves))
+graph = GraphCache(device).get("bad", 8, build).graph
+C.mg_launch(device.compute.ptr, graph, ffi.NULL, 0)
+device.synchronize()
+print("went on")
+"""
+
+
+def test_a_lost_device_ends_the_process_with_one_line_that_names_it(devices: str) -> None:
+    names = devices.split(",")
+    done = subprocess.run(
+        [sys.executable, "-c", _LOST.format(devices=names)], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (4, b""), done.stderr
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"moegraph: {names[-1]}: native failure: CUDA")
+    assert "illegal memory access" in lines[0]
 
 
 @pytest.mark.parametrize("spec", ["dflash", "lookup"])
