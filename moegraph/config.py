@@ -21,7 +21,7 @@ CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
 GROUPS = ("Common", "Server", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|rpc://[!-+\--~]{1,1000}", re.ASCII)
 
 
 @dataclass(frozen=True)
