@@ -152,7 +152,7 @@ class _Loading:
         if beside:
             wait([beside])
             self._times.lap("tokenizer")
-        args = self._profile, routing, self._times, plan.ring_each
+        args = self._profile, routing, self._times, plan.ring_groups
         runner = self._own(open_runner(stage, config, *args))
         runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
@@ -228,12 +228,12 @@ def open_runner(
     profile: ProfileFile | None = None,
     routing: npt.NDArray[np.int32] | None = None,
     times: Stopwatch | None = None,
-    ring_each: int = 0,
+    ring_groups: int = 0,
 ) -> Runner:
     """Return what runs passes over a stage, its slots filled; close it before the stage.
 
     profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
-    times: measures the phases. ring_each: see `Sweeps`.
+    times: measures the phases. ring_groups: see `Sweeps`.
 
     Raises:
         ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
@@ -252,7 +252,7 @@ def open_runner(
         if not stage.is_full:
             misses = _open_misses(stage, config, profile, times or Stopwatch())
         replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_each)
+        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_groups)
 
 
 def _open_misses(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from ..config import EngineConfig
+from ..experts.crossing import padded
 from ..experts.prefetch import MAX_PREFETCH
 from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from ..modelfile.summary import kv_bytes_per_token, state_bytes
 from ..resident.layout import (
     MAX_PAGED_ROWS,
+    N_GROUPS,
     N_STAGING,
     PAGE,
+    UNIT_SHARE,
     Packing,
     draft_room,
     draft_widths,
@@ -87,7 +90,7 @@ def needed_bytes(
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + lacking_bytes(hp, n_sweep, n_ubatch),
-        ring_each=group_size(hp.n_expert),
+        ring_groups=N_GROUPS,
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,
     )
@@ -107,7 +110,7 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
 def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
     n_terms = most_terms(hp.n_expert_used, hp.n_expert)
-    unit = 4 * (4 + n_terms) * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
+    unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
     return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
 
 

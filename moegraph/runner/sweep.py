@@ -332,27 +332,30 @@ class Sweep:
         if uploaded:
             C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
         slots = s.slots_of(il, group, hp.n_expert)
-        most = s.memory.most - 1
-        for rows in self._by_chunk(places, part) if s.sums_last else [places]:
-            for at in range(0, len(rows), most):
-                unit = s.memory.write_unit(rows[at : at + most], ids, slots)
-                built = s.graphs.unit(il, *unit)
-                s.memory.send_unit(*unit)
-                self._launch(built, f"the missing experts of layer {il}")
+        for rows in self._cut(places, part):
+            turn, n_padded = s.memory.write_unit(rows, ids, slots)
+            inputs, unit = s.graphs.unit_inputs(turn, n_padded), s.graphs.unit(il, n_padded)
+            self._launch(inputs, f"the inputs of missing experts of layer {il}")
+            s.memory.sent_unit(turn)
+            self._launch(unit, f"the missing experts of layer {il}")
         if free:
             C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
         self._crossing.give_back(group)
         self._send()
         s.spent("resolve", start)
 
-    def _by_chunk(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[Any]:
-        """Return the places of each chunk.
+    def _cut(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[Any]:
+        """Return the places of each unit: as few units as possible, of nearly equal size.
 
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
         chunk must give the same bits as in a pass of its own.
         """
+        if not self._s.sums_last:
+            n = -(-len(places) // (self._s.memory.most - 1))
+            return np.array_split(places, n) if n else []
         k = self._s.stage.hp.n_expert_used
-        return np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
+        found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
+        return [rows for rows in found if len(rows)]
 
     def _sum(self, il: int, chunk: Chunk) -> None:
         """Enqueue the sum of all experts of a chunk, in routing order (CPU device)."""
