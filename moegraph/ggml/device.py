@@ -127,6 +127,11 @@ def list_devices() -> list[dict[str, Any]]:
     return [_describe(*found) for found in _find_devices()]
 
 
+def gpu_names() -> list[str]:
+    """Return the spellings of all CUDA devices; this opens no context."""
+    return [spelling for spelling, kind, *_ in _find_devices() if kind == "cuda"]
+
+
 def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
     """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
     n_gpu = 0
@@ -381,7 +386,7 @@ class Device:
         host = HostBuffer(ptr, size, self.compute)
         # ggml silently falls back to ordinary memory; only the buffer type shows it
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
-        if must_pin and self.can.own_memory and not name.endswith(b"_Host"):
+        if must_pin and self._needs_pins and not name.endswith(b"_Host"):
             host.close()
             raise NativeError(_cannot_pin(size))
         return host
@@ -408,15 +413,24 @@ class Device:
         Raises:
             NativeError: the driver refuses.
         """
-        needed = self.can.own_memory and self.can.host_access
-        if needed and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
+        if self._needs_pins and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
             raise NativeError(_cannot_pin(memory.array.nbytes))
+
+    @property
+    def _needs_pins(self) -> bool:
+        """Whether graphs can read host memory only if it is pinned."""
+        return self.can.own_memory and self.can.host_access
 
     def event(self) -> Event | None:
         """Return a new event, or None without streams, where nothing is asynchronous."""
         if not self.can.streams:
             return None
         return Event(C.ggml_backend_event_new(self._dev), self.compute)
+
+    def can_wait_for(self, other: Device) -> bool:
+        """Return whether this device's stream can wait for an event of another device's."""
+        kinds = {device.name.partition(":")[0] for device in (self, other)}
+        return self.can.streams and other.can.streams and kinds == {"cuda"}
 
     def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
         """Let a nonzero I32 word stop CPU threads between two nodes; None unbinds.

@@ -13,19 +13,16 @@ import pytest
 from helpers.stages import Stages, assert_same, batches, new_config
 from helpers.workers import WorkerProcess, working
 
-from moegraph.engine.loader import open_runner
+from moegraph.engine import Engine
 from moegraph.errors import ConfigError
 from moegraph.ggml.device import Device
 from moegraph.ggml.handles import Buffer, Context
 from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder, Tensor
-from moegraph.ggml.remote import RemoteLink
+from moegraph.ggml.remote import RemoteLink, Traffic
 from moegraph.graphs.cache import BuiltGraph, GraphCache
-from moegraph.kinds import Kind
 from moegraph.modelfile import ModelFile, open_model
-from moegraph.resident.stage import open_stage
-from moegraph.runner import Batch
 
 ModelPath = Callable[[str], Path]
 KiB = 1 << 10
@@ -76,42 +73,26 @@ def test_stages_on_a_worker_equal_one_engine(
     for batch, paths in batches(file.hparams.n_vocab):
         assert_same(cut.run(batch), one.run(batch), batch)
         for slot, rows in paths.items():
-            for runner in (*one.runners, *cut.runners):
-                runner.commit({slot: rows})
+            for stages in (one, cut):
+                stages.runner.commit({slot: rows})
 
 
 def test_a_token_takes_few_bytes_and_no_graph_is_sent_twice(
-    worker: WorkerProcess, opened: Callable[[str], ModelFile], stack: ExitStack
+    worker: WorkerProcess, open_engine: Callable[..., Engine]
 ) -> None:
-    """At depth 4,096, with the whole model on the worker; the graph changes with the depth."""
-    file = opened("mini35b")
-    config = new_config(device=worker.url, n_ctx=4352, n_seq=1, n_ubatch=512)
-    device = Device(config.device, 1)
-    hp = file.hparams
-    full = [hp.n_expert] * hp.n_layer
-    stage = open_stage(device, file, range(hp.n_layer), full, config, 4352, 0)
-    stack.enter_context(closing(stage))
-    runner = stack.enter_context(closing(open_runner(stage, config)))
-    rng = np.random.default_rng(3)
-    for _ in range(8):
-        runner.submit(
-            Batch(rng.integers(0, hp.n_vocab, (1, 512)).astype(np.int32), (0,), Kind.PREFILL)
-        )
-        runner.collect()
-
-    def decode(n: int) -> None:
-        for _ in range(n):
-            runner.submit(Batch(np.array([[7]], np.int32), (0,), greedy=True))
-            runner.collect()
-
-    decode(2)
-    before = link_of(device).traffic()
-    decode(64)
-    after = link_of(device).traffic()
+    """At depth 4,096 and with half of the layers on the worker; the graph grows with the depth."""
+    device, rng = f"cpu,{worker.url}", np.random.default_rng(3)
+    engine = open_engine("mini35b", device=device, n_ctx=4352, n_ubatch=512, n_kv=4352)
+    link = link_of(engine.stages[1].device)
+    ids = rng.integers(0, engine.hparams.n_vocab, 4090).astype(np.int32)
+    found: list[Traffic] = []
+    for _ in engine.generate(ids, max_tokens=128, text=False, ignore_eos=True):
+        found.append(link.traffic())
+    before, after, n = found[32], found[96], 64
     assert after.n_graphs_sent == before.n_graphs_sent
-    assert after.n_graphs_stored - before.n_graphs_stored == 64
+    assert after.n_graphs_stored - before.n_graphs_stored == n
     n_bytes = after.n_sent + after.n_received - before.n_sent - before.n_received
-    assert 0 < n_bytes / 64 <= 64 * KiB
+    assert 0 < n_bytes / n <= 64 * KiB
 
 
 class Scaler:

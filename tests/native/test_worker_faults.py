@@ -113,10 +113,10 @@ def test_a_slow_worker_is_waited_for(
     stages = split(worker, file, stack)
     wanted = stages.run(batch_of("decode"))
     worker.signal(signal.SIGSTOP)
-    stages.runners[0].submit(batch_of("decode"))
+    stages.runner.submit(batch_of("decode"))
     time.sleep(TIMEOUT_S / 2)
     worker.signal(signal.SIGCONT)
-    assert type(stages.runners[0].collect()) is type(wanted)
+    assert type(stages.runner.collect()) is type(wanted)
 
 
 def test_a_worker_that_ends_while_weights_are_sent(
