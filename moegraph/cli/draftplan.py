@@ -23,13 +23,15 @@ HEADER = ("budget", "drafter", "memory", "experts displaced", "drafting", "nothi
 
 
 def chooser(
-    model: ModelFile, config: EngineConfig, demand: Demand | None, stack: ExitStack
-) -> Chooser:
+    model: ModelFile, config: EngineConfig, demand: Demand | None, stack: ExitStack,
+    shares: tuple[float, ...] | None = None,
+) -> Chooser:  # fmt: skip
     """Return what divides budgets in device bytes, one or several cards', and says what drafts.
 
     Where nothing fits it returns None, and the reason.
 
-    config: after `with_drafts`. stack: gets the call that closes the drafter's file.
+    config: after `with_drafts`. stack: gets the call that closes the drafter's file. shares: of the
+    layers that several cards get; None: the planner chooses.
 
     Raises:
         ConfigError, ModelFileError, UnsupportedModel: the settings name a drafter that there is
@@ -37,7 +39,7 @@ def chooser(
     """
     from ..placement.draftchoice import Room, choose
     from ..placement.drafters import open_draft_file, sources_of
-    from ..placement.split import Place, shares_of
+    from ..placement.split import Place
 
     draft, n_ctx = open_draft_file(model, config, stack), config.n_ctx or model.hparams.n_ctx_train
     sources_of(model, config, draft)
@@ -46,9 +48,9 @@ def chooser(
         names = [f"--vram of card {at + 1}" for at in range(len(budgets))]
         names = names if len(budgets) > 1 else ["--vram"]
         places = [Place(max(n, 0), name) for n, name in zip(budgets, names)]
-        shares = shares_of(config) if len(places) > 1 else None
+        mine = shares if len(places) > 1 else None
         try:
-            return choose(model, config, n_ctx, draft, Room.of(places, True, demand, shares)), ""
+            return choose(model, config, n_ctx, draft, Room.of(places, True, demand, mine)), ""
         except (ConfigError, OutOfDeviceMemory) as error:
             return None, str(error)
 

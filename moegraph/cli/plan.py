@@ -142,9 +142,14 @@ def plan_command(
     from ..placement.drafters import with_drafts
     from ..placement.identity import router_shape
     from ..placement.profile import read_profile
+    from ..placement.split import shares_of
 
+    shares = shares_of(given.pop("split"))
     config = with_drafts(options.build_config(given))
     given_sizes = [[parse_bytes(one, unit="g") for one in size.split(",")] for size in vram]
+    for cards in given_sizes:
+        if shares is not None and len(cards) not in (1, len(shares)):
+            raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
@@ -160,7 +165,7 @@ def plan_command(
         )  # fmt: skip
         sizes = given_sizes or [[n] for n in default_budgets(need, config, reserve)]
         demand = profile.demand().tolist() if profile else None
-        choice_of = chooser(model, config, demand, stack)
+        choice_of = chooser(model, config, demand, stack, shares)
         rows = []
         for cards in sizes:
             choice, refused = choice_of([n - reserve for n in cards])

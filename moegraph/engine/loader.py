@@ -223,7 +223,7 @@ class _Loading:
         """Return how the memory of these devices is divided; errors as in `_choose`."""
         demand = self._profile.demand if self._profile else None
         is_own = devices[0].can.own_memory
-        shares = shares_of(self.config)
+        shares = shares_of(self.config.split)
         room = Room.of(places_of(devices, self.config), is_own, demand, shares)
         return choose(self.file, self.config, self.n_ctx, draft, room)
 

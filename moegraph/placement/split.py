@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from ..config import EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..experts.cost import expected_missing
 from ..units import parse_bytes
@@ -109,11 +108,15 @@ def by_shares(n_layer: int, shares: Sequence[float]) -> list[range]:
     return [range(first, stop) for first, stop in zip([0, *ends], ends)]
 
 
-def shares_of(config: EngineConfig) -> tuple[float, ...] | None:
-    """Return the shares of --split: plain numbers, or bytes."""
-    if not config.split:
+def shares_of(text: str) -> tuple[float, ...] | None:
+    """Return the shares of --split: plain numbers, or bytes; None for an empty text.
+
+    Raises:
+        ConfigError: an entry is neither.
+    """
+    if not text:
         return None
-    parts = config.split.split(",")
+    parts = text.split(",")
     try:
         return tuple(float(part) for part in parts)
     except ValueError:
