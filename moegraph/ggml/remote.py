@@ -104,6 +104,12 @@ class RemoteLink:
         """Whether no exchange has failed so far."""
         return not C.mg_remote_failure(self._endpoint)
 
+    @property
+    def forwarder_pid(self) -> int:
+        """The process that does the TLS; 0 without."""
+        forwarder = self._connection.forwarder
+        return forwarder.pid if forwarder else 0
+
     def require_alive(self) -> None:
         """Check that no exchange has failed.
 
