@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, NativeError
+from ..errors import ConfigError, DeviceLost, NativeError
 from ..link.address import Address, parse_address
 from ..link.connect import connect
 from ..link.hello import Build, RemoteDevice
@@ -114,18 +114,18 @@ class RemoteLink:
         """Check that no exchange has failed.
 
         Raises:
-            NativeError: names the worker and says what happened.
+            DeviceLost: names the worker and says what happened.
         """
         code = C.mg_remote_failure(self._endpoint)
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):
-            raise NativeError(
+            raise DeviceLost(
                 f"worker {self.worker} did not answer within {self._timeout_s:g} s; it is taken "
                 "for lost"
             )
         if code in (errno.ECONNRESET, errno.EPIPE):
-            raise NativeError(f"worker {self.worker} is lost: it ended the connection")
+            raise DeviceLost(f"worker {self.worker} is lost: it ended the connection")
         if code:
-            raise NativeError(f"worker {self.worker} is lost: {os.strerror(code)}")
+            raise DeviceLost(f"worker {self.worker} is lost: {os.strerror(code)}")
 
     def traffic(self) -> Traffic:
         """Return what the connection has carried so far."""
