@@ -16,6 +16,7 @@ from typing import NoReturn
 from starlette.applications import Starlette
 
 from ..errors import MoegraphError, NativeError
+from . import heap
 from .host import ModelHost
 from .listening import QuietServer, web_server
 
@@ -71,6 +72,7 @@ class _Process:
         try:
             await self._load(host)
             if not self._ending.is_set():
+                heap.settle()
                 self._ways.ready()
             ending = asyncio.ensure_future(self._ending.wait())
             some = (ending, serving, watching)
