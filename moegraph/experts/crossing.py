@@ -88,12 +88,12 @@ class Crossing:
                 group.experts.append(expert)
             yield group, pairs, is_new
 
-    def oldest(self, il: int) -> Group | None:
-        """Return the group of layer il that was filled first and is not given back; or None."""
-        return self._held[0] if self._held and self._held[0].il == il else None
+    def held(self, il: int) -> list[Group]:
+        """Return the groups of layer il that are not given back, the first filled first."""
+        return [group for group in self._held if group.il == il]
 
     def give_back(self, group: Group) -> None:
-        """Note that all graphs which read the oldest group have been launched."""
+        """Note that all graphs which read the group have been launched."""
         self._held.remove(group)
         self._free.append(group)
 
@@ -154,6 +154,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: above n, and one of eight of an octave."""
-    step = max(8, 1 << max(0, n.bit_length() - 4))
+    """Return the number of places of a graph for n: above n, and one of four of an octave."""
+    step = max(16, 1 << max(0, n.bit_length() - 3))
     return max(32, (n // step + 1) * step)

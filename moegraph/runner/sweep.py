@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..errors import Cancelled, InternalError, NativeError, RequestError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
+from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
@@ -36,10 +37,11 @@ from ..resident.hostcopies import StatesCopy
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
-from .sweeps import Sweeps
+from .sweeps import MAX_AHEAD, Sweeps
 
-# Steps that may be enqueued ahead of the device.
-_AHEAD = 3
+# Steps that are enqueued ahead of the device, and the rows of a chunk from which there are fewer:
+# whoever waits for the device waits for them too.
+_AHEAD, _AHEAD_LONG, _LONG = MAX_AHEAD, 3, 1024
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -48,6 +50,14 @@ def _joined(outputs: Sequence[Output]) -> Output:
     if argmax:
         return Output(argmax=np.concatenate(argmax))
     return Output(logits=np.concatenate([o.require_logits() for o in outputs]))
+
+
+class _Book(NamedTuple):
+    """The choice of a layer that is not recorded yet; done: the host has it after this event."""
+
+    il: int
+    n_rows: int
+    done: Event | None
 
 
 class Sweep:
@@ -74,13 +84,14 @@ class Sweep:
         max_rows = min(batch.max_rows or sweeps.memory.max_rows, sweeps.memory.max_rows)
         chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
+        self._ahead = _AHEAD if max(rows for _, rows in chunks) < _LONG else _AHEAD_LONG
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         self._forecast, self._foreseen = Forecast(n), -1  # the layer that it foresees
         self._plan: PassPlan | None = None
         self._is_entering = False
         self._cancelled: Callable[[], bool] = bool
-        self._books: list[tuple[int, int, int]] = []  # (layer, turn, rows) not recorded yet
+        self._books: list[_Book] = []  # not recorded yet
         self._before: Snapshot | None = None
         self.saved: list[StatesCopy] = []
         self.is_open = False
@@ -118,7 +129,7 @@ class Sweep:
         if cancelled():
             raise Cancelled("cancelled")
         self._enter()
-        pace = self._s.paces[self._n_enqueued % _AHEAD]
+        pace = self._s.paces[self._n_enqueued % self._ahead]
         if pace:
             pace.wait()
         more = next(self._work, None) is not None
@@ -148,12 +159,10 @@ class Sweep:
             last = part[-1]
             self._s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
             for il in range(hp.n_layer):
-                self._record_books(il % 2)
                 lacks = self._s.stage.banks.n_slots[il] < hp.n_expert
                 yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
-                self._end_layer(il, part)
-            for turn in range(2):
-                self._record_books(turn)
+                self._end_layer(il, part, lacks)
+            self._record_books()
             self.n_whole = last.first + last.n
             if self.batch.all_rows:
                 for chunk in part:
@@ -207,6 +216,8 @@ class Sweep:
             s.memory.copy(s.carried("l_out"), 0, s.memory.hidden, chunk.row, chunk.n)
             self._copy_state(il, chunk)
             s.spent("launch", start)
+            if at == 0:
+                self._record_books()
             self.n_done += 1
             yield True
 
@@ -219,6 +230,8 @@ class Sweep:
         for at, chunk in enumerate(part):
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
+            if at == 0:
+                self._record_books()
             if waiting:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
@@ -228,7 +241,7 @@ class Sweep:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        while group := self._crossing.oldest(il):
+        for group in self._groups(il, len(part)):
             self._use(il, group, missing, ids, part)
             self._send_ahead(il + 1)
             yield True
@@ -239,6 +252,20 @@ class Sweep:
             for chunk in part:
                 self._sum(il, chunk)
                 yield True
+
+    def _groups(self, il: int, n_chunks: int) -> Iterator[Group]:
+        """Yield the groups of a layer as they are to be computed; `_use` gives each back.
+
+        The first group has most rows. In a long prompt it arrived long ago, as have those after it
+        but the last. These are computed before it: while it is computed, further experts arrive in
+        their slots.
+        """
+        held = self._crossing.held(il)
+        if n_chunks > 1:
+            held = held[1:-1] + held[:1] + held[1:][-1:]
+        yield from held
+        while held := self._crossing.held(il):
+            yield held[0]
 
     def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
@@ -331,10 +358,11 @@ class Sweep:
         free, uploaded = s.ring_events(group.index)
         if uploaded:
             C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
-        slots = s.slots_of(il, group, hp.n_expert)
+        slots = s.slots_of(group, hp.n_expert)
         for rows in self._cut(places, part):
             turn, n_padded = s.memory.write_unit(rows, ids, slots)
-            inputs, unit = s.graphs.unit_inputs(turn, n_padded), s.graphs.unit(il, n_padded)
+            inputs = s.graphs.unit_inputs(turn, n_padded)
+            unit = s.graphs.unit(il, group.index, n_padded)
             self._launch(inputs, f"the inputs of missing experts of layer {il}")
             s.memory.sent_unit(turn)
             self._launch(unit, f"the missing experts of layer {il}")
@@ -378,7 +406,7 @@ class Sweep:
             if copy.n_past == chunk.first + chunk.n:
                 state.copies.take_layer(copy, self.slot, [state.conv[il], state.ssm[il]])
 
-    def _end_layer(self, il: int, part: list[Chunk]) -> None:
+    def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
         s, n_rows = self._s, part[-1].row + part[-1].n
         tap = self.batch.taps.get(il)
         if tap:
@@ -386,10 +414,10 @@ class Sweep:
         if self._state.last_out is not None and il == s.stage.layers[-1]:
             self._keep_last_out(self._state.last_out, part)
         if s.residency is not None:
-            done = s.layer_done[il % 2]
+            done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
-            self._books.append((il, il % 2, n_rows))
+            self._books.append(_Book(il, n_rows, done))
 
     def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
         """Enqueue copies of the output of the part's last row, and of those before cuts."""
@@ -403,18 +431,16 @@ class Sweep:
             if copy:
                 self._state.copies.take_layer(copy, self.slot, [last_out])
 
-    def _record_books(self, turn: int) -> None:
-        """Record the choice in the last layer of this turn, which the device has computed."""
-        s = self._s
-        for entry in [entry for entry in self._books if entry[1] == turn]:
-            il, _, n_rows = entry
+    def _record_books(self) -> None:
+        """Record the choice in the last layer, while the device computes the next one."""
+        s, k = self._s, self._s.stage.hp.n_expert_used
+        for book in list(self._books):
             start = time.perf_counter()
-            done = s.layer_done[turn]
-            if done:
-                done.wait()
+            if book.done:
+                book.done.wait()
             start = s.spent("wait", start)
-            s.record(il, s.memory.ids[turn, : n_rows * s.stage.hp.n_expert_used])
-            self._books.remove(entry)
+            s.record(book.il, s.memory.ids[book.il % 2, : book.n_rows * k])
+            self._books.remove(book)
             s.spent("resolve", start)
 
     def _head(self, row: int, n: int) -> Output:
