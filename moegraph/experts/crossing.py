@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 # Share of what is sent that may be sent in vain, and the rows from which it is the lower one.
-_WASTE, _WASTE_LONG, _LONG = 0.04, 0.01, 2048
+_WASTE, _WASTE_LONG, _LONG = 0.08, 0.01, 2048
+# Experts of a layer that are worth a risk: they cross while the layer before ends and the router of
+# this one works, when nothing else would. Beyond those, the chance to be in vain must be lower.
+_COVER, _SURE = 32, 0.01
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
@@ -137,8 +140,9 @@ class Forecast:
         """
         total, chosen = float(counts.sum()), counts[absent]
         order = np.argsort(-chosen, kind="stable") if total else np.zeros(0, dtype=np.int64)
-        self._order = absent[order].tolist()
-        self._unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
+        unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
+        n = max(_COVER, int(np.searchsorted(unused, _SURE)))
+        self._order, self._unused = absent[order[:n]].tolist(), unused[:n]
 
     def likely(self, most: int) -> list[int]:
         """Return up to `most` further experts that the prompt will hardly miss, the surest first.

@@ -39,9 +39,9 @@ from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
 from .sweeps import MAX_AHEAD, Sweeps
 
-# Steps that are enqueued ahead of the device, and the rows of a chunk from which there are fewer:
-# whoever waits for the device waits for them too.
-_AHEAD, _AHEAD_LONG, _LONG = MAX_AHEAD, 3, 1024
+# Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
+# whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.
+_AHEAD = 3
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -84,7 +84,7 @@ class Sweep:
         max_rows = min(batch.max_rows or sweeps.memory.max_rows, sweeps.memory.max_rows)
         chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
-        self._ahead = _AHEAD if max(rows for _, rows in chunks) < _LONG else _AHEAD_LONG
+        self._ahead = _AHEAD if batch.max_rows or len(chunks) > 1 else MAX_AHEAD
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         self._forecast, self._foreseen = Forecast(n), -1  # the layer that it foresees
