@@ -10,8 +10,10 @@ from pathlib import Path
 # Low to high: a room imports only rooms above it in this list. The first line is one room: the
 # single files that everything may use.
 ROOMS = (
-    ("errors", "units", "threads", "cpuload", "events", "kinds", "config", "sampling"),
+    ("errors", "units", "threads", "cpuload", "events", "kinds", "setting", "config", "sampling"),
     ("modelfile",),
+    # connections to other machines; no native libraries
+    ("link",),
     ("ggml",),
     # above ggml: the tokenizer is llama.cpp's
     ("text",),
@@ -24,6 +26,7 @@ ROOMS = (
     ("draft",),
     ("engine",),
     ("server",),
+    ("worker",),
     ("bench",),
     ("cli",),
     ("__main__",),

@@ -22,14 +22,16 @@ from ..resident.drafthead import DraftHead
 from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
-from ..runner import LayeredRunner, Runner
+from ..resident.weights import TokenEmbedding
+from ..runner import AnyRunner, LayeredRunner
 from .speculation import Speculation
 
 
 def open_drafters(
-    stage: Stage, file: ModelFile, config: EngineConfig, sources: Sources, stack: ExitStack
-) -> tuple[Drafter, ...]:
-    """Open the drafters of a stage with all layers, before graphs of its passes are built.
+    stages: Sequence[Stage], file: ModelFile, config: EngineConfig, sources: Sources,
+    stack: ExitStack,
+) -> tuple[Drafter, ...]:  # fmt: skip
+    """Open the drafters of a model, which are in its last stage, before graphs are built.
 
     config: after `with_drafts`. sources: what is loaded; the stage was opened for its MTP block.
     stack: gets the calls that free everything.
@@ -39,6 +41,7 @@ def open_drafters(
             `DFlashDrafter`.
     """
     drafters: list[Drafter] = []
+    stage = stages[-1]
     with closed_on_failure():
         if sources.mtp:
             block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
@@ -58,7 +61,8 @@ def open_drafters(
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
             seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
-            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part)
+            table = None if stage.has_embedding else TokenEmbedding(file)
+            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part, table)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):
@@ -66,13 +70,17 @@ def open_drafters(
         taps = {il for drafter in drafters for il in drafter.taps}
         if taps:
             stage.taps.reserve(sorted(taps), tap_rows(config))
+        for before in stages[:-1]:  # the layer after it keeps a tap
+            mine = [il for il in sorted(taps) if il + 1 in before.layers]
+            if mine:
+                before.taps.reserve(mine, tap_rows(config))
         if sources.draft:
             dflash.reserve()
     return tuple(drafters)
 
 
 def open_speculation(
-    drafters: Sequence[Drafter], config: EngineConfig, runner: Runner
+    drafters: Sequence[Drafter], config: EngineConfig, runner: AnyRunner
 ) -> Speculation | None:
     """Return what drafts for a runner's sequences; None without drafters.
 
@@ -80,16 +88,17 @@ def open_speculation(
     """
     if not drafters:
         return None
-    hp, max_rows = runner.stage.hp, min(config.n_draft + 1, runner.n_ubatch)
-    misses = runner.misses if isinstance(runner, LayeredRunner) else None
+    hp, max_rows = runner.hp, min(config.n_draft + 1, runner.n_ubatch)
+    layered = [part for part in runner.parts if isinstance(part, LayeredRunner)]
+    misses = [part.misses for part in layered if part.misses]
     experts = None
     if misses:
-        miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
+        miss_s = 0.0 if config.deterministic else max(one.link.seconds(1) for one in misses)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     controller = open_controller(drafters, config, max_rows, experts)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
-        cache = misses.residency.cache
-        speculation.n_missing = lambda: cache.n_missing
+        caches = [one.residency.cache for one in misses]
+        speculation.n_missing = lambda: sum(cache.n_missing for cache in caches)
     speculation.rejects, speculation.p_min = config.rejection_sampling, config.draft_p_min
     return speculation

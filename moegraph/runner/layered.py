@@ -103,7 +103,7 @@ class LayeredRunner(Runner):
             self._readback,
             misses,
         )
-        if n_sweep and stage.has_embedding and stage.has_head:
+        if n_sweep:
             self.sweeps = Sweeps(
                 stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
                 misses, self._layer_graphs, is_exact, self.observers, ring_groups,

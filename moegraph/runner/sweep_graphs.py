@@ -127,7 +127,7 @@ class SweepGraphs:
         m = self._stage
         norm = build_input_norm(b, m, self._hidden.leaf(b, n), m.hp.n_layer)
         if m.weights.head is None:
-            raise InternalError("a sweep needs a stage with all layers")
+            raise InternalError("a stage without a head has no results")
         draws = self._memory.inputs.draws(b) if results is Results.CANDIDATES else None
         return build_head(b, m.weights.head, norm, None, draws, results)
 

@@ -155,12 +155,12 @@ class Sweeps:
         """Build the largest graphs, so that the shared block never grows later.
 
         Raises:
-            OutOfDeviceMemory: the intermediates do not fit, or a snapshot.
+            OutOfDeviceMemory: the intermediates do not fit.
         """
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         n_kv = kv_length(self.stage.state, self.stage.state.n_ctx)
         seen = set()
-        for il in range(hp.n_layer):
+        for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert
             kind = hp.is_recurrent(il), full, self.ring and not full and self.ring.kind(il)
             if kind in seen:
@@ -173,7 +173,6 @@ class Sweeps:
             self.graphs.experts(il, n)
             self.graphs.sum_rows(il, n)
             self.graphs.unit(il, 0, padded(self.memory.most - 1))
-        self.stage.state.snapshots.reserve()
 
     def close(self) -> None:
         """Free all memory and events."""

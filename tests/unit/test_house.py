@@ -26,7 +26,8 @@ PACKAGE = ROOT / "moegraph"
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
-    "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
+    "config", "cpuload", "errors", "events", "kinds", "sampling", "setting",
+    "threads", "units",
     "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.constraint", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
@@ -51,6 +52,7 @@ LAZY = {
     "cli": _QUICK_START,
     "engine": "other modules of the room need no native library",
     "engine.engine": "a generation from token ids needs nothing of conversations",
+    "ggml.device": "what connects to other machines is imported for a device there",
     "ggml.lib": "the native module is imported after a check, with an error of ours",
     "text.tokenizer": "prompts are measured and refused without the native libraries",
 }
@@ -58,7 +60,7 @@ LAZY = {
 FILE_CAP, FILE_MEDIAN = 500, 200
 FUNCTION_CAP, FUNCTION_P90 = 80, 35
 WIDTH = 100
-KINDS = ("int", "float", "choice", "flag", "device", "size", "path")
+KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
 
 def sources(*patterns: str) -> list[Path]:
