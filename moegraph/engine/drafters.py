@@ -13,6 +13,7 @@ from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
 from ..draft.stepcost import Experts
+from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.vocab import frequent_ids
@@ -24,6 +25,10 @@ from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
 from ..runner import LayeredRunner, Runner
 from .speculation import Speculation
+from .warmup import PassTimes
+
+# Rows of verify passes that are ready before the first text.
+_CAPTURED, _BUILT = (2, FIRST_WIDTH, 8), (FIRST_WIDTH,)
 
 
 def open_drafters(
@@ -71,12 +76,29 @@ def open_drafters(
     return tuple(drafters)
 
 
+def first_widths(config: EngineConfig, captures: bool) -> list[int]:
+    """Return the rows of the verify passes whose graphs are built ahead.
+
+    captures: graphs are dear, because the device captures them.
+    """
+    if config.ddtree:
+        return []
+    given = config.budget or (config.draft_max and config.draft_max + 1)
+    if given and config.spec != "auto":
+        return [min(given, config.n_draft + 1)]
+    widths = _CAPTURED if captures else _BUILT
+    return [n for n in widths if n <= min(given or n, config.n_draft + 1)]
+
+
 def open_speculation(
-    drafters: Sequence[Drafter], config: EngineConfig, runner: Runner
+    drafters: Sequence[Drafter],
+    config: EngineConfig,
+    runner: Runner,
+    times: PassTimes | None = None,
 ) -> Speculation | None:
     """Return what drafts for a runner's sequences; None without drafters.
 
-    config: `n_draft` says for how many drafted rows there is memory.
+    config: `n_draft` says for how many drafted rows there is memory. times: of passes, if known.
     """
     if not drafters:
         return None
@@ -86,7 +108,10 @@ def open_speculation(
     if misses:
         miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
-    controller = open_controller(drafters, config, max_rows, experts)
+    captures = runner.device.can.streams
+    controller = open_controller(drafters, config, max_rows, experts, captures)
+    if times:
+        controller.calibrate(times.plain, times.verify)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
         cache = misses.residency.cache

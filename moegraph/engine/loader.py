@@ -37,8 +37,8 @@ from ..runner.misses import MissHandler
 from ..runner.replay import Replay
 from ..units import parse_bytes
 from .cputhreads import CpuThreads
-from .drafters import open_drafters
-from .warmup import warm_up
+from .drafters import first_widths, open_drafters
+from .warmup import PassTimes, time_verify, warm_up
 
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
 _MARGIN_BYTES = 256 << 20
@@ -59,6 +59,7 @@ class LoadedModel:
     plan: the expert slots of each layer, and the memory that they and all else take. times: the
     seconds of each phase of loading. drafters: what can draft tokens, none without `spec`. config:
     with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line each.
+    pass_times: for drafts; None without, and if experts may be missing.
     """
 
     file: ModelFile
@@ -73,6 +74,7 @@ class LoadedModel:
     drafters: tuple[Drafter, ...]
     config: EngineConfig
     warnings: tuple[str, ...]
+    pass_times: PassTimes | None
 
 
 def load_model(
@@ -163,9 +165,13 @@ class _Loading:
         self._times.lap("graphs")
         threads.measure(runner)
         self._times.lap("threads")
+        times = None
+        if drafters:
+            times = time_verify(runner, first_widths(config, self.device.can.streams))
+            self._times.lap("drafts")
         return LoadedModel(
             self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
-            self._times.seconds, drafters, config, tuple(self._warnings),
+            self._times.seconds, drafters, config, tuple(self._warnings), times,
         )  # fmt: skip
 
     def _read_profile(self) -> ProfileFile | None:
