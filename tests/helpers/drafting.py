@@ -97,10 +97,15 @@ class World:
         return seconds, n_missing
 
 
-def simulate(world: World, controller: Controller | None, fixed: Plan | None = None) -> float:
-    """Return the seconds of the texts: planned by a controller, or by one plan for all steps."""
+def simulate(
+    world: World, controller: Controller | None, fixed: Plan | None = None, keeps: bool = False
+) -> float:
+    """Return the seconds of the texts: planned by a controller, or by one plan for all steps.
+
+    keeps: graphs exist that the controller has not used yet.
+    """
     rng = random.Random(world.seed)
-    if not controller:
+    if not keeps and (not controller or not controller.stats.steps):  # else the engine is the same
         world.built.clear()
     tools = {tool.source.name: tool for tool in world.tools}
     total = sum(text.n_tokens for text in world.texts)
