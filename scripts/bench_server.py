@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,22 @@ def gaps(streams: list[Stream], start: float = 0.0, end: float = 1e18) -> list[f
 
 
 def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
-    """Return what n clients get, prompts of mixed lengths included."""
+    """Return what n clients get, prompts of mixed lengths included.
+
+    tokens_per_s counts everything; decode_per_s, from when all answers are under way until the
+    first one ends.
+    """
     rng, start = random.Random(seed), time.perf_counter()
     streams = [completion(port, rng.randrange(16, 400), n_tokens, seed + i) for i in range(n)]
     for one in streams:
         one.done()
     seconds = time.perf_counter() - start
     between = gaps(streams)
+    first, last = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
+    n_between = len(gaps(streams, first, last))
     return {
         "tokens_per_s": round(n * n_tokens / seconds, 1),
+        "decode_per_s": round(n_between / (last - first), 1) if last > first else 0.0,
         "between_p50_ms": ms(between, 0.5),
         "between_p99_ms": ms(between, 0.99),
         "first_p50_ms": ms([s.times[0] - s.begun for s in streams if s.times], 0.5),
@@ -149,9 +156,11 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
     time.sleep(0.5)
     begun = time.perf_counter()
     first = completion(port, n_prompt, 4, seed + 99).done()
-    usual, beside = gaps(streams, settled, begun), gaps(streams, begun, first.times[0])
     for one in streams:
         one.leave()
+    usual, beside = gaps(streams, settled, begun), gaps(streams, begun, first.times[0])
+    if not (usual and beside):
+        raise RuntimeError("the answers ended before the long prompt was read; give more context")
     return {
         "usual_p50_ms": ms(usual, 0.5),
         "beside_p50_ms": ms(beside, 0.5),
@@ -224,23 +233,55 @@ def free_port() -> int:
 
 
 def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a line for each measurement of a server."""
-    throughput(port, min(4, max(args.clients)), 16, 7)  # graphs are built
-    for sample in range(args.samples):
+    """Yield a line for each measurement of a server, after the same once at smaller size."""
+    for at in range(args.samples + 1):
+        seed, is_warm = 10_000 * at, at > 0
         for n in args.clients:
-            found = throughput(port, n, args.tokens, 1000 * sample + 10 * n)
-            yield {"server": name, "what": "clients", "clients": n, **found}
-        if args.long:
-            found = long_prompt(port, args.beside, args.prompt, 5000 + 1000 * sample)
-            yield {"server": name, "what": "long prompt", "clients": args.beside, **found}
-            found = second_turn(port, args.turn)
-            yield {"server": name, "what": "second turn", "clients": 1, **found}
+            yield from _measured(
+                is_warm,
+                {"server": name, "what": "clients", "clients": n},
+                throughput,
+                port,
+                n,
+                args.tokens if is_warm else 12,
+                seed + 10 * n,
+            )
+        if not args.long:
+            continue
+        yield from _measured(
+            is_warm,
+            {"server": name, "what": "long prompt", "clients": args.beside},
+            long_prompt,
+            port,
+            args.beside,
+            args.prompt,
+            seed + 5000,
+        )
+        yield from _measured(
+            is_warm,
+            {"server": name, "what": "second turn", "clients": 1},
+            second_turn,
+            port,
+            args.turn if is_warm else args.turn // 4,
+        )
+
+
+def _measured(
+    is_shown: bool, line: dict[str, Any], measure: Callable[..., dict[str, float]], *given: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a line with what was found, or with the error."""
+    try:
+        found: dict[str, Any] = dict(measure(*given))
+    except RuntimeError as error:
+        found, is_shown = {"error": str(error)}, True
+    if is_shown:
+        yield {**line, **found}
 
 
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return name, command and environment of each server."""
     slots, env = str(max(*args.clients, args.beside + 1)), dict(os.environ)
-    common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size)]
+    common = ["--port", str(port), "-np", slots, "-c", str(args.ctx_size), "-ub", str(args.ubatch)]
     ours = [sys.executable, "-m", "moegraph", "serve", args.model, "--log-format", "off", *common,
             "--device", args.device, *args.ours.split()]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
@@ -248,7 +289,7 @@ def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], 
     if args.llama_server:
         folder = str(Path(args.llama_server).resolve().parent)
         theirs = [args.llama_server, "-m", args.model, "--kv-unified", "-fa", "on", *common,
-                  *args.theirs.split()]  # fmt: skip
+                  "-b", str(max(args.ubatch, 2048)), *args.theirs.split()]  # fmt: skip
         libraries = os.pathsep.join(filter(None, [folder, env.get("LD_LIBRARY_PATH")]))
         found["llama-server"] = (theirs, {**env, "LD_LIBRARY_PATH": libraries})
     return found
@@ -263,7 +304,8 @@ def main() -> int:
     p.add_argument("--ours", default="", metavar="OPTIONS", help="more options of moegraph serve")
     p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-server")
     p.add_argument("-c", "--ctx-size", type=int, default=40960)
-    p.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    p.add_argument("-ub", "--ubatch", type=int, default=512, help="of both servers")
+    p.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     p.add_argument("--tokens", type=int, default=128, help="of each answer")
     p.add_argument("--samples", type=int, default=1)
     p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")

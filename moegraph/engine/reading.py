@@ -35,7 +35,7 @@ class Reading:
     ) -> None:
         self._passes, self._prefixes = engine.passes, engine.prefixes
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
-        sweeps = engine.runner.sweeps
+        sweeps = engine.runner.parts[0].sweeps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
         self._streams = engine.device.can.streams

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.choose import DRAW_WORDS
-from ..runner import Batch, NotFinite, Runner
+from ..runner import AnyRunner, Batch, NotFinite
 
 _N_PASSES = 3
 # Plain passes, of which the fastest counts. How far apart the tokens of rows are.
@@ -32,7 +32,7 @@ class PassTimes:
     verify: Mapping[int, float]
 
 
-def warm_up(runner: Runner) -> None:
+def warm_up(runner: AnyRunner) -> None:
     """Build the graphs of the passes that answers consist of; with streams, also run them.
 
     Then sequence 0 is reset. Not for a runner whose experts may be missing: its cache would learn
@@ -41,7 +41,7 @@ def warm_up(runner: Runner) -> None:
     row = np.zeros((1, 1), dtype=np.int32)
     draws = np.full((1, DRAW_WORDS), -1, dtype=np.int32)
     draws[:, :1] = 0  # no race; the graph is the same with one
-    state, n_passes = runner.stage.state, _N_PASSES if runner.device.can.streams else 0
+    state, n_passes = runner.sequences, _N_PASSES if runner.device.can.streams else 0
     try:
         for batch in (Batch(row, greedy=True), Batch(row, draws=draws)):
             runner.build_ahead(batch)
@@ -56,7 +56,7 @@ def warm_up(runner: Runner) -> None:
             state.reset(0)
 
 
-def time_verify(runner: Runner, widths: Sequence[int]) -> PassTimes | None:
+def time_verify(runner: AnyRunner, widths: Sequence[int]) -> PassTimes | None:
     """Build the graphs of verify passes of these rows and of their commits, and time them.
 
     Then sequence 0 is reset. None for a runner whose experts may be missing, as above.
@@ -70,10 +70,10 @@ def time_verify(runner: Runner, widths: Sequence[int]) -> PassTimes | None:
     except NotFinite:
         return None  # as above
     finally:
-        runner.stage.state.reset(0)
+        runner.sequences.reset(0)
 
 
-def _time_width(runner: Runner, n_rows: int) -> float:
+def _time_width(runner: AnyRunner, n_rows: int) -> float:
     """Return the seconds of a chain's pass whose graphs exist, greedy or not."""
     captures, tokens = runner.device.can.streams, _tokens(runner, n_rows)
     chain = Batch.verify(tokens, (0,), greedy=True)
@@ -89,15 +89,15 @@ def _time_width(runner: Runner, n_rows: int) -> float:
     return min(seconds)
 
 
-def _tokens(runner: Runner, n_rows: int) -> npt.NDArray[np.int32]:
+def _tokens(runner: AnyRunner, n_rows: int) -> npt.NDArray[np.int32]:
     """Return tokens that choose different experts, numpy shape [1, n_rows]."""
     tokens: npt.NDArray[np.int32] = np.arange(1, n_rows + 1, dtype=np.int32)[None] * _APART
-    return tokens % runner.stage.hp.n_vocab
+    return tokens % runner.hp.n_vocab
 
 
-def _timed(runner: Runner, batch: Batch, n_taken: int) -> float:
+def _timed(runner: AnyRunner, batch: Batch, n_taken: int) -> float:
     """Return the seconds of a pass over an empty sequence, which then takes so many of its rows."""
-    runner.stage.state.reset(0)
+    runner.sequences.reset(0)
     start = time.perf_counter()
     runner.submit(batch)
     runner.collect()
