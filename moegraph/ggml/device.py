@@ -305,7 +305,7 @@ class Device:
         Call it when results have been read: those of a lost worker are zeros.
 
         Raises:
-            NativeError: names the worker and says what happened.
+            DeviceLost: names the worker and says what happened.
         """
         if self.link:
             self.link.require_alive()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, NativeError
+from ..errors import ConfigError, DeviceLost, NativeError
 from ..link.address import Address, parse_address
 from ..link.connect import connect
 from ..link.hello import Build, RemoteDevice
@@ -104,22 +104,28 @@ class RemoteLink:
         """Whether no exchange has failed so far."""
         return not C.mg_remote_failure(self._endpoint)
 
+    @property
+    def forwarder_pid(self) -> int:
+        """The process that does the TLS; 0 without."""
+        forwarder = self._connection.forwarder
+        return forwarder.pid if forwarder else 0
+
     def require_alive(self) -> None:
         """Check that no exchange has failed.
 
         Raises:
-            NativeError: names the worker and says what happened.
+            DeviceLost: names the worker and says what happened.
         """
         code = C.mg_remote_failure(self._endpoint)
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):
-            raise NativeError(
+            raise DeviceLost(
                 f"worker {self.worker} did not answer within {self._timeout_s:g} s; it is taken "
                 "for lost"
             )
         if code in (errno.ECONNRESET, errno.EPIPE):
-            raise NativeError(f"worker {self.worker} is lost: it ended the connection")
+            raise DeviceLost(f"worker {self.worker} is lost: it ended the connection")
         if code:
-            raise NativeError(f"worker {self.worker} is lost: {os.strerror(code)}")
+            raise DeviceLost(f"worker {self.worker} is lost: {os.strerror(code)}")
 
     def traffic(self) -> Traffic:
         """Return what the connection has carried so far."""

@@ -62,8 +62,10 @@ def relay(one: socket.socket, other: socket.socket) -> None:
         one.setblocking(False)
         other.setblocking(False)
         try:
-            while not any(way.is_over for way in ways):
+            while True:
                 moved = [way.step() for way in ways]
+                if any(way.is_over for way in ways):
+                    return
                 if not any(moved):
                     _wait(ways)
         except OSError:
