@@ -553,6 +553,17 @@ class Lib:
         a7: ggml_cgraph_ptr,
         /,
     ) -> int: ...
+    def mg_rows_to_float(
+        self,
+        a0: Address,
+        a1: Address,
+        a2: int,
+        a3: Address,
+        a4: int,
+        a5: int,
+        a6: Address,
+        /,
+    ) -> None: ...
     def mg_upload_experts(
         self,
         a0: ggml_backend_ptr,
