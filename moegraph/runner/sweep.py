@@ -17,7 +17,7 @@ step is done; until then `cancel` makes it what it was before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from ..kinds import SHORT_PROMPT, Kind
 from ..resident.hostcopies import StatesCopy
 from ..resident.snapshots import Snapshot
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
+from .sweep_batch import Chunk, SweepBatch, SweepStep, cut_chunks, cut_parts
 from .sweeps import Sweeps
 
 # Steps that may be enqueued ahead of the device.
@@ -53,10 +53,11 @@ def _joined(outputs: Sequence[Output]) -> Output:
 class Sweep:
     """One prompt under way; `Sweeps.begin` makes it.
 
-    n_steps, n_done: steps in total as far as is known, and those that are enqueued. output: the
-    results; valid after the last step. saved: the states at the cuts, in host memory; they are
-    complete after the last step, and the caller closes them. n_whole: positions of the sequence
-    that all layers have; those of the last part come with the last step.
+    n_steps, n_done: steps in total as far as is known, and those that are enqueued. upcoming: the
+    next step, from `begin` on; None after the last one. output: the results; valid after the last
+    step. saved: the states at the cuts, in host memory; they are complete after the last step, and
+    the caller closes them. n_whole: positions of the sequence that all layers have; those of the
+    last part come with the last step.
     """
 
     def __init__(self, sweeps: Sweeps, batch: SweepBatch) -> None:
@@ -72,7 +73,7 @@ class Sweep:
         self.n_past = self.n_whole = state.n_past[self.slot]
         n = len(batch.tokens)
         max_rows = min(batch.max_rows or sweeps.memory.max_rows, sweeps.memory.max_rows)
-        chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts)
+        chunks = cut_chunks(n, self.n_past, max_rows, batch.cuts, batch.few_lengths)
         self._parts = cut_parts(chunks, sweeps.memory.n_rows, sweeps.memory.inputs.n_chunks)
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
@@ -90,6 +91,7 @@ class Sweep:
         self._n_enqueued = 0
         self._finite = True
         self._work = self._run()
+        self.upcoming: SweepStep | None = None
 
     def begin(self) -> None:
         """Copy the state of the sequence, to go back to; after any error call `cancel`."""
@@ -104,6 +106,7 @@ class Sweep:
             except NativeError:  # nothing but this copy depends on it
                 break
         state.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
+        self.upcoming = next(self._work, None)
 
     def step(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Enqueue the next step; return whether there are more. After an error call `cancel`.
@@ -121,11 +124,11 @@ class Sweep:
         pace = self._s.paces[self._n_enqueued % _AHEAD]
         if pace:
             pace.wait()
-        more = next(self._work, None) is not None
+        self.upcoming = next(self._work, None)
         if pace:
             C.ggml_backend_event_record(pace.ptr, self._s.device.compute.ptr)
         self._n_enqueued += 1
-        return more
+        return self.upcoming is not None
 
     def _enter(self) -> None:
         """Bring books and tables up to date, if another pass has run since the last step."""
@@ -141,7 +144,8 @@ class Sweep:
             misses.begin_pass(self._plan)
         self._is_entering = False
 
-    def _run(self) -> Iterator[bool]:
+    def _run(self) -> Generator[SweepStep]:
+        """Do all the work; before each step, yield what it is."""
         hp = self._s.stage.hp
         outputs: list[Output] = []
         for part in self._parts:
@@ -157,9 +161,10 @@ class Sweep:
             self.n_whole = last.first + last.n
             if self.batch.all_rows:
                 for chunk in part:
+                    yield SweepStep("head", chunk.n)
                     outputs.append(self._head(chunk.row, chunk.n))
-                    yield True
         if not self.batch.all_rows:
+            yield SweepStep("head", 1)
             outputs.append(self._head(part[-1].row + part[-1].n - 1, 1))
         self._end(outputs)
 
@@ -195,9 +200,15 @@ class Sweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
-    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
+    def _step(self, il: int, chunk: Chunk) -> SweepStep:
+        if self._s.stage.hp.is_recurrent(il):
+            return SweepStep("recurrent", chunk.n)
+        return SweepStep("attention", chunk.n, kv_length(self._state, chunk.first + chunk.n))
+
+    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
             start = time.perf_counter()
             n_kv = self._load(il, at, chunk)
             built = s.graphs.layer(il, chunk.n, n_kv)
@@ -208,37 +219,40 @@ class Sweep:
             self._copy_state(il, chunk)
             s.spent("launch", start)
             self.n_done += 1
-            yield True
 
-    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
+    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
         k = s.stage.hp.n_expert_used
         ids = s.memory.ids[turn, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
         waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
             if waiting:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
             self.n_done += 1
-            yield True
+        yield SweepStep("experts", n_rows)  # what comes now waits for the last chunk
         if waiting:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        while group := self._crossing.oldest(il):
+        group = self._crossing.oldest(il)
+        while group:
             self._use(il, group, missing, ids, part)
             self._send_ahead(il + 1)
-            yield True
+            group = self._crossing.oldest(il)
+            if group:
+                yield SweepStep("experts", n_rows)
         n_asked, n_chosen = len(self._crossing.asked(il)), missing.n_experts
         self._forecast.note(n_chosen, n_asked - n_chosen)
         self._crossing.leave(il)
         if s.sums_last:
             for chunk in part:
+                yield SweepStep("sum", chunk.n)
                 self._sum(il, chunk)
-                yield True
 
     def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
@@ -450,6 +464,8 @@ class Sweep:
         if not self.is_open:
             return
         s, state = self._s, self._state
+        self._work.close()  # it holds graphs
+        self.upcoming = None
         s.device.synchronize()
         if s.misses:
             s.misses.store.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,10 @@ class SweepBatch:
     `Batch`; draws only without all_rows.
     cuts: positions at which chunks are cut and the recurrent states copied to host memory: they are
     in `Sweep.saved` once it has ended, as far as there was memory for them.
+    as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
+    few_lengths: cut the end into chunks whose lengths are few in all, so that graphs are found and
+    not built.
     taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
     and the position of the first row. The call enqueues on the compute stream what it wants of
     them, because the next layer overwrites them.
@@ -34,7 +38,9 @@ class SweepBatch:
     greedy: bool = False
     draws: npt.NDArray[np.int32] | None = None
     cuts: Sequence[int] = ()
+    as_pass: bool = False
     max_rows: int = 0
+    few_lengths: bool = False
     taps: Mapping[int, Tap] = field(default_factory=dict)
 
     @property
@@ -43,6 +49,19 @@ class SweepBatch:
         if self.greedy:
             return Results.ARGMAX
         return Results.LOGITS if self.draws is None else Results.CANDIDATES
+
+
+class SweepStep(NamedTuple):
+    """What the next step of a sweep computes, as far as its time depends on it.
+
+    kind: "recurrent" or "attention": a chunk in such a layer, of n_rows rows, which attend to n_kv
+    positions ("attention" only). "experts": those that a layer misses. "sum": a chunk's experts.
+    "head": the last one.
+    """
+
+    kind: str
+    n_rows: int
+    n_kv: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,14 +73,24 @@ class Chunk:
     first: int
 
 
-def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+def few_length(n: int) -> int:
+    """Return the longest of a few lengths that is at most n: up to 8, and powers of two."""
+    return n if n <= 8 else 1 << (n.bit_length() - 1)
+
+
+def cut_chunks(
+    n: int, first: int, max_rows: int, cuts: Sequence[int], few_lengths: bool = False
+) -> list[tuple[int, int]]:
     """Return (position, rows) of the chunks of n tokens from position first on."""
     ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
     found, at = [], first
     for end in ends:
         while at < end:
-            found.append((at, min(max_rows, end - at)))
-            at += found[-1][1]
+            n_rows = min(max_rows, end - at)
+            if few_lengths and n_rows < max_rows:
+                n_rows = few_length(n_rows)
+            found.append((at, n_rows))
+            at += n_rows
     return found
 
 
