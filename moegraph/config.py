@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeGuard
+from typing import Any
 
 from .errors import ConfigError
+from .setting import Setting, problem_of
 from .threads import MAX_THREADS
-from .units import parse_bytes
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 EXPERT_POLICIES = ("lru", "lfu", "adaptive", "static")
@@ -21,38 +20,6 @@ CPU_ROWS = 512
 # The headings of --help, in order.
 DRAFT_GROUP = "Draft"
 GROUPS = ("Common", "Server", "Sampling", "Context", "Expert", DRAFT_GROUP, "Diagnostic")
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How one field of EngineConfig or SamplingParams looks to a user.
-
-    kind: 'int', 'float', 'choice', 'flag', or one of the strings 'device', 'size' (of memory) and
-    'path'. minimum and maximum bound a number, both inclusive.
-    flags: the option's spellings, long one last; empty for a field of the Python API only.
-    group: the heading under which --help lists the option, one of GROUPS.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    help: str
-    kind: str
-    default: Any
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    metavar: str | None = None
-    group: str = "Common"
-
-    @property
-    def allowed(self) -> str:
-        """Return the allowed values in words, for error messages."""
-        if self.choices:
-            return ", ".join(self.choices)
-        if self.minimum is not None:
-            return f"{self.minimum} to {self.maximum}"
-        return self.metavar or "on or off"
 
 
 def _setting(kind: str, default: Any, flags: tuple[str, ...], help: str, **limits: Any) -> Any:
@@ -72,8 +39,17 @@ class EngineConfig:
         "device",
         "auto",
         ("--device",),
-        "Device that runs the model. auto: the first CUDA device, or else the CPU.",
-        metavar="auto|cpu|cuda[:N]",
+        "Device that runs the model, or several, such as cuda:0,cuda:1, which divide its layers. "
+        "auto: the first CUDA device, all of them if more experts fit so, or else the CPU.",
+        metavar="auto|cpu|cuda[:N],...",
+    )
+    split: str = _setting(
+        "split",
+        "",
+        ("-ts", "--split", "--tensor-split"),
+        "How several devices divide the layers, as shares (3,1) or GiB each (8GiB,12GiB). Default: "
+        "so that a token takes least time, by each device's memory and speed.",
+        metavar="N,...",
     )
     mode: str = _setting(
         "choice",
@@ -178,9 +154,9 @@ class EngineConfig:
         "size",
         "auto",
         ("--vram",),
-        "Limit of the device memory that moegraph uses, such as 8GiB. auto: the free memory, less "
-        "a margin.",
-        metavar="SIZE|auto",
+        "Limit of the device memory that moegraph uses, such as 8GiB, or one for each device, such "
+        "as 8GiB,12GiB. auto: the free memory, less a margin.",
+        metavar="SIZE,...|auto",
         group="Expert",
     )
     profile: str = _setting(
@@ -411,13 +387,20 @@ class EngineConfig:
     )
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the devices that `device` names, in order of the layers that they have."""
+        return tuple(self.device.split(","))
+
+    @property
     def n_rows(self) -> int:
         """Return n_ubatch, or what it is on the CPU if nothing is set."""
         return CPU_ROWS if self.n_ubatch is None else self.n_ubatch
 
     def problems(self) -> list[str]:
         """Return every problem of this config as one line each; empty when it is valid."""
-        found = [_problem(s, getattr(self, s.name)) for s in settings()]
+        found = [problem_of(s, getattr(self, s.name)) for s in settings()]
+        if not any(found):
+            found += self._list_problems()
         if self.cpu_reference is True and str(self.device).startswith("cuda"):
             found.append(
                 f"cpu_reference needs the CPU device, got device={self.device!r}; "
@@ -431,6 +414,18 @@ class EngineConfig:
         if self.rejection_sampling is True and self.ddtree is True:
             found.append("--rejection-sampling needs drafts of one path; drop --ddtree")
         return [line for line in found if line]
+
+    def _list_problems(self) -> list[str]:
+        """Return what is wrong with lists that have one entry for each device."""
+        found, n = [], len(self.devices)
+        for name, value in (("split (--split)", self.split), ("vram (--vram)", self.vram)):
+            n_values = len(value.split(","))
+            if value and n_values not in ((n,) if name[0] == "s" else (1, n)):
+                found.append(
+                    f"{name} has {n_values} entries for {n} device{'s' * (n > 1)} "
+                    f"(--device {self.device}); give one for each"
+                )
+        return found
 
     def validate(self) -> EngineConfig:
         """Return self when every field is valid.
@@ -451,50 +446,7 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-def _problem(setting: Setting, value: object) -> str:
-    """Return what is wrong with one value, or an empty string."""
-    if value is None and setting.default is None:
-        return ""
-    where = f"{setting.name} is {value!r}"
-    if setting.flags:
-        where += f" ({'/'.join(setting.flags)})"
-    if setting.kind == "flag":
-        return "" if isinstance(value, bool) else f"{where}; expected true or false"
-    if setting.kind in ("int", "float"):
-        if not _is_number(value, setting.kind):
-            kind = "an integer" if setting.kind == "int" else "a number"
-            return f"{where}; expected {kind}, {setting.allowed}"
-        low, high = setting.minimum or 0, setting.maximum or 0
-        # nan is not in any range
-        return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
-    if not isinstance(value, str):
-        return f"{where}; expected a string, {setting.allowed}"
-    return "" if _is_known(setting, value) else f"{where}; allowed: {setting.allowed}"
-
-
-def _is_number(value: object, kind: str) -> TypeGuard[float]:
-    return not isinstance(value, bool) and isinstance(value, int if kind == "int" else (int, float))
-
-
-def _is_known(setting: Setting, value: str) -> bool:
-    if setting.choices:
-        return value in setting.choices
-    if setting.kind == "device":
-        return _DEVICE.fullmatch(value) is not None
-    if setting.kind == "size":
-        return value == "auto" or is_size(value)
-    return "\0" not in value
-
-
 def debug_level() -> int:
     """Return MOEGRAPH_DEBUG: 0 quiet, 1 tracebacks of moegraph's errors, 2 also native logs."""
     value = os.environ.get("MOEGRAPH_DEBUG", "")
     return int(value) if value.isdecimal() else 0
-
-
-def is_size(text: str) -> bool:
-    """Return whether text is a memory size above 0, such as 8GiB; a bare number means GiB."""
-    try:
-        return parse_bytes(text, "g") > 0
-    except ConfigError:
-        return False

@@ -10,7 +10,7 @@ from pathlib import Path
 # Low to high: a room imports only rooms above it in this list. The first line is one room: the
 # single files that everything may use.
 ROOMS = (
-    ("errors", "units", "threads", "cpuload", "events", "kinds", "config", "sampling"),
+    ("errors", "units", "threads", "cpuload", "events", "kinds", "setting", "config", "sampling"),
     ("modelfile",),
     ("ggml",),
     # above ggml: the tokenizer is llama.cpp's

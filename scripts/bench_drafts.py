@@ -44,8 +44,9 @@ RATES = {
         "mtp": (0.95, 0.88, 0.80), "dflash": (0.93, 0.84, 0.75, 0.66, 0.57, 0.49, 0.42),
     },
     "story": {"mtp": (0.62, 0.34, 0.19), "dflash": (0.50, 0.20, 0.08, 0.04, 0.02, 0.01, 0.0)},
+    "hopeless": {"mtp": (0.25, 0.05, 0.01), "dflash": (0.20, 0.04, 0.01, 0.0)},
 }  # fmt: skip
-FIXED = {"mtp": (1, 2, 3, 4, 6), "dflash": (3, 5, 7, 11, 15)}
+LENGTHS = {"mtp": [1, 2, 3, 4, 6], "dflash": [3, 5, 7, 11, 15]}
 
 
 class ByPlan:
@@ -54,6 +55,7 @@ class ByPlan:
     def __init__(self, controller: Controller, kind: str) -> None:
         self._controller = controller
         self._scripts = {name: ScriptedAccept(rates) for name, rates in RATES[kind].items()}
+        self._scripts["dspark"] = self._scripts["dflash"]
         self._source = ""
 
     def begin(self) -> None:
@@ -94,6 +96,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft", default="", help="a DFlash or DSpark file")
     p.add_argument("--vram", nargs="+", default=["auto"], help="limits of device memory, in GiB")
     p.add_argument("--kind", nargs="+", default=list(RATES), choices=RATES)
+    for name, lengths in LENGTHS.items():
+        p.add_argument(
+            f"--{name}", nargs="*", type=bench.positive, default=lengths,
+            help="lengths of drafts that are fixed; none: only auto drafts so",
+        )  # fmt: skip
     p.add_argument("--tokens", type=bench.positive, default=192)
     p.add_argument("--depth", type=bench.positive, default=256, help="tokens of the prompt")
     p.add_argument("--repeat", type=bench.positive, default=3)
@@ -104,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def speeds(engine: Engine, args: argparse.Namespace) -> list[float]:
-    """Return tokens a second of several texts; the first one, which builds graphs, not counted."""
+    """Return tokens a second of several texts; the first one may build graphs."""
     ids = np.random.default_rng(1).integers(0, engine.hparams.n_vocab, args.depth, dtype=np.int32)
     found = []
     for _ in range(args.repeat + 1):
@@ -112,15 +119,17 @@ def speeds(engine: Engine, args: argparse.Namespace) -> list[float]:
             ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
         )
         found.append([event.decode_tps for event in events][-1])
-    return found[1:]
+    return found
 
 
 def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any]:
     """Measure one way of drafting."""
-    before, samples = engine.spec_stats(), speeds(engine, args)
+    before = engine.spec_stats()
+    first, *samples = speeds(engine, args)
     after = engine.spec_stats()
     drafts = after.since(before).report() if after and before else None
-    return {**about, "tps": statistics.median(samples), "samples": samples, "drafts": drafts}
+    tps = statistics.median(samples)
+    return {**about, "tps": tps, "first": first, "samples": samples, "drafts": drafts}
 
 
 def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,7 +141,8 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with Engine.load(args.model, config) as engine:
         rows.append(row(engine, args, vram=vram, kind="", way="off", slots=slots(engine)))
-    for source in ("dflash", "mtp", "auto") if args.draft else ("mtp", "auto"):
+    lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp, "auto": [0]}
+    for source in [source for source, ns in lengths.items() if ns]:
         draft = args.draft if source != "mtp" else ""
         with Engine.load(args.model, drafting(config, source, draft)) as engine:
             if engine.speculation is None:
@@ -144,7 +154,7 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 use(engine, drafters, replace(config, spec="off"), "code")
                 rows.append(row(engine, args, **more, kind="", way="loaded, off"))
             for kind in args.kind:
-                for n in FIXED.get(source, (0,)):
+                for n in lengths[source]:
                     use(engine, drafters, drafting(config, source, draft, n), kind)
                     way = f"{source} {n}" if n else source
                     rows.append(row(engine, args, **more, kind=kind, way=way))
@@ -184,7 +194,8 @@ def main() -> int:
             drafts = one["drafts"]
             print(
                 f"  {one['kind']:10} {one['way']:12} {one['tps']:7.1f} tok/s"
-                f" {one['tps'] / off:5.2f}x  slots {one['slots']:.0%}"
+                f" {one['tps'] / off:5.2f}x  first {one['first'] / off:.2f}x"
+                f"  slots {one['slots']:.0%}"
                 f"  {drafts['tokens_per_step']:.2f} a step, "
                 f"ms {drafts['drafter_ms']:.2f} {drafts['verify_ms']:.2f} {drafts['commit_ms']:.2f}"
                 f"  {drafts['plain_steps']} plain",

@@ -90,9 +90,8 @@ def compare(
         n_different += 1
         at = next((j for j, (a, b) in enumerate(zip(mine[0], other[0])) if a != b), -1)
         print(f"{path} {i}: {mine[1]} and {other[1]} prompt tokens; they part at character {at}:")
-        print(
-            f"  moegraph     {mine[0][max(at, 0) :][:60]!r}\n  llama-server {other[0][max(at, 0) :][:60]!r}"
-        )
+        print(f"  moegraph     {mine[0][max(at, 0) :][:60]!r}")
+        print(f"  llama-server {other[0][max(at, 0) :][:60]!r}")
     return n_different
 
 

@@ -103,13 +103,14 @@ def measure_machine(load: Load, name: str, config: EngineConfig) -> dict[str, An
 
 
 def _changed(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
-    settings = {"device": config.device, "n_threads": config.n_threads}
+    settings = {"device": config.devices[0], "n_threads": config.n_threads}
     return EngineConfig(**{**settings, **changes}).validate()
 
 
 def _handler(engine: Engine) -> MissHandler:
     """Return the miss handler of an engine in mode layered."""
-    misses: MissHandler = engine.runner.misses  # type: ignore[attr-defined]
+    (part,) = engine.runner.parts
+    misses: MissHandler = part.misses  # type: ignore[attr-defined]
     return misses
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..config import Setting
 from ..config import settings as engine_settings
 from ..draft.scripted import ScriptedAccept
 from ..sampling import settings as sampling_settings
+from ..setting import Setting
 from .command import Option
 from .options import Command, setting_option
 from .refused import refused_options
@@ -107,6 +107,10 @@ def number_range(text: str) -> list[int]:
 _READERS: dict[str, Callable[[str], list[Any]]] = {
     "int": number_range,
     "float": lambda text: [float(text)],
+    # commas separate entries; several devices of one entry are joined by a plus sign
+    "device": lambda text: [text.replace("+", ",")],
+    "size": lambda text: [text.replace("+", ",")],
+    "split": lambda text: [text.replace("+", ",")],
 }
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import Setting
 from ..errors import RequestError
 from ..sampling import settings as sampling_settings
+from ..setting import Setting
 from ..text.chat import Message
 from ..units import MiB, format_bytes
 from . import options, ui

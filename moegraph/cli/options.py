@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..config import DRAFT_GROUP, EngineConfig, Setting
+from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
+from ..setting import Setting
 from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 from ..units import format_bytes
 from . import ui
@@ -264,7 +265,7 @@ def unescape(text: str) -> str:
 def open_header(target: str | Path, device: str | None = None) -> ModelFile:
     """Open a model by name or path without loading its weights.
 
-    device: the driver of this device is opened meanwhile.
+    device: the drivers of this device, or of a list, are opened meanwhile.
     """
     from ..modelfile import open_model
 
@@ -273,7 +274,8 @@ def open_header(target: str | Path, device: str | None = None) -> ModelFile:
         with suppress(MoegraphError):  # whoever opens the device will say what is wrong
             from ..ggml.device import wake
 
-            wake(device)
+            for one in device.split(","):
+                wake(one)
     return open_model(path)
 
 

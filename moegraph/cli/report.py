@@ -119,4 +119,4 @@ def expert_report(engine: Engine) -> dict[str, Any] | None:
     stats = engine.expert_stats()
     if stats is None:
         return None
-    return {"n_slots_by_layer": engine.stage.n_slots, **stats.report()}
+    return {"n_slots_by_layer": list(engine.plan.n_slots), **stats.report()}

@@ -208,6 +208,7 @@ def serve(target: str, **given: Any) -> None:
     _require_extra()
     # By default, Python code on the event loop may hold the engine's thread up for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
+    from ..server import heap
     from ..server.guards import Guard, Keys
     from ..server.keyfile import VARIABLE, read_keys
     from ..server.listening import listen, url_of
@@ -218,6 +219,7 @@ def serve(target: str, **given: Any) -> None:
     def current_keys() -> list[str]:
         return read_keys(given["api_keys"], given["api_key_file"], os.environ.get(VARIABLE))
 
+    heap.keep_small()
     keys = Keys(current_keys())
     hosts = _hosts(given, bool(keys))
     guard = Guard(keys, hosts, not _is_local(given["host"]), given["cors_origins"])

@@ -144,10 +144,10 @@ def _record(
         sampling, logit_bias={**sampling.logit_bias, **options.end_token_bans(engine)}
     )
     recorder = TraceRecorder(shape, slot_bytes(engine.file))
-    runner = engine.runner
-    if not isinstance(runner, LayeredRunner):
-        raise InternalError("a trace needs mode 'layered'")
-    runner.observers.append(recorder)
+    for part in engine.runner.parts:
+        if not isinstance(part, LayeredRunner):
+            raise InternalError("a trace needs mode 'layered'")
+        part.observers.append(recorder)
     with cancel_on_interrupt() as cancel, ui.Bars() as bars:
         for event in engine.generate(
             ids, sampling, max_tokens=n_predict, cancel=cancel, progress=bars

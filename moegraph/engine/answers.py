@@ -27,8 +27,10 @@ class Answers:
     sweeping: the request whose prompt's sweep is under way.
     """
 
-    def __init__(self, passes: Passes, device: Device, n_slots: int, tally: Tally) -> None:
-        self._passes, self._device = passes, device
+    def __init__(
+        self, passes: Passes, devices: Sequence[Device], n_slots: int, tally: Tally
+    ) -> None:
+        self._passes, self._devices = passes, devices
         self.tally = tally
         self.sweeping: Answer | None = None
         self._slots: list[Answer | None] = [None] * n_slots
@@ -184,12 +186,14 @@ class Answers:
         if len(answers) != 1:
             yield
             return
-        self._device.bind_cancel(answers[0].cancel.flag)
+        for device in self._devices:
+            device.bind_cancel(answers[0].cancel.flag)
         try:
             yield
         finally:
-            if not self._device.compute.is_closed:
-                self._device.bind_cancel(None)
+            for device in self._devices:
+                if not device.compute.is_closed:
+                    device.bind_cancel(None)
 
     def slots(self) -> tuple[SlotStatus, ...]:
         """Return what each slot is doing."""

@@ -35,6 +35,7 @@ from .chatrequests import (
     check_tools,
     thinking_variables,
 )
+from .promptroom import PromptRoom
 from .requests import Constraint, Request
 from .turns import Turn
 
@@ -62,6 +63,10 @@ class Loaded(Protocol):
     def file(self) -> ModelFile:
         """The model's file."""
 
+    @property
+    def n_ctx(self) -> int:
+        """Positions of the context."""
+
 
 class ChatModel:
     """A model's chat template and tokenizer: what stands between messages and tokens.
@@ -76,13 +81,16 @@ class ChatModel:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         specials: Mapping[str, bool] | None = None,
+        room: PromptRoom | None = None,
     ) -> None:
         """Own the template; the tokenizer stays the caller's.
 
         specials: texts that are always one token, and whether it is a control token; from them it
-        is known where prompts can be encoded in parts. None: nowhere.
+        is known where prompts can be encoded in parts. None: nowhere. room: prompts that cannot
+        fit are refused before work is spent on them; None: whoever computes them refuses them.
         """
         self.tokenizer = tokenizer
+        self._room = room
         texts, ends = [*(specials or {})], {self.piece(i).decode() for i in tokenizer.eog_ids}
         controls = {text for text in texts if specials and specials[text]}
         tags = [tag for tag in turn_tags(template.source, texts, ends) if tag in controls]
@@ -114,7 +122,9 @@ class ChatModel:
                 f"{file.path}: the model has no chat template ({TEMPLATE_KEY}); ChatML is used, "
                 "which it may not know; --chat-template-file names another"
             )
-        found = cls(engine.tokenizer, template, special_texts(file.kv, engine.tokenizer))
+        specials = special_texts(file.kv, engine.tokenizer)
+        room = PromptRoom.of(file.kv, engine.n_ctx)
+        found = cls(engine.tokenizer, template, specials, room)
         found.warnings = warnings
         return found
 
@@ -133,6 +143,7 @@ class ChatModel:
 
         Raises:
             RequestError: the messages, tools or the format are wrong, or the template refuses them.
+            ContextOverflow: the prompt cannot fit into the context.
         """
         check_tools(chat.tools, chat.tool_choice)
         messages = self._messages(chat.messages)
@@ -182,7 +193,9 @@ class ChatModel:
 
         Raises:
             RequestError: the text or the format is wrong.
+            ContextOverflow: the prompt cannot fit into the context.
         """
+        self._require_room(text.prompt)
         if isinstance(text.prompt, str):
             prompt, ids = text.prompt, self.tokenizer.encode(text.prompt)
         else:
@@ -252,7 +265,12 @@ class ChatModel:
         render = self._prompts.renderer(tools, variables or {})
         return whole_prompt(render, self._messages(messages))
 
+    def _require_room(self, prompt: str | Sequence[int]) -> None:
+        if self._room is not None:
+            self._room.require(prompt)
+
     def _encode(self, prompt: str) -> Encoded:
+        self._require_room(prompt)
         bos = self.tokenizer.bos
         # If the template prints the BOS, the tokenizer must not add a second one.
         begins = bos is not None and prompt.startswith(

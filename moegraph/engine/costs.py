@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from ..runner.sweep_batch import SweepStep
+from ..kinds import SweepStep
 from .stepcosts import StepCosts
 
 # How much a measurement counts beside those before it; a pass that took longer than usual counts

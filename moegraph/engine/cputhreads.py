@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..cpuload import LOAD
 from ..ggml.device import Device
-from ..runner import Batch, NotFinite, Runner
+from ..runner import AnyRunner, Batch, NotFinite
 from ..threads import SLEEP, Threads, Tuner, usable_cpus, waiting, ways
 
 # Time limit of measuring at load; the first tokens of an answer are measured for the rest.
@@ -21,10 +22,11 @@ _GAP_S = 1.0
 
 
 class CpuThreads:
-    """Sets the threads of each pass; does nothing if the device is not the CPU."""
+    """Sets the threads of each pass; does nothing if no device is the CPU."""
 
-    def __init__(self, device: Device, config: EngineConfig) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[Device], config: EngineConfig) -> None:
+        self._cpus = [device for device in devices if device.can.cpu_threads]
+        device = self._device = (self._cpus or devices)[0]
         n_batch = config.n_threads_batch or device.n_threads
         self._batch = Threads(n_batch, waiting(n_batch) if config.poll is None else config.poll)
         self._may_sleep = config.poll is None
@@ -42,12 +44,16 @@ class CpuThreads:
         if not self._device.can.cpu_threads:
             return
         if n_rows > 1:
-            self._device.use_threads(self._for_prompt())
+            self._use(self._for_prompt())
             return
         if time.perf_counter() - self._ended > _GAP_S:
             self.tuner.resume()
-        self._device.use_threads(self.tuner.current)
+        self._use(self.tuner.current)
         self._started = time.perf_counter()
+
+    def _use(self, threads: Threads) -> None:
+        for device in self._cpus:
+            device.use_threads(threads)
 
     def _for_prompt(self) -> Threads:
         """Return the batch threads; they sleep while they share a core with another program."""
@@ -61,7 +67,7 @@ class CpuThreads:
             self._ended = time.perf_counter()
             self.tuner.took(self._ended - self._started)
 
-    def measure(self, runner: Runner) -> None:
+    def measure(self, runner: AnyRunner) -> None:
         """Measure one-row passes for about a second, then reset sequence 0.
 
         Does nothing where experts may be missing, because the cache would learn from these passes.
@@ -73,7 +79,7 @@ class CpuThreads:
         end = time.perf_counter() + _MEASURE_S
         try:
             # builds the graph; threads that sleep are never slow by much, other programs or not
-            self._device.use_threads(Threads(self._device.n_threads, SLEEP))
+            self._use(Threads(self._device.n_threads, SLEEP))
             self._run(runner, batch)
             while not self.tuner.is_settled and time.perf_counter() < end:
                 self.begin(1)
@@ -81,10 +87,10 @@ class CpuThreads:
         except NotFinite:
             pass  # the weights are damaged: the first request will say where
         finally:
-            runner.stage.state.reset(0)
+            runner.sequences.reset(0)
 
-    def _run(self, runner: Runner, batch: Batch) -> None:
-        runner.stage.state.reset(0)
+    def _run(self, runner: AnyRunner, batch: Batch) -> None:
+        runner.sequences.reset(0)
         runner.submit(batch)
         self.end()
         runner.collect()

@@ -22,7 +22,7 @@ from ..resident.drafthead import DraftHead
 from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
-from ..runner import LayeredRunner, Runner
+from ..runner import AnyRunner, LayeredRunner
 from .speculation import Speculation
 
 
@@ -47,6 +47,7 @@ def open_drafters(
             mtp.reserve()
             if stage.device.can.streams:
                 mtp.warm_up()
+                stage.sequences.reset(0)
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
@@ -72,7 +73,7 @@ def open_drafters(
 
 
 def open_speculation(
-    drafters: Sequence[Drafter], config: EngineConfig, runner: Runner
+    drafters: Sequence[Drafter], config: EngineConfig, runner: AnyRunner
 ) -> Speculation | None:
     """Return what drafts for a runner's sequences; None without drafters.
 
@@ -80,16 +81,17 @@ def open_speculation(
     """
     if not drafters:
         return None
-    hp, max_rows = runner.stage.hp, min(config.n_draft + 1, runner.n_ubatch)
-    misses = runner.misses if isinstance(runner, LayeredRunner) else None
+    hp, max_rows = runner.hp, min(config.n_draft + 1, runner.n_ubatch)
+    layered = [part for part in runner.parts if isinstance(part, LayeredRunner)]
+    misses = [part.misses for part in layered if part.misses]
     experts = None
     if misses:
-        miss_s = 0.0 if config.deterministic else misses.link.seconds(1)
+        miss_s = 0.0 if config.deterministic else max(one.link.seconds(1) for one in misses)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     controller = open_controller(drafters, config, max_rows, experts)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
-        cache = misses.residency.cache
-        speculation.n_missing = lambda: cache.n_missing
+        caches = [one.residency.cache for one in misses]
+        speculation.n_missing = lambda: sum(cache.n_missing for cache in caches)
     speculation.rejects, speculation.p_min = config.rejection_sampling, config.draft_p_min
     return speculation

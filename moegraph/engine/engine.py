@@ -23,13 +23,13 @@ from ..experts.cachestats import ExpertStats
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile, open_model, resolve_target
 from ..placement.profilefile import ProfileUpdate
-from ..runner import LayeredRunner, Output
-from ..runner.misses import MissHandler
+from ..runner import Output
 from ..runner.sweep_batch import SweepBatch
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..units import MiB
 from .drafters import open_speculation
+from .expertuse import ExpertUse
 from .generation import Events, Generation
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
@@ -117,10 +117,12 @@ class Engine:
         self._loaded = loaded
         self.config = replace(self.config, n_ubatch=loaded.config.n_ubatch)
         self._profile = loaded.profile
+        self._use = ExpertUse(loaded.runner)
         self.n_ctx = loaded.n_ctx
         self.plan = loaded.plan
-        self.stage = loaded.stage
-        self.device, self.state = loaded.stage.device, loaded.stage.state
+        self.stages, self.stage = loaded.stages, loaded.stage
+        self.devices, self.device = loaded.devices, loaded.stage.device
+        self.state = loaded.sequences
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
@@ -143,10 +145,10 @@ class Engine:
 
         Returns None if there is no profile, or if no expert can be missing.
         """
-        misses = self._misses
-        if self._profile is None or not misses:
+        counts = self._use.counts()
+        if self._profile is None or counts is None:
             return None
-        return self._profile.add_new(np.array(misses.residency.routing.counts, dtype=np.int64))
+        return self._profile.add_new(counts)
 
     @property
     def load_times(self) -> dict[str, float]:
@@ -163,17 +165,13 @@ class Engine:
 
     @property
     def device_name(self) -> str:
-        """Name of the device in use: cpu or cuda:N."""
-        return self.device.name
+        """Names of the devices in use, as --device takes them: cpu, cuda:N or cuda:0,cuda:1."""
+        return self._loaded.device_name
 
     @property
     def mode(self) -> str:
         """'whole' or 'layered'."""
         return self.runner.mode
-
-    @property
-    def _misses(self) -> MissHandler | None:
-        return self.runner.misses if isinstance(self.runner, LayeredRunner) else None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -205,12 +203,7 @@ class Engine:
 
     def expert_stats(self) -> ExpertStats | None:
         """Return the counters of the expert cache; None in mode 'whole', which has no cache."""
-        if not isinstance(self.runner, LayeredRunner):
-            return None
-        phases, misses = dict(self.runner.phases), self._misses
-        if misses is None:
-            return ExpertStats(self.runner.cache.stats, 0, 0, 0, None, phases)
-        return misses.stats(phases)
+        return self._use.stats()
 
     def spec_stats(self) -> SpecStats | None:
         """Return what was drafted and accepted since loading; None if nothing drafts."""
@@ -219,10 +212,9 @@ class Engine:
     @property
     def warnings(self) -> list[str]:
         """Warnings about threads, drafters, pinned memory, cache and profile, one line each."""
-        found, misses = [self.threads.warning, *self._loaded.warnings], self._misses
-        if misses:
-            profile = self._profile.warning if self._profile else ""
-            found += [*misses.warnings, profile]
+        found = [self.threads.warning, *self._loaded.warnings, *self._use.warnings]
+        if self._use.misses and self._profile:
+            found.append(self._profile.warning)
         return [line for line in found if line]
 
     @property
@@ -235,11 +227,7 @@ class Engine:
         """Return messages about misses, drafters and saved prompts since the last call."""
         found = self.speculation.drain_messages() if self.speculation else []
         found += self.prefixes.disk.drain_messages() if self.prefixes.disk else []
-        guard = self._misses.residency.guard if self._misses else None
-        if guard:
-            found += guard.messages
-            guard.messages = []
-        return found
+        return found + self._use.drain_messages()
 
     def hand_over(self) -> None:
         """Release the engine from this thread; the next thread that calls owns it.

@@ -106,7 +106,7 @@ class Generation:
 
     def run(self) -> Generator[GenerationEvent, None, None]:
         """Yield the events."""
-        passes, device = self.passes, self.model.stage.device
+        passes, devices = self.passes, self.model.devices
         self.model.file.check_unchanged()
         self.started = time.perf_counter()
         n_reused = 0
@@ -118,7 +118,8 @@ class Generation:
         self.n_reused = self.n_read = n_reused
         if self.speculation:
             self.speculation.begin(SEQ, passes.held(SEQ))
-        device.bind_cancel(self.cancel.flag)
+        for device in devices:
+            device.bind_cancel(self.cancel.flag)
         finished = False
         try:
             yield from self._steps(n_reused)
@@ -135,8 +136,9 @@ class Generation:
             is_lost = not finished and not self.is_reading
             if is_lost:
                 passes.abandon(SEQ)
-            if not device.compute.is_closed:
-                device.bind_cancel(None)
+            if not devices[-1].compute.is_closed:
+                for device in devices:
+                    device.bind_cancel(None)
                 if is_lost and self.ownership.is_here:
                     passes.reset(SEQ)
 

@@ -1,4 +1,4 @@
-"""Loads a model: plans the memory, then opens the stage and its runner on the device."""
+"""Loads a model: plans the memory, then opens the stages and what runs passes over them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,27 @@ from ..config import EngineConfig
 from ..draft.drafter import Drafter
 from ..errors import ConfigError, NativeError, UnsupportedModel
 from ..events import Progress, Stopwatch
-from ..experts.cache import ExpertCache
-from ..experts.policy import POLICIES
 from ..experts.prefetch import MAX_PREFETCH
 from ..ggml.device import Device
-from ..ggml.handles import closed_on_failure
 from ..ggml.mapped import WatchedFiles
-from ..kinds import MAX_CPU_ROWS
 from ..modelfile import ModelFile
+from ..modelfile.draftfile import DraftFile
 from ..placement.draftchoice import Choice, Room, choose
 from ..placement.drafters import Sources, open_draft_file, with_drafts
-from ..placement.footprint import sweep_rows
 from ..placement.identity import router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
+from ..placement.split import StagePlan
+from ..resident.poolshape import PoolShape
+from ..resident.sequences import Sequences
 from ..resident.stage import Stage, open_stage
-from ..runner import LayeredRunner, Runner, WholeRunner
-from ..runner.cpu_experts import CpuExperts, KernelCpuExperts
-from ..runner.cpu_experts_graph import GraphCpuExperts
-from ..runner.misses import MissHandler
-from ..runner.replay import Replay
-from ..units import parse_bytes
+from ..runner import AnyRunner
 from .cputhreads import CpuThreads
+from .devices import joined_name, open_device, open_more, places_of, shares_of
 from .drafters import open_drafters
+from .runners import open_runners
 from .warmup import warm_up
-
-# Device memory left free with --vram auto, for other programs and for CUDA graphs.
-_MARGIN_BYTES = 256 << 20
 
 
 class _Closes(Protocol):
@@ -53,26 +46,45 @@ Part = TypeVar("Part", bound=_Closes)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One model on one device, with everything that computes its passes.
+    """One model on its devices, with everything that computes its passes.
 
-    files: watches the mapped files. n_ctx: positions of the context. profile: None without one.
-    plan: the expert slots of each layer, and the memory that they and all else take. times: the
-    seconds of each phase of loading. drafters: what can draft tokens, none without `spec`. config:
-    with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line each.
+    stages: in order of layers, each on a device. sequences: of all stages. files: watches the
+    mapped files. n_ctx: positions of the context. profile: None without one. plan: the expert slots
+    of each layer, and the memory that they and all else take; stage_plans: of each stage. times:
+    the seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
+    config: with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line
+    each.
     """
 
     file: ModelFile
     files: WatchedFiles
-    stage: Stage
+    stages: tuple[Stage, ...]
+    sequences: Sequences
     threads: CpuThreads
     n_ctx: int
     profile: ProfileFile | None
     plan: Plan
-    runner: Runner
+    stage_plans: tuple[StagePlan, ...]
+    runner: AnyRunner
     times: dict[str, float]
     drafters: tuple[Drafter, ...]
     config: EngineConfig
     warnings: tuple[str, ...]
+
+    @property
+    def stage(self) -> Stage:
+        """Return the last stage, which has the results; the only one on one device."""
+        return self.stages[-1]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices of the stages."""
+        return tuple(stage.device for stage in self.stages)
+
+    @property
+    def device_name(self) -> str:
+        """Return the names of the devices, as --device takes them."""
+        return joined_name(self.devices)
 
 
 def load_model(
@@ -111,19 +123,12 @@ class _Loading:
         """Open everything in order; see `Engine.load`."""
         config, hp = self.config, self.hparams
         files = self._own(WatchedFiles(self.file.mappings()))
-        # the stage closes it too, and a second close does nothing; but planning may fail
-        self.device = self._own(
-            Device(config.device, config.n_threads, config.cpu_reference, config.deterministic)
-        )
-        if self.device.is_invariant and config.miss == "cpu":
-            raise ConfigError(
-                "--deterministic computes every expert on the GPU, because the CPU rounds "
-                "otherwise; drop --miss cpu or --deterministic"
-            )
+        # the stages close them too, and a second close does nothing; but planning may fail
+        self.devices = [self._own(open_device(name, config)) for name in config.devices]
         if routing is not None:
             config = replace(config, spec="off")  # it replaces the choices of single rows
         self.config = config = with_drafts(config)
-        threads = CpuThreads(self.device, config)
+        threads = CpuThreads(self.devices, config)
         self._times.lap("device")
         self.n_ctx = config.n_ctx or hp.n_ctx_train
         self._profile = self._read_profile()
@@ -138,12 +143,8 @@ class _Loading:
         self._times.lap("plan")
         may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
         n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
-        stage = self._own(
-            open_stage(
-                self.device, self.file, range(hp.n_layer), plan.n_slots, config, self.n_ctx,
-                n_prefetch_slots, progress, self._times, sources.mtp,
-            )
-        )  # fmt: skip
+        stages, sequences = self._open_stages(choice, n_prefetch_slots, progress)
+        stage = stages[-1]
         if sources.draft:
             files.add(sources.draft.mappings())
         drafters = self._open_drafters(stage, config, sources)
@@ -152,21 +153,42 @@ class _Loading:
         if beside:
             wait([beside])
             self._times.lap("tokenizer")
-        args = self._profile, routing, self._times, plan.ring_each
-        runner = self._own(open_runner(stage, config, *args))
+        rings = [planned.plan.ring_groups for planned in choice.stages]
+        runner = open_runners(
+            stages, rings, self._stack, config, self._profile, routing, self._times
+        )
         runner.reserve_graphs(config.n_draft)
         if runner.mode == "whole":
             warm_up(runner)
-        self.device.note_peak()
+        for device in self.devices:
+            device.note_peak()
         files.check()
         self.file.check_unchanged()
         self._times.lap("graphs")
         threads.measure(runner)
         self._times.lap("threads")
         return LoadedModel(
-            self.file, files, stage, threads, self.n_ctx, self._profile, plan, runner,
-            self._times.seconds, drafters, config, tuple(self._warnings),
+            self.file, files, tuple(stages), sequences, threads, self.n_ctx, self._profile, plan,
+            choice.stages, runner, self._times.seconds, drafters, config, tuple(self._warnings),
         )  # fmt: skip
+
+    def _open_stages(
+        self, choice: Choice, n_prefetch_slots: int, progress: Progress | None
+    ) -> tuple[list[Stage], Sequences]:
+        """Open the stages in order of layers, and the sequences that they share."""
+        config, stages = self.config, list[Stage]()
+        sequences = Sequences(PoolShape.of(config, self.n_ctx))
+        for device, planned in zip(self.devices, choice.stages):
+            has_mtp = choice.sources.mtp and planned.layers.stop == self.hparams.n_layer
+            stages.append(
+                self._own(
+                    open_stage(
+                        device, self.file, planned.layers, choice.plan.n_slots, config, self.n_ctx,
+                        n_prefetch_slots, progress, self._times, has_mtp, sequences,
+                    )
+                )
+            )  # fmt: skip
+        return stages, self._own(sequences)
 
     def _read_profile(self) -> ProfileFile | None:
         """Return the profile that --profile names, or the one beside the model; None without."""
@@ -188,22 +210,23 @@ class _Loading:
             ModelFileError: the settings ask for the MTP block, and the file lacks it; or the
                 drafter's file is damaged, or does not fit.
         """
-        budget, source = self._budget()
-        demand = self._profile.demand if self._profile else None
-        room = Room(budget, source, self.device.can.own_memory, demand)
         draft = open_draft_file(self.file, self.config, self._stack)
-        choice = choose(self.file, self.config, self.n_ctx, draft, room)
+        choice = self._choose_for(self.devices, draft)
+        if self.config.device == "auto" and not choice.plan.all_resident:
+            more = open_more(self.devices, self.config, self._own)
+            wider = self._choose_for(more, draft) if len(more) > len(self.devices) else choice
+            if wider.plan.resident_share > choice.plan.resident_share:
+                self.devices, choice = more, wider
         self._warnings += [*(draft.warnings if draft else ()), *choice.notes]
         return choice
 
-    def _budget(self) -> tuple[int | None, str]:
-        """Return the device memory that the plan may use, None without a limit, and who says so."""
-        if self.config.vram != "auto":
-            return parse_bytes(self.config.vram, "g") - self.device.context_bytes, "--vram"
-        if not self.device.can.own_memory:
-            return None, "--vram"
-        free = self.device.memory()[0]
-        return free - max(_MARGIN_BYTES, free // 50), "the memory that is free"
+    def _choose_for(self, devices: list[Device], draft: DraftFile | None) -> Choice:
+        """Return how the memory of these devices is divided; errors as in `_choose`."""
+        demand = self._profile.demand if self._profile else None
+        is_own = devices[0].can.own_memory
+        shares = shares_of(self.config)
+        room = Room.of(places_of(devices, self.config), is_own, demand, shares)
+        return choose(self.file, self.config, self.n_ctx, draft, room)
 
     def _open_drafters(
         self, stage: Stage, config: EngineConfig, sources: Sources
@@ -220,64 +243,3 @@ class _Loading:
                 self._warnings.append(f"no drafts by a model: {error}")
                 stage.taps.close()
         return open_drafters(stage, self.file, config, Sources(), self._stack)
-
-
-def open_runner(
-    stage: Stage,
-    config: EngineConfig,
-    profile: ProfileFile | None = None,
-    routing: npt.NDArray[np.int32] | None = None,
-    times: Stopwatch | None = None,
-    ring_each: int = 0,
-) -> Runner:
-    """Return what runs passes over a stage, its slots filled; close it before the stage.
-
-    profile: which experts fill the slots; the first ones without it. routing: see `Engine.load`.
-    times: measures the phases. ring_each: see `Sweeps`.
-
-    Raises:
-        ConfigError, NativeError, OutOfDeviceMemory: as in `Engine.load`.
-    """
-    n_ubatch = min(config.n_rows, stage.state.n_ctx)
-    n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
-    with closed_on_failure():
-        if stage.is_full and routing is None and config.mode != "layered":
-            return WholeRunner(stage, n_ubatch, n_sweep)
-        misses = None
-        if not stage.is_full:
-            misses = _open_misses(stage, config, profile, times or Stopwatch())
-        replay = None if routing is None else Replay(stage, routing)
-        return LayeredRunner(stage, n_ubatch, misses, replay, n_sweep, ring_each)
-
-
-def _open_misses(
-    stage: Stage, config: EngineConfig, profile: ProfileFile | None, times: Stopwatch
-) -> MissHandler:
-    """Open the cache and what computes missing experts, and fill the slots."""
-    device, hp, store = stage.device, stage.hp, stage.store
-    policy = POLICIES[config.policy]()
-    cache = ExpertCache(hp.n_expert, stage.n_slots, policy, hp.n_expert_used)
-    # 'auto' depends on measured times
-    miss = "stream" if config.deterministic and config.miss == "auto" else config.miss
-    if miss == "cpu" and not store.is_aligned:
-        raise ConfigError(
-            "--miss cpu needs expert tensors aligned to 32 bytes, and this file's are not; "
-            "use --miss stream"
-        )
-    cpu_experts: CpuExperts | None = None
-    if miss != "stream" and store.is_aligned and device.can.cpu_threads:
-        cpu_experts = GraphCpuExperts(stage, MAX_CPU_ROWS)
-    elif miss != "stream" and store.is_aligned:
-        cpu_experts = KernelCpuExperts(stage, device.n_threads, MAX_CPU_ROWS)
-    starts = profile.starts(hp.n_layer) if profile else [(None, None)] * hp.n_layer
-    placed = {il: cache.layers[il].preload(*starts[il]) for il in store.layers}
-    max_rows = stage.state.shape.pass_rows(config.n_rows)
-    misses = MissHandler(stage, cache, cpu_experts, miss, max_rows, not config.deterministic)
-    for il, (_, shares) in enumerate(starts):
-        if shares is not None:
-            misses.residency.routing.expect(il, shares)
-    times.lap("measure")
-    for il in store.layers:
-        misses.fill(il, placed[il])
-    times.lap("fill")
-    return misses

@@ -11,17 +11,24 @@ from .loader import LoadedModel
 
 def memory_use(model: LoadedModel) -> dict[str, int]:
     """Return bytes: peaks of device and host, parts on the host, and parts on the device."""
-    stage, state, runner = model.stage, model.stage.state, model.runner
-    misses = runner.misses if isinstance(runner, LayeredRunner) else None
+    stages, runner = model.stages, model.runner
+    misses = [part.misses for part in runner.parts if isinstance(part, LayeredRunner)]
     scale = 1 if sys.platform == "darwin" else 1024
     return {
-        "device_peak_bytes": stage.device.note_peak(),
+        "device_peak_bytes": _peak(model),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
-        "host_mapped_bytes": stage.mapped_bytes,
-        "host_pinned_bytes": misses.pinned_bytes if misses else 0,
-        "weights_bytes": stage.weights.n_bytes + stage.banks.n_bytes,
-        "kv_bytes": state.kv_bytes,
-        "state_bytes": state.recurrent_bytes + state.drafts.n_bytes,
+        "host_mapped_bytes": sum(stage.mapped_bytes for stage in stages),
+        "host_pinned_bytes": sum(one.pinned_bytes for one in misses if one),
+        "weights_bytes": sum(s.weights.n_bytes + s.banks.n_bytes for s in stages),
+        "kv_bytes": model.sequences.kv_bytes,
+        "state_bytes": sum(s.state.recurrent_bytes + s.state.drafts.n_bytes for s in stages),
         "compute_bytes": runner.compute_bytes,
-        "drafters_bytes": sum(drafter.n_bytes for drafter in model.drafters) + stage.taps.n_bytes,
+        "drafters_bytes": sum(drafter.n_bytes for drafter in model.drafters)
+        + sum(stage.taps.n_bytes for stage in stages),
     }
+
+
+def _peak(model: LoadedModel) -> int:
+    """Return the peak of all devices; several stages on one device measure the same memory."""
+    peaks = {device.name: device.note_peak() for device in model.devices}
+    return sum(peaks.values())

@@ -21,7 +21,7 @@ from ..ggml.mapped import WatchedFiles
 from ..kinds import Kind
 from ..resident.hostcopies import RowsCopy, StatesCopy
 from ..resident.snapshots import Snapshot
-from ..runner import Batch, NotFinite, Output, Runner
+from ..runner import AnyRunner, Batch, NotFinite, Output
 from ..runner.inspect import node_values
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
@@ -35,14 +35,14 @@ class Passes:
     """Runs passes, one in flight at a time, and records what sequences hold; `room`: what fits."""
 
     def __init__(
-        self, runner: Runner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
+        self, runner: AnyRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
     ) -> None:
         self._runner = runner
         self._threads = threads
         self._files = files
         self.room = Room(runner, n_ctx)
-        self._state = runner.stage.state
-        self._n_vocab = runner.stage.hp.n_vocab
+        self._state = runner.sequences
+        self._n_vocab = runner.hp.n_vocab
         self.n_seq = self._state.n_seq
         self._held: list[list[int]] = [[] for _ in range(self.n_seq)]
         self._unfinished: set[int] = set()
@@ -321,7 +321,7 @@ class Passes:
         """
         self._clean_up()
         slot = snapshot.slot
-        snapshot.copy_of_states()  # an error here changes nothing
+        snapshot.copies_of_states()  # an error here changes nothing
         self.room.require_place(slot, snapshot.n_past, snapshot.n_past)
         self.abandon(slot)
         self._prompts.clean_up({slot})
@@ -371,14 +371,14 @@ class Passes:
     def _run(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
-        n_built = self._runner.graphs.n_built
+        n_built = self._runner.n_built
         self._threads.begin(batch.tokens.size)
         # a verify pass changes no sequence; the others are marked until everything is recorded
         begins: Callable[[], object] = (
             bool if batch.tree else partial(self._unfinished.update, batch.slots)
         )
         self._runner.submit(batch, cancelled, begins)
-        if self._runner.graphs.n_built == n_built:  # building a graph says nothing of threads
+        if self._runner.n_built == n_built:  # building a graph says nothing of threads
             self._threads.end()
 
     def run(

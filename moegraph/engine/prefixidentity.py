@@ -24,7 +24,7 @@ def prefix_identity(loaded: LoadedModel) -> str:
     How many sequences there are, and of what length, does not matter.
     """
     config: EngineConfig = loaded.config
-    copies = loaded.stage.state.copies
+    copies = loaded.sequences.copies
     parts = {
         "version": _VERSION,
         "patches": ffi.string(C.mg_patchset_built()).decode(),
@@ -35,6 +35,8 @@ def prefix_identity(loaded: LoadedModel) -> str:
         "drafters": {one.name: one.row_bytes for one in loaded.drafters},
         "draft": config.draft,
     }
+    if len(loaded.stages) > 1:  # copies have their layers in order of stages
+        parts["stages"] = [stage.layers.stop for stage in loaded.stages]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

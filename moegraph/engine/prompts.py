@@ -12,7 +12,7 @@ from ..errors import Cancelled, InternalError, MoegraphError, RequestError
 from ..events import CancelToken
 from ..ggml.mapped import WatchedFiles
 from ..kinds import SHORT_PROMPT
-from ..runner import NotFinite, Output, Runner
+from ..runner import AnyRunner, NotFinite, Output
 from ..runner.inspect import first_bad_place
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
@@ -33,7 +33,7 @@ class Prompts:
     """
 
     def __init__(
-        self, runner: Runner, files: WatchedFiles, threads: CpuThreads, held: list[list[int]]
+        self, runner: AnyRunner, files: WatchedFiles, threads: CpuThreads, held: list[list[int]]
     ) -> None:
         self._runner, self._files, self._threads = runner, files, threads
         self._held = held
@@ -74,10 +74,7 @@ class Prompts:
                 f"the prompt of sequence {self._sweep.slot} is under way; finish or cancel it first"
             )
         self._runner.drop(batch.slot)  # verified rows cannot be committed after these
-        sweeps = self._runner.sweeps
-        if sweeps is None:
-            raise InternalError("this runner has no memory for prompts")
-        sweep = Sweep(sweeps, batch)
+        sweep = self._runner.sweep(batch)
         self._sweep, self._is_stepping = sweep, True
         try:
             sweep.begin()
@@ -154,14 +151,14 @@ class Prompts:
         where = f"in one of the last {n}"
         if not n_held:
             where = where_not_finite(self._runner, sweep.batch.tokens.tolist(), sweep.slot)
-            self._runner.stage.state.reset(sweep.slot)
+            self._runner.sequences.reset(sweep.slot)
         message = (
             f"{name} computed logits that are not finite after {n_held + n} positions, {where}"
         )
         return NotFinite(message, error.sequences, error.output)
 
 
-def where_not_finite(runner: Runner, tokens: list[int], slot: int) -> str:
+def where_not_finite(runner: AnyRunner, tokens: list[int], slot: int) -> str:
     """Compute a sequence again; return a phrase that says where values stop being finite."""
     try:
         place = first_bad_place(runner, tokens, slot)

@@ -43,11 +43,11 @@ class Reading:
     ) -> None:
         self._passes, self._prefixes = engine.passes, engine.prefixes
         self._file, self._n_ubatch = engine.file, engine.runner.n_ubatch
-        sweeps = engine.runner.sweeps
+        sweeps = engine.runner.parts[0].sweeps
         self._taps = engine.stage.taps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
-        self._device, self._streams = engine.device, engine.device.can.streams
+        self._devices, self._streams = engine.devices, engine.device.can.streams
         # a graph of a device with streams serves one length only
         self._few_lengths = self._streams and not engine.config.deterministic
         self._answers, self._tally = answers, answers.tally
@@ -206,7 +206,8 @@ class Reading:
         if more and self._streams:
             if is_known:
                 return
-            self._device.synchronize()
+            for device in self._devices:
+                device.synchronize()
         self._tally.end_round()
 
     def _note_progress(self, answer: Answer, sweep: Sweep) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import ContextOverflow, PoolFull, RequestError
 from ..resident.layout import PAGE
-from ..runner import Batch, Runner
+from ..runner import AnyRunner, Batch
 
 
 class Room:
     """Tells what fits, before anything changes."""
 
-    def __init__(self, runner: Runner, n_ctx: int) -> None:
+    def __init__(self, runner: AnyRunner, n_ctx: int) -> None:
         """n_ctx: most positions of a sequence."""
         self._runner = runner
         self._n_ctx = n_ctx
-        self._state = runner.stage.state
+        self._state = runner.sequences
 
     @property
     def n_free_pages(self) -> int:

@@ -45,8 +45,8 @@ class ServiceLoop:
         self.is_closing = self._is_resting = False
         self.failure: str | None = None
         self.busy_since: float | None = None
-        self._tally = Tally(scheduler.costs, lambda: engine.runner.graphs.n_built)
-        self._answers = Answers(engine.passes, engine.device, engine.config.n_seq, self._tally)
+        self._tally = Tally(scheduler.costs, lambda: engine.runner.n_built)
+        self._answers = Answers(engine.passes, engine.devices, engine.config.n_seq, self._tally)
         drafting = Drafting(engine.speculation, engine.device.can.streams)
         self._swapping = Swapping(engine, self._answers)
         self._reading = Reading(engine, self._answers, drafting, self._swapping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..runner.sweep_batch import SweepStep
+from ..kinds import SweepStep
 
 # How much a measurement counts beside those before it, if it is longer and if it is shorter: a
 # step that takes too long is what must not happen again.

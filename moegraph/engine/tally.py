@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from ..runner.sweep_batch import SweepStep
+from ..kinds import SweepStep
 from .answer import Answer
 from .costs import Costs
 from .servicestatus import ServiceCounts

@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..ggml.choose import DRAW_WORDS
-from ..runner import Batch, NotFinite, Runner
+from ..runner import AnyRunner, Batch, NotFinite
 
 _N_PASSES = 3
 
 
-def warm_up(runner: Runner) -> None:
+def warm_up(runner: AnyRunner) -> None:
     """Build the graphs of the passes that answers consist of; with streams, also run them.
 
     Then sequence 0 is reset. Not for a runner whose experts may be missing: its cache would learn
@@ -23,7 +23,7 @@ def warm_up(runner: Runner) -> None:
     row = np.zeros((1, 1), dtype=np.int32)
     draws = np.full((1, DRAW_WORDS), -1, dtype=np.int32)
     draws[:, :1] = 0  # no race; the graph is the same with one
-    state, n_passes = runner.stage.state, _N_PASSES if runner.device.can.streams else 0
+    state, n_passes = runner.sequences, _N_PASSES if runner.device.can.streams else 0
     try:
         for batch in (Batch(row, greedy=True), Batch(row, draws=draws)):
             runner.build_ahead(batch)

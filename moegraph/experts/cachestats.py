@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,6 +48,15 @@ class CacheStats:
         """Return the missing experts of all layers per pass."""
         return float(self.missing.sum() / self.n_steps) if self.n_steps else 0.0
 
+    @classmethod
+    def joined(cls, parts: Sequence[CacheStats]) -> CacheStats:
+        """Return the counts of stages, of which each counts its own layers, as one."""
+        arrays = [f.name for f in fields(cls) if f.name not in ("n_steps", "n_expert_used")]
+        return cls(
+            max(part.n_steps for part in parts), parts[0].n_expert_used,
+            *(sum(getattr(part, name) for part in parts) for name in arrays),
+        )  # fmt: skip
+
     def since(self, earlier: CacheStats) -> CacheStats:
         """Return the counts since earlier."""
         arrays = (f.name for f in fields(self) if f.name not in ("n_steps", "n_expert_used"))
@@ -75,6 +85,21 @@ class ExpertStats:
     prefetch: dict[str, int] | None
     phases_s: dict[str, float]
     guard: dict[str, Any] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
+        """Return the counters of all stages as one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            CacheStats.joined([part.cache for part in parts]),
+            sum(part.n_bytes_to_device for part in parts),
+            sum(part.n_cpu_experts for part in parts),
+            sum(part.n_fetching for part in parts),
+            _sums([part.prefetch for part in parts]),
+            {name: sum(part.phases_s[name] for part in parts) for name in parts[0].phases_s},
+            _sums([part.guard for part in parts]),
+        )
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """Return what happened since earlier; `prefetch` and `guard` stay sums since loading."""
@@ -111,3 +136,14 @@ class ExpertStats:
             },
             "guard": self.guard,
         }
+
+
+def _sums(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the sums of numbers by name, and whether a flag is set in any; None if all are."""
+    found: dict[str, Any] = {}
+    for name, value in (item for part in parts if part for item in part.items()):
+        if isinstance(value, bool):
+            found[name] = value or found.get(name, False)
+        else:
+            found[name] = value + found.get(name, 0)
+    return found or None

@@ -154,8 +154,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: few different numbers, above n."""
-    size = 32
-    while size <= n:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
+    """Return the number of places of a graph for n: above n, and one of eight of an octave."""
+    step = max(8, 1 << max(0, n.bit_length() - 4))
+    return max(32, (n // step + 1) * step)

@@ -157,6 +157,11 @@ def list_devices() -> list[dict[str, Any]]:
     return [_describe(*found) for found in _find_devices()]
 
 
+def gpu_names() -> list[str]:
+    """Return the spellings of all CUDA devices; this opens no context."""
+    return [spelling for spelling, kind, *_ in _find_devices() if kind == "cuda"]
+
+
 def _find_devices() -> Iterator[tuple[str, str, str, _native.ggml_backend_device_ptr]]:
     """Yield the spelling, kind, ggml's name and handle of each device; this opens no context."""
     n_gpu = 0
@@ -402,6 +407,11 @@ class Device:
         if not self.can.streams:
             return None
         return Event(C.ggml_backend_event_new(self._dev), self.compute)
+
+    def can_wait_for(self, other: Device) -> bool:
+        """Return whether this device's stream can wait for an event of another device's."""
+        kinds = {device.name.partition(":")[0] for device in (self, other)}
+        return self.can.streams and other.can.streams and kinds == {"cuda"}
 
     def bind_cancel(self, flag: npt.NDArray[np.int32] | None) -> None:
         """Let a nonzero I32 word stop CPU threads between two nodes; None unbinds.

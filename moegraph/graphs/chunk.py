@@ -108,13 +108,14 @@ class ChunkInputs:
         slot: int,
         first: int,
         tokens: npt.NDArray[np.int32],
-        embedding: TokenEmbedding,
+        embedding: TokenEmbedding | None,
         hidden: Tensor,
         row: int,
     ) -> None:
         """Upload the inputs of the next chunk, and its embeddings to a row of hidden.
 
-        first: position of the first row. hidden: F32 [n_embd, n], at least row + n rows.
+        first: position of the first row. embedding: None if the rows are there already. hidden: F32
+        [n_embd, n], at least row + n rows.
         """
         n, state = len(tokens), self._state
         places = first + np.arange(n)
@@ -128,6 +129,8 @@ class ChunkInputs:
         at = sum(self._at[-1]) if self._at else self._chunks_at
         self._at.append((at, len(words)))
         self._send(words, at)
+        if embedding is None:
+            return
         rows = self._rows.array[: 4 * self._n_embd * n].view(np.float32)
         embedding.rows(tokens, rows.reshape(n, self._n_embd))
         C.ggml_backend_tensor_set_async(

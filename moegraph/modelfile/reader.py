@@ -58,6 +58,11 @@ class StringArray(Sequence[str]):
         at = range(len(self))[index]
         return self._data[int(self._starts[at]) : int(self._starts[at + 1]) - 8]
 
+    @property
+    def n_longest(self) -> int:
+        """Return the bytes of the longest string; 0 if there is none."""
+        return int(np.diff(self._starts).max(initial=8)) - 8
+
     def raw_strings(self) -> Iterator[bytes]:
         """Yield every string as bytes, several times faster than indexing."""
         bounds = self._starts.tolist()

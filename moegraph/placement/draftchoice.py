@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,8 @@ from .chunksize import choose_rows
 from .drafters import Sources, drafters_bytes, is_fitting, sources_of
 from .draftprice import Price, price_of
 from .footprint import needed_bytes
-from .planner import Demand, Footprint, Plan, make_plan
+from .planner import Demand, Footprint, Plan
+from .split import Place, SplitSettings, StagePlan, merged, plan_stage, split_layers
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,28 @@ class Room:
     """The device memory that a model and its drafters may use.
 
     n_bytes: None without a limit. source: what sets it, for messages. is_own: the device has memory
-    of its own, which chunks of a prompt share with experts. demand: as of `make_plan`.
+    of its own, which chunks of a prompt share with experts. demand: as of `make_plan`. places: the
+    devices, if there are several; n_bytes is then what they have together. shares: of the layers
+    that each gets, if the user set them.
     """
 
     n_bytes: int | None
     source: str = "--vram"
     is_own: bool = True
     demand: Demand | None = None
+    places: tuple[Place, ...] = ()
+    shares: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, places: Sequence[Place], is_own: bool = True, demand: Demand | None = None,
+        shares: tuple[float, ...] | None = None,
+    ) -> Room:  # fmt: skip
+        """Return the memory of one or several devices."""
+        budgets = [place.budget for place in places]
+        total = None if None in budgets else sum(n for n in budgets if n is not None)
+        several = tuple(places) if len(places) > 1 else ()
+        return cls(total, places[0].name, is_own, demand, several, shares)
 
 
 @dataclass(frozen=True)
@@ -38,8 +54,8 @@ class Choice:
     """What drafts, and the memory of everything.
 
     n_ubatch: rows of a chunk of a prompt. need_of: what the model needs beside these drafters with
-    so many. price: None if nothing is loaded that takes memory. notes: what `auto` does not load
-    and why, a line each.
+    so many, on all devices. price: None if nothing is loaded that takes memory. notes: what `auto`
+    does not load and why, a line each. stages: the layers of each device, and its plan.
     """
 
     sources: Sources
@@ -48,6 +64,7 @@ class Choice:
     need_of: Callable[[int], Footprint]
     price: Price | None = None
     notes: tuple[str, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
 
 
 def choose(
@@ -94,22 +111,43 @@ class _Choosing:
 
     def _planned(self, sources: Sources) -> Choice:
         config, room = self._config, self._room
+        places = room.places or (Place(room.n_bytes, room.source),)
+        n = len(places)
 
         def need_of(n_rows: int) -> Footprint:
-            rows = replace(config, n_ubatch=n_rows)
-            drafters = drafters_bytes(self._model, rows, self._n_ctx, sources)
-            return needed_bytes(self._model, rows, self._n_ctx, drafters)
+            need = self._need(sources, n_rows)
+            # these are on every device
+            each = {
+                name: n * getattr(need, name) for name in ("compute", "other", "staging", "ring")
+            }
+            return replace(need, **each)
 
         n_rows = choose_rows(config, room.n_bytes if room.is_own else None, need_of)
-        plan = make_plan(
-            need_of(n_rows),
-            room.n_bytes,
+        settings = SplitSettings(
             config.pin_layers if config.pin_layers >= 0 else None,
             config.cache_slots if config.cache_slots >= 0 else None,
-            room.source,
+            room.shares,
             room.demand,
         )
-        return Choice(sources, plan, n_rows, need_of)
+        n_layer = self._model.hparams.n_layer
+        if n == 1:
+            layers = range(n_layer)
+            plan = plan_stage(places[0], need_of(n_rows), layers, n_layer, settings)
+            return Choice(sources, plan, n_rows, need_of, stages=(StagePlan(layers, plan),))
+        stages = split_layers(
+            n_layer, places, lambda _, layers: self._need(sources, n_rows, layers), settings
+        )
+        need = need_of(n_rows)
+        plan = merged(stages, need.slot_bytes, need.n_expert)
+        return Choice(sources, plan, n_rows, need_of, stages=stages)
+
+    def _need(self, sources: Sources, n_rows: int, layers: range | None = None) -> Footprint:
+        """Return what some layers, or all, need; drafters are where the last layer is."""
+        rows, n_ctx = replace(self._config, n_ubatch=n_rows), self._n_ctx
+        drafters = 0
+        if layers is None or layers.stop == self._model.hparams.n_layer:
+            drafters = drafters_bytes(self._model, rows, n_ctx, sources)
+        return needed_bytes(self._model, rows, n_ctx, drafters, layers)
 
     def _price(self, found: Choice) -> Price:
         plain, limit = self._plain, max(self._config.n_draft, 1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from ..config import EngineConfig
+from ..experts.crossing import padded
 from ..experts.prefetch import MAX_PREFETCH
 from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
-from ..modelfile.summary import kv_bytes_per_token, state_bytes
+from ..modelfile.summary import kv_bytes_per_layer, state_bytes
 from ..resident.layout import (
     MAX_PAGED_ROWS,
+    N_GROUPS,
     N_STAGING,
     PAGE,
+    UNIT_SHARE,
     Packing,
     draft_room,
     draft_widths,
@@ -39,58 +42,73 @@ _ALIGN = 128
 
 
 def needed_bytes(
-    model: ModelFile, config: EngineConfig, n_ctx: int, drafters: int = 0
-) -> Footprint:
+    model: ModelFile, config: EngineConfig, n_ctx: int, drafters: int = 0,
+    layers: range | None = None,
+) -> Footprint:  # fmt: skip
     """Return the bytes that a model needs under a configuration, with a context of n_ctx.
 
     Weights, caches and states are exact. Intermediates are an upper bound, because their layout is
     known only after the graphs are built. Verify passes count as far as n_draft announces them. Not
     included: logits of all rows of a prompt (--logits-out), n_ubatch * n_vocab * 4 bytes.
 
-    drafters: what drafters take (drafters.py).
+    drafters: what drafters take (drafters.py). layers: of a stage, which alone are counted, and the
+    head if the last layer is one of them; None: all.
     """
     hp = model.hparams
+    layers = range(hp.n_layer) if layers is None else layers
+    n_recurrent = sum(hp.is_recurrent(il) for il in layers)
+    has_head = layers.stop == hp.n_layer
     shape = PoolShape.of(config, n_ctx)
     padded, n_kv = shape.n_ctx, shape.n_rows
-    sizes = slot_bytes(model)
-    dense = [info for info in model.tensors.values() if is_dense(info.name, range(hp.n_layer))]
-    if "output.weight" not in model.tensors:
-        dense.append(model.tensors["token_embd.weight"])
-    kinds = {stack_kind(expert_tensors(model, il)): n for il, n in enumerate(sizes)}
+    tensors = {il: expert_tensors(model, il) for il in layers}
+    sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
+    kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes)}
     n_ubatch = min(config.n_rows, padded)
     rows, masks = shape.pass_rows(n_ubatch), 2 * n_kv * n_ubatch
-    compute = rows * _row_bytes(hp) + masks + 8 * hp.n_vocab * config.n_seq
+    logits = 8 * hp.n_vocab * has_head
+    compute = rows * _row_bytes(hp) + masks + logits * config.n_seq
     drafted = config.n_seq * min(config.n_draft + 1, config.n_rows) if config.n_draft else 0
     inputs = masks + 4 * rows * (hp.n_embd + hp.n_expert_used + 8)
-    narrow = (_narrow_bytes(hp, n, padded) for n in (config.n_seq, drafted))
+    narrow = (_narrow_bytes(hp, n, padded, logits) for n in (config.n_seq, drafted))
     compute = max(compute, *(inputs + n_bytes for n_bytes in narrow))
     if config.type_k != "f16" or config.type_v != "f16":
         # attention over many rows converts the visible part of a quantized cache to F16
         compute += 4 * n_kv * hp.n_embd_head_k * hp.n_head_kv
     if config.deterministic:  # the rows of single experts, see `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * rows
-    kv = kv_bytes_per_token(hp, config.type_k, config.type_v)
+    if len(layers) < hp.n_layer:  # between stages
+        compute += 4 * hp.n_embd * rows
+    each = kv_bytes_per_layer(hp, config.type_k, config.type_v)
     n_sweep = sweep_rows(n_ubatch, padded)
     compute += _sweep_bytes(hp, n_sweep, n_ubatch, padded)
     if config.n_seq > 1:  # the rows that one layer's attention gathers
-        n_attention = max(hp.n_layer - hp.n_layer_recurrent, 1)
-        compute += kv // n_attention * n_kv + 4 * n_kv
+        compute += each * n_kv + 4 * n_kv
+    state = state_bytes(hp, config.n_seq + 1) // max(hp.n_layer_recurrent, 1) * n_recurrent
     return Footprint(
         n_expert=hp.n_expert,
         n_expert_used=hp.n_expert_used,
         slot_bytes=sizes,
-        weights=sum(info.nbytes for info in dense),
-        kv=kv * (n_kv + 1),
+        weights=_dense_bytes(model, layers, has_head),
+        kv=each * (len(layers) - n_recurrent) * (n_kv + 1),
         # a snapshot too, to undo a prompt
-        state=state_bytes(hp, config.n_seq + 1) + zeros_bytes(hp) + _draft_bytes(hp, drafted),
+        state=state + zeros_bytes(hp) + _draft_bytes(hp, drafted, n_recurrent),
         compute=compute,
         other=_OTHER_BYTES,
         staging=(2 * N_STAGING + MAX_PREFETCH) * sum(kinds.values())
         + lacking_bytes(hp, n_sweep, n_ubatch),
-        ring_each=group_size(hp.n_expert),
+        ring_groups=N_GROUPS,
         ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
         drafters=drafters,
     )
+
+
+def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
+    """Return the bytes of all weights of a stage except routed experts."""
+    dense = [info for info in model.tensors.values() if is_dense(info.name, layers)]
+    dense = [info for info in dense if has_head or info.name.startswith("blk.")]
+    if has_head and "output.weight" not in model.tensors:
+        dense.append(model.tensors["token_embd.weight"])
+    return sum(info.nbytes for info in dense)
 
 
 def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
@@ -107,7 +125,7 @@ def _sweep_bytes(hp: HParams, n_rows: int, n_ubatch: int, n_ctx: int) -> int:
 def lacking_bytes(hp: HParams, n_rows: int, n_ubatch: int) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
     n_terms = most_terms(hp.n_expert_used, hp.n_expert)
-    unit = 4 * (4 + n_terms) * 2 * (hp.n_expert_used * n_ubatch // 4 + 64)
+    unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
     return 4 * (hp.n_embd + hp.n_expert_used) * (n_rows + 1) + unit
 
 
@@ -124,17 +142,17 @@ def _row_bytes(hp: HParams) -> int:
     return 4 * (mixer + experts + 10 * hp.n_embd + 10 * hp.n_expert + 4 * hp.n_ff_shexp)
 
 
-def _narrow_bytes(hp: HParams, n_tokens: int, n_ctx: int) -> int:
+def _narrow_bytes(hp: HParams, n_tokens: int, n_ctx: int, logits: int) -> int:
     """Return a bound for a decode or verify pass: a head row for each row, and paged attention.
 
-    Its inputs come on top.
+    Its inputs come on top. logits: what a head row takes.
     """
     scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS), n_ctx)
-    return n_tokens * (_row_bytes(hp) + 8 * hp.n_vocab) + scratch
+    return n_tokens * (_row_bytes(hp) + logits) + scratch
 
 
-def _draft_bytes(hp: HParams, n_rows: int) -> int:
+def _draft_bytes(hp: HParams, n_rows: int, n_recurrent: int) -> int:
     """Return the bytes that verify passes of n_rows rows keep; see `DraftRows`."""
     room = draft_room(n_rows) if n_rows else 0
     layer = sum(round_up(4 * width * room, _ALIGN) for width in draft_widths(hp))
-    return hp.n_layer_recurrent * layer
+    return n_recurrent * layer

@@ -27,8 +27,8 @@ class Footprint:
 
     slot_bytes [n_layer]: one expert of each layer with padding; types may differ by layer. weights:
     all weights except routed experts. other: the driver, tables, alignment. staging: needed only if
-    some layer is not full, as is ring: what prompts send experts through, with groups of ring_each
-    slots. drafters: all that they take.
+    some layer is not full, as is ring: what prompts send experts through, with ring_groups groups.
+    drafters: all that they take.
     """
 
     n_expert: int
@@ -40,7 +40,7 @@ class Footprint:
     compute: int
     other: int = 0
     staging: int = 0
-    ring_each: int = 0
+    ring_groups: int = 0
     ring: int = 0
     drafters: int = 0
 
@@ -70,7 +70,7 @@ class Plan:
     experts of full layers), slots, and drafters if there are any. budget: None without a limit.
     resident_share: share of the expert bytes that are resident, 0 to 1. host_bytes: host memory for
     copies of the experts of all layers that are not full, of which the device holds some too.
-    ring_each: slots of a group of the ring.
+    ring_groups: groups of the ring.
     """
 
     n_slots: tuple[int, ...]
@@ -80,7 +80,7 @@ class Plan:
     all_resident: bool
     resident_share: float
     host_bytes: int
-    ring_each: int = 0
+    ring_groups: int = 0
 
     @property
     def total(self) -> int:
@@ -274,8 +274,8 @@ def _plan(need: Footprint, n_slots: Sequence[int], budget: int | None, n_rings: 
         by_purpose["drafters"] = need.drafters
     share = sum(sizes) / need.experts if need.experts else 1.0
     host = need.experts - full_bytes
-    each = n_rings * need.ring_each
-    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host, each)
+    groups = n_rings * need.ring_groups
+    return Plan(tuple(n_slots), pinned, by_purpose, budget, everything, share, host, groups)
 
 
 def _too_small(need: Footprint, budget: int, source: str) -> OutOfDeviceMemory:

@@ -22,6 +22,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from .kvpool import KVPool
 from .layout import PAGE
+from .state import State
 
 Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
@@ -131,22 +132,28 @@ def _last_rows(copies: Sequence[RowsCopy], name: str) -> Parts:
 class HostCopies:
     """Copies the states and rows of sequences to host memory and back, after the pass in flight.
 
-    states: tensors with a row for each sequence. caches: tensors with a row for each KV row.
-    states_bytes: size of the states of a sequence. row_bytes: of the KV rows of a position.
+    The layers may be on several devices; a copy has them all, in order. states_bytes: size of the
+    states of a sequence. row_bytes: of the KV rows of a position.
     """
 
-    def __init__(
-        self, device: Device, states: Iterable[Tensor], caches: Iterable[Tensor], pool: KVPool
-    ) -> None:
-        self._device = device
-        self._states, self._caches = list(states), list(caches)
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        self._parts: list[State] = []
         self._spare: list[HostBuffer] = []
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
-        for tensor in self._states:
-            self._at[tensor] = sum(t.nb[1] for t in self._at)
-        self.states_bytes = sum(t.nb[1] for t in self._states)
-        self.row_bytes = sum(t.nb[1] for t in self._caches)
+        self.states_bytes = self.row_bytes = 0
+
+    def add(self, state: State) -> None:
+        """Have later copies hold these layers too; there are none yet."""
+        self._parts.append(state)
+        for tensor in state.recurrent:
+            self._at[tensor] = self.states_bytes
+            self.states_bytes += tensor.nb[1]
+        self.row_bytes += sum(t.nb[1] for t in state.caches)
+
+    def _new_buffer(self) -> HostBuffer:
+        # memory that one GPU driver pinned is pinned for all its devices
+        return self._parts[0].device.host_buffer(max(1, self.states_bytes))
 
     @property
     def n_spare(self) -> int:
@@ -165,7 +172,7 @@ class HostCopies:
             NativeError: there is no host memory.
         """
         while len(self._spare) < min(n, _MAX_SPARE):
-            self._spare.append(self._device.host_buffer(max(1, self.states_bytes)))
+            self._spare.append(self._new_buffer())
 
     def new_states(self, n_past: int) -> StatesCopy:
         """Return memory for the states after n_past positions; `take_layer` fills it.
@@ -176,12 +183,14 @@ class HostCopies:
         try:
             buffer = self._spare.pop()
         except IndexError:
-            buffer = self._device.host_buffer(max(1, self.states_bytes))
+            buffer = self._new_buffer()
         return StatesCopy(n_past, buffer, self._spare)
 
-    def take_layer(self, copy: StatesCopy, slot: int, states: Iterable[Tensor]) -> None:
-        """Enqueue the copy of some states of a sequence, as they are now."""
-        host, stream = _open(copy), self._device.compute.ptr
+    def take_layer(
+        self, copy: StatesCopy, slot: int, device: Device, states: Iterable[Tensor]
+    ) -> None:
+        """Enqueue the copy of some states of a sequence on one device, as they are now."""
+        host, stream = _open(copy), device.compute.ptr
         for tensor in states:
             at, n = self._at[tensor], tensor.nb[1]
             C.ggml_backend_tensor_get_async(stream, tensor, host.address(at), slot * n, n)
@@ -193,20 +202,23 @@ class HostCopies:
             NativeError: there is no host memory.
         """
         copy = self.new_states(n_past)
-        self.take_layer(copy, slot, self._states)
-        self._device.synchronize()
+        for part in self._parts:
+            self.take_layer(copy, slot, part.device, part.recurrent)
+        self.wait()
         return copy
 
     def wait(self) -> None:
         """Wait until copies that were enqueued are complete."""
-        self._device.synchronize()
+        for part in self._parts:
+            part.device.synchronize()
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""
-        host, stream = _open(copy), self._device.compute.ptr
-        for tensor, at in self._at.items():
-            n = tensor.nb[1]
-            C.ggml_backend_tensor_set_async(stream, tensor, host.address(at), slot * n, n)
+        host = _open(copy)
+        for part in self._parts:
+            for tensor in part.recurrent:
+                at, n = host.address(self._at[tensor]), tensor.nb[1]
+                C.ggml_backend_tensor_set_async(part.device.compute.ptr, tensor, at, slot * n, n)
 
     def take_rows(self, slot: int, first: int, n: int) -> RowsCopy:
         """Copy the KV rows of n positions of a sequence, and wait for it.
@@ -214,10 +226,11 @@ class HostCopies:
         Raises:
             MemoryError: there is no host memory.
         """
-        parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in self._caches]
-        self._device.synchronize()
+        caches = [tensor for part in self._parts for tensor in part.caches]
+        parts = [np.empty((n, t.nb[1]), dtype=np.uint8) for t in caches]
+        self.wait()
         for at, row, n_rows in self._runs(slot, first, n):
-            for tensor, part in zip(self._caches, parts):
+            for tensor, part in zip(caches, parts):
                 target = ffi.from_buffer(part[at : at + n_rows])
                 size = tensor.nb[1]
                 C.ggml_backend_tensor_get(tensor, target, row * size, n_rows * size)
@@ -228,13 +241,15 @@ class HostCopies:
 
         The sequence has pages for these positions.
         """
-        stream, n = self._device.compute.ptr, copy.n_rows - skipped
-        for at, row, n_rows in self._runs(slot, first, n):
-            for tensor, part in zip(self._caches, copy.parts):
+        caches = [
+            (part.device.compute.ptr, tensor) for part in self._parts for tensor in part.caches
+        ]
+        for at, row, n_rows in self._runs(slot, first, copy.n_rows - skipped):
+            for (stream, tensor), part in zip(caches, copy.parts):
                 source = ffi.from_buffer(part[skipped + at : skipped + at + n_rows])
                 size = tensor.nb[1]
                 C.ggml_backend_tensor_set_async(stream, tensor, source, row * size, n_rows * size)
-        self._device.synchronize()
+        self.wait()
 
     def _runs(self, slot: int, first: int, n: int) -> Iterator[tuple[int, int, int]]:
         """Yield (index, KV row, rows) of the parts of n positions whose rows are consecutive."""

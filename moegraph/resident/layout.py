@@ -26,9 +26,12 @@ _MIN_DRAFT_ROWS = 32
 _SPLIT_LEVELS, _MOST_SPLITS = 6, 128
 # Experts uploaded at a time: slots of a staging bank, and blocks of the ring.
 N_STAGING = 16
-# Groups of the ring through which prompts send experts: one is computed, one has arrived, one is
-# under way, and one is given back.
+# Groups of the ring through which prompts send experts, at least: one is computed, one has arrived,
+# one is under way, and one is given back.
 N_GROUPS = 4
+# A graph over experts in the ring computes at most such a share of the choices of a chunk: one part
+# in so many. What it needs on the device is then not more than what a chunk needs.
+UNIT_SHARE = 2
 # Most tokens that the MTP block drafts at once; few drafts are right for so long.
 MAX_MTP_DRAFT = 16
 # Known rows whose K and V the MTP block computes at a time.
@@ -141,13 +144,13 @@ def group_size(n_expert: int) -> int:
     """Return the slots of a group of the ring, for layers of n_expert experts.
 
     More of them make fewer graphs, and fewer make the first experts usable earlier and leave memory
-    for slots. The planner may double them.
+    for slots.
     """
     return max(4, min(16, n_expert // 8))
 
 
 def ring_bytes(strides: Collection[int], n_each: int) -> int:
-    """Return the bytes of a ring with groups of n_each slots.
+    """Return the bytes of the smallest ring, with groups of n_each slots.
 
     strides: the bytes of a slot, of each kind of layer.
     """

@@ -152,7 +152,7 @@ def open_mtp(
         if not is_full:
             experts = own(closing(BlockExperts(device, banks, store, il, hp.n_expert_used)))
         mapped = sum(file.tensors[name].nbytes for name in loader.in_place)
-        mine = weights, banks, stage.state, stage.taps, store
+        mine = weights, banks, stage.state, stage.sequences, stage.taps, store
         block = Stage(device, hp, layers, *mine, mapped, ExitStack())
         w = weights.layer(il)
         norm = w.get("nextn.shared_head_norm.weight", head.norm)

@@ -11,7 +11,7 @@ from ..ggml.memory import place
 from ..ggml.ops import F32
 from ..modelfile import TensorInfo
 from .bank import TAIL, Bank, strided_stack
-from .layout import N_GROUPS, Packing, group_bytes, stack_kind
+from .layout import Packing, group_bytes, stack_kind
 from .store import ExpertStore
 
 
@@ -22,9 +22,9 @@ class Ring:
     that groups of two layers can be filled at once.
     """
 
-    def __init__(self, device: Device, store: ExpertStore, n_each: int) -> None:
+    def __init__(self, device: Device, store: ExpertStore, n_groups: int, n_each: int) -> None:
         """store: holds the experts that may be missing."""
-        self.n_groups, self.n_each = N_GROUPS, n_each
+        self.n_groups, self.n_each = n_groups, n_each
         kinds: dict[Hashable, dict[str, TensorInfo]] = {}
         self._kind_of: dict[int, Hashable] = {}
         for il in store.layers:
@@ -33,7 +33,7 @@ class Ring:
             kinds[self._kind_of[il]] = infos
         packings = {kind: Packing.of(infos) for kind, infos in kinds.items()}
         self._step = group_bytes([packing.stride for packing in packings.values()], n_each)
-        self.n_bytes = self._step * N_GROUPS + TAIL
+        self.n_bytes = self._step * n_groups + TAIL
         self._buffer = device.buffer(self.n_bytes, "the ring of prompts", "lower --vram or -ub")
         C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         # kernels may read past the last row that they need

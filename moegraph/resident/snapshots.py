@@ -7,8 +7,6 @@ with them every snapshot of a later position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
 from weakref import WeakSet
 
 from ..errors import RequestError
@@ -17,10 +15,11 @@ from ..ggml.handles import Buffer, Context
 from ..ggml.lib import C
 from ..ggml.memory import place
 from ..ggml.ops import F32, Tensor
+from .state import State
 
 
 class _Copy:
-    """Device memory for the recurrent states of one sequence."""
+    """Device memory for the recurrent states of one sequence in the layers of one state."""
 
     def __init__(self, device: Device, n_bytes: int) -> None:
         self.context = Context(1)
@@ -41,50 +40,84 @@ class Snapshot:
     slot: the sequence. is_valid: whether it can be restored.
     """
 
-    def __init__(self, slot: int, n_past: int, copy: _Copy, spare: list[_Copy]) -> None:
+    def __init__(
+        self, slot: int, n_past: int, copies: list[_Copy], spare: list[list[_Copy]]
+    ) -> None:
         self.slot = slot
         self.n_past = n_past
         self.is_valid = True
-        self._copy: _Copy | None = copy
+        self._copies: list[_Copy] | None = copies
         self._spare = spare
 
     def close(self) -> None:
         """Give up the memory, for the next snapshot; a second call does nothing."""
-        copy, self._copy, self.is_valid = self._copy, None, False
-        if copy is not None:
-            self._spare.append(copy)
+        copies, self._copies, self.is_valid = self._copies, None, False
+        if copies is not None:
+            self._spare.append(copies)
 
-    def copy_of_states(self) -> Tensor:
-        """Return the memory of the states.
+    def copies_of_states(self) -> list[Tensor]:
+        """Return the memory of the states, one tensor for each state that there is.
 
         Raises:
             RequestError: the snapshot is closed, or the sequence has lost its positions since.
         """
-        if self._copy is None:
+        if self._copies is None:
             raise RequestError("the snapshot is closed")
         if not self.is_valid:
             raise RequestError(
                 f"sequence {self.slot} has lost positions before {self.n_past} since this snapshot "
                 "was taken; compute them again"
             )
-        return self._copy.tensor
+        return [copy.tensor for copy in self._copies]
+
+
+class _Rows:
+    """The recurrent tensors of one state, and where their rows are in a copy."""
+
+    def __init__(self, state: State) -> None:
+        self.device = state.device
+        self._at: dict[Tensor, int] = {}
+        for tensor in state.recurrent:
+            self._at[tensor] = sum(t.nb[1] for t in self._at)
+        # at least one number, for a stage without recurrent states
+        self.n_bytes = max(4, sum(t.nb[1] for t in self._at))
+
+    def take(self, slot: int, to: Tensor) -> None:
+        for tensor, at in self._at.items():
+            n = tensor.nb[1]
+            C.mg_copy_bytes(self.device.compute.ptr, tensor, slot * n, to, at, n)
+
+    def put(self, slot: int, source: Tensor) -> None:
+        for tensor, at in self._at.items():
+            n = tensor.nb[1]
+            C.mg_copy_bytes(self.device.compute.ptr, source, at, tensor, slot * n, n)
 
 
 class Snapshots:
-    """Takes and restores snapshots of the rows of recurrent states.
+    """Takes and restores snapshots of the rows of recurrent states, on the devices that have them.
 
-    Copies are enqueued on the compute stream, so passes of other sequences go on.
+    Copies are enqueued on the compute streams, so passes of other sequences go on.
     """
 
-    def __init__(self, device: Device, states: Iterable[Tensor]) -> None:
-        self._device = device
-        self._at: dict[Tensor, int] = {}  # where each state is in a copy
-        for tensor in states:
-            self._at[tensor] = sum(t.nb[1] for t in self._at)
-        # at least one number, for a stage without recurrent states
-        self._n_bytes = max(4, sum(t.nb[1] for t in self._at))
-        self._spare: list[_Copy] = []
+    def __init__(self) -> None:
+        self._rows: list[_Rows] = []
+        self._spare: list[list[_Copy]] = []
         self._live: WeakSet[Snapshot] = WeakSet()
+
+    def add(self, state: State) -> None:
+        """Have later snapshots hold these layers too; there are none yet."""
+        self._rows.append(_Rows(state))
+
+    def _new(self) -> list[_Copy]:
+        copies: list[_Copy] = []
+        try:
+            for rows in self._rows:
+                copies.append(_Copy(rows.device, rows.n_bytes))
+        except BaseException:
+            for copy in copies:
+                copy.close()
+            raise
+        return copies
 
     def take(self, slot: int, n_past: int) -> Snapshot:
         """Return a snapshot of a sequence that holds n_past positions.
@@ -92,11 +125,11 @@ class Snapshots:
         Raises:
             OutOfDeviceMemory: there is no memory for it.
         """
-        copy = self._spare.pop() if self._spare else _Copy(self._device, self._n_bytes)
-        snapshot = Snapshot(slot, n_past, copy, self._spare)
+        copies = self._spare.pop() if self._spare else self._new()
+        snapshot = Snapshot(slot, n_past, copies, self._spare)
         self._live.add(snapshot)
-        for tensor, at in self._at.items():
-            self._enqueue(tensor, slot * tensor.nb[1], copy.tensor, at, tensor.nb[1])
+        for rows, copy in zip(self._rows, copies):
+            rows.take(slot, copy.tensor)
         return snapshot
 
     def reserve(self) -> None:
@@ -106,7 +139,7 @@ class Snapshots:
             OutOfDeviceMemory: there is no memory for it.
         """
         if not self._spare:
-            self._spare.append(_Copy(self._device, self._n_bytes))
+            self._spare.append(self._new())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Enqueue the copy of the states back to the snapshot's sequence.
@@ -114,12 +147,8 @@ class Snapshots:
         Raises:
             RequestError: the snapshot cannot be restored.
         """
-        saved = snapshot.copy_of_states()
-        for tensor, at in self._at.items():
-            self._enqueue(saved, at, tensor, snapshot.slot * tensor.nb[1], tensor.nb[1])
-
-    def _enqueue(self, source: Any, source_at: int, to: Any, to_at: int, n_bytes: int) -> None:
-        C.mg_copy_bytes(self._device.compute.ptr, source, source_at, to, to_at, n_bytes)
+        for rows, saved in zip(self._rows, snapshot.copies_of_states()):
+            rows.put(snapshot.slot, saved)
 
     def forget(self, slot: int, n_past: int) -> None:
         """Make snapshots of a sequence invalid that have more positions than it keeps."""
@@ -131,6 +160,6 @@ class Snapshots:
         """Free all memory, also that of snapshots that are not closed."""
         for snapshot in list(self._live):
             snapshot.close()
-        for copy in self._spare:
+        for copy in (copy for copies in self._spare for copy in copies):
             copy.close()
         self._spare.clear()

@@ -15,6 +15,7 @@ from ..modelfile import ModelFile
 from ..modelfile.hparams import HParams
 from .bank import ExpertBanks
 from .poolshape import PoolShape
+from .sequences import Sequences
 from .state import State
 from .store import ExpertStore
 from .taps import TapRows
@@ -28,9 +29,9 @@ class Stage:
     The stage with the first layer has the token embedding, the one with the last layer the head.
     Every part has the layers of the stage alone, by their numbers in the model.
 
-    hp: of the whole model. taps: what passes keep for a drafter. store: the experts of the layers
-    that are not full, in host memory. mapped_bytes: tensors that passes read where the file is
-    mapped.
+    hp: of the whole model. state: of its layers. sequences: of the whole model, which all stages
+    share. taps: what passes keep for a drafter. store: the experts of the layers that are not full,
+    in host memory. mapped_bytes: tensors that passes read where the file is mapped.
     """
 
     device: Device
@@ -39,6 +40,7 @@ class Stage:
     weights: Weights
     banks: ExpertBanks
     state: State
+    sequences: Sequences
     taps: TapRows
     store: ExpertStore
     mapped_bytes: int
@@ -81,6 +83,7 @@ def open_stage(
     progress: Progress | None = None,
     times: Stopwatch | None = None,
     has_mtp: bool = False,
+    sequences: Sequences | None = None,
 ) -> Stage:
     """Load consecutive layers of a model onto a device, which the stage closes.
 
@@ -91,6 +94,7 @@ def open_stage(
     config: its n_seq, n_kv, n_draft, type_k, type_v and host_pin count. n_ctx: positions of a
     sequence. n_prefetch_slots, progress: see `ExpertBanks` and `Loader`. times: measures the
     phases. has_mtp: make room in the state for the MTP block (mtp.py), which follows these layers.
+    sequences: what the stages before have; None for the first stage.
 
     Raises:
         InternalError: these are not consecutive layers of the model.
@@ -109,9 +113,11 @@ def open_stage(
             banks = ExpertBanks(device, loader, file, layers, n_slots, n_prefetch_slots)
             own(closing(banks))
         times.lap("banks")
-        shape = PoolShape.of(config, n_ctx)
         cached = range(layers.start, layers.stop + has_mtp)
-        state = own(closing(State(device, hp, cached, shape, config.type_k, config.type_v)))
+        if sequences is None:
+            sequences = own(closing(Sequences(PoolShape.of(config, n_ctx))))
+        state = own(closing(State(device, hp, cached, sequences, config.type_k, config.type_v)))
+        sequences.add(state)
         times.lap("state")
         taps = own(closing(TapRows(device, hp)))
         partial = [il for il in layers if n_slots[il] < hp.n_expert]
@@ -122,5 +128,5 @@ def open_stage(
         if weights.embedding:
             in_place |= {weights.embedding.name}
         mapped = sum(file.tensors[name].nbytes for name in in_place)
-        parts = weights, banks, state, taps, store
+        parts = weights, banks, state, sequences, taps, store
         return Stage(device, hp, layers, *parts, mapped, stack.pop_all())

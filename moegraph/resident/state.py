@@ -3,11 +3,14 @@
 A sequence has a slot: a row of every recurrent state, and a list of pages of the KV caches
 (kvpool.py). Passes over any slots run with the same graphs. An engine with one sequence has its
 state at row 0 and its positions in order, so its graphs read both in place.
+
+These are the bytes of some layers, on one device. Which sequence has which positions is the same on
+all devices, and `Sequences` decides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -20,19 +23,18 @@ from ..ggml.ops import F32, Tensor, type_id
 from ..modelfile.hparams import HParams
 from ..units import round_up
 from .drafts import DraftRows
-from .hostcopies import HostCopies, RowsCopy, StatesCopy
 from .kvpool import KVPool
-from .layout import PAGE, zeros_bytes
+from .layout import zeros_bytes
 from .poolshape import PoolShape
-from .snapshots import Snapshot, Snapshots
+from .positions import Positions
 
 _ROT_MIN = 64
 
 
 class State:
-    """KV cache and recurrent states of `n_seq` sequences in some layers, on one device.
+    """KV cache and recurrent states of all sequences in some layers, on one device.
 
-    shape: how many positions they may have. n_ctx, n_seq: of it.
+    positions: of the sequences; `shape`, `n_ctx`, `n_seq`, `pool` and `n_past` are its own.
     k, v: of each full-attention layer, [n_embd_gqa, shape.n_rows + 1]; `pool` knows which row has
         which position. Padding rows of a pass are written to the last row, which nothing reads.
     k_words, v_words: the same memory as F32, to move rows byte for byte; empty if a row is not a
@@ -43,12 +45,10 @@ class State:
     last_out: F32 [n_embd, n_seq], the output of the last layer at each sequence's last position,
         from which an MTP block drafts; None unless the layers have one, which is layer n_layer. It
         is zeros in an empty sequence, and who runs a pass keeps it up to date.
-    copies: copies sequences to host memory and back.
+    recurrent: all tensors with a row for each sequence. caches: k, then v.
     rot_k, rot_v: Walsh-Hadamard matrices F32 [n, n]; None unless K or V is quantized and 64 divides
         head_dim.
-    pool: the pages of the sequences.
     spare_row: the last row of the caches.
-    n_past: positions that each sequence holds.
     kv_bytes, mtp_bytes, recurrent_bytes: of the caches of the model's layers, and of the MTP
         block; of the states.
     n_attention_parts: see `Device`.
@@ -59,20 +59,22 @@ class State:
     """
 
     def __init__(
-        self, device: Device, hp: HParams, layers: range, shape: PoolShape, type_k: str, type_v: str
-    ) -> None:
-        self.shape, self.n_ctx = shape, shape.n_ctx
-        self.n_seq = n_seq = shape.n_seq
-        self._device = device
-        self.pool = KVPool(n_seq, shape.n_seq_pages, shape.n_pages)
+        self, device: Device, hp: HParams, layers: range, positions: Positions,
+        type_k: str, type_v: str,
+    ) -> None:  # fmt: skip
+        self.positions, self.device = positions, device
+        self.shape: PoolShape = positions.shape
+        self.n_ctx, self.n_seq = self.shape.n_ctx, self.shape.n_seq
+        self.pool: KVPool = positions.pool
+        self.n_past = positions.n_past
         self.n_attention_parts = device.n_attention_parts
-        self.n_past = [0] * n_seq
+        n_seq = self.n_seq
         self._context = Context(4 * len(layers) + 4)
         self.k: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
         self.ssm: dict[int, Tensor] = {}
-        self.spare_row = shape.n_rows
+        self.spare_row = positions.spare_row
         rows = self.spare_row + 1
         for il in layers:
             if hp.is_recurrent(il):
@@ -84,9 +86,10 @@ class State:
         self._mtp = hp.n_layer
         has_mtp = self._mtp in layers
         self.last_out: Tensor | None = self._new(F32, hp.n_embd, n_seq) if has_mtp else None
-        self._states = [*self.conv.values(), *self.ssm.values()]
+        self.recurrent = [*self.conv.values(), *self.ssm.values()]
         if self.last_out is not None:
-            self._states.append(self.last_out)
+            self.recurrent.append(self.last_out)
+        self.caches = [*self.k.values(), *self.v.values()]
         self.k_words, self.v_words = self._words(self.k), self._words(self.v)
         if n_seq > 1:
             self.require_words("several sequences (n_seq)")
@@ -95,9 +98,6 @@ class State:
         self._n_zeros = zeros_bytes(hp)
         self._place(device)
         self.drafts = DraftRows(device, hp, layers)
-        self.snapshots = Snapshots(device, self._states)
-        caches = (*self.k.values(), *self.v.values())
-        self.copies = HostCopies(device, self._states, caches, self.pool)
 
     def _new(self, dtype: int, ne0: int, ne1: int) -> Tensor:
         return C.ggml_new_tensor_2d(self._context.ptr, dtype, ne0, ne1)
@@ -113,8 +113,7 @@ class State:
         Raises:
             ConfigError: a row is not a multiple of 4 bytes.
         """
-        caches = (*self.k.values(), *self.v.values())
-        odd = next((t.nb[1] for t in caches if t.nb[1] % 4), 0)
+        odd = next((t.nb[1] for t in self.caches if t.nb[1] % 4), 0)
         if odd:
             raise ConfigError(
                 f"{what} needs KV cache rows of a multiple of 4 bytes; this model's have "
@@ -131,8 +130,7 @@ class State:
         return self._new(F32, n, n)
 
     def _place(self, device: Device) -> None:
-        recurrent = self._states
-        cache = [*self.k.values(), *self.v.values()]
+        recurrent, cache = self.recurrent, self.caches
         constants = [rot for rot in (self.rot_k, self.rot_v) if rot is not None]
         self._zeros = self._new(F32, self._n_zeros // 4, 1)
         offsets, size = {}, 0
@@ -160,80 +158,24 @@ class State:
         self.recurrent_bytes = sum(C.ggml_nbytes(t) for t in recurrent)
 
     def n_kv(self, n_used: int) -> int:
-        """Return the KV length of a graph for n_used positions: a multiple of PAGE."""
-        return min(self.n_ctx, max(PAGE, round_up(n_used, PAGE)))
+        """Return the KV length of a graph for n_used positions; see `Positions`."""
+        return self.positions.n_kv(n_used)
 
-    def reset(self, slot: int) -> None:
-        """Enqueue that a sequence is emptied, after the passes in flight; its pages become free."""
-        for tensor in self._states:
+    def clear_states(self, slot: int) -> None:
+        """Enqueue zeros over the recurrent states of a sequence."""
+        for tensor in self.recurrent:
             self._clear(tensor, slot * tensor.nb[1], tensor.nb[1])
-        self.truncate(slot, 0)
 
-    def truncate(self, slot: int, n_past: int) -> None:
-        """Enqueue that a sequence loses its positions from n_past on; its states do not change.
-
-        If its last page has other users, it gets its own; PoolFull if none is free.
-
-        KV rows are cleared too: a failed pass may have left NaN in a row, and masking it would not
-        help, because NaN times zero is NaN.
-        """
-        runs = self.pool.beyond(slot, n_past)
-        for tensor in (*self.k.values(), *self.v.values()):
+    def clear_rows(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Enqueue zeros over KV rows, given as (first row, rows)."""
+        for tensor in self.caches:
             for first, n in runs:
                 self._clear(tensor, first * tensor.nb[1], n * tensor.nb[1])
-        self.snapshots.forget(slot, n_past)
-        self.n_past[slot] = n_past
-        self.pool.shrink(slot, n_past)
-        if n_past % PAGE and self.pool.is_shared(slot, n_past):
-            old, new = self.pool.part(slot, n_past)
-            self._copy_rows(old * PAGE, new * PAGE, n_past % PAGE)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Enqueue that a sequence is again as it was when a snapshot was taken.
-
-        Raises:
-            RequestError: the snapshot cannot be restored.
-        """
-        self.snapshots.restore(snapshot)
-        self.truncate(snapshot.slot, snapshot.n_past)
-
-    def put_back(
-        self, slot: int, n_kept: int, rows: Sequence[tuple[int, RowsCopy]], states: StatesCopy,
-        source: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
-        """Have a sequence be as it was when its states were copied to host memory.
-
-        n_kept: its first positions, which are right already. source: another sequence and how many
-        of its first positions this one gets in place of those. rows: KV rows from there on, with
-        the position of the first in each copy; copies may begin earlier.
-        """
-        self.truncate(slot, 0 if source else n_kept)
-        n_past = n_kept
-        if source:
-            n_past = source[1]
-            self._share(slot, *source)
-        for first, copy in rows:
-            end = first + copy.n_rows
-            if end <= n_past:
-                continue
-            self.pool.grow(slot, end)
-            self.copies.put_rows(copy, n_past - first, slot, n_past)
-            n_past = end
-        self.copies.put_states(states, slot)
-        self.n_past[slot] = n_past
-
-    def _share(self, slot: int, source: int, n: int) -> None:
-        """Have an empty sequence begin with n positions of another one: whole pages are shared."""
-        self.pool.share(slot, source, n // PAGE)
-        if n % PAGE:
-            self.pool.grow(slot, n)
-            first = n - n % PAGE
-            self._copy_rows(self.pool.row(source, first), self.pool.row(slot, first), n % PAGE)
-
-    def _copy_rows(self, source: int, to: int, n: int) -> None:
+    def copy_rows(self, source: int, to: int, n: int) -> None:
         """Enqueue copies of n KV rows."""
-        stream = self._device.compute.ptr
-        for tensor in (*self.k.values(), *self.v.values()):
+        stream = self.device.compute.ptr
+        for tensor in self.caches:
             size = tensor.nb[1]
             C.mg_copy_bytes(stream, tensor, source * size, tensor, to * size, n * size)
 
@@ -242,20 +184,10 @@ class State:
         most = self._zeros.nb[1]
         for at in range(start, start + size, most):
             n = min(most, start + size - at)
-            C.mg_copy_bytes(self._device.compute.ptr, self._zeros, 0, tensor, at, n)
-
-    def snapshot(self, slot: int) -> Snapshot:
-        """Return a snapshot of a sequence, copied after the passes in flight.
-
-        Raises:
-            OutOfDeviceMemory: there is no memory for it.
-        """
-        return self.snapshots.take(slot, self.n_past[slot])
+            C.mg_copy_bytes(self.device.compute.ptr, self._zeros, 0, tensor, at, n)
 
     def close(self) -> None:
-        """Free the caches, snapshots and drafts."""
-        self.copies.close()
-        self.snapshots.close()
+        """Free the caches and drafts."""
         self.drafts.close()
         self._buffer.close()
         self._context.close()

@@ -1,6 +1,7 @@
 """Forward passes: rows of tokens in, logits or argmax out; KV cache and states advance.
 
 `whole` runs a pass as one graph. `layered` runs several and reads the choice of each router.
+`staged` runs it over several devices.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from .base import Runner
 from .batch import Batch
 from .layered import LayeredRunner
 from .results import NotFinite, Output
+from .staged import AnyRunner, StagedRunner
 from .whole import WholeRunner
 
-__all__ = ["Batch", "LayeredRunner", "NotFinite", "Output", "Runner", "WholeRunner"]
+__all__ = [
+    "AnyRunner", "Batch", "LayeredRunner", "NotFinite", "Output", "Runner", "StagedRunner",
+    "WholeRunner",
+]  # fmt: skip

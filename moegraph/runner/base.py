@@ -22,6 +22,8 @@ from ..resident.stage import Stage
 from .batch import Batch
 from .commit import Commits
 from .results import NotFinite, Output, ResultMemory
+from .sweep import Sweep
+from .sweep_batch import SweepBatch
 from .sweeps import Sweeps
 
 _PREFILL = Kind.PREFILL  # members of an Enum are slow to look up
@@ -34,8 +36,8 @@ class Runner(ABC):
 
     hidden: the rows between graphs and stages, or None. A stage without the embedding needs the
     rows of a pass there before `submit`; a stage without the head leaves them there. The device is
-    `stage.device`. sweeps: what computes prompts layer by layer; None unless the stage has all
-    layers. max_rows: most rows of a pass.
+    `stage.device`. sweeps: what computes prompts layer by layer; None if it was not asked for.
+    max_rows: most rows of a pass. sequences: of all stages.
     """
 
     mode: str
@@ -44,6 +46,8 @@ class Runner(ABC):
     def __init__(self, stage: Stage, n_ubatch: int, hidden: HiddenRows | None) -> None:
         self.stage = stage
         self.device = device = stage.device
+        self.sequences = stage.sequences
+        self.hp = stage.hp
         self.n_ubatch = n_ubatch
         self.hidden = hidden
         self.graphs = GraphCache(device)
@@ -54,8 +58,19 @@ class Runner(ABC):
         self._can_page = can_page(stage)
         self._has_head = stage.has_head
         self._begins: Callable[[], object] = lambda: None  # call it before the first graph
+        self._shape: PassShape  # of the pass that was prepared last
         self._pending: Batch | None = None
         self._dropped: set[int] = set()  # sequences whose results in flight are not wanted
+
+    @property
+    def parts(self) -> tuple[Runner, ...]:
+        """Return the runners of all stages: this one."""
+        return (self,)
+
+    @property
+    def n_built(self) -> int:
+        """Return how many graphs were built."""
+        return self.graphs.n_built
 
     @property
     def compute_bytes(self) -> int:
@@ -128,11 +143,11 @@ class Runner(ABC):
         self._inputs.fill(shape, batch.tokens, batch.slots, batch.tree, batch.draws)
 
     def advance(self, batch: Batch) -> None:
-        """Record that the sequences hold the rows of a pass; a verify pass leaves them as they are.
+        """Record that the sequences hold the rows of a pass, once the last stage has them too.
 
         A verify pass must not change them: its rows are committed later, if at all.
         """
-        if batch.tree is None:
+        if batch.tree is None and self._has_head:
             for slot in batch.slots:
                 self.stage.state.n_past[slot] += batch.tokens.shape[1]
 
@@ -152,8 +167,12 @@ class Runner(ABC):
             Cancelled: cancelled() returned true before a graph.
             RequestError: a pass is in flight.
         """
+        self.prepare(batch)
+        self.launch(batch, cancelled, begins)
+
+    def prepare(self, batch: Batch) -> None:
+        """Build what a pass needs; `launch` follows. After an error nothing has changed."""
         self.require_idle()
-        self._begins = begins
         shape = self.shape_of(batch)
         self._results.forget()
         self._commits.begin(batch)
@@ -161,6 +180,13 @@ class Runner(ABC):
             self._reserve_drafts(shape.n_tokens)
         # graphs first: building one may use the device, and must not disturb the uploaded inputs
         self._prepare(shape, batch)
+        self._shape = shape
+
+    def launch(
+        self, batch: Batch, cancelled: Callable[[], bool], begins: Callable[[], object]
+    ) -> None:
+        """Start the pass that was prepared; see `submit`."""
+        self._begins, shape = begins, self._shape
         self.fill_inputs(batch, shape)
         self._launch(shape, batch, cancelled)
         self.advance(batch)
@@ -168,6 +194,16 @@ class Runner(ABC):
         self._pending = batch
         if batch.tree:
             self._commits.verified(batch)
+
+    def sweep(self, batch: SweepBatch) -> Sweep:
+        """Return a sweep over a prompt; `Sweep.begin` begins it.
+
+        Raises:
+            InternalError: there is no memory for sweeps.
+        """
+        if self.sweeps is None:
+            raise InternalError("this runner has no memory for prompts")
+        return Sweep([self.sweeps], batch)
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
@@ -246,7 +282,7 @@ class Runner(ABC):
         prompt that return results of all rows may still need more.
 
         Raises:
-            OutOfDeviceMemory: the intermediates do not fit.
+            OutOfDeviceMemory: the intermediates do not fit, or a snapshot.
         """
         n_rows = min(n_draft + 1, self.n_ubatch)
         if n_draft:
@@ -258,6 +294,7 @@ class Runner(ABC):
             self._reserve(Kind.DECODE, 1, MAX_PAGED_ROWS)
         if self.sweeps:
             self.sweeps.reserve()
+            self.sequences.snapshots.reserve()
         if not n_draft:
             return
         self._reserve(Kind.VERIFY, n_rows)

@@ -135,8 +135,9 @@ class Commits:
         begins()
         status = C.mg_launch(self._device.compute.ptr, built.graph, ffi.NULL, 0)
         self._device.check(status, f"the commit of {sum(map(len, paths.values()))} rows")
-        for slot, path in paths.items():
-            state.n_past[slot] += len(path)
+        if self._stage.has_head:  # the last stage has them too
+            for slot, path in paths.items():
+                state.n_past[slot] += len(path)
 
     def reserve(self, n_rows: int) -> None:
         """Build the graph of the largest commit of paths of up to n_rows rows.

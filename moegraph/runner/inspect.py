@@ -16,6 +16,7 @@ from ..kinds import Kind
 from ..resident.stage import Stage
 from .base import Runner
 from .batch import Batch
+from .staged import AnyRunner, StagedRunner
 from .whole import build_whole, n_nodes_whole
 
 # Rows of a pass when a sequence is computed again: every node takes memory of its own.
@@ -23,23 +24,33 @@ _REPLAY_ROWS = 16
 _DTYPES = {F32: np.float32, I32: np.int32, F16: np.float16}
 
 
-def node_values(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
+def node_values(runner: AnyRunner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
     """Run one pass as one graph whose tensors share no memory; return named nodes by (name, il).
 
-    Arrays have numpy shapes: ggml's reversed, without leading dimensions of 1, but at least two
-    dimensions. On CUDA, a node that is part of another's kernel is NaN. KV cache and states advance
-    as in any pass. The states behind it are in the result under upstream's names conv_state_last
-    and new_state.
+    With several stages it is one graph for each. Arrays have numpy shapes: ggml's reversed, without
+    leading dimensions of 1, but at least two dimensions. On CUDA, a node that is part of another's
+    kernel is NaN. KV cache and states advance as in any pass. The states behind it are in the
+    result under upstream's names conv_state_last and new_state.
 
     Raises:
         ConfigError: not every expert is resident; a single graph cannot handle missing experts.
         OutOfDeviceMemory: the nodes do not fit.
     """
-    device, stage = runner.device, runner.stage
-    if not stage.is_full:
+    if not all(part.stage.is_full for part in runner.parts):
         raise ConfigError(
             "forward_nodes needs every expert on the device; drop --cache-slots and --vram"
         )
+    found: dict[tuple[str, int], npt.NDArray[Any]] = {}
+    for i, part in enumerate(runner.parts):
+        if isinstance(runner, StagedRunner) and i:
+            runner.hand_over(i, batch.tokens.size)
+        found |= _nodes_of(part, batch)
+    return found
+
+
+def _nodes_of(runner: Runner, batch: Batch) -> dict[tuple[str, int], npt.NDArray[Any]]:
+    """Run a pass over one stage, whose rows are there; see `node_values`."""
+    device, stage = runner.device, runner.stage
     at = runner.shape_of(batch)
     n_nodes = n_nodes_whole(stage)
     with Context(4 * n_nodes, 2 * n_nodes) as context:
@@ -74,17 +85,18 @@ def _states(stage: Stage, slots: tuple[int, ...]) -> dict[tuple[str, int], npt.N
     return found
 
 
-def first_bad_place(runner: Runner, tokens: list[int], seq: int) -> str | None:
+def first_bad_place(runner: AnyRunner, tokens: list[int], seq: int) -> str | None:
     """Compute a sequence again; return where the first value that is not finite appears.
 
     None if all values are finite this time.
     """
-    runner.device.synchronize()
-    runner.stage.state.reset(seq)
+    for part in runner.parts:
+        part.device.synchronize()
+    runner.sequences.reset(seq)
     for start in range(0, len(tokens), _REPLAY_ROWS):
         rows = np.array([tokens[start : start + _REPLAY_ROWS]], dtype=np.int32)
         nodes = node_values(runner, Batch(rows, (seq,), Kind.PREFILL, all_rows=True))
-        for il in runner.stage.layers:
+        for il in range(runner.hp.n_layer):
             if not np.isfinite(nodes["l_out", il]).all():
                 return f"the output of layer {il}"
         if not np.isfinite(nodes["result_output", -1]).all():

@@ -77,9 +77,9 @@ class LayeredRunner(Runner):
         misses: MissHandler | None = None,
         replay: Replay | None = None,
         n_sweep: int = 0,
-        ring_each: int = 0,
+        ring_groups: int = 0,
     ) -> None:
-        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_each: see `Sweeps`."""
+        """n_sweep: most rows of a prompt in one sweep; 0: no sweeps. ring_groups: see `Sweeps`."""
         max_rows = stage.state.shape.pass_rows(n_ubatch)
         hidden = HiddenRows(stage, max_rows)
         super().__init__(stage, n_ubatch, hidden)
@@ -103,10 +103,10 @@ class LayeredRunner(Runner):
             self._readback,
             misses,
         )
-        if n_sweep and stage.has_embedding and stage.has_head:
+        if n_sweep:
             self.sweeps = Sweeps(
                 stage, self.graphs, self._results, n_ubatch, n_sweep, hidden, self.residency,
-                misses, self._layer_graphs, is_exact, self.observers, ring_each,
+                misses, self._layer_graphs, is_exact, self.observers, ring_groups,
             )  # fmt: skip
         self.plans = LaunchPlans(stage, self.graphs, self._layer_graphs, self._readback, sums_last)
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,19 +48,6 @@ class SweepBatch:
         if self.greedy:
             return Results.ARGMAX
         return Results.LOGITS if self.draws is None else Results.CANDIDATES
-
-
-class SweepStep(NamedTuple):
-    """What the next step of a sweep computes, as far as its time depends on it.
-
-    kind: "recurrent" or "attention": a chunk in such a layer, of n_rows rows, which attend to n_kv
-    positions ("attention" only). "experts": those that a layer misses. "sum": a chunk's experts.
-    "head": the last one.
-    """
-
-    kind: str
-    n_rows: int
-    n_kv: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     mixer     mixer and router of a chunk of one layer
     experts   the expert FFN of a chunk over the resident experts
     layer     both, in a full layer
+    inputs    copies the inputs of a unit from host memory
     unit      experts in the ring, for rows of any chunk that chose them
     sum_rows  CPU device only: sums the rows of all experts in routing order
     head      output matrix and argmax
@@ -86,13 +87,24 @@ class SweepGraphs:
             ("sweep experts", il, n), self._n_nodes_moe, lambda b: self._build_experts(b, il, n)
         )
 
-    def unit(self, il: int, n_padded: int, n_rounds: int) -> BuiltGraph:
+    def unit_inputs(self, turn: int, n_padded: int) -> BuiltGraph:
+        """Return `inputs`, which reads what `SweepMemory.write_unit` wrote in that turn.
+
+        A copy that the driver makes would wait until the experts that are on their way have
+        arrived: the device has one engine for all of them.
+        """
+        return self._graphs.get(
+            ("sweep inputs", turn, n_padded), 4,
+            lambda b: self._memory.gather_unit(b, turn, n_padded),
+        )  # fmt: skip
+
+    def unit(self, il: int, n_padded: int) -> BuiltGraph:
         """Return `unit` over the ring, for layers of layer il's kind."""
         ring = self._ring
         return self._graphs.get(
-            ("sweep unit", ring and ring.kind(il), n_padded, n_rounds),
+            ("sweep unit", ring and ring.kind(il), n_padded),
             64,
-            lambda b: self._build_unit(b, il, n_padded, n_rounds),
+            lambda b: self._build_unit(b, il, n_padded),
         )
 
     def sum_rows(self, il: int, n: int) -> BuiltGraph | None:
@@ -112,7 +124,7 @@ class SweepGraphs:
         m = self._stage
         norm = build_input_norm(b, m, self._hidden.leaf(b, n), m.hp.n_layer)
         if m.weights.head is None:
-            raise InternalError("a sweep needs a stage with all layers")
+            raise InternalError("a stage without a head has no results")
         draws = self._memory.inputs.draws(b) if results is Results.CANDIDATES else None
         return build_head(b, m.weights.head, norm, None, draws, results)
 
@@ -164,9 +176,9 @@ class SweepGraphs:
             rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
         self._carry.put(b.expand(rows), "expert_rows")
 
-    def _build_unit(self, b: Builder, il: int, n_padded: int, n_rounds: int) -> None:
+    def _build_unit(self, b: Builder, il: int, n_padded: int) -> None:
         memory, n_embd = self._memory, self._stage.hp.n_embd
-        token, slot, at, target, *terms = memory.unit_leaves(b, n_padded, n_rounds)
+        token, slot, at, target, *terms = memory.unit_leaves(b, n_padded)
         if self._ring is None:
             return
         cur = b.get_rows(memory.tensor("post_norm"), token)

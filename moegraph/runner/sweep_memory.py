@@ -9,17 +9,17 @@ import numpy.typing as npt
 
 from ..experts.crossing import padded
 from ..ggml.handles import Context
-from ..ggml.lib import C
+from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F32, I32, Builder, Tensor
 from ..ggml.places import write_unit
 from ..graphs.chunk import ChunkInputs
-from ..resident.layout import most_terms
+from ..resident.layout import UNIT_SHARE, most_terms
 from ..resident.stage import Stage
 from ..units import round_up
 
 # Host copies of the inputs of units that may be under way at once.
-_N_HOST = 4
+_N_HOST = 8
 
 
 class SweepMemory:
@@ -39,14 +39,15 @@ class SweepMemory:
         device, hp = stage.device, stage.hp
         self._device, self.n_rows, self.max_rows = device, n_rows, max_rows
         n_places = hp.n_expert_used * n_rows
-        self._most_terms = most_terms(hp.n_expert_used, hp.n_expert)
+        self._n_terms = most_terms(hp.n_expert_used, hp.n_expert)
         # on the CPU the bits of a product depend on how many rows chose the expert: see `Sweep`
-        share = 1 if with_rows else 4
+        share = 1 if with_rows else UNIT_SHARE
         self.most = max(64, hp.n_expert_used * max_rows // share + 1)
         shapes = {"hidden": (hp.n_embd, n_rows + 1)}
         if may_lack:
             shapes |= {"post_norm": (hp.n_embd, n_rows), "weights": (1, n_places + 1)}
-            shapes["unit"] = (1, self._n_words(2 * self.most))
+            shapes["unit"] = (1, self._n_words(padded(self.most)))
+            shapes["unit_rows"] = (1, 4 + self._n_terms)
         if with_rows:
             shapes["expert_rows"] = (hp.n_embd, n_places + 1)
         self._context = Context(len(shapes))
@@ -61,19 +62,24 @@ class SweepMemory:
         for name, tensor in tensors.items():
             place(self._buffer, tensor, offsets[name])
         self.hidden = tensors["hidden"]
-        self._tensors, self._unit_at = tensors, offsets.get("unit", 0)
+        self._tensors, self._offsets = tensors, offsets
+        if may_lack:
+            rows = np.arange(4 + self._n_terms, dtype=np.int32)
+            C.ggml_backend_tensor_set(tensors["unit_rows"], ffi.from_buffer(rows), 0, rows.nbytes)
         self.inputs = ChunkInputs(stage, max_rows, n_rows)
         self._ids_host = device.host_buffer(8 * n_places)
         self.ids: npt.NDArray[np.int32] = self._ids_host.array[: 8 * n_places].view(np.int32)
         self.ids = self.ids.reshape(2, n_places)
-        self._units_host = device.host_buffer(4 * self._n_words(2 * self.most) * _N_HOST)
+        self._host_step = 4 * self._n_words(padded(self.most))
+        # graphs read it: see `SweepGraphs.unit_inputs`
+        self._units_host = device.host_buffer(self._host_step * _N_HOST, must_pin=True)
         self._sent = [device.event() for _ in range(_N_HOST)]
         self._turn = 0
         self.n_bytes = size + self.inputs.n_bytes
 
     def _n_words(self, n_padded: int) -> int:
-        """Return the words of the inputs of the largest unit."""
-        return (4 + self._most_terms) * n_padded
+        """Return the words of the inputs of a unit."""
+        return (4 + self._n_terms) * n_padded
 
     def ids_address(self, turn: int, at: int) -> Any:
         """Return where the ids of a layer are written, from place `at` on."""
@@ -83,42 +89,49 @@ class SweepMemory:
         """Return post_norm, weights or expert_rows."""
         return self._tensors[name]
 
-    def unit_leaves(self, b: Builder, n_padded: int, n_rounds: int) -> list[Tensor]:
+    def unit_leaves(self, b: Builder, n_padded: int) -> list[Tensor]:
         """Return the inputs of a unit: token, slot, place, target, and one leaf of each round."""
         leaves = []
-        for at in range(4 + n_rounds):
+        for at in range(4 + self._n_terms):
             leaf = b.leaf(I32, (n_padded,), "unit")
-            place(self._buffer, leaf, self._unit_at + 4 * at * n_padded)
+            place(self._buffer, leaf, self._offsets["unit"] + 4 * at * n_padded)
             leaves.append(leaf)
         return leaves
+
+    def gather_unit(self, b: Builder, turn: int, n_padded: int) -> None:
+        """Append the copy of a unit's inputs from host memory to where `unit_leaves` reads them."""
+        n = 4 + self._n_terms
+        host, rows = b.leaf(I32, (n_padded, n), "unit_host"), b.leaf(I32, (n,), "unit_rows")
+        place(self._units_host, host, turn * self._host_step)
+        place(self._buffer, rows, self._offsets["unit_rows"])
+        found = b.get_rows(host, rows)
+        place(self._buffer, found, self._offsets["unit"])
+        b.expand(found)
 
     def write_unit(
         self, places: npt.NDArray[np.int32], ids: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
     ) -> tuple[int, int]:  # fmt: skip
-        """Write the inputs of a unit to host memory; return its padded places and its rounds.
+        """Write the inputs of a unit to host memory; return the turn and the padded places.
 
-        places: fewer than `most`. Others: as in `write_unit`. `send_unit` then uploads them.
+        places: fewer than `most`. Others: as in `write_unit`. Launch what reads the turn, then call
+        `sent_unit`.
         """
-        sent, n_words = self._sent[self._turn], self._n_words(2 * self.most)
+        turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
+        sent, n_used = self._sent[turn], self.ids.shape[1] // self.n_rows
         if sent:
             sent.wait()
-        at, n_used = 4 * self._turn * n_words, self.ids.shape[1] // self.n_rows
-        words = self._units_host.array[at : at + 4 * n_words].view(np.int32)
         n_padded = padded(len(places))
+        at, n_bytes = turn * self._host_step, 4 * self._n_words(n_padded)
+        words = self._units_host.array[at : at + n_bytes].view(np.int32)
         n_rounds = write_unit(
-            places, ids, slots, n_used, self.n_rows, n_padded, self._most_terms, words
+            places, ids, slots, n_used, self.n_rows, n_padded, self._n_terms, words
         )
-        return n_padded, n_rounds
+        words[(4 + n_rounds) * n_padded :] = -1  # one graph for any number of rounds
+        return turn, n_padded
 
-    def send_unit(self, n_padded: int, n_rounds: int) -> None:
-        """Enqueue the upload of what `write_unit` wrote."""
-        turn, self._turn = self._turn, (self._turn + 1) % _N_HOST
-        C.ggml_backend_tensor_set_async(
-            self._device.compute.ptr, self._tensors["unit"],
-            self._units_host.address(4 * turn * self._n_words(2 * self.most)), 0,
-            4 * (4 + n_rounds) * n_padded,
-        )  # fmt: skip
+    def sent_unit(self, turn: int) -> None:
+        """Note that what reads the inputs of this turn is enqueued."""
         sent = self._sent[turn]
         if sent:
             C.ggml_backend_event_record(sent.ptr, self._device.compute.ptr)

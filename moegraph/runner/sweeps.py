@@ -18,7 +18,7 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import kv_length
 from ..graphs.hidden import HiddenRows
-from ..resident.layout import group_size
+from ..resident.layout import N_GROUPS, group_size
 from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
@@ -54,20 +54,20 @@ class Sweeps:
         layer_graphs: LayerGraphs | None = None,
         sums_last: bool = False,
         observers: list[Observer] | None = None,
-        ring_each: int = 0,
+        ring_groups: int = 0,
     ) -> None:
         """hidden: rows between graphs that the runner has anyway; None: allocate them.
 
-        ring_each: slots of a group of the ring; 0: as few as make sense.
+        ring_groups: groups of the ring; 0: as few as make sense.
         """
         self.stage, self.device, self.results = stage, stage.device, results
         self.residency, self.misses, self.sums_last = residency, misses, sums_last
         self.observers = observers if observers is not None else []
         self.phases = dict.fromkeys(PHASES, 0.0)
         device = stage.device
-        n_each = ring_each or group_size(stage.hp.n_expert)
-        self.ring = None if stage.is_full else Ring(device, stage.store, n_each)
-        n_groups = self.ring.n_groups if self.ring else 0
+        n_each = group_size(stage.hp.n_expert)
+        n_groups = ring_groups or N_GROUPS
+        self.ring = None if stage.is_full else Ring(device, stage.store, n_groups, n_each)
         rows = hidden or HiddenRows(stage, max_rows)
         self._own_hidden = None if hidden else rows
         self.memory = SweepMemory(stage, max_rows, n_rows, self.ring is not None, sums_last)
@@ -78,7 +78,8 @@ class Sweeps:
         self.routed = [device.event(), device.event()]
         self.layer_done = [device.event(), device.event()]
         self.paces = [device.event() for _ in range(_N_AHEAD)]
-        self._ring_events = [(device.event(), device.event()) for _ in range(n_groups)]
+        n_events = n_groups if self.ring else 0
+        self._ring_events = [(device.event(), device.event()) for _ in range(n_events)]
         self._carried = {"l_out": rows.all}
         self._context = Context(8)
         if layer_graphs:
@@ -157,12 +158,12 @@ class Sweeps:
         """Build the largest graphs, so that the shared block never grows later.
 
         Raises:
-            OutOfDeviceMemory: the intermediates do not fit, or a snapshot.
+            OutOfDeviceMemory: the intermediates do not fit.
         """
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         n_kv = kv_length(self.stage.state, self.stage.state.n_ctx)
         seen = set()
-        for il in range(hp.n_layer):
+        for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert
             kind = hp.is_recurrent(il), full, self.ring and not full and self.ring.kind(il)
             if kind in seen:
@@ -174,8 +175,7 @@ class Sweeps:
             self.graphs.mixer(il, n, n_kv)
             self.graphs.experts(il, n)
             self.graphs.sum_rows(il, n)
-            self.graphs.unit(il, padded(self.memory.most - 1), 4)
-        self.stage.state.snapshots.reserve()
+            self.graphs.unit(il, padded(self.memory.most - 1))
 
     def close(self) -> None:
         """Free all memory and events."""

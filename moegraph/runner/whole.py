@@ -60,8 +60,8 @@ class WholeRunner(Runner):
         is_alone = stage.has_embedding and stage.has_head
         hidden = None if is_alone else HiddenRows(stage, stage.state.shape.pass_rows(n_ubatch))
         super().__init__(stage, n_ubatch, hidden)
-        if is_alone and n_sweep:
-            self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep)
+        if n_sweep:
+            self.sweeps = Sweeps(stage, self.graphs, self._results, n_ubatch, n_sweep, hidden)
         self._built: BuiltGraph | None = None  # graph of the pass that is launched next
 
     def _get(self, shape: PassShape, results: Results) -> BuiltGraph:

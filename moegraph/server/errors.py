@@ -115,6 +115,19 @@ def told(failure: BaseException, path: str) -> ApiError:
     return error
 
 
+def forget_frames(failure: BaseException) -> None:
+    """Drop the frames of an error that was answered, and its causes.
+
+    They hold what the client sent. A frame that holds the error too would keep all of that until
+    Python looks for cycles, and it seldom looks at objects that have lived a little.
+    """
+    waiting = [failure]
+    while waiting:
+        one = waiting.pop()
+        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
+        one.__traceback__ = one.__cause__ = one.__context__ = None
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Return the error for a body that does not fit its schema: the first wrong field."""
     first = error.errors(include_url=False, include_context=False)[0]

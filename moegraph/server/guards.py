@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, forget_frames
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _JSON = "application/json"
@@ -116,7 +116,9 @@ class Gate:
                     raise
                 error = failure
         if error is not None:
-            await self._answer(scope["path"], error)(scope, receive, send)
+            response = self._answer(scope["path"], error)
+            forget_frames(error)
+            await response(scope, receive, send)
 
     def _problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

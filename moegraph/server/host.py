@@ -9,11 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import MoegraphError
+from . import heap
 from .backend import Loaded, ModelFacts, unavailable
 
 log = logging.getLogger("moegraph.server")
 # Seconds between two looks at the engine's thread and at the idle time.
 _LOOK_S = 0.5
+# Idle seconds after which free memory goes back to the system.
+_QUIET_S = 5.0
 _REASONS = {
     "loading": "the model is being loaded",
     "closing": "the server is ending; it takes no more requests",
@@ -38,6 +41,7 @@ class ModelHost:
         self._loaded: Loaded | None = None
         self._state = "loading"
         self._n_users = 0
+        self._is_tidy = True
         self._idle_since = time.monotonic()
         self.facts = facts
 
@@ -63,6 +67,7 @@ class ModelHost:
     def enter(self) -> None:
         """A request uses the model from now on."""
         self._n_users += 1
+        self._is_tidy = False
 
     def leave(self) -> None:
         """A request uses it no more."""
@@ -132,6 +137,8 @@ class ModelHost:
                 failure = now
             if self._is_idle():
                 await self._sleep()
+            elif not self._is_tidy and self._rests_for(_QUIET_S):
+                await self._tidy()
 
     def _has_ended(self) -> bool:
         """Return whether the engine has failed, and does not only take very long."""
@@ -141,15 +148,24 @@ class ModelHost:
         return bool(status.failure) and not status.busy_s
 
     def _is_idle(self) -> bool:
-        if self._sleep_s is None or self._n_users or self._state != "ready":
+        if self._sleep_s is None or self._state != "ready":
             return False
-        return time.monotonic() - self._idle_since >= self._sleep_s
+        return self._rests_for(self._sleep_s)
+
+    def _rests_for(self, seconds: float) -> bool:
+        return not self._n_users and time.monotonic() - self._idle_since >= seconds
+
+    async def _tidy(self) -> None:
+        """Return free memory to the system."""
+        self._is_tidy = True
+        await asyncio.get_running_loop().run_in_executor(self._thread, heap.give_back)
 
     async def _sleep(self) -> None:
         async with self._turn:
             if self._is_idle():
                 self._state = "sleeping"
                 await self._unload()
+                await self._tidy()
                 log.info("model unloaded after %s idle seconds", self._sleep_s)
 
     async def _unload(self) -> None:

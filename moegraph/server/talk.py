@@ -139,12 +139,14 @@ class Talk:
         """Cancel what still runs; may be called again."""
         if self._running:
             self._cancel()
+        self._tickets.clear()  # they know us, and the prompts
         if self._listener is not None:
             self._listener.closed()
             self._listener = None
 
     def _cancel(self) -> None:
         self._running.clear()
+        self._steps.clear()
         self._arrived.set()
         for ticket in self._tickets:
             ticket.cancel()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,8 @@ from ..units import MiB, format_bytes
 
 # llama.cpp counts tokens in 32 bits; a prompt far shorter than that is already a mistake.
 MAX_PROMPT_BYTES = 16 * MiB
+# A word costs the tokenizer up to a hundred times its size: longer texts have to take turns.
+_LARGE_BYTES = 1 * MiB
 # No token of a byte-level BPE is nearly as long; a longer one means a broken vocabulary.
 MAX_PIECE_BYTES = 64 * 1024
 
@@ -44,6 +47,7 @@ class Tokenizer:
 
     def __init__(self, source: ModelFile | str | os.PathLike[str]) -> None:
         self._model: Any = None
+        self._large = threading.Lock()
         self._lib = _load_llama()
         if isinstance(source, ModelFile):
             source.check_unchanged()
@@ -89,18 +93,22 @@ class Tokenizer:
             RequestError: the text is too long, or cannot be written as UTF-8.
         """
         data = _utf8(text)
+        with self._large if len(data) > _LARGE_BYTES else nullcontext():
+            return self._encode(data, add_special, parse_special)
+
+    def _encode(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         # Enough for most text; an occasional second call is cheaper than 4 bytes per byte of text.
         n_tokens = -(len(data) // 2 + 16)
         # A negative result is minus the number of tokens that the text has.
         while n_tokens < 0:
-            n_max = -n_tokens
-            ids = (ctypes.c_int32 * n_max)()
+            ids = array("i", bytes(4 * -n_tokens))
             n_tokens = self._lib.llama_tokenize(
-                self._open_vocab(), data, len(data), ids, n_max, add_special, parse_special
-            )
+                self._open_vocab(), data, len(data), ctypes.byref(ctypes.c_int32.from_buffer(ids)),
+                len(ids), add_special, parse_special,
+            )  # fmt: skip
             if n_tokens < -MAX_PROMPT_BYTES - 2:
                 raise InternalError(f"llama_tokenize asks for room for {-n_tokens} tokens")
-        return ids[:n_tokens]
+        return ids[:n_tokens].tolist()
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of one token; none for a control token unless special is true.

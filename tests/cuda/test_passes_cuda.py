@@ -197,7 +197,7 @@ def test_no_pass_needs_more_than_was_reserved(open_cuda: Open, settings: dict) -
     n_seq, n_draft, rng = 6, 4, np.random.default_rng(8)
     engine = open_cuda(n_seq=n_seq, n_draft=n_draft, n_ubatch=8, n_ctx=8192, **settings)
     graphs, passes = engine.runner.graphs, engine.passes
-    reserved = graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+    reserved = graphs.n_bytes, graphs.generation, engine.stage.state.drafts.n_rows
     assert engine.memory()["compute_bytes"] <= engine.plan.bytes["compute"]
     assert engine.memory()["state_bytes"] <= engine.plan.bytes["state"]
     for turn in range(30):
@@ -208,5 +208,5 @@ def test_no_pass_needs_more_than_was_reserved(open_cuda: Open, settings: dict) -
         passes.verify(tokens, slots, None, lengths[: len(slots)].tolist(), greedy=bool(turn % 2))
         engine.collect()
         passes.commit({slot: list(range(lengths[i])) for i, slot in enumerate(slots)})
-        now = graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+        now = graphs.n_bytes, graphs.generation, engine.stage.state.drafts.n_rows
         assert now == reserved, f"turn {turn}"

@@ -30,7 +30,7 @@ class MtpModel:
     ) -> None:  # fmt: skip
         """n_vocab, n_kept: see `open_mtp`. settings: as in `EngineConfig`."""
         from moegraph.draft.mtp import MtpDrafter
-        from moegraph.engine.loader import open_runner
+        from moegraph.engine.runners import open_runner
         from moegraph.ggml.device import Device
         from moegraph.modelfile import open_model
         from moegraph.resident.mtp import open_mtp
@@ -51,7 +51,7 @@ class MtpModel:
             self.runner = own(closing(open_runner(stage, config)))
             self.block = own(closing(open_mtp(stage, file, n_vocab, n_kept)))
             self.drafter = own(closing(MtpDrafter(self.block, max_rows)))
-            self.state = stage.state
+            self.state = stage.sequences
             self._opened = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class MtpModel:
         from moegraph.runner.sweep import Sweep
 
         assert self.runner.sweeps
-        sweep = Sweep(self.runner.sweeps, batch)
+        sweep = Sweep([self.runner.sweeps], batch)
         sweep.begin()
         while sweep.step():
             pass

@@ -176,8 +176,9 @@ class Machine:
         assert [entry[0].is_valid for entry in self.snapshots] == [e[2] for e in self.snapshots]
         state.pool.check()
         # a roll-back that was interrupted is made good before the next pass
-        if engine.mode == "layered" and not engine.runner._is_unfinished:
-            engine.runner.cache.check()
+        for part in engine.runner.parts:
+            if part.mode == "layered" and not part._is_unfinished:
+                part.cache.check()
 
     def run(self, n_turns: int) -> None:
         """Take random steps."""

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from moegraph.config import EngineConfig
-from moegraph.engine.loader import open_runner
+from moegraph.engine.runners import open_runners
 from moegraph.experts.prefetch import MAX_PREFETCH
 from moegraph.ggml.device import Device
-from moegraph.ggml.lib import C, ffi
 from moegraph.kinds import Kind
 from moegraph.modelfile import ModelFile
+from moegraph.resident.poolshape import PoolShape
+from moegraph.resident.sequences import Sequences
 from moegraph.resident.stage import Stage, open_stage
-from moegraph.runner import Batch, LayeredRunner, Output, Runner
+from moegraph.runner import Batch, LayeredRunner, Output
 from moegraph.runner.inspect import read_tensor
 
 from .tree_shapes import TREES, path
@@ -49,61 +50,54 @@ def slots_of(file: ModelFile, config: EngineConfig) -> list[int]:
     return [hp.n_expert // 4] * (hp.n_layer - 1) + [hp.n_expert]
 
 
-def new_stage(file: ModelFile, layers: range, config: EngineConfig) -> Stage:
+def new_stage(
+    file: ModelFile, layers: range, config: EngineConfig, sequences: Sequences | None = None
+) -> Stage:
     """Open a stage on a device of its own."""
     device = Device(config.device, config.n_threads)
     n_prefetch_slots = MAX_PREFETCH if config.prefetch == "auto" else 0
     n_slots = slots_of(file, config)
-    return open_stage(device, file, layers, n_slots, config, N_CTX, n_prefetch_slots)
+    return open_stage(
+        device, file, layers, n_slots, config, N_CTX, n_prefetch_slots, sequences=sequences
+    )
 
 
 class Stages:
-    """A model in several stages; passes go from one to the next, with a copy of the rows.
+    """A model in several stages, with sequences of its own.
 
-    runners: of the stages, in order of layers.
+    runner: runs passes over all stages. runners: of the stages, in order of layers.
     """
 
     def __init__(
         self, file: ModelFile, cuts: Sequence[int], config: EngineConfig, stack: ExitStack
     ) -> None:
         ends = [0, *cuts, file.hparams.n_layer]
-        self.runners: list[Runner] = []
-        for first, stop in zip(ends, ends[1:]):
-            stage = stack.enter_context(closing(new_stage(file, range(first, stop), config)))
-            self.runners.append(stack.enter_context(closing(open_runner(stage, config))))
-            self.runners[-1].reserve_graphs()
-            if isinstance(runner := self.runners[-1], LayeredRunner):
-                runner.residency.prefetcher.enabled = True
+        self.sequences = Sequences(PoolShape.of(config, N_CTX))
+        ranges = [range(first, stop) for first, stop in zip(ends, ends[1:])]
+        stages = [
+            stack.enter_context(closing(new_stage(file, layers, config, self.sequences)))
+            for layers in ranges
+        ]
+        stack.callback(self.sequences.close)
+        self.runner = open_runners(stages, [0] * len(stages), stack, config)
+        self.runners = self.runner.parts
+        self.runner.reserve_graphs()
+        for part in self.runners:
+            if isinstance(part, LayeredRunner):
+                part.residency.prefetcher.enabled = True
 
     def run(self, batch: Batch) -> Output:
         """Run a pass through all stages."""
-        before: Runner | None = None
-        for runner in self.runners:
-            if before:
-                copy_rows(before, runner, batch.tokens.size)
-            runner.submit(batch)
-            output = runner.collect()
-            if runner is not self.runners[-1]:
-                assert output.argmax is output.logits is None
-            before = runner
-        return output
+        self.runner.submit(batch)
+        return self.runner.collect()
 
     def states(self) -> dict[tuple[str, int], np.ndarray]:
         """Copy recurrent states and caches, by kind and layer."""
-        found: dict[tuple[str, int], np.ndarray] = {}
-        for runner in self.runners:
-            for kind in ("conv", "ssm", "k", "v"):
-                tensors = getattr(runner.stage.state, kind)
-                found |= {(kind, il): read_tensor(t) for il, t in tensors.items()}
-        return found
-
-
-def copy_rows(source: Runner, to: Runner, n_tokens: int) -> None:
-    """Copy the rows that a stage left to where the next one finds them."""
-    assert source.hidden and to.hidden
-    raw = np.empty(4 * source.stage.hp.n_embd * n_tokens, np.uint8)
-    C.ggml_backend_tensor_get(source.hidden.all, ffi.from_buffer(raw), 0, raw.nbytes)
-    C.ggml_backend_tensor_set(to.hidden.all, ffi.from_buffer(raw), 0, raw.nbytes)
+        return {
+            (kind, il): read_tensor(tensor)
+            for kind in ("conv", "ssm", "k", "v")
+            for il, tensor in getattr(self.sequences, kind).items()
+        }
 
 
 def batches(n_vocab: int) -> Iterator[tuple[Batch, dict[int, list[int]]]]:

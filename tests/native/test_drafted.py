@@ -170,7 +170,7 @@ def test_settings_decide_what_an_engine_drafts(open_engine: Open, residency: str
         names = ["mtp", "lookup"] if spec == "auto" else [spec]
         assert list(speculation.drafters) == names
         assert spec != "mtp" or speculation.controller.stats.steps > 0
-        assert speculation.max_rows == n_rows <= engine.state.drafts.n_rows
+        assert speculation.max_rows == n_rows <= engine.stage.state.drafts.n_rows
         engine.close()
     assert texts == [texts[0]] * len(SETTINGS)
 

@@ -15,6 +15,7 @@ from moegraph.errors import ConfigError, ContextOverflow, RequestError
 from moegraph.ggml.lib import C, ffi
 from moegraph.resident.kvpool import PAGE
 from moegraph.resident.poolshape import PoolShape
+from moegraph.resident.positions import Positions
 from moegraph.resident.state import State
 from moegraph.runner import NotFinite
 
@@ -218,7 +219,8 @@ def test_single_rows_of_many_sequences_are_decode_and_get_slots(open_engine: Ope
 def test_rows_of_odd_size_need_an_engine_with_one_sequence(open_engine: Open) -> None:
     engine = open_engine()
     odd = replace(engine.hparams, n_head_kv=1, n_embd_head_k=32, n_embd_head_v=32)
+    two = PoolShape(256, 2, 512, 1)
     with pytest.raises(ConfigError, match=r"several sequences \(n_seq\) needs .* have 34; use f16"):
-        State(engine.device, odd, engine.stage.layers, PoolShape(256, 2, 512, 1), "q8_0", "q8_0")
+        State(engine.device, odd, engine.stage.layers, Positions(two), "q8_0", "q8_0")
     one = PoolShape(256, 1, 256, 1)
-    State(engine.device, odd, engine.stage.layers, one, "q8_0", "q8_0").close()
+    State(engine.device, odd, engine.stage.layers, Positions(one), "q8_0", "q8_0").close()

@@ -29,7 +29,7 @@ NAMES = ["whole", "stream", "cpu"]
 def memory_of(engine: Engine) -> tuple[int, ...]:
     """Return what must not change: the shared block, whether it moved, room for drafted rows."""
     graphs = engine.runner.graphs
-    return graphs.n_bytes, graphs.generation, engine.state.drafts.n_rows
+    return graphs.n_bytes, graphs.generation, engine.stage.state.drafts.n_rows
 
 
 @pytest.mark.parametrize(("n_seq", "n_draft"), [(1, 0), (1, 7), (3, 0), (3, 4), (12, 5)])

@@ -14,13 +14,17 @@ from moegraph.ggml.handles import live_handles
 Open = Callable[..., Engine]
 
 
-@pytest.mark.parametrize(("n_seq", "seed"), [(4, 0), (4, 1), (3, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("n_seq", "seed", "device"),
+    [(4, 0, "cpu"), (4, 1, "cpu"), (3, 2, "cpu"), (1, 3, "cpu"), (3, 4, "cpu,cpu,cpu")],
+)
 @pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
 def test_sequences_hold_what_they_say_whatever_fails(
-    open_engine: Open, settings: dict, n_seq: int, seed: int
+    open_engine: Open, settings: dict, n_seq: int, seed: int, device: str
 ) -> None:
+    """The engine to compare with is on one device."""
     chosen = {"cpu_reference": True, "n_ctx": N_CTX, "deterministic": True}
-    engine = open_engine("legacy32", n_seq=n_seq, **chosen, **settings)
+    engine = open_engine("legacy32", n_seq=n_seq, **chosen, **settings, device=device)
     machine = Machine(engine, open_engine("legacy32", **chosen), seed)
     machine.run(120)
     assert machine.n_faults > 1

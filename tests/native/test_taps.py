@@ -11,7 +11,7 @@ import pytest
 from helpers.faults import FAULTS, faulty
 from helpers.stages import MODES, Stages, batches, new_config, new_stage
 
-from moegraph.engine.loader import open_runner
+from moegraph.engine.runners import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi

@@ -380,7 +380,7 @@ def test_a_tree_that_was_verified_before_is_planned_once(open_engine: Open) -> N
 
 def test_more_drafted_rows_than_before_get_room(open_engine: Open) -> None:
     engine = open_engine("float32", cpu_reference=True, n_seq=2)
-    rng, drafts = np.random.default_rng(3), engine.state.drafts
+    rng, drafts = np.random.default_rng(3), engine.stage.state.drafts
     assert drafts.n_rows == 0
     expected = open_engine("float32", cpu_reference=True)
     ids = rng.integers(0, N_VOCAB, 10)

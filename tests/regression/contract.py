@@ -43,8 +43,10 @@ def _worst(errors: Mapping[tuple[str, str], Array]) -> tuple[float, str]:
     return float(rows.max()), f"{key[0]} row {int(rows.argmax())}, KV {key[1]}"
 
 
-def judge_rows(ours: Rows, theirs: Rows, other: Rows) -> list[Difference]:
-    """Compare ours with `theirs`, upstream's; `other` is upstream's at its other setting.
+def judge_rows(ours: Rows, theirs: Rows, *others: Rows) -> list[Difference]:
+    """Compare ours with `theirs`, upstream's; `others` are upstream's at other settings.
+
+    Each number of ours is held to the largest that the others give. They may lack kinds of rows.
 
     Single rows are judged apart from prompts. The median row of each KV type tells whether all
     rows are a little off, the NMSE of all rows of a kind whether some are far off, and the worst
@@ -52,15 +54,17 @@ def judge_rows(ours: Rows, theirs: Rows, other: Rows) -> list[Difference]:
     makes a row many times worse than the median, and a few rows hold too few flips to compare.
     """
     mine = {key: row_errors(ours[key], theirs[key]) for key in theirs}
-    own = {key: row_errors(other[key], theirs[key]) for key in theirs}
+    own = [{key: row_errors(rows[key], theirs[key]) for key in rows} for rows in others]
     found = []
-    for kind, kv in theirs:
-        medians = (float(np.median(_relative(e[kind, kv]))) for e in (mine, own))
-        found.append(Difference(*medians, f"median {kind} row, KV {kv}"))
+    for key in theirs:
+        median, *medians = (float(np.median(_relative(e[key]))) for e in (mine, *own) if key in e)
+        found.append(Difference(median, max(medians), f"median {key[0]} row, KV {key[1]}"))
     for kind in dict.fromkeys(kind for kind, _ in theirs):
-        parts = ([e[key] for key in theirs if key[0] == kind] for e in (mine, own))
-        found.append(Difference(*(_pooled(part) for part in parts), f"NMSE of all {kind} rows"))
-    (worst, where), (own_worst, _) = _worst(mine), _worst(own)
+        parts = ([e[key] for key in e if key[0] == kind] for e in (mine, *own))
+        pooled, *most = (_pooled(part) for part in parts if part)
+        found.append(Difference(pooled, max(most), f"NMSE of all {kind} rows"))
+    worst, where = _worst(mine)
+    own_worst = max(_worst(e)[0] for e in own)
     return [*found, Difference(worst, own_worst, f"worst row ({where})")]
 
 

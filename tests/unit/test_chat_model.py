@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from helpers.fake_engine import ByteTokenizer
 from helpers.qwen_template import QWEN
@@ -18,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegraph.engine.chat import ChatModel, ChatRequest, Format, TextRequest, thinking_variables
-from moegraph.errors import ModelFileError, RequestError
+from moegraph.engine.promptroom import PromptRoom
+from moegraph.errors import ContextOverflow, ModelFileError, RequestError
+from moegraph.modelfile.reader import StringArray
 from moegraph.text.chat import ChatTemplate
 from moegraph.text.chat.parts import ContentPart
 from moegraph.text.tokenizer import Tokenizer
@@ -268,10 +271,40 @@ def test_many_threads_may_prepare_at_once() -> None:
         assert found == [prepared(single, n) for n in range(60)]
 
 
+class TestRoom:
+    class Counting(ByteTokenizer):
+        """Counts the texts that it encodes."""
+
+        n_encoded = 0
+
+        def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+            self.n_encoded += 1
+            return super().encode(text)
+
+    def test_what_cannot_fit_is_refused_before_it_is_encoded(self) -> None:
+        tokenizer = self.Counting()
+        room = PromptRoom(n_ctx=10, n_longest=8)
+        with ChatModel(cast(Tokenizer, tokenizer), ChatTemplate(QWEN), room=room) as chat:
+            n = tokenizer.n_encoded
+            assert len(chat.prepare_text(TextRequest(prompt="x" * 80)).request.prompt) == 80
+            for prompt in ("x" * 81, [65] * 11):
+                with pytest.raises(ContextOverflow, match="the context holds 10"):
+                    chat.prepare_text(TextRequest(prompt=prompt))
+            with pytest.raises(ContextOverflow, match="the context holds 10"):
+                chat.prepare(ChatRequest([{"role": "user", "content": "x" * 80}]))
+            assert tokenizer.n_encoded == n + 1
+
+    def test_the_longest_token_is_that_of_the_file(self) -> None:
+        data, starts = b"".join(bytes([n]) + bytes(7 + n) for n in (3, 6)), [8, 19, 33]
+        tokens = StringArray(data, np.array(starts, dtype=np.uint64))
+        assert PromptRoom.of({"tokenizer.ggml.tokens": tokens}, 7) == PromptRoom(7, 6)
+        assert PromptRoom.of({}, 7) is None
+
+
 class TestOf:
     def engine(self, **kv: str) -> Any:
         file = SimpleNamespace(path=Path("model.gguf"), kv=kv)
-        return SimpleNamespace(tokenizer=ByteTokenizer(), file=file)
+        return SimpleNamespace(tokenizer=ByteTokenizer(), file=file, n_ctx=100)
 
     def test_the_models_own_template(self) -> None:
         with ChatModel.of(self.engine(**{"tokenizer.chat_template": "{{ bos_token }}x"})) as chat:

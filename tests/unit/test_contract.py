@@ -66,6 +66,18 @@ def test_one_kv_type_that_is_off_is_named(theirs: dict) -> None:
     assert "median single row, KV q8_0" in failing(ours, theirs, other)
 
 
+def test_the_largest_of_upstreams_own_differences_counts(theirs: dict) -> None:
+    ours, other = noisy(theirs, 2, 0.03), noisy(theirs, 1, 0.03)
+    ours["single", "q8_0"] = noisy(theirs, 3, 0.06)["single", "q8_0"]
+    prompt = {key: rows for key, rows in noisy(theirs, 4, 0.06).items() if key[0] == "single"}
+    assert not all(diff.within for diff in judge_rows(ours, theirs, other))
+    found = judge_rows(ours, theirs, other, prompt)
+    assert all(diff.within for diff in found) and len(found) == 7
+    ours["prompt", "f16"] = noisy(theirs, 5, 0.06)["prompt", "f16"]
+    wrong = [diff.what for diff in judge_rows(ours, theirs, other, prompt) if not diff.within]
+    assert "median prompt row, KV f16" in wrong
+
+
 def test_one_wrong_row_is_named(theirs: dict) -> None:
     ours, other = noisy(theirs, 2, 0.03), noisy(theirs, 1, 0.03)
     ours["single", "q8_0"][91] += 0.4**0.5 * np.random.default_rng(5).standard_normal(N_VOCAB)

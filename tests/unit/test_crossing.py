@@ -53,7 +53,8 @@ def test_the_most_chosen_absent_experts_come_first() -> None:
 
 @given(st.integers(0, 100_000))
 def test_a_padded_number_is_above_and_near(n: int) -> None:
-    assert n < padded(n) <= max(32, 1.5 * n + 1)
+    assert n < padded(n) <= max(32, n + max(8, n // 8))
+    assert padded(n) % 8 == 0
 
 
 @pytest.mark.parametrize(("n_rows", "most"), [(512, 0.1), (4096, 0.02)])

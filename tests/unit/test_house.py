@@ -26,7 +26,8 @@ PACKAGE = ROOT / "moegraph"
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 PURE = (
-    "config", "cpuload", "errors", "events", "kinds", "sampling", "threads", "units",
+    "config", "cpuload", "errors", "events", "kinds", "sampling", "setting",
+    "threads", "units",
     "modelfile", "modelfile.draftfile", "modelfile.hparams", "modelfile.summary",
     "text.chat", "text.constraint", "text.grammar", "text.stream",
     "resident.draftlayout", "resident.kvpool", "resident.layout", "resident.ringshape",
@@ -58,7 +59,7 @@ LAZY = {
 FILE_CAP, FILE_MEDIAN = 500, 200
 FUNCTION_CAP, FUNCTION_P90 = 80, 35
 WIDTH = 100
-KINDS = ("int", "float", "choice", "flag", "device", "size", "path")
+KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
 
 def sources(*patterns: str) -> list[Path]:

@@ -84,14 +84,14 @@ def test_string_arrays_behave_as_lists_and_keep_their_bytes(tmp_path: Path) -> N
     got = part.metadata.values["k"]
     assert isinstance(got, StringArray) and list(got) == strings and len(got) == 5
     assert got[-1] == strings[-1] and got[1:3] == strings[1:3]
-    assert list(got.raw_strings()) == [s.encode() for s in strings]
+    assert list(got.raw_strings()) == [s.encode() for s in strings] and got.n_longest == 200
     with pytest.raises(IndexError):
         got[5]
 
 
 def test_an_empty_string_array_is_empty(tmp_path: Path) -> None:
     got = scan(tmp_path, File(pairs=[kv_array("k", T.STRING, [])]).build()).metadata.values["k"]
-    assert list(got) == [] and list(got.raw_strings()) == []
+    assert list(got) == [] and list(got.raw_strings()) == [] and got.n_longest == 0
 
 
 def test_strings_that_are_not_utf8_are_readable_but_marked(tmp_path: Path) -> None:

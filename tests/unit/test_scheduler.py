@@ -5,188 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.scheduled import Machine
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moegraph.engine.costs import PIECES, Costs
 from moegraph.engine.scheduler import (
     Begin,
     Decode,
-    Piece,
-    Preempt,
-    Read,
-    Rest,
-    Restore,
     Scheduler,
-    Work,
 )
 from moegraph.errors import QueueFull
-from moegraph.runner.sweep_batch import SweepStep
-
-SHORT = 32
-LAYERS = 4
-
-
-class Machine:
-    """A device without streams that does what a scheduler says; times are made up.
-
-    Requests are names; their prompts have so many rows, their answers so many tokens. pass_s: a
-    decode pass. step_s: a step of a sweep, of 40 rows; step_of: of other kinds. piece_s: a pass
-    over a piece of a prompt, by its rows.
-    """
-
-    def __init__(
-        self, n_slots: int = 4, n_waiting: int = 100, pass_s: float = 0.01, step_s: float = 0.003
-    ) -> None:
-        self.scheduler = Scheduler[str](n_slots, n_waiting)
-        self.pass_s = pass_s
-        self.step_of: Callable[[SweepStep], float] = lambda step: step_s * step.n_rows / 40
-        self.piece_s: Callable[[int], float] = lambda n_rows: 2 * pass_s
-        self.now = 0.0
-        self.n_rows: int | None = None  # of KV memory in all; None: enough for everything
-        self.rows: dict[str, int] = {}  # of requests with a slot
-        self.swapped: dict[str, int] = {}
-        self.prompts: dict[str, int] = {}
-        self.n_rest: dict[str, int] = {}  # rows of prompts that are not read
-        self.left: dict[str, int] = {}  # tokens of the answer
-        self.steps: dict[str, list[SweepStep]] = {}  # of the sweep under way
-        self.most_rows = 40  # of a chunk
-        self.log: list[tuple[float, str, tuple[str, ...]]] = []
-        self.tokens: dict[str, list[float]] = {}
-
-    def add(self, name: str, n_prompt: int, n_tokens: int) -> None:
-        self.scheduler.add(name)
-        self.prompts[name] = self.n_rest[name] = n_prompt
-        self.left[name], self.tokens[name] = n_tokens, []
-
-    def turn(self) -> Work[str]:
-        """Do one piece of work."""
-        scheduler = self.scheduler
-        work = scheduler.next(lambda name: self.n_rest[name], self.fits)
-        if isinstance(work, Begin):
-            self.begin(work.key)
-        elif isinstance(work, Preempt):
-            self.preempt(work.key)
-        elif isinstance(work, Restore):
-            self.spend("restore", work.key, seconds=0.001)
-            self.rows[work.key] = self.swapped.pop(work.key)
-            scheduler.is_read(work.key)
-        elif isinstance(work, Read):
-            self.read(work.key, work.seconds)
-        elif isinstance(work, Piece):
-            self.piece(work.key, work.n_rows)
-        elif isinstance(work, Decode):
-            self.decode(list(work.keys))
-        return work
-
-    def read(self, name: str, seconds: float) -> None:
-        """Run steps as `Reading.read` does."""
-        costs, steps, done = self.scheduler.costs, self.steps[name], []
-        expected_s = costs.step_s
-        took_s = expected_s or 0.0
-        while steps:
-            done.append(steps.pop(0))
-            costs.upcoming = steps[0] if steps else None
-            if not steps or not costs.is_measured(steps[0]):
-                break
-            if took_s + (costs.step_s or 0.0) > seconds:
-                break
-            took_s += costs.step_s or 0.0
-        really_s = sum(self.step_of(step) for step in done)
-        self.spend("read", name, seconds=really_s)
-        costs.note_round(done, 0, really_s)
-        self.n_rest[name] = sum(step.n_rows for step in steps) // LAYERS
-        if not steps:
-            del self.steps[name]
-            self.draw(name)
-        self.scheduler.swept(self.n_rest[name], None if expected_s is None else took_s)
-
-    def piece(self, name: str, n_rows: int) -> None:
-        seconds = self.piece_s(n_rows)
-        self.spend("piece", name, seconds=seconds)
-        self.scheduler.costs.note_piece(n_rows, seconds)
-        self.n_rest[name] -= n_rows
-        if not self.n_rest[name]:
-            self.draw(name)
-        self.scheduler.took_piece(seconds)
-
-    def decode(self, names: list[str]) -> None:
-        while names and self.n_rows is not None and self.n_used + len(names) > self.n_rows:
-            name = self.scheduler.youngest
-            assert name is not None
-            self.preempt(name)
-            names.remove(name)
-        if not names:
-            return
-        self.spend("decode", *names, seconds=self.pass_s)
-        self.scheduler.costs.note_round((), len(names), self.pass_s)
-        self.scheduler.decoded(len(names))
-        for name in names:
-            self.rows[name] += 1
-            self.draw(name)
-
-    @property
-    def n_used(self) -> int:
-        return sum(self.rows.values())
-
-    def fits(self, name: str) -> bool:
-        n = self.swapped.get(name, self.prompts[name])
-        return self.n_rows is None or self.n_used + n + 1 + len(self.rows) <= self.n_rows
-
-    def preempt(self, name: str) -> None:
-        self.spend("preempt", name, seconds=0.001)
-        self.swapped[name] = self.rows.pop(name)
-        self.scheduler.preempted(name)
-
-    def begin(self, name: str) -> None:
-        self.rows[name] = n = self.prompts[name]
-        self.spend("begin", name, seconds=0.0)
-        if n <= SHORT or self.steps:
-            self.scheduler.in_pieces(name)
-            return
-        costs, n_busy = self.scheduler.costs, len(self.rows) - 1
-        n_rows = costs.chunk_rows(self.most_rows, 8, n_busy, n) if n_busy else self.most_rows
-        chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
-        self.steps[name] = [self.step(il, at, rows) for il in range(LAYERS)
-                            for at, rows in enumerate(chunks)]  # fmt: skip
-        costs.upcoming = self.steps[name][0]
-        self.scheduler.began(name, n)
-
-    def step(self, il: int, at: int, n_rows: int) -> SweepStep:
-        if il % 2:
-            return SweepStep("attention", n_rows, (at + 1) * n_rows)
-        return SweepStep("recurrent", n_rows)
-
-    def draw(self, name: str) -> None:
-        """Draw a token; the first one ends the prompt."""
-        if not self.tokens[name]:
-            self.scheduler.is_read(name)
-        self.tokens[name].append(self.now)
-        self.left[name] -= 1
-        if not self.left[name]:
-            self.end(name)
-
-    def end(self, name: str) -> None:
-        self.scheduler.end(name)
-        for books in (self.rows, self.swapped, self.steps):
-            books.pop(name, None)
-
-    def spend(self, what: str, *names: str, seconds: float) -> None:
-        self.now += seconds
-        self.log.append((self.now, what, names))
-
-    def run(self, n: int = 100_000) -> None:
-        """Work until nothing is left."""
-        for _ in range(n):
-            if isinstance(self.turn(), Rest):
-                return
-        raise AssertionError("the work never ends")
-
-    def longest_gap(self, name: str) -> float:
-        """Return the longest time between two tokens of a request."""
-        at = self.tokens[name]
-        return max(b - a for a, b in zip(at, at[1:]))
 
 
 def test_a_request_alone_reads_and_decodes_without_pause() -> None:
@@ -411,38 +240,6 @@ def test_deadlines_are_told_once_and_forgotten_with_their_requests() -> None:
     assert scheduler.due(9.0) == []
 
 
-def layer(n_rows: int, n_kv: int = 0) -> SweepStep:
-    return SweepStep("attention" if n_kv else "recurrent", n_rows, n_kv)
-
-
-def test_chunks_of_a_prompt_are_shorter_where_a_step_would_take_too_long() -> None:
-    costs = Costs()
-    assert costs.chunk_rows(2048, 32, 8, 9000) == 2048  # no pass to be beside
-    costs.note_round((), 8, 0.005)
-    assert costs.chunk_rows(2048, 32, 8, 9000) == 32  # nothing is known of steps
-    costs.note_round([layer(2048)] * 100, 0, 0.5)  # 5 ms a step
-    assert costs.chunk_rows(2048, 32, 8, 9000) == 1024
-    assert costs.chunk_rows(2048, 1100, 8, 9000) == 2048
-    assert costs.chunk_rows(300, 160, 8, 9000) == 300
-    costs.note_round([layer(2048, 4096)] * 10, 0, 0.05)
-    assert costs.chunk_rows(2048, 32, 8, 4000) == 1024
-    assert costs.chunk_rows(2048, 32, 8, 9000) == 256  # four times as many positions
-    costs.note_round((), 32, 1.0)
-    assert costs.chunk_rows(2048, 32, 32, 9000) == 2048
-
-
-def test_a_step_is_taken_to_cost_what_similar_ones_do_until_it_is_measured() -> None:
-    costs = Costs()
-    assert costs.of_step(layer(32)) is None
-    costs.note_round([layer(32)], 0, 0.004)
-    assert costs.is_measured(layer(32)) and not costs.is_measured(layer(32, 1024))
-    assert costs.of_step(layer(8)) == costs.of_step(layer(8, 1024)) == pytest.approx(0.001)
-    costs.note_round([layer(32, 1024)], 0, 0.004)
-    assert costs.of_step(layer(32, 2048)) == pytest.approx(0.008)
-    assert costs.of_step(layer(32, 512)) == pytest.approx(0.004)
-    assert costs.of_step(SweepStep("head", 1)) is None
-
-
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_steps_that_take_another_time_than_before_are_corrected_at_once(factor: float) -> None:
     """One slice is too long; then what is known is nearly right."""
@@ -485,20 +282,6 @@ def test_deep_layers_are_no_surprise(depth_s: float) -> None:
     gaps = sorted(b - a for a, b in zip(at, at[1:]))
     assert gaps[int(0.99 * len(gaps))] <= 1.6 * machine.pass_s
     assert gaps[-1] <= 2 * machine.pass_s
-
-
-def test_rows_of_pieces() -> None:
-    costs = Costs()
-    assert costs.piece_rows(500, 1.0) == costs.piece_rows(500, 0.0) == PIECES[0]
-    costs.note_piece(32, 0.01)
-    assert costs.piece_rows(500, 0.02) == 128  # a guess: four times the rows, twice the time
-    costs.note_piece(128, 0.03)
-    assert costs.piece_rows(500, 0.02) == 32
-    assert costs.piece_rows(500, 0.03) == 128
-    assert costs.piece_rows(90, 0.03) == 90
-    assert costs.piece_rows(500, 0.001) == 500  # nothing fits: 60 ms for all, by a guess
-    costs.note_piece(500, 0.2)
-    assert costs.piece_rows(500, 0.001) == 128
 
 
 def test_a_request_may_end_anywhere() -> None:
@@ -555,24 +338,6 @@ def test_what_does_not_fit_waits_until_something_ends() -> None:
     assert scheduler.next(lambda _: 9) == Decode(("a",))
     scheduler.end("a")
     assert scheduler.next(lambda _: 9) == Begin("b")
-
-
-def test_costs_of_steps_beside_a_pass() -> None:
-    costs, steps = Costs(), [layer(32)] * 5
-    costs.upcoming = steps[0]
-    assert costs.pass_s(3) is costs.step_s is None
-    costs.note_round(steps, 2, 0.03)  # nothing is known of a pass: all of it counts as one
-    costs.note_round((), 2, 0.01)
-    assert costs.step_s is None and 0.01 < (costs.pass_s(1) or 0.0) < 0.03
-    for _ in range(100):
-        costs.note_round((), 2, 0.01)
-        costs.note_round((), 8, 0.02)
-        costs.note_round(steps, 2, 0.03)
-    assert costs.pass_s(2) == pytest.approx(0.01)
-    assert costs.step_s == pytest.approx(0.004)
-    assert (costs.pass_s(1), costs.pass_s(4), costs.pass_s(100)) == (
-        costs.pass_s(2), costs.pass_s(2), costs.pass_s(8),
-    )  # fmt: skip
 
 
 class Requests(RuleBasedStateMachine):

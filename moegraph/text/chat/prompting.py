@@ -15,8 +15,9 @@ from .reasoning import END_OF_THINK, THINK
 from .template import ChatTemplate
 
 Render = Callable[[list[TemplateMessage]], str]
-# Beginnings of prompts, up to the first question, that are known without rendering them again.
-_N_BEGINNINGS = 16
+# Beginnings of prompts, up to the first question, that are known without rendering them again; and
+# their characters.
+_N_BEGINNINGS, _MAX_CHARS = 16, 4 * 1024 * 1024
 # Shorter ones have neither a system prompt nor tools.
 _MIN_BEGINNING = 64
 
@@ -91,8 +92,14 @@ class PromptMaker:
             return 0  # a template that wants more than one question
         # a beginning without a system prompt or tools would be that of other prompts too
         if found > _MIN_BEGINNING:
-            self._beginnings = (*self._beginnings[1 - _N_BEGINNINGS :], prompt[:found])
+            self._remember(prompt[:found])
         return found
+
+    def _remember(self, beginning: str) -> None:
+        found = (*self._beginnings[1 - _N_BEGINNINGS :], beginning)
+        while sum(map(len, found)) > _MAX_CHARS:
+            found = found[1:]
+        self._beginnings = found
 
 
 def whole_prompt(render: Render, messages: list[TemplateMessage]) -> str:

@@ -1,0 +1,99 @@
+"""Opens the devices of a model, and says what memory and speed each has for its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..config import EngineConfig
+from ..errors import ConfigError, MoegraphError
+from ..ggml.device import Device, gpu_names
+from ..placement.split import Place
+from ..resident.rates import measure_rates
+from ..units import parse_bytes
+
+# Device memory left free with --vram auto, for other programs and for CUDA graphs.
+_MARGIN_BYTES = 256 << 20
+
+
+def open_device(name: str, config: EngineConfig) -> Device:
+    """Open one device of a configuration.
+
+    Raises:
+        ConfigError: there is no such device, or a setting does not suit it.
+    """
+    device = Device(name, config.n_threads, config.cpu_reference, config.deterministic)
+    if device.is_invariant and config.miss == "cpu":
+        device.close()
+        raise ConfigError(
+            "--deterministic computes every expert on the GPU, because the CPU rounds "
+            "otherwise; drop --miss cpu or --deterministic"
+        )
+    return device
+
+
+def open_more(
+    devices: Sequence[Device], config: EngineConfig, own: Callable[[Device], Device]
+) -> list[Device]:
+    """Open the other GPUs where `auto` has taken the first; one that fails is left out."""
+    more = list(devices)
+    for name in gpu_names():
+        if name != devices[0].name:
+            try:
+                more.append(own(open_device(name, config)))
+            except MoegraphError:
+                continue
+    return more
+
+
+def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
+    """Return the memory that the plan may use on each device, and the speed of each.
+
+    Speeds are measured where there are several devices with memory of their own, unless decisions
+    must not depend on times.
+
+    Raises:
+        OutOfDeviceMemory, NativeError: as in `measure_rates`.
+    """
+    names = [device.name for device in devices]
+    sizes = config.vram.split(",")
+    sizes = sizes * len(devices) if len(sizes) == 1 else sizes
+    found = []
+    for device, size in zip(devices, sizes):
+        budget, source = _budget(device, size, names.count(device.name))
+        if len(devices) > 1:
+            source = f"{source} of {device.name}"
+        if len(set(names)) > 1 and device.can.own_memory and not config.deterministic:
+            rates = measure_rates(device)
+            found.append(Place(budget, source, memory_rate=rates[0], link_rate=rates[1]))
+        else:
+            found.append(Place(budget, source))
+    return found
+
+
+def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:
+    """Return the device memory that a stage may use, None without a limit, and what says so.
+
+    n_stages: how many stages are on this device.
+    """
+    if size != "auto":
+        return parse_bytes(size, "g") - device.context_bytes, "--vram"
+    if not device.can.own_memory:
+        return None, "--vram"
+    free = device.memory()[0]
+    return (free - max(_MARGIN_BYTES, free // 50)) // n_stages, "the memory that is free"
+
+
+def shares_of(config: EngineConfig) -> tuple[float, ...] | None:
+    """Return the shares of --split: plain numbers, or bytes."""
+    if not config.split:
+        return None
+    parts = config.split.split(",")
+    try:
+        return tuple(float(part) for part in parts)
+    except ValueError:
+        return tuple(float(parse_bytes(part, "g")) for part in parts)
+
+
+def joined_name(devices: Sequence[Device]) -> str:
+    """Return the names of devices as --device takes them."""
+    return ",".join(device.name for device in devices)

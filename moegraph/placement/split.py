@@ -1,0 +1,190 @@
+"""Divides the layers of a model over several devices, and each device's memory. Pure arithmetic.
+
+A token passes all layers in turn. So its time is a sum over the devices: what each reads of its
+memory, and what crosses its link because it is not there. The division with the smallest sum is
+taken. On equal devices that is half of the layers each; a larger, faster one gets more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from ..errors import ConfigError, OutOfDeviceMemory
+from ..experts.cost import expected_missing
+from .planner import Demand, Footprint, Plan, make_plan
+
+# Bytes a second, where nothing was measured: only their ratio matters, which is that of _LINK in
+# draftprice.py.
+MEMORY_RATE, LINK_RATE = 450e9, 25e9
+NeedOf = Callable[[int, range], Footprint]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that may have layers.
+
+    budget: device bytes, None without a limit. needs_all: it must have all experts of its layers.
+    memory_rate, link_rate: bytes a second out of its memory, and from the host to it. name: for
+    messages.
+    """
+
+    budget: int | None
+    name: str = "--vram"
+    needs_all: bool = False
+    memory_rate: float = MEMORY_RATE
+    link_rate: float = LINK_RATE
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The layers of a device, and the plan for its memory, whose layers are those alone."""
+
+    layers: range
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """What the user set: full layers and slots of all devices together, and shares of the layers.
+
+    None: the planner chooses. demand: as of `make_plan`, of the whole model.
+    """
+
+    pin_layers: int | None = None
+    cache_slots: int | None = None
+    shares: Sequence[float] | None = None
+    demand: Demand | None = None
+
+
+def split_layers(
+    n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
+) -> tuple[StagePlan, ...]:
+    """Return the layers of each place, at least one, and the plans.
+
+    need_of: (place, layers) -> what these layers need there.
+
+    Raises:
+        ConfigError: there are more places than layers, or settings exceed a budget.
+        OutOfDeviceMemory: no division fits, or not the one that the shares ask for.
+    """
+    if len(places) > n_layer:
+        raise ConfigError(f"{len(places)} devices for {n_layer} layers; name fewer (--device)")
+    if settings.shares is not None:
+        ranges = by_shares(n_layer, settings.shares)
+    else:
+        ranges = _fastest(n_layer, places, need_of, settings)
+    return tuple(
+        StagePlan(layers, plan_stage(place, need_of(at, layers), layers, n_layer, settings))
+        for at, (place, layers) in enumerate(zip(places, ranges))
+    )
+
+
+def by_shares(n_layer: int, shares: Sequence[float]) -> list[range]:
+    """Return ranges of layers as near to the shares as whole layers allow, none empty.
+
+    Raises:
+        ConfigError: the shares are all zero.
+    """
+    total, n = sum(shares), len(shares)
+    if total <= 0:
+        raise ConfigError("--split gives no device a share; give at least one more than 0")
+    ends = [round(n_layer * part / total) for part in accumulate(shares)]
+    for at in range(n):  # at least one layer each
+        ends[at] = max(ends[at], ends[at - 1] + 1 if at else 1)
+    for at in reversed(range(n)):
+        ends[at] = min(ends[at], n_layer - (n - 1 - at))
+    return [range(first, stop) for first, stop in zip([0, *ends], ends)]
+
+
+def plan_stage(
+    place: Place, need: Footprint, layers: range, n_layer: int, settings: SplitSettings
+) -> Plan:
+    """Return the plan for some layers in a place; errors as in `make_plan`."""
+
+    def part(total: int | None) -> int | None:
+        """Return these layers' part of a number that counts for all."""
+        if total is None:
+            return None
+        return total * layers.stop // n_layer - total * layers.start // n_layer
+
+    pins, slots = part(settings.pin_layers), part(settings.cache_slots)
+    if slots is not None:
+        slots = min(slots, need.n_expert * len(layers))
+    if place.needs_all:
+        pins, slots = len(layers), None
+    demand = settings.demand
+    if demand is not None:
+        demand = [demand[il] for il in layers]
+    return make_plan(need, place.budget, pins, slots, place.name, demand)
+
+
+def _fastest(
+    n_layer: int, places: Sequence[Place], need_of: NeedOf, settings: SplitSettings
+) -> list[range]:
+    """Return the ranges with which a token takes least time."""
+    quick = SplitSettings(settings.pin_layers, settings.cache_slots)
+    failed: list[Exception] = []
+
+    @cache
+    def best(at: int, first: int) -> tuple[float, tuple[range, ...]]:
+        """Return the least seconds of layers from first on in the places from `at` on."""
+        found: tuple[float, tuple[range, ...]] = (float("inf"), ())
+        is_last, n_after = at == len(places) - 1, len(places) - 1 - at
+        for stop in [n_layer] if is_last else range(first + 1, n_layer - n_after + 1):
+            layers = range(first, stop)
+            try:
+                need = need_of(at, layers)
+                plan = plan_stage(places[at], need, layers, n_layer, quick)
+            except (ConfigError, OutOfDeviceMemory) as error:
+                failed.append(error)
+                continue
+            seconds = stage_seconds(places[at], need, plan)
+            rest: tuple[range, ...] = ()
+            if not is_last:
+                more, rest = best(at + 1, stop)
+                seconds += more
+            # of equal divisions, the one whose first devices have more layers
+            if seconds <= found[0] and (is_last or rest):
+                found = seconds, (layers, *rest)
+        return found
+
+    ranges = best(0, 0)[1]
+    if not ranges:
+        raise failed[-1]
+    return list(ranges)
+
+
+def stage_seconds(place: Place, need: Footprint, plan: Plan) -> float:
+    """Return about how long a stage takes for one token: what it reads, and what it lacks."""
+    used = need.weights + need.n_expert_used * sum(need.slot_bytes)
+    missing = 0.0
+    if not plan.all_resident:
+        missing = sum(
+            size * expected_missing(n, need.n_expert, need.n_expert_used, 1)
+            for n, size in zip(plan.n_slots, need.slot_bytes)
+        )
+    return used / place.memory_rate + missing / place.link_rate
+
+
+def merged(stages: Sequence[StagePlan], slot_bytes: Sequence[int], n_expert: int) -> Plan:
+    """Return the plans of all stages as one, with the layers' numbers in the model.
+
+    slot_bytes [n_layer]: as in `Footprint`.
+    """
+    n_slots = [n for stage in stages for n in stage.plan.n_slots]
+    names = dict.fromkeys(name for stage in stages for name in stage.plan.bytes)
+    budgets = [stage.plan.budget for stage in stages]
+    held = sum(n * size for n, size in zip(n_slots, slot_bytes))
+    return Plan(
+        n_slots=tuple(n_slots),
+        pinned=tuple(stage.layers.start + il for stage in stages for il in stage.plan.pinned),
+        bytes={name: sum(s.plan.bytes.get(name, 0) for s in stages) for name in names},
+        budget=None if None in budgets else sum(n for n in budgets if n is not None),
+        all_resident=all(stage.plan.all_resident for stage in stages),
+        resident_share=held / max(n_expert * sum(slot_bytes), 1),
+        host_bytes=sum(stage.plan.host_bytes for stage in stages),
+        ring_groups=max(stage.plan.ring_groups for stage in stages),
+    )

@@ -1,0 +1,49 @@
+"""Measures how fast a device reads its memory, and how fast bytes come to it from the host."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+from ..ggml.device import Device
+from ..ggml.handles import Context
+from ..ggml.lib import C
+from ..ggml.memory import place
+from ..ggml.ops import F32
+
+_BYTES = 64 << 20
+_N_COPIES = 8
+
+
+def measure_rates(device: Device) -> tuple[float, float]:
+    """Return bytes a second out of a device's memory, and from pinned host memory to it.
+
+    It takes some hundredths of a second.
+
+    Raises:
+        OutOfDeviceMemory, NativeError: there is no memory to measure with.
+    """
+    with (
+        Context(1) as context,
+        closing(device.buffer(_BYTES, "measuring its speed", "free some of it")) as memory,
+        closing(device.host_buffer(_BYTES // 2)) as host,
+    ):
+        words = C.ggml_new_tensor_1d(context.ptr, F32, _BYTES // 4)
+        place(memory, words, 0)
+        stream, half = device.compute.ptr, _BYTES // 2
+
+        def seconds(n: int, copies_inside: bool) -> float:
+            device.synchronize()
+            start = time.perf_counter()
+            for _ in range(n):
+                if copies_inside:
+                    C.mg_copy_bytes(stream, words, 0, words, half, half)
+                else:
+                    C.ggml_backend_tensor_set_async(stream, words, host.address(), 0, half)
+            device.synchronize()
+            return time.perf_counter() - start
+
+        seconds(1, True), seconds(1, False)  # the first of each is slow
+        inside, over = seconds(_N_COPIES, True), seconds(2, False)
+        # a copy reads and writes
+        return 2 * _N_COPIES * half / inside, 2 * half / over

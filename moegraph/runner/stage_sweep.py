@@ -1,0 +1,397 @@
+"""The part of a sweep that one stage computes: all its layers for a part of the prompt.
+
+    a layer that may lack experts:
+    compute:  mixer(0) experts(0) | mixer(1) experts(1) | ... | unit(group 0) | unit(group 1) ...
+    upload:            group 0, 1, 2 ..................           group 3 ...
+    host:              ids(0): asks for what is absent  | ids(1) ...
+
+The hidden states of all rows stay on the device. `experts` leaves absent experts out. Each of them
+is sent once, through a ring of groups of slots, and then computed for all rows that chose it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..experts.crossing import Crossing, Forecast, Group, by_popularity
+from ..experts.passplan import PassPlan
+from ..ggml.lib import C, ffi
+from ..ggml.ops import Tensor
+from ..ggml.places import MissingPlaces
+from ..graphs.cache import BuiltGraph
+from ..graphs.chunk import kv_length
+from ..kinds import SHORT_PROMPT, Kind, SweepStep
+from ..resident.hostcopies import StatesCopy
+from .results import NotFinite, Output
+from .sweep_batch import Chunk, SweepBatch
+from .sweeps import Sweeps
+
+# Steps that may be enqueued ahead of the device.
+_AHEAD = 3
+
+
+class StageSweep:
+    """What one stage does of a sweep.
+
+    first, n_rows: position of the prompt's first row, and its rows. saved: where the states at the
+    cuts go. n_done: chunks of layers that are enqueued.
+    """
+
+    def __init__(
+        self, sweeps: Sweeps, batch: SweepBatch, first: int, saved: Sequence[StatesCopy]
+    ) -> None:
+        self._s, self.batch, self.slot, self.n_past = sweeps, batch, batch.slot, first
+        self._state, self.saved = sweeps.stage.state, saved
+        ring = sweeps.ring
+        self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
+        # the layer that it foresees comes second
+        self._forecast, self._foreseen = Forecast(len(batch.tokens)), -1
+        self._plan: PassPlan | None = None
+        self._is_entering = False
+        self._books: list[tuple[int, int, int]] = []  # (layer, turn, rows) not recorded yet
+        self._n_enqueued = 0
+        self.n_done = 0
+
+    def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
+        """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
+
+        is_last: no part comes after this one.
+        """
+        work = self._layers(part)
+        step = next(work, None)
+        while step:
+            yield step
+            self._enter()
+            pace = self._s.paces[self._n_enqueued % _AHEAD]
+            if pace:
+                pace.wait()
+            step = next(work, None)
+            if pace:
+                C.ggml_backend_event_record(pace.ptr, self._s.device.compute.ptr)
+            self._n_enqueued += 1
+        if is_last and self._s.residency is not None:
+            self._s.residency.end_pass(0.0)
+
+    def _enter(self) -> None:
+        """Bring books and tables up to date, if another pass has run since the last step."""
+        residency, misses = self._s.residency, self._s.misses
+        if residency is None or (self._plan and residency.is_current(self._plan)):
+            return
+        self._foreseen = -1  # experts may have gained or lost slots
+        self._is_entering = True  # what begin_pass returns is lost if it is not carried out
+        # a few rows would get slots, which is for passes
+        n_tokens = max(len(self.batch.tokens), SHORT_PROMPT + 1)
+        self._plan = residency.begin_pass(Kind.PREFILL, n_tokens)
+        if misses:
+            misses.begin_pass(self._plan)
+        self._is_entering = False
+
+    def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
+        s, last = self._s, part[-1]
+        s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
+        for il in s.stage.layers:
+            self._record_books(il % 2)
+            lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
+            yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
+            self._end_layer(il, part)
+        for turn in range(2):
+            self._record_books(turn)
+
+    def _send_inputs(self, chunk: Chunk) -> None:
+        """Upload the inputs of a chunk, when its turn in the stage's first layer comes."""
+        memory, embedding = self._s.memory, self._s.stage.weights.embedding
+        tokens = self.batch.tokens[chunk.first - self.n_past :][: chunk.n]
+        memory.inputs.add(self.slot, chunk.first, tokens, embedding, memory.hidden, chunk.row)
+
+    def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
+        status = C.mg_launch(self._s.device.compute.ptr, built.graph, reads, n)
+        if status:
+            self._s.device.check(status, what)
+
+    def _load(self, il: int, at: int, chunk: Chunk) -> int:
+        """Copy a chunk to where graphs read it; return its KV length."""
+        s = self._s
+        if il == s.stage.layers.start:
+            self._send_inputs(chunk)
+        s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
+        if not s.stage.hp.is_recurrent(il):
+            s.memory.inputs.select(at)
+        return kv_length(self._state, chunk.first + chunk.n)
+
+    def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
+        """Return the copies of a chunk's choice to the host."""
+        if ids is None:
+            return ffi.NULL, 0
+        k = self._s.stage.hp.n_expert_used
+        address = self._s.memory.ids_address(turn, chunk.row * k)
+        read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
+        return ffi.new("struct mg_readback[1]", [read]), 1
+
+    def _step(self, il: int, chunk: Chunk) -> SweepStep:
+        if self._s.stage.hp.is_recurrent(il):
+            return SweepStep("recurrent", chunk.n)
+        return SweepStep("attention", chunk.n, kv_length(self._state, chunk.first + chunk.n))
+
+    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
+        s, turn = self._s, il % 2
+        for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
+            start = time.perf_counter()
+            n_kv = self._load(il, at, chunk)
+            built = s.graphs.layer(il, chunk.n, n_kv)
+            start = s.spent("build", start)
+            reads, n_reads = self._read_ids(built.outputs, turn, chunk)
+            self._launch(built, f"layer {il}", reads, n_reads)
+            s.memory.copy(s.carried("l_out"), 0, s.memory.hidden, chunk.row, chunk.n)
+            self._copy_state(il, chunk)
+            s.spent("launch", start)
+            self.n_done += 1
+
+    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
+        s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
+        k = s.stage.hp.n_expert_used
+        ids = s.memory.ids[turn, : k * n_rows]
+        absent = np.zeros(k * n_rows, dtype=bool)
+        waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
+        for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
+            self._launch_chunk(il, at, chunk)
+            launched = at, chunk, s.cache_table(il).copy()
+            if waiting:
+                self._ask(il, ids, absent, *waiting)
+            waiting = launched
+            self.n_done += 1
+        yield SweepStep("experts", n_rows)  # what comes now waits for the last chunk
+        if waiting:
+            self._ask(il, ids, absent, *waiting)
+        missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
+        self._send_ahead(il + 1)
+        group = self._crossing.oldest(il)
+        while group:
+            self._use(il, group, missing, ids, part)
+            self._send_ahead(il + 1)
+            group = self._crossing.oldest(il)
+            if group:
+                yield SweepStep("experts", n_rows)
+        n_asked, n_chosen = len(self._crossing.asked(il)), missing.n_experts
+        self._forecast.note(n_chosen, n_asked - n_chosen)
+        self._crossing.leave(il)
+        if s.sums_last:
+            for chunk in part:
+                yield SweepStep("sum", chunk.n)
+                self._sum(il, chunk)
+
+    def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
+        """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
+        s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
+        start = time.perf_counter()
+        n_kv = self._load(il, at, chunk)
+        mixer, experts = s.graphs.mixer(il, n, n_kv), s.graphs.experts(il, n)
+        start = s.spent("build", start)
+        self._launch(mixer, f"layer {il}", *self._read_ids(mixer.outputs, il % 2, chunk))
+        event = s.routed[at % 2]
+        if event:
+            C.ggml_backend_event_record(event.ptr, s.device.compute.ptr)
+        self._launch(experts, f"the experts of layer {il}")
+        memory.copy(s.carried("post_norm"), 0, memory.tensor("post_norm"), chunk.row, n)
+        memory.copy(s.carried("weights"), 0, memory.tensor("weights"), chunk.row * k, n * k)
+        result = "residual" if s.sums_last else "l_out"
+        memory.copy(s.carried(result), 0, memory.hidden, chunk.row, n)
+        if s.sums_last:
+            to = memory.tensor("expert_rows")
+            memory.copy(s.carried("expert_rows"), 0, to, chunk.row * k, n * k)
+        self._copy_state(il, chunk)
+        s.spent("launch", start)
+
+    def _ask(
+        self,
+        il: int,
+        ids: npt.NDArray[np.int32],
+        absent: npt.NDArray[np.bool_],
+        at: int,
+        chunk: Chunk,
+        table: npt.NDArray[np.int32],
+    ) -> None:
+        """Wait for the choice of a chunk, and send the experts that it misses.
+
+        table: where experts were when `experts` was launched.
+        """
+        s, k, start = self._s, self._s.stage.hp.n_expert_used, time.perf_counter()
+        event = s.routed[at % 2]
+        if event:
+            event.wait()
+        start = s.spent("wait", start)
+        rows = slice(chunk.row * k, (chunk.row + chunk.n) * k)
+        chosen = ids[rows]
+        if chosen.min() < 0 or chosen.max() >= len(table):
+            raise InternalError(f"layer {il}: router chose ids outside 0..{len(table) - 1}")
+        absent[rows] = table[chosen] < 0
+        self._crossing.ask(il, by_popularity(chosen, absent[rows], len(table)))
+        self._send()
+        s.spent("resolve", start)
+
+    def _send(self) -> None:
+        """Enqueue uploads into the groups that are free."""
+        s = self._s
+        for group, pairs, is_new in self._crossing.sends():
+            free, uploaded = s.ring_events(group.index)
+            if is_new and free:
+                C.ggml_backend_event_wait(s.device.upload.ptr, free.ptr)
+            s.send(group.il, group.index, pairs)
+            if uploaded:
+                C.ggml_backend_event_record(uploaded.ptr, s.device.upload.ptr)
+        s.read_ahead(self._crossing.waiting(self._crossing.n_each))
+
+    def _send_ahead(self, il: int) -> None:
+        """Send experts of the next layer, if there is room, before its router has chosen."""
+        s, room = self._s, self._crossing.n_room
+        residency = s.residency
+        if not room or residency is None or il not in s.stage.layers:
+            return
+        if self._foreseen != il:
+            asked = self._crossing.asked(il)
+            absent = np.flatnonzero(s.cache_table(il) < 0)
+            absent = absent[~np.isin(absent, list(asked))] if asked else absent
+            counts = residency.routing.popularity(il)
+            self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
+            self._foreseen = il
+        self._crossing.ask(il, self._forecast.likely(room))
+        self._send()
+
+    def _use(
+        self,
+        il: int,
+        group: Group,
+        missing: MissingPlaces,
+        ids: npt.NDArray[np.int32],
+        part: list[Chunk],
+    ) -> None:
+        """Enqueue what the experts of a group compute, then uploads into the group."""
+        s, hp, start = self._s, self._s.stage.hp, time.perf_counter()
+        places = missing.of(group.experts)
+        free, uploaded = s.ring_events(group.index)
+        if uploaded:
+            C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
+        slots = s.slots_of(il, group, hp.n_expert)
+        for rows in self._cut(places, part):
+            turn, n_padded = s.memory.write_unit(rows, ids, slots)
+            inputs, unit = s.graphs.unit_inputs(turn, n_padded), s.graphs.unit(il, n_padded)
+            self._launch(inputs, f"the inputs of missing experts of layer {il}")
+            s.memory.sent_unit(turn)
+            self._launch(unit, f"the missing experts of layer {il}")
+        if free:
+            C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
+        self._crossing.give_back(group)
+        self._send()
+        s.spent("resolve", start)
+
+    def _cut(self, places: npt.NDArray[np.int32], part: list[Chunk]) -> list[Any]:
+        """Return the places of each unit: as few units as possible, of nearly equal size.
+
+        On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
+        chunk must give the same bits as in a pass of its own.
+        """
+        if not self._s.sums_last:
+            n = -(-len(places) // (self._s.memory.most - 1))
+            return np.array_split(places, n) if n else []
+        k = self._s.stage.hp.n_expert_used
+        found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
+        return [rows for rows in found if len(rows)]
+
+    def _sum(self, il: int, chunk: Chunk) -> None:
+        """Enqueue the sum of all experts of a chunk, in routing order (CPU device)."""
+        s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
+        built = s.graphs.sum_rows(il, n)
+        if built is None:
+            raise InternalError("expert rows on a device that adds experts to a finished sum")
+        memory.copy(memory.tensor("expert_rows"), chunk.row * k, s.carried("expert_rows"), 0, n * k)
+        memory.copy(memory.tensor("post_norm"), chunk.row, s.carried("post_norm"), 0, n)
+        memory.copy(memory.hidden, chunk.row, s.carried("residual"), 0, n)
+        self._launch(built, f"the sum of layer {il}")
+        memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
+
+    def _copy_state(self, il: int, chunk: Chunk) -> None:
+        """Copy the recurrent states after a chunk to the host, if it ends at a cut."""
+        state = self._state
+        if il not in state.ssm:
+            return
+        for copy in self.saved:
+            if copy.n_past == chunk.first + chunk.n:
+                self._save(copy, [state.conv[il], state.ssm[il]])
+
+    def _save(self, copy: StatesCopy, states: list[Tensor]) -> None:
+        s = self._s
+        s.stage.sequences.copies.take_layer(copy, self.slot, s.device, states)
+
+    def _end_layer(self, il: int, part: list[Chunk]) -> None:
+        s, n_rows = self._s, part[-1].row + part[-1].n
+        tap = self.batch.taps.get(il)
+        if tap:
+            tap(s.memory.hidden, n_rows, part[0].first)
+        if self._state.last_out is not None and il == s.stage.layers[-1]:
+            self._keep_last_out(self._state.last_out, part)
+        if s.residency is not None:
+            done = s.layer_done[il % 2]
+            if done:
+                C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
+            self._books.append((il, il % 2, n_rows))
+
+    def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
+        """Enqueue copies of the output of the part's last row, and of those before cuts."""
+        memory = self._s.memory
+        cuts = {copy.n_past: copy for copy in self.saved}
+        for chunk in part:
+            copy = cuts.get(chunk.first + chunk.n)
+            if copy or chunk is part[-1]:
+                row = chunk.row + chunk.n - 1
+                memory.copy(memory.hidden, row, last_out, self.slot, 1)
+            if copy:
+                self._save(copy, [last_out])
+
+    def _record_books(self, turn: int) -> None:
+        """Record the choice in the last layer of this turn, which the device has computed."""
+        s = self._s
+        for entry in [entry for entry in self._books if entry[1] == turn]:
+            il, _, n_rows = entry
+            start = time.perf_counter()
+            done = s.layer_done[turn]
+            if done:
+                done.wait()
+            start = s.spent("wait", start)
+            s.record(il, s.memory.ids[turn, : n_rows * s.stage.hp.n_expert_used])
+            self._books.remove(entry)
+            s.spent("resolve", start)
+
+    def head(self, row: int, n: int) -> Output:
+        """Compute the head for rows of the part, and wait for it."""
+        s, kind, draws = self._s, self.batch.results, self.batch.draws
+        built = s.graphs.head(n, kind)
+        s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)
+        if draws is not None:
+            s.memory.inputs.send_draws(draws)
+        self._launch(built, "the output head", s.results.reads(built.outputs), 2)
+        start = time.perf_counter()
+        C.ggml_backend_synchronize(s.device.compute.ptr)
+        s.spent("wait", start)
+        output, finite = s.results.read(kind, n)
+        if not finite.all():
+            message = f"{s.device.name} computed logits that are not finite"
+            raise NotFinite(message, (self.slot,), output)
+        return output
+
+    def cancel(self) -> None:
+        """Wait for the device, and undo what the books say of the sweep; safe to call again."""
+        s = self._s
+        s.device.synchronize()
+        if s.misses:
+            s.misses.store.forget()
+        if s.residency is not None and (
+            self._is_entering or (self._plan and s.residency.is_current(self._plan))
+        ):
+            s.residency.rollback()

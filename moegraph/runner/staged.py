@@ -1,0 +1,165 @@
+"""Runs passes over a model in several stages: each in turn, with a copy of the rows between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError
+from ..graphs.inputs import PassShape
+from .base import Runner
+from .batch import Batch
+from .boundary import Boundary
+from .results import Output
+from .sweep import Sweep
+from .sweep_batch import SweepBatch
+
+
+class StagedRunner:
+    """Runs passes over consecutive stages, one pass at a time; used like a `Runner`.
+
+    A pass is enqueued on all devices before the host waits, unless a stage may lack experts. Every
+    stage keeps its own graphs and experts; the sequences are one, and the last stage's passes and
+    commits record what they hold. After an error in any stage no pass is in flight in any of them.
+
+    parts: the runners of the stages, in order of layers. sequences, hp: of the whole model. device:
+    of the last stage, which has the results. n_ubatch, max_rows: as of each part.
+    """
+
+    def __init__(self, parts: Sequence[Runner]) -> None:
+        """Take the runners, which the caller closes later.
+
+        Raises:
+            NativeError: there is no host memory for the copies.
+        """
+        self.parts = tuple(parts)
+        self._last = last = self.parts[-1]
+        self.sequences, self.hp, self.device = last.sequences, last.hp, last.device
+        self.n_ubatch, self.max_rows = last.n_ubatch, last.max_rows
+        with ExitStack() as stack:
+            self._boundaries = [
+                stack.enter_context(closing(Boundary(before.device, after.device)))
+                for before, after in zip(self.parts, self.parts[1:])
+            ]
+            self._opened = stack.pop_all()
+
+    @property
+    def mode(self) -> str:
+        """'whole' if every stage computes a pass as one graph, else 'layered'."""
+        modes = {part.mode for part in self.parts}
+        return modes.pop() if len(modes) == 1 else "layered"
+
+    @property
+    def n_built(self) -> int:
+        """Return how many graphs were built."""
+        return sum(part.n_built for part in self.parts)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Device bytes of inputs, intermediates and rows, on all devices."""
+        return sum(part.compute_bytes for part in self.parts)
+
+    def require_idle(self) -> None:
+        """Check that no pass is in flight; see `Runner.require_idle`."""
+        self._last.require_idle()
+
+    def is_paged(self, n_rows: int) -> bool:
+        """Return whether passes of so many rows read K and V through pages in every stage."""
+        return all(part.is_paged(n_rows) for part in self.parts)
+
+    def shape_of(self, batch: Batch) -> PassShape:
+        """Return the shape of a pass in the stage that reads most of the KV caches at once."""
+        return max((part.shape_of(batch) for part in self.parts), key=lambda shape: shape.n_kv)
+
+    def drop(self, slot: int) -> None:
+        """Forget a sequence's verified rows, and its results in flight; see `Runner.drop`."""
+        for part in self.parts:
+            part.drop(slot)
+
+    def give_up(self) -> None:
+        """Wait for the pass in flight, if there is one, and forget its results."""
+        for part in self.parts:
+            part.give_up()
+
+    def recover(self) -> None:
+        """Undo what is left of a pass that failed; before a sweep goes on."""
+        for part in self.parts:
+            part.recover()
+
+    def submit(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool] = lambda: False,
+        begins: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start a pass; see `Runner.submit`."""
+        self.require_idle()
+        try:
+            for part in self.parts:
+                part.prepare(batch)
+            for i, part in enumerate(self.parts):
+                if i:
+                    self.hand_over(i, batch.tokens.size)
+                part.launch(batch, cancelled, bool if i else begins)
+        except BaseException:
+            for part in self.parts:
+                part.give_up()
+                part.recover()
+            raise
+
+    def hand_over(self, i: int, n_rows: int) -> None:
+        """Enqueue the copy of a pass's rows to a stage from the one before."""
+        source, to = self.parts[i - 1].hidden, self.parts[i].hidden
+        if source is None or to is None:
+            raise InternalError("a stage has no memory for the rows of another one")
+        self._boundaries[i - 1].copy(source.all, to.all, 4 * self.hp.n_embd * n_rows)
+
+    def collect(self) -> Output:
+        """Wait for the pass in flight and return its results; see `Runner.collect`."""
+        try:
+            for part in self.parts:
+                output = part.collect()
+        except BaseException:
+            self.give_up()
+            raise
+        return output
+
+    def commit(
+        self, paths: Mapping[int, list[int]], begins: Callable[[], None] = lambda: None
+    ) -> dict[int, list[int]]:
+        """Enqueue the commit of verified rows in all stages; see `Runner.commit`."""
+        tokens: dict[int, list[int]] = {}
+        for i, part in enumerate(self.parts):
+            tokens = part.commit(paths, (lambda: None) if i else begins)
+        return tokens
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a row of the pass that was collected last; see `Runner.logits`."""
+        return self._last.logits(row)
+
+    def sweep(self, batch: SweepBatch) -> Sweep:
+        """Return a sweep over a prompt; see `Runner.sweep`."""
+        each = [part.sweeps for part in self.parts if part.sweeps]
+        if len(each) < len(self.parts):
+            raise InternalError("a stage has no memory for prompts")
+        return Sweep(each, batch, self._boundaries)
+
+    def reserve_graphs(self, n_draft: int = 0) -> None:
+        """Build the graphs of the largest passes; see `Runner.reserve_graphs`."""
+        for part in self.parts:
+            part.reserve_graphs(n_draft)
+
+    def build_ahead(self, batch: Batch) -> None:
+        """Build the graphs of a pass that will be submitted later, also while one is in flight."""
+        for part in self.parts:
+            part.build_ahead(batch)
+
+    def close(self) -> None:
+        """Wait for all devices, then free the copies' memory; the caller closes the parts."""
+        self._opened.close()
+
+
+AnyRunner = Runner | StagedRunner

@@ -1,0 +1,90 @@
+"""One setting as a user sees it, and whether a value suits it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from .errors import ConfigError
+from .units import parse_bytes
+
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?", re.ASCII)
+_SHARE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one field of EngineConfig or SamplingParams looks to a user.
+
+    kind: 'int', 'float', 'choice', 'flag', or one of the strings 'device', 'size' (of memory),
+    'split' (shares or sizes) and 'path', of which the first three may be lists. minimum and maximum
+    bound a number, both inclusive.
+    flags: the option's spellings, long one last; empty for a field of the Python API only.
+    group: the heading under which --help lists the option, one of GROUPS.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    help: str
+    kind: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    metavar: str | None = None
+    group: str = "Common"
+
+    @property
+    def allowed(self) -> str:
+        """Return the allowed values in words, for error messages."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.minimum is not None:
+            return f"{self.minimum} to {self.maximum}"
+        return self.metavar or "on or off"
+
+
+def problem_of(setting: Setting, value: object) -> str:
+    """Return what is wrong with one value, or an empty string."""
+    if value is None and setting.default is None:
+        return ""
+    where = f"{setting.name} is {value!r}"
+    if setting.flags:
+        where += f" ({'/'.join(setting.flags)})"
+    if setting.kind == "flag":
+        return "" if isinstance(value, bool) else f"{where}; expected true or false"
+    if setting.kind in ("int", "float"):
+        if not _is_number(value, setting.kind):
+            kind = "an integer" if setting.kind == "int" else "a number"
+            return f"{where}; expected {kind}, {setting.allowed}"
+        low, high = setting.minimum or 0, setting.maximum or 0
+        # nan is not in any range
+        return "" if low <= value <= high else f"{where}; allowed: {setting.allowed}"
+    if not isinstance(value, str):
+        return f"{where}; expected a string, {setting.allowed}"
+    return "" if _is_known(setting, value) else f"{where}; allowed: {setting.allowed}"
+
+
+def _is_number(value: object, kind: str) -> TypeGuard[float]:
+    return not isinstance(value, bool) and isinstance(value, int if kind == "int" else (int, float))
+
+
+def _is_known(setting: Setting, value: str) -> bool:
+    if setting.choices:
+        return value in setting.choices
+    if setting.kind == "device":
+        return value == "auto" or all(_DEVICE.fullmatch(one) for one in value.split(","))
+    if setting.kind == "size":
+        return value == "auto" or all(map(is_size, value.split(",")))
+    if setting.kind == "split":
+        return value == "" or all(_SHARE.fullmatch(one) or is_size(one) for one in value.split(","))
+    return "\0" not in value
+
+
+def is_size(text: str) -> bool:
+    """Return whether text is a memory size above 0, such as 8GiB; a bare number means GiB."""
+    try:
+        return parse_bytes(text, "g") > 0
+    except ConfigError:
+        return False

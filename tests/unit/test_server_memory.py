@@ -1,0 +1,133 @@
+"""What a request leaves in memory: nothing that only Python's collector of cycles would find."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers.fake_service import FakeChatModel, FakeService
+from helpers.server_case import CHAT, Case
+
+from moegraph.engine.chat import TextRequest
+from moegraph.errors import InternalError, MoegraphError
+from moegraph.server import heap
+from moegraph.server.talk import Talk
+
+LONG = "x" * 5000
+
+
+@pytest.fixture
+def left() -> Iterator[Callable[[], list[str]]]:
+    """Yield a function that returns which of our objects and frames wait for the collector."""
+
+    def found() -> list[str]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        names = [name for one in gc.garbage if (name := ours(one))]
+        gc.garbage.clear()
+        return names
+
+    gc.collect()
+    gc.disable()
+    yield found
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+def ours(value: object) -> str:
+    if isinstance(value, types.FrameType):
+        code = value.f_code
+        return code.co_name if "/moegraph/" in code.co_filename else ""
+    return type(value).__name__ if type(value).__module__.startswith("moegraph") else ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": "x"}, 200),
+        ("/v1/completions", {"prompt": LONG}, 400),
+        ("/v1/completions", {"prompt": 7.5}, 400),
+        ("/v1/chat/completions", CHAT, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}, 200),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": LONG}]}, 400),
+        ("/v1/responses", {"input": "x"}, 200),
+        ("/v1/responses", {"input": LONG}, 400),
+    ],
+)
+def test_a_request_leaves_nothing(
+    left: Callable[[], list[str]], path: str, body: dict[str, Any], status: int, stream: bool
+) -> None:
+    case = Case()
+    case.post(path, body)  # what is made once and kept
+    left()
+    assert case.post(path, {**body, "stream": stream}).status_code == status
+    assert left() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_an_answer_that_fails_leaves_nothing(
+    left: Callable[[], list[str]], path: str, body: dict[str, Any], stream: bool
+) -> None:
+    script: list[str | MoegraphError] = ["a", InternalError("broken")]
+    case = Case(script)
+    for _ in range(2):
+        left()
+        assert case.post(path, {**body, "stream": stream}).status_code == (200 if stream else 500)
+    assert left() == []
+
+
+class Knowing(FakeService):
+    """Its tickets know who waits for the answer, as those of the real service do."""
+
+    def submit(self, request: Any, deliver: Any) -> Any:
+        ticket = super().submit(request, deliver)
+        ticket.deliver = deliver  # type: ignore[attr-defined]
+        return ticket
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_talk_is_free_when_it_is_closed(is_read: bool) -> None:
+    async def talk() -> weakref.ref[Talk]:
+        service = Knowing(step_s=0.01)
+        made = Talk(service, [FakeChatModel().prepare_text(TextRequest(prompt="x"))])
+        with made:
+            async for _ in made:
+                if not is_read:
+                    break
+        ticket = service.tickets.pop()
+        assert await asyncio.to_thread(ticket.ended.wait, 5)
+        await asyncio.sleep(0.01)  # the last step is delivered
+        return weakref.ref(made)
+
+    gc.disable()
+    try:
+        assert asyncio.run(talk())() is None
+    finally:
+        gc.enable()
+
+
+def test_the_heap_can_be_set_and_trimmed_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        """A C library with none of glibc's names."""
+
+    heap.give_back()
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Other())
+    heap.keep_small()
+    heap.give_back()
