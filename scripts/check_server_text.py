@@ -100,8 +100,8 @@ def main() -> int:
     args = parser().parse_args()
     args.model, args.llama_server = str(args.model), str(args.llama_server)
     args.clients, args.beside, args.device = [1], 0, "cpu"
-    args.ours = "--cpu-reference --spec off -t 1 -tb 1 --cache-ram 0"
-    args.theirs = "-t 1 -tb 1 -ctxcp 0 --no-warmup -ngl 0"
+    args.ours = "--spec off -t 1 -tb 1 --cache-ram 0"
+    args.theirs = "-t 1 -tb 1 -ctxcp 0 -cram 0 --no-repack --no-warmup"
     asked, port = list(requests(args.requests, args.tokens)), free_port()
     answers: dict[str, list[tuple[str, int]]] = {}
     for name, (command, env) in commands(args, port).items():
