@@ -51,6 +51,14 @@ def test_a_split_and_a_card_that_is_too_small(model_path: ModelPath) -> None:
     assert code == 4 and text.count("\n") == 1 and "--vram of card 2 allows 88.0 MiB" in text
 
 
+def test_inspect_says_what_several_cards_hold(model_path: ModelPath) -> None:
+    path = str(model_path("legacy32"))
+    done = CliRunner().invoke(main, ["inspect", path, "--vram", "2,2", "-c", "512"])
+    assert done.exit_code == 0, done.output
+    assert "In 2.00 GiB + 2.00 GiB, 512 positions: all experts resident" in done.output
+    assert "1: 2.00 GiB" in done.output and "2: 2.00 GiB" in done.output
+
+
 @pytest.mark.parametrize("size", ["8,", ",8", "8,x"])
 def test_what_is_no_list_of_sizes_is_refused(model_path: ModelPath, size: str) -> None:
     code, text = plan(model_path("legacy32"), "--vram", size)
