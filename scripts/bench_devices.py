@@ -29,12 +29,14 @@ Ids = npt.NDArray[np.int32]
 
 
 def text_ids(engine: Engine, n: int) -> Ids:
-    """Return n tokens of this project's own pages."""
-    text = "\n".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md")))
-    ids = engine.tokenizer.encode(text)
-    while len(ids) < n:
-        ids = [*ids, *ids]
-    return np.array(ids[:n], np.int32)
+    """Return n tokens of this project's own source."""
+    files = sorted((ROOT / "moegraph").rglob("*.py"))
+    ids: list[int] = []
+    for path in files:
+        ids += engine.tokenizer.encode(path.read_text(encoding="utf-8"), add_special=False)
+        if len(ids) >= n:
+            break
+    return np.resize(np.array(ids, np.int32), n)
 
 
 def decode(engine: Engine, ids: Ids, n: int) -> float:
@@ -83,10 +85,12 @@ def settings_of(model: Path, share: float) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, device: str, share: float, say: Callable[..., None]) -> None:
-    """Measure one entry."""
+    """Measure one entry; say how long each load took, before anything is measured."""
+    start = time.perf_counter()
     base = {**settings_of(args.model, share), "device": device, "profile": "none"}
     longest = max(args.prompts) + 1024
     with Engine.load(args.model, EngineConfig(n_ctx=longest, **base)) as engine:
+        say(what="loaded", value=round(time.perf_counter() - start, 1), unit="s")
         ids = text_ids(engine, longest)
         layers = [[s.layers.start, s.layers.stop] for s in engine.stages]
         say(what="layers", value=layers)
@@ -108,8 +112,9 @@ def measure(args: argparse.Namespace, device: str, share: float, say: Callable[.
             unit="GiB",
         )
     for n_seq in args.sequences:
-        config = EngineConfig(n_ctx=1024, n_seq=n_seq, **base)
+        config, start = EngineConfig(n_ctx=1024, n_seq=n_seq, **base), time.perf_counter()
         with Engine.load(args.model, config) as engine:
+            say(what="loaded", value=round(time.perf_counter() - start, 1), unit="s")
             ids = text_ids(engine, 131 * n_seq + 256)
             speed = max(together(engine, ids, n_seq, args.passes) for _ in range(2))
             say(what=f"{n_seq} sequences", value=round(speed, 1), unit="tok/s")
