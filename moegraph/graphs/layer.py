@@ -81,6 +81,9 @@ def build_mixer_router(
             stage.state.drafts.keep(b, (rows.qkv, rows.gate, rows.beta), il)
     else:
         cur = build_attention(b, stage.hp, w, stage.state, inp, shape, cur, il)
+    # a view, so that ggml's CUDA backend does not put a single row's product and this sum into one
+    # kernel: ours for the product, and for the sum with the norm behind it, take less time
+    cur = b.reshape(cur, stage.hp.n_embd, shape.n_tokens)
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)

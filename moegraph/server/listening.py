@@ -93,6 +93,12 @@ class PatientProtocol(H11Protocol):
         self._stop_watching()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """End the connection after the answer that is being made, but wait for no body."""
+        super().shutdown()
+        if self.conn.their_state is h11.SEND_BODY and not self.cycle.response_started:
+            self.transport.close()
+
     def pause_writing(self) -> None:
         """Watch a client that reads more slowly than we write."""
         super().pause_writing()

@@ -24,6 +24,8 @@ log = logging.getLogger("moegraph.server")
 _INTERRUPTED = 130
 # An engine that has work to end gets this time.
 _CLOSE_S = 10.0
+# And so long get threads that still prepare a request, whose client has left.
+_GRACE_S = 1.0
 _EXIT_CODES = {signal.SIGINT: _INTERRUPTED, signal.SIGTERM: 0}
 
 
@@ -65,34 +67,56 @@ class _Process:
 
     async def run(self) -> int:
         host = self._make_host()
-        web = web_server(self._app(host))
+        app = self._app(host)
+        web = web_server(app)
         self._take_signals()
         serving = asyncio.ensure_future(web.serve(sockets=[self._sock]))
-        watching = asyncio.ensure_future(host.watch())
+        failure: MoegraphError | None = None
         try:
-            await self._load(host)
-            if not self._ending.is_set():
-                heap.settle()
-                self._ways.ready()
-            ending = asyncio.ensure_future(self._ending.wait())
-            some = (ending, serving, watching)
-            await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
-            await self._drain(host)
-            if watching.done():
-                raise NativeError(f"the server has failed: {watching.result()}")
+            await self._serve(host, serving)
+        except MoegraphError as error:
+            failure, self._code = error, error.exit_code
         finally:
-            watching.cancel()
             # first the model: requests that are cut off get an answer that says so
             closing = asyncio.ensure_future(host.close())
             limit = None if self._is_drained else _CLOSE_S
             await asyncio.wait((closing,), timeout=limit)
             await _stop(web, serving)
-            if host.is_loading or not self._is_drained:
+            is_stuck = not await app.state.server.workers.end(_GRACE_S)
+            if host.is_loading or not self._is_drained or is_stuck:
                 # threads that load or compute cannot be interrupted, and Python would wait for them
+                self._say_last(failure, is_stuck)
                 _leave(self._code)
             closing.result()
+        if failure is not None:
+            raise failure
         return self._code
+
+    async def _serve(self, host: ModelHost, serving: asyncio.Future[None]) -> None:
+        """Load the model and serve until a signal comes or the engine fails; then drain."""
+        watching = asyncio.ensure_future(host.watch())
+        ending = asyncio.ensure_future(self._ending.wait())
+        try:
+            await self._load(host)
+            if not self._ending.is_set():
+                heap.settle()
+                self._ways.ready()
+            some = (ending, serving, watching)
+            await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(host)
+            if watching.done():
+                raise NativeError(f"the server has failed: {watching.result()}")
+        finally:
+            ending.cancel()
+            watching.cancel()
+
+    def _say_last(self, failure: MoegraphError | None, is_stuck: bool) -> None:
+        if failure is not None:
+            self._ways.say(f"error: {failure}")
+        if is_stuck:
+            self._ways.say(
+                f"ended; a prompt or grammar was still being prepared after {_GRACE_S:g} s more"
+            )
 
     async def _load(self, host: ModelHost) -> None:
         """Load the model; return early when a signal comes."""

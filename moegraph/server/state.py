@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +22,9 @@ from .limits import LIMITS, Limits
 from .metrics import Metrics
 from .responses.store import ResponseStore
 from .talk import Talk
+from .workers import Workers
 
 T = TypeVar("T")
-# Threads that render, tokenize and compile; more would only wait for the interpreter.
-_N_WORKERS = 4
 
 
 @dataclass
@@ -50,9 +47,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
     started: int = field(default_factory=lambda: int(time.time()))
-    workers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="prepare")
-    )
+    workers: Workers = field(default_factory=Workers)
 
     async def work(self, call: Callable[[], T]) -> T:
         """Return what a call returns that takes long; it runs on a thread of ours.
@@ -61,7 +56,7 @@ class ServerState:
             ApiError: in place of the package's errors.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.workers, call)
+            return await self.workers.run(call)
         except (MoegraphError, MemoryError) as error:
             raise from_failure(error) from error
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 KINDS = ("json_object", "json_schema", "gbnf", "lark", "regex")
 MAX_GRAMMAR_CHARS = 512 * 1024  # also of the tools that must be called
 MAX_GBNF_CHARS = 32 * 1024  # its converter is slow
-_N_CACHED = 64
+# Grammars that are kept compiled, and the characters of their sources. A compiled grammar takes
+# about 40 bytes for each.
+_N_CACHED, _CACHED_CHARS = 64, 2 * 1024 * 1024
 # Between tokens of JSON, as llama.cpp's grammars have it; without a limit, a model may write
 # nothing else for ever.
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
@@ -101,9 +103,13 @@ class Grammars:
         found = tokens.compile(kind, text)
         with self._lock:
             self._compiled[kind, text] = found
-            while len(self._compiled) > _N_CACHED:
+            while len(self._compiled) > _N_CACHED or self._n_chars > _CACHED_CHARS:
                 self._compiled.popitem(last=False)
         return found
+
+    @property
+    def _n_chars(self) -> int:
+        return sum(len(text) for _, text in self._compiled)
 
     def _read(self) -> _Tokens:
         with self._lock:

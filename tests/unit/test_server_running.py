@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -36,11 +39,12 @@ class Process:
         self.refuses_reload = False
         self.drain_s = drain_s
         self.n_closed = 0
+        self.model = FakeChatModel()
 
     def load(self) -> Loaded:
         if self.error is not None:
             raise self.error
-        return Loaded(self.service, FakeChatModel(), FACTS, self.close)
+        return Loaded(self.service, self.model, FACTS, self.close)
 
     def close(self) -> None:
         self.n_closed += 1
@@ -94,6 +98,72 @@ def test_requests_that_run_may_end_first() -> None:
     assert process.run(act) == 0
     assert found[0].json()["choices"][0]["text"] == "a" * 20
     assert "waiting up to 5 s for 1 request" in process.said[0]
+
+
+BODY = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("sent", ["", "POST /v1", f"{BODY}Content-Length: 9\r\n\r\n{{"])
+def test_a_client_that_sends_half_a_request_is_not_waited_for(sent: str) -> None:
+    process = Process()
+    began: list[float] = []
+
+    def act(url: str) -> None:
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port)) as sock:
+            sock.sendall(sent.encode())
+            httpx.get(f"{url}/health")
+            began.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert sock.recv(100) == b""
+
+    assert process.run(act) == 0
+    assert time.monotonic() - began[0] < 1.5
+
+
+class Stuck(FakeChatModel):
+    """Prepares a request until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy, self.may_end = threading.Event(), threading.Event()
+
+    def prepare_text(self, text: Any) -> Any:
+        self.is_busy.set()
+        self.may_end.wait(10)
+        return super().prepare_text(text)
+
+
+class Left(BaseException):
+    """Instead of the end of the process."""
+
+
+def test_a_thread_that_is_stuck_does_not_hold_the_end_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Left
+
+    monkeypatch.setattr("moegraph.server.running._leave", leave)
+    monkeypatch.setattr("moegraph.server.running._GRACE_S", 0.1)
+    process = Process()
+    model = process.model = Stuck()
+
+    def act(url: str) -> None:
+        with suppress(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=0.2)
+        assert model.is_busy.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(Left):
+            process.run(act)
+    finally:
+        model.may_end.set()
+    assert codes == [130] and time.monotonic() - began < 5
+    assert process.said == ["ended; a prompt or grammar was still being prepared after 0.1 s more"]
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
