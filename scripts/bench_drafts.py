@@ -31,6 +31,7 @@ from moegraph.draft.drafter import Draft, Drafter
 from moegraph.draft.plan import Plan, Shape, Step
 from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
+from moegraph.draft.watch import Watched
 from moegraph.engine import Engine
 from moegraph.engine.drafters import open_speculation
 from moegraph.engine.speculation import Controller
@@ -78,6 +79,9 @@ class ByPlan:
 
     def observe(self, step: Step) -> None:
         self._controller.observe(step)
+
+    def observe_watched(self, watched: Watched) -> None:
+        self._controller.observe_watched(watched)
 
     @property
     def stats(self) -> SpecStats:

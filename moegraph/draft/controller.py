@@ -14,16 +14,18 @@ other drafters lose against the best one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from .drafter import Draft
+from .candidate import KNOWN, Candidate
+from .drafter import Draft, confidence
 from .firsttimes import Excused, FirstTimes
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
 from .shapes import Growth, grow
 from .stats import Recorder, SpecStats
 from .stepcost import DraftCost, Experts, PassCost
+from .watch import Watched
 from .widths import Widths
 
 # Rows of verify passes; each width has graphs of its own, so there are not too many.
@@ -33,8 +35,10 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
 _FIRST_PLAIN = 2
 # Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
 # that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
-_CREDIT, _MOST_CREDIT = 6.0, 12.0
+_CREDIT, _MOST_CREDIT = 4.0, 12.0
 _SHARE, _CLEAR_SHARE = 0.012, 0.04
+# A step that takes so many times as long as expected was paused; what is above that is not charged.
+_PAUSED = 1.5
 # What a trial may lose against plain steps at the cost of its own account alone.
 _TRIAL_LOSS = 3.0
 # How much wider than the widest pass so far a pass may be: the law may be wrong.
@@ -43,9 +47,14 @@ _WIDER = 2
 _BEGIN, _END = 1.02, 0.99
 # Plain steps between two trials of drafting, at first and at most; depths of a trial, at least.
 _INTERVAL, _LONGEST, _TRIAL_DRAFT = 8, 64, 2
-# Steps between two trials of a drafter that is new, or another one than the best; it is new until
-# so many of its drafts were verified.
-_NEW_INTERVAL, _KNOWN = 2, 10
+# Steps between two trials of a drafter that is new, or another one than the best.
+_NEW_INTERVAL = 1
+# Drafts that were watched or verified before `auto` relies on a drafter. Watched trials before one
+# that is verified, while they say that it may pay.
+_ASSURED, _WATCHES, _WATCHED = 2, 3, 2
+# A draft is free if it takes less than this share of a plain step. A drafter that is so much slower
+# than plain steps may be worth another look at what its passes cost.
+_FREE, _NEARLY = 0.05, 0.9
 # Drafting steps between two plain ones, which only keep the time of a plain step up to date: if
 # drafting is this much faster than plain decoding, and otherwise.
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
@@ -56,30 +65,6 @@ _PLAN_INTERVAL, _FIRST_PLANS = 4, 16
 # What is kept of counts of acceptance when another text begins, and at each plan without their
 # drafter.
 _KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.99
-
-
-@dataclass
-class _Drafter:
-    """What is known of one source, and its best plan; value: its tokens a second.
-
-    hope, hoped: value and depth of its best plan if it is as good as it may well be.
-    """
-
-    source: Source
-    acceptance: Acceptance
-    cost: DraftCost
-    most: int  # depths
-    value: float = 0.0
-    plan: Plan = PLAIN
-    hope: float = 0.0
-    hoped: int = 0
-    n_steps: int = 0
-    n_known: int = 0
-
-    @property
-    def is_new(self) -> bool:
-        """Whether too little of it is known to judge single drafts."""
-        return self.n_known < _KNOWN
 
 
 class Controller:
@@ -96,7 +81,7 @@ class Controller:
         self.settings = settings
         most, longest = settings.most_rows, [source.max_draft + 1 for source in sources]
         widths = sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most})
-        self.widths = Widths(widths, settings.is_timed)
+        self.widths = Widths(widths, settings.graph_price if settings.is_timed else 0.0)
         self.passes = PassCost(widths, experts)
         self._planned_s = 0.0  # since the last plan
         spec = settings.spec
@@ -120,16 +105,16 @@ class Controller:
             limits.append(settings.most_rows - 1)
         return min(limit for limit in limits if limit is not None)
 
-    def _drafter(self, source: Source) -> _Drafter:
+    def _drafter(self, source: Source) -> Candidate:
         most = self._most(source)
         acceptance = Acceptance(max(most, 1), source.accept, source.n_top)
-        return _Drafter(source, acceptance, DraftCost(source.fixed, source.per_token, most), most)
+        return Candidate(source, acceptance, DraftCost(source.fixed, source.per_token, most), most)
 
     def begin(self) -> None:
         """Begin another text: costs stay known, acceptance counts less."""
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
-            drafter.n_known = min(drafter.n_known, _KNOWN // 2)
+            drafter.n_known = min(drafter.n_known, KNOWN // 2)
         self._interval = self._since_trial = _INTERVAL
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 
@@ -147,7 +132,7 @@ class Controller:
             plan = self._fixed_plan(usable[0])
         elif not is_known:
             return PLAIN
-        elif self._pays(usable[0]):
+        elif self._pays(usable[0]) and usable[0].n_known >= _ASSURED:
             plan = self._other(usable) or self._affordable(usable[0])
             if self._since_plain >= (_REFRESH if self._pays(usable[0], _CLEAR) else _OFTEN):
                 plan = PLAIN
@@ -180,12 +165,28 @@ class Controller:
         if not self.passes.plain_s and seconds:
             self.passes.observe_plain(seconds / self.passes.by_law(n_seqs, 0), 0)
 
-    def _pays(self, best: _Drafter, limit: float | None = None) -> bool:
+    def calibrate(self, plain_s: float, verify_s: Mapping[int, float]) -> None:
+        """Learn what passes take before the first text; their graphs exist now.
+
+        verify_s: seconds of verify passes by rows.
+        """
+        for _ in range(_FIRST_PLAIN):
+            self.passes.observe_plain(plain_s, 0)
+        self.passes.update()
+        for n_rows, seconds in verify_s.items():
+            self.passes.calibrate(n_rows, seconds)
+            self._first_times.know(n_rows)
+        self.widths.have(verify_s)
+        self._n_steps = _FIRST_PLAIN
+        self._account_s = self._trials_s = _CREDIT * plain_s
+        self._plan()
+
+    def _pays(self, best: Candidate, limit: float | None = None) -> bool:
         """Return whether drafting is faster than plain decoding, `limit` times as fast if given."""
         limit = limit or (_END if self._is_drafting else _BEGIN)
         return best.plan.n_draft > 0 and best.value > limit * self._plain_value
 
-    def _affordable(self, drafter: _Drafter) -> Plan:
+    def _affordable(self, drafter: Candidate) -> Plan:
         """Return the best plan of a drafter that pays, or a shorter one that the account covers.
 
         At worst a step gives one token, as a plain step does in less time.
@@ -201,7 +202,7 @@ class Controller:
         pays = n > 0 and tokens * plain_s > self._seconds(drafter, n)
         return replace(plan, n_draft=n, n_nodes=0) if pays else PLAIN
 
-    def _fixed_plan(self, drafter: _Drafter) -> Plan:
+    def _fixed_plan(self, drafter: Candidate) -> Plan:
         """Return the plan of a source that must draft."""
         settings, source = self.settings, drafter.source
         if settings.ddtree:
@@ -217,14 +218,28 @@ class Controller:
         settings = self.settings
         return bool(settings.draft_max or settings.budget or settings.ddtree)
 
-    def _trial(self, usable: Sequence[_Drafter]) -> Plan | None:
+    def _trial(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of the drafter that was tried least, if one is due and there is credit."""
         drafter = min(usable, key=lambda d: (not d.is_new, d.n_steps))
-        if self._since_trial < (_NEW_INTERVAL if drafter.is_new else self._interval):
+        if drafter.hope <= self._plain_value:
             return None
+        is_free = drafter.cost(1, self.passes.plain_s) < _FREE * self.passes.plain_s
+        if self._since_trial < (_NEW_INTERVAL if is_free or drafter.is_new else self._interval):
+            return None
+        if drafter.n_watched < _WATCHES or drafter.value < _NEARLY * self._plain_value:
+            return self._watched(drafter)
         return self._trial_of(drafter, self._plain_value, self._account_s)
 
-    def _other(self, usable: Sequence[_Drafter]) -> Plan | None:
+    def _watched(self, drafter: Candidate) -> Plan | None:
+        """Return a draft that is not verified, if it may pay and there is credit for it."""
+        plain_s, n = self.passes.plain_s, min(drafter.most, _WATCHED)
+        while n and drafter.cost(n, plain_s) > 0.5 * max(self._account_s, 0.0):
+            n -= 1
+        if n == 0:
+            return None
+        return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True, is_watched=True)
+
+    def _other(self, usable: Sequence[Candidate]) -> Plan | None:
         """Return a trial of another drafter, or of longer drafts, if that may be better."""
         if self._since_trial < _NEW_INTERVAL or self._account_s < 0.0:
             return None
@@ -233,7 +248,7 @@ class Controller:
         other = max(others, key=lambda d: d.hope, default=best)
         return self._trial_of(other, _BEGIN * best.value, self._trials_s)
 
-    def _trial_of(self, drafter: _Drafter, value: float, credit_s: float) -> Plan | None:
+    def _trial_of(self, drafter: Candidate, value: float, credit_s: float) -> Plan | None:
         """Return a trial of a drafter that may be better than `value`, as long as credit allows.
 
         At worst it gives one token; that may cost half of the credit.
@@ -256,7 +271,10 @@ class Controller:
         """The most rows that the next pass may have."""
         return max(_WIDER * self.passes.widest, 2 * _TRIAL_DRAFT)
 
-    def _seconds(self, drafter: _Drafter, n_draft: int) -> float:
+    def _usable(self, widths: Sequence[int]) -> list[int]:
+        return [width for width in widths if width <= self._widest]
+
+    def _seconds(self, drafter: Candidate, n_draft: int) -> float:
         """Return what a step takes that verifies a chain."""
         width = next((w for w in self.widths.every if w > n_draft), self.widths.every[-1])
         return drafter.cost(n_draft, self.passes.plain_s) + self.passes.seconds[width]
@@ -362,17 +380,27 @@ class Controller:
             (drafter.cost(step.n_draft, plain_s), usual), plain_s,
         )  # fmt: skip
 
-    def _observe_draft(self, drafter: _Drafter, step: Step, is_usual: bool) -> None:
+    def _observe_draft(self, drafter: Candidate, step: Step, is_usual: bool) -> None:
         """Learn from a draft. is_usual: its time is what drafts take."""
         drafter.n_steps += 1
         if step.n_draft and step.seconds and self.passes.plain_s and is_usual:
             drafter.cost.observe(step.n_draft, step.drafter_s, self.passes.plain_s)
         if step.n_spine:
-            drafter.n_known += 1
-            kept = STEADY if self._is_drafting or drafter.is_new else TRIAL
-            drafter.acceptance.observe(step.ranks, step.log_p, kept)
+            self._count(drafter, step.ranks, step.log_p)
+        if step.is_trial:
+            drafter.n_watched = 0 if step.n_spine else drafter.n_watched + 1
         if step.is_trial and not self._is_drafting:
             self._interval = min(2 * self._interval, _LONGEST)
+
+    def observe_watched(self, watched: Watched) -> None:
+        """Learn how right a draft was that no pass has verified."""
+        self._count(self._drafters[watched.source], watched.ranks, watched.log_p)
+        self._plan()
+
+    def _count(self, drafter: Candidate, ranks: Sequence[int], log_p: Sequence[float]) -> None:
+        drafter.n_known += 1
+        kept = STEADY if self._is_drafting or drafter.is_new else TRIAL
+        drafter.acceptance.observe(ranks, log_p, kept)
 
     def _book(self, step: Step, plain_s: float) -> None:
         """Charge the accounts for what a step lost, credit what it gained."""
@@ -383,21 +411,27 @@ class Controller:
         best = self._ranked[0] if self._ranked else None
         is_clear = best and not best.is_new and self._pays(best, _CLEAR)
         earned = (_CLEAR_SHARE if is_clear else _SHARE) * step.seconds
-        gained = step.n_tokens * plain_s - step.seconds if step.source else 0.0
-        gained = max(gained, -_CREDIT * plain_s)  # the process may have been paused
+        spent = min(step.seconds, _PAUSED * self._expected(step, plain_s))
+        gained = step.n_tokens * plain_s - spent if step.source else 0.0
         if self._is_drafting and step.is_trial:
             gained = min(0.0, gained + _TRIAL_LOSS * plain_s)
             self._trials_s += step.n_tokens / self._ranked[0].value - step.seconds
         self._trials_s = min(self._trials_s + earned, most)
         self._account_s = min(self._account_s + earned + gained, most)
 
+    def _expected(self, step: Step, plain_s: float) -> float:
+        """Return what a step should have taken."""
+        drafter = self._drafters.get(step.source)
+        draft_s = drafter.cost(step.n_draft, plain_s) if drafter else 0.0
+        return draft_s + self.passes.at(step.n_rows)
+
     def _plan(self) -> None:
         """Work out the best plan of each drafter, and whether drafting pays."""
-        self.passes.update()
-        plain_s = self.passes.plain_s
-        if not plain_s:
+        passes = self.passes
+        passes.update()
+        if not passes.plain_s:
             return
-        self._plain_value = 1.0 / plain_s
+        self._plain_value = 1.0 / passes.plain_s
         first = self._ranked[0] if self._ranked else None
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
@@ -406,13 +440,14 @@ class Controller:
             leaf = known.leaf if source.n_top > 1 else ()
             most = self.widths.every[-1] - 1
             growth = grow(known.rates, leaf, most)
-            value, _, width = self._best_plan(drafter, growth, self.widths.every)
-            drafter.value, drafter.plan, _ = self._best_plan(drafter, growth, self.widths.open)
+            value, _, width = drafter.best(growth, passes, self._usable(self.widths.every))
+            open_ = self._usable(self.widths.open)
+            drafter.value, drafter.plan, _ = drafter.best(growth, passes, open_)
             lost = value - max(drafter.value, self._plain_value)
             if self._first_times.has_credit:
                 self.widths.miss(width, lost * self._planned_s)
             hopes = grow(known.hopes(), leaf, most)
-            drafter.hope, best, _ = self._best_plan(drafter, hopes, self.widths.open)
+            drafter.hope, best, _ = drafter.best(hopes, passes, open_)
             drafter.hoped = best.n_draft
         self._planned_s = 0.0
         self._ranked.sort(key=lambda drafter: -drafter.value)
@@ -420,42 +455,6 @@ class Controller:
         self._is_drafting = bool(self._ranked) and self._pays(self._ranked[0])
         if self._is_drafting != was_drafting:
             self._interval = _INTERVAL
-
-    def _best_plan(
-        self, drafter: _Drafter, growth: Growth, widths: Sequence[int]
-    ) -> tuple[float, Plan, int]:
-        """Return the best value of rows added in this order, the plan that drafts them, its rows.
-
-        widths: of which it takes one.
-        """
-        plain_s, source = self.passes.plain_s, drafter.source
-        fixed_s = drafter.cost(1, plain_s)
-        token_s = drafter.cost(2, plain_s) - fixed_s
-        value, plan_depth, best_width, depth, done = 0.0, 0, 1, 0, 0
-        for width in widths:
-            if width > min(len(growth.tokens), self._widest):
-                break
-            for at in growth.depths[done : width - 1]:
-                depth = max(depth, at)
-            done = width - 1
-            seconds = fixed_s + (depth - 1) * token_s + self.passes.seconds[width]
-            if growth.tokens[width - 1] > value * seconds:
-                value = growth.tokens[width - 1] / seconds
-                plan_depth, best_width = depth, width
-        # where leaves are worth their rows, a drafter that knows what follows them does better
-        has_leaves = best_width > plan_depth + 1
-        n_nodes = best_width - 1 if has_leaves and source.has_tree else 0
-        return value, Plan(source.name, plan_depth, source.n_top, n_nodes=n_nodes), best_width
-
-
-def confidence(draft: Draft) -> tuple[float, ...]:
-    """Return the drafter's log probability of the likeliest token at each depth, () if it has none.
-
-    A drafter that estimates how probably it is right gives that instead.
-    """
-    if draft.confidence is not None:
-        return tuple(math.log(max(p, 1e-9)) for p in draft.confidence.tolist())
-    return () if draft.log_p is None else tuple(draft.log_p[:, 0].tolist())
 
 
 def _confident(log_p: Sequence[float], p_min: float) -> int:

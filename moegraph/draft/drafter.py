@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -49,6 +50,18 @@ class Draft:
             None if confidence is None else confidence[:n],
         )
 
+    def ranks(self, drawn: Sequence[int]) -> tuple[int, ...]:
+        """Return the rank of each drawn token at its depth, -1 if it has none, until one is not 0.
+
+        drawn: what the target drew after the anchor, and after each drafted token that was right.
+        """
+        found: list[int] = []
+        for candidates, token in zip(self.tokens.tolist(), drawn):
+            found.append(candidates.index(token) if token in candidates else -1)
+            if found[-1]:
+                break
+        return tuple(found)
+
     def problem(self, n_vocab: int) -> str:
         """Return what is wrong with the draft for a target with n_vocab tokens, or ''."""
         tokens, log_p = self.tokens, self.log_p
@@ -67,6 +80,16 @@ class Draft:
 
 def _outside(tokens: Ids, n_vocab: int) -> int:
     return int(tokens[(tokens < 0) | (tokens >= n_vocab)][0])
+
+
+def confidence(draft: Draft) -> tuple[float, ...]:
+    """Return the drafter's log probability of the likeliest token at each depth, () if it has none.
+
+    A drafter that estimates how probably it is right gives that instead.
+    """
+    if draft.confidence is not None:
+        return tuple(math.log(max(p, 1e-9)) for p in draft.confidence.tolist())
+    return () if draft.log_p is None else tuple(draft.log_p[:, 0].tolist())
 
 
 def empty_draft() -> Draft:

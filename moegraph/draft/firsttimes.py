@@ -40,6 +40,11 @@ class FirstTimes:
         self._seen = Counter[Hashable]()
         self._credit = _CREDIT
 
+    def know(self, n_rows: int) -> None:
+        """Note that the graphs of verify passes of this width, and of their commits, exist."""
+        for key in [("verify", n_rows), *(("commit", n) for n in range(1, n_rows + 1))]:
+            self._seen[key] = _N_NEW
+
     def observe(
         self, source: str, n_draft: int, n_rows: int, n_taken: int, spent: tuple[float, float],
         expected: tuple[float, float], plain_s: float,

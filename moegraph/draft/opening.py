@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..config import EngineConfig
 from ..placement.draftprice import PRIORS
@@ -12,6 +13,8 @@ from .plan import DraftSettings, Source
 from .stepcost import Experts
 from .tree import DDTree, TreeDrafter
 
+# What the first passes of a width cost in plain steps, where graphs are captured, and elsewhere.
+_CAPTURED, _BUILT = 16.0, 2.0
 # Seconds of a missing expert for a step that takes 1, where no time may be measured.
 _UNTIMED_MISS = 0.02
 
@@ -21,11 +24,12 @@ def open_controller(
     config: EngineConfig,
     max_rows: int,
     experts: Experts | None = None,
+    captures: bool = True,
 ) -> Controller:
     """Return the controller of an engine with these drafters.
 
     max_rows: rows of a verify pass that there is memory for. experts: None if none can be missing.
-    Settings that name dflash mean a DSpark drafter too.
+    captures: the device captures graphs. Settings that name dflash mean a DSpark drafter too.
     """
     spec, names = config.spec, {drafter.name for drafter in drafters}
     if spec == "dflash" and "dspark" in names:
@@ -37,7 +41,9 @@ def open_controller(
         sources.append(Source(drafter.name, drafter.max_draft, *costs, has_tree))
     if experts and config.deterministic:
         experts = Experts(experts.n_layer, experts.n_expert, experts.n_expert_used, _UNTIMED_MISS)
-    return Controller(sources, draft_settings(config, spec, max_rows), experts)
+    settings = draft_settings(config, spec, max_rows)
+    settings = replace(settings, graph_price=_CAPTURED if captures else _BUILT)
+    return Controller(sources, settings, experts)
 
 
 def draft_settings(config: EngineConfig, spec: str, max_rows: int) -> DraftSettings:

@@ -39,7 +39,8 @@ class DraftSettings:
     the drafter gives a smaller probability. budget: rows of a verify pass, the anchor included.
     ddtree: how to build trees; None for a spine with leaves.
     max_rows: rows of a verify pass that there is memory for. is_timed: choices may depend on
-    measured times, and so differ from run to run.
+    measured times, and so differ from run to run. graph_price: what the first passes of a width
+    cost more than later ones, because graphs are built and captured; in plain steps.
     """
 
     spec: str = "auto"
@@ -49,6 +50,7 @@ class DraftSettings:
     ddtree: DDTree | None = None
     max_rows: int = 32
     is_timed: bool = True
+    graph_price: float = 16.0
 
     @property
     def most_rows(self) -> int:
@@ -69,7 +71,8 @@ class Plan:
     source: name of a drafter; "" for a plain decode step. n_draft: most depths to ask it for.
     n_top: candidates at each depth to ask for. ddtree: how to build the rows; None: by a Shape.
     n_nodes: rows besides the anchor, if the drafter itself builds the tree (`TreeDrafter`); 0 if
-    not. is_trial: it is not what is best by what is known, but may be better. is_whole: every
+    not. is_trial: it is not what is best by what is known, but may be better. is_watched: no pass
+    verifies the draft; the tokens that the text takes anyway show how right it was. is_whole: every
     token of the draft gets a row.
     """
 
@@ -80,6 +83,7 @@ class Plan:
     is_trial: bool = False
     n_nodes: int = 0
     is_whole: bool = False
+    is_watched: bool = False
 
 
 PLAIN = Plan()

@@ -21,10 +21,13 @@ from ..experts.rowlaw import independent_rows, pass_time
 
 # Weight of an older time against a new one, at most; and of the law against all of them.
 _MEMORY, _LAW_WEIGHT = 12.0, 0.5
+# Weight of a time that was measured before the first text.
+_CALIBRATED = 3.0
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 _OUTLIER = 1.5
-# How far a measured ratio reaches, in powers of two of the width.
-_REACH = 0.7
+# How much a measured ratio says of wider and of narrower passes, and how far that reaches, in
+# powers of two of the width.
+_WIDER, _NARROWER = (0.8, 2.0), (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,14 @@ class PassCost:
         self._log_ratio[n_rows] += (found - self._log_ratio[n_rows]) / weight
         self._weight[n_rows] = weight
 
+    def calibrate(self, n_rows: int, seconds: float) -> None:
+        """Learn what a pass without missing experts takes, once a plain step's time is known."""
+        if n_rows in self._weight:
+            self._unmeasured.discard(n_rows)
+            self._log_ratio[n_rows] = math.log(seconds / (self._base * self._law[n_rows]))
+            self._weight[n_rows] = _CALIBRATED
+            self.widest = max(self.widest, n_rows)
+
     def note_width(self, n_rows: int, n_missing: int) -> None:
         """Count a verify pass whose time says nothing."""
         if n_rows in self._weight and self._base:
@@ -162,10 +173,14 @@ class PassCost:
 
 
 def _nearness(a: int, b: int) -> float:
-    """Return how much a ratio measured at width b says about width a, 0 to 1."""
+    """Return how much a ratio measured at width b says about width a, 0 to 1.
+
+    What makes a pass dear makes a wider one dear too; a narrower one may have other kernels.
+    """
     if a == b:
         return 1.0
-    return 0.3 * math.exp(-((math.log2(a / b) / _REACH) ** 2))
+    share, reach = _WIDER if a > b else _NARROWER
+    return share * math.exp(-((math.log2(a / b) / reach) ** 2))
 
 
 class DraftCost:

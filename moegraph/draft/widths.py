@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # The first width, in rows; a draft of three tokens tells most about a drafter.
-_FIRST = 4
-# Another width is opened once it would have given so many more tokens than those that are open:
-# about what its first passes cost, in plain steps.
-_PRICE = 16.0
+FIRST_WIDTH = 4
 
 
 class Widths:
     """The widths of verify passes.
 
-    every: all that there may be, in order. open: those that may be used, in order.
+    every: all that there may be, in order. open: those that may be used, in order; another one is
+    opened once it would have given as many more tokens as its first passes cost.
     """
 
-    def __init__(self, every: Sequence[int], is_gradual: bool) -> None:
-        """is_gradual: begin with one width; else all are open."""
+    def __init__(self, every: Sequence[int], price: float) -> None:
+        """price: what the first passes of a width cost, in plain steps; 0: all are open."""
         self.every = tuple(every)
-        first = [w for w in every if w <= max(_FIRST, self.every[0])][-1:] if every else []
-        self.open = tuple(first) if is_gradual else self.every
+        first = [w for w in every if w <= max(FIRST_WIDTH, self.every[0])][-1:] if every else []
+        self.open = tuple(first) if price else self.every
+        self._price = price
         self._missed: dict[int, float] = {}
+
+    def have(self, widths: Iterable[int]) -> None:
+        """Open widths whose graphs exist."""
+        self.open = tuple(sorted({*self.open, *widths} & {*self.every}))
 
     def miss(self, width: int, tokens: float) -> None:
         """Note that a width would have given so many tokens more than those that are open."""
         if width in self.open or tokens <= 0.0:
             return
         self._missed[width] = self._missed.get(width, 0.0) + tokens
-        if self._missed[width] >= _PRICE:
+        if self._missed[width] >= self._price:
             self.open = tuple(sorted((*self.open, width)))
             self._missed.clear()

@@ -13,6 +13,7 @@ from ..draft.lookup import LookUp
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
 from ..draft.stepcost import Experts
+from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
 from ..modelfile.vocab import frequent_ids
@@ -25,6 +26,10 @@ from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner import AnyRunner, LayeredRunner
 from .speculation import Speculation
+from .warmup import PassTimes
+
+# Rows of verify passes that are ready before the first text.
+_CAPTURED, _BUILT = (2, FIRST_WIDTH, 8), (FIRST_WIDTH,)
 
 
 def open_drafters(
@@ -79,12 +84,29 @@ def open_drafters(
     return tuple(drafters)
 
 
+def first_widths(config: EngineConfig, captures: bool) -> list[int]:
+    """Return the rows of the verify passes whose graphs are built ahead.
+
+    captures: graphs are dear, because the device captures them.
+    """
+    if config.ddtree:
+        return []
+    given = config.budget or (config.draft_max and config.draft_max + 1)
+    if given and config.spec != "auto":
+        return [min(given, config.n_draft + 1)]
+    widths = _CAPTURED if captures else _BUILT
+    return [n for n in widths if n <= min(given or n, config.n_draft + 1)]
+
+
 def open_speculation(
-    drafters: Sequence[Drafter], config: EngineConfig, runner: AnyRunner
+    drafters: Sequence[Drafter],
+    config: EngineConfig,
+    runner: AnyRunner,
+    times: PassTimes | None = None,
 ) -> Speculation | None:
     """Return what drafts for a runner's sequences; None without drafters.
 
-    config: `n_draft` says for how many drafted rows there is memory.
+    config: `n_draft` says for how many drafted rows there is memory. times: of passes, if known.
     """
     if not drafters:
         return None
@@ -95,7 +117,10 @@ def open_speculation(
     if misses:
         miss_s = 0.0 if config.deterministic else max(one.link.seconds(1) for one in misses)
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
-    controller = open_controller(drafters, config, max_rows, experts)
+    captures = runner.device.can.streams
+    controller = open_controller(drafters, config, max_rows, experts, captures)
+    if times:
+        controller.calibrate(times.plain, times.verify)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
         caches = [one.residency.cache for one in misses]

@@ -126,7 +126,9 @@ class Engine:
         self.threads = loaded.threads
         self.runner = loaded.runner
         self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
-        self.speculation = open_speculation(loaded.drafters, loaded.config, loaded.runner)
+        self.speculation = open_speculation(
+            loaded.drafters, loaded.config, loaded.runner, loaded.pass_times
+        )
         self.copies = SequenceCopies(self.passes, self.state.copies, lambda: self.speculation)
         limit = None if self.config.cache_ram < 0 else self.config.cache_ram * MiB
         self.prefixes = Prefixes(self.passes, self.copies, limit)
@@ -158,7 +160,8 @@ class Engine:
         except routed experts. banks: expert slots, and the experts of full layers. state: the KV
         cache. host: experts in host memory. tokenizer: wait for a tokenizer that is being opened.
         measure: times of the CPU and of uploads. fill: experts that are resident from the start.
-        graphs: build the runner's first graphs. threads: find the fastest CPU threads. host,
+        graphs: build the runner's first graphs. threads: find the fastest CPU threads. drafters,
+        drafts: open what drafts tokens, and time verify passes; without drafts, neither. host,
         measure and fill only if experts can be missing.
         """
         return dict(self._loaded.times)

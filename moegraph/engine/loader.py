@@ -32,9 +32,9 @@ from ..resident.stage import Stage, open_stage
 from ..runner import AnyRunner
 from .cputhreads import CpuThreads
 from .devices import joined_name, open_device, open_more, places_of, shares_of
-from .drafters import open_drafters
+from .drafters import first_widths, open_drafters
 from .runners import open_runners
-from .warmup import warm_up
+from .warmup import PassTimes, time_verify, warm_up
 
 
 class _Closes(Protocol):
@@ -53,7 +53,7 @@ class LoadedModel:
     of each layer, and the memory that they and all else take; stage_plans: of each stage. times:
     the seconds of each phase of loading. drafters: what can draft tokens, none without `spec`.
     config: with `spec` and `n_draft` as they are used. warnings: about the drafter's file, a line
-    each.
+    each. pass_times: for drafts; None without, and if experts may be missing.
     """
 
     file: ModelFile
@@ -70,6 +70,7 @@ class LoadedModel:
     drafters: tuple[Drafter, ...]
     config: EngineConfig
     warnings: tuple[str, ...]
+    pass_times: PassTimes | None
 
     @property
     def stage(self) -> Stage:
@@ -166,9 +167,14 @@ class _Loading:
         self._times.lap("graphs")
         threads.measure(runner)
         self._times.lap("threads")
+        times = None
+        if drafters:
+            times = time_verify(runner, first_widths(config, runner.device.can.streams))
+            self._times.lap("drafts")
         return LoadedModel(
             self.file, files, tuple(stages), sequences, threads, self.n_ctx, self._profile, plan,
             choice.stages, runner, self._times.seconds, drafters, config, tuple(self._warnings),
+            times,
         )  # fmt: skip
 
     def _open_stages(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from ..draft.drafter import Draft
+from ..draft.drafter import Draft, confidence
 from ..draft.plan import PLAIN, Plan, Step
 from ..draft.rejection import Odds
 from ..draft.tree import DraftTree
@@ -68,29 +66,11 @@ def step_of(
         n_draft=proposal.plan.n_draft,
         n_spine=proposal.n_spine,
         n_accepted=len(drawn) - 1,
-        ranks=tuple(_ranks(spine, drawn)),
-        log_p=tuple(_log_p(spine)),
+        ranks=spine.ranks(drawn),
+        log_p=confidence(spine),
         drafter_s=proposal.drafter_s,
         verify_s=seconds.verify,
         commit_s=seconds.commit,
         n_missing=n_missing,
         is_trial=proposal.plan.is_trial,
     )
-
-
-def _ranks(draft: Draft, drawn: Sequence[int]) -> Iterator[int]:
-    """Yield the rank of each drawn token at its depth, -1 if it has none, until one is not 0."""
-    for candidates, token in zip(draft.tokens.tolist(), drawn):
-        rank = candidates.index(token) if token in candidates else -1
-        yield rank
-        if rank:
-            return
-
-
-def _log_p(draft: Draft) -> list[float]:
-    """Return the drafter's log probabilities of its likeliest tokens, if it has any."""
-    known = draft.log_p[:, 0] if draft.log_p is not None else np.empty(0)
-    if draft.confidence is not None:
-        known = np.log(np.maximum(draft.confidence, 1e-30))
-    found: list[float] = known.tolist()
-    return found

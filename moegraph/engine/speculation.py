@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..draft.drafter import Draft, Drafter, Parts, Race
+from ..draft.drafter import Draft, Drafter, Parts, Race, confidence
 from ..draft.plan import Plan, Shape, Step
 from ..draft.race import N_RUNNERS, raced
 from ..draft.rejection import Odds, offer, offered_race
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
+from ..draft.watch import Watch, Watched
 from .prefixtree import n_common
 from .proposal import Proposal
 
@@ -56,6 +57,9 @@ class Controller(Protocol):
     def observe(self, step: Step) -> None:
         """Learn from a step; the device computes meanwhile."""
 
+    def observe_watched(self, watched: Watched) -> None:
+        """Learn how right a draft was that no pass verified."""
+
     def observe_shared(self, n_seqs: int, seconds: float) -> None:
         """Learn from a pass of several sequences of which none drafted."""
 
@@ -89,10 +93,12 @@ class Speculation:
         self._failed: set[str] = set()
         self._said: set[str] = set()
         self._told: dict[int, list[int]] = {}  # what the drafters know that sequences hold
+        self._watch = Watch()
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Begin another text: have the drafters know what a sequence holds."""
         self.controller.begin()
+        self._watch.forget(slot)
         told, n = self._told.pop(slot, None), len(held)
         ids = np.asarray(held, dtype=np.int32)
         goes_on = told is not None and n_common(np.asarray(told, dtype=np.int32), ids) == n
@@ -120,6 +126,8 @@ class Speculation:
             drafter.committed(slot, tokens, rows)
         told.extend(tokens)
         self._told[slot] = told
+        for watched in self._watch.seen(slot, told):
+            self.controller.observe_watched(watched)
 
     def settle(self, slot: int) -> None:
         """Have the drafters enqueue what waits of a sequence whose state is about to be copied."""
@@ -152,6 +160,7 @@ class Speculation:
 
         rows: the position of the first row in each copy, and the copy.
         """
+        self._watch.forget(slot)
         told = self._told.pop(slot, [])
         n_kept = len(kept) if told[: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
@@ -191,6 +200,8 @@ class Speculation:
                 without.add(plan.source)
                 continue
             draft, tree, odds = drafted
+            if plan.is_watched:
+                self._begin_watch(slot, plan.source, draft)
             return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
 
@@ -200,7 +211,7 @@ class Speculation:
         """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
         n, tree = min(plan.n_draft, drafter.max_draft, most), None
-        rejects = self.rejects and race is not None
+        rejects = self.rejects and race is not None and not plan.is_watched
         if race and rejects:
             draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))
         elif plan.n_nodes and isinstance(drafter, TreeDrafter):
@@ -231,12 +242,25 @@ class Speculation:
             draft = raced(draft, race, plan.n_top)
         return draft, tree or self._tree(anchor, plan, draft), ()
 
+    def _begin_watch(self, slot: int, source: str, draft: Draft) -> None:
+        if self.accept is None:
+            # the drafters have not been told of the anchor yet
+            self._watch.add(slot, source, len(self._told[slot]) + 1, draft)
+            return
+        ranks = [0] * self.accept(draft.n_depth)
+        ranks += [-1] * (len(ranks) < draft.n_depth)
+        self.controller.observe_watched(
+            Watched(source, tuple(ranks), confidence(draft)[: len(ranks)])
+        )
+
     def _say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             self.messages.append(line)
 
     def _tree(self, anchor: int, plan: Plan, draft: Draft) -> DraftTree:
+        if plan.is_watched:
+            return spine_tree(anchor, draft, 0)
         if plan.ddtree:
             return plan.ddtree.tree(anchor, draft)
         shape = self.controller.shape(plan, draft)

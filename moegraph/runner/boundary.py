@@ -69,6 +69,7 @@ class Boundary:
             C.ggml_backend_event_wait(second, left.ptr)
         else:
             C.ggml_backend_synchronize(first)
+            self._source.check_alive()
         C.ggml_backend_tensor_set_async(second, to, host, to_at, n)
         if arrived:
             C.ggml_backend_event_record(arrived.ptr, second)

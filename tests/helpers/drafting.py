@@ -16,6 +16,7 @@ from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from moegraph.draft.stepcost import Experts
+from moegraph.draft.watch import Watched
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 
@@ -76,6 +77,8 @@ class World:
     )  # so many first passes of a width take so many times as long
     seed: int = 1
     built: dict[int, int] = field(default_factory=dict)  # passes of each width
+    # drafts that are not verified: when the text shows how right they were, and that
+    watched: list[tuple[int, Watched]] = field(default_factory=list)
 
     def pass_s(self, n_rows: int, rng: random.Random, at: float) -> tuple[float, int]:
         n_missing, lack = 0, 0.0
@@ -94,16 +97,22 @@ class World:
         return seconds, n_missing
 
 
-def simulate(world: World, controller: Controller | None, fixed: Plan | None = None) -> float:
-    """Return the seconds of the texts: planned by a controller, or by one plan for all steps."""
+def simulate(
+    world: World, controller: Controller | None, fixed: Plan | None = None, keeps: bool = False
+) -> float:
+    """Return the seconds of the texts: planned by a controller, or by one plan for all steps.
+
+    keeps: graphs exist that the controller has not used yet.
+    """
     rng = random.Random(world.seed)
-    if not controller or not controller.stats.steps:  # else the engine is the same
+    if not keeps and (not controller or not controller.stats.steps):  # else the engine is the same
         world.built.clear()
     tools = {tool.source.name: tool for tool in world.tools}
     total = sum(text.n_tokens for text in world.texts)
     seconds, done = 0.0, 0
     if controller:
         controller.begin()
+    world.watched = []
     for text in world.texts:
         end = done + text.n_tokens
         while done < end:
@@ -112,7 +121,17 @@ def simulate(world: World, controller: Controller | None, fixed: Plan | None = N
             done += step.n_tokens
             if controller:
                 controller.observe(step)
+                _show(world, controller, step.n_tokens)
     return seconds
+
+
+def _show(world: World, controller: Controller, n_tokens: int) -> None:
+    """Tell of the drafts that as many tokens more show to be right or wrong."""
+    waiting = [(n - n_tokens, watched) for n, watched in world.watched]
+    for n, watched in waiting:
+        if n <= 0:
+            controller.observe_watched(watched)
+    world.watched = [one for one in waiting if one[0] > 0]
 
 
 def _step(
@@ -143,6 +162,11 @@ def _step(
         said = [_sigmoid(_logit(p) * 1.2 + 0.3 + rng.gauss(0, blur)) for p in true]
         log_p = np.log(np.array(said, dtype=np.float32))[:, None]
     draft = Draft(np.zeros((n_draft, 1), np.int32), log_p)
+    if plan.is_watched:
+        ranks, _ = _accept(rates, rng, Shape(n_draft), true, plan)
+        known = () if log_p is None else tuple(log_p[: len(ranks), 0].tolist())
+        world.watched.append((len(ranks) + 1, Watched(plan.source, ranks, known)))
+        return _plain(world, rng, at, plan.source, drafter_s, n_draft, is_trial=True)
     shape = controller.shape(plan, draft) if controller else Shape(n_draft)
     if shape.n_spine == 0:
         return _plain(world, rng, at, plan.source, drafter_s, n_draft, plan.is_trial)
@@ -163,6 +187,18 @@ def _verify(
     true: list[float], draft: Draft, drafter_s: float,
 ) -> Step:  # fmt: skip
     seconds, n_missing = world.pass_s(shape.n_rows, rng, at)
+    ranks, accepted = _accept(rates, rng, shape, true, plan)
+    log_p = () if draft.log_p is None else tuple(draft.log_p[: shape.n_spine, 0].tolist())
+    return Step(
+        plan.source, seconds + drafter_s, accepted + 1, shape.n_rows, plan.n_draft, shape.n_spine,
+        accepted, ranks, log_p, drafter_s, seconds, 0.0, n_missing, plan.is_trial,
+    )  # fmt: skip
+
+
+def _accept(
+    rates: Rates, rng: random.Random, shape: Shape, true: list[float], plan: Plan
+) -> tuple[tuple[int, ...], int]:
+    """Return the ranks of what the target draws, and how many rows it accepts."""
     ranks: list[int] = []
     accepted = 0
     for depth in range(shape.n_spine):
@@ -179,11 +215,7 @@ def _verify(
         n_leaves = shape.leaves[depth] if depth < len(shape.leaves) else 0
         accepted += 1 <= rank <= n_leaves
         break
-    log_p = () if draft.log_p is None else tuple(draft.log_p[: shape.n_spine, 0].tolist())
-    return Step(
-        plan.source, seconds + drafter_s, accepted + 1, shape.n_rows, plan.n_draft, shape.n_spine,
-        accepted, tuple(ranks), log_p, drafter_s, seconds, 0.0, n_missing, plan.is_trial,
-    )  # fmt: skip
+    return tuple(ranks), accepted
 
 
 def best_fixed(world: World) -> Plan:

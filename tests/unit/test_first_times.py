@@ -35,7 +35,7 @@ def test_there_is_a_limit_that_gains_raise() -> None:
 
 
 def test_widths_are_opened_one_by_one_where_they_are_missed() -> None:
-    widths = Widths((2, 3, 4, 5, 6, 8), True)
+    widths = Widths((2, 3, 4, 5, 6, 8), 16.0)
     assert widths.open == (4,)
     for _ in range(3):
         widths.miss(6, 4.0)
@@ -47,5 +47,14 @@ def test_widths_are_opened_one_by_one_where_they_are_missed() -> None:
     assert widths.open == (4, 6)
     widths.miss(2, 14.0)  # what was missed before may be no longer
     assert widths.open == (4, 6)
-    assert Widths((2, 3), True).open == (3,) and Widths((8, 9), True).open == (8,)
-    assert Widths((2, 3, 8), False).open == (2, 3, 8) and Widths((), True).open == ()
+    widths.have([2, 6, 32])
+    assert widths.open == (2, 4, 6)
+    assert Widths((2, 3), 1.0).open == (3,) and Widths((8, 9), 1.0).open == (8,)
+    assert Widths((2, 3, 8), 0.0).open == (2, 3, 8) and Widths((), 1.0).open == ()
+
+
+def test_graphs_that_are_known_to_exist_are_not_excused() -> None:
+    times = FirstTimes()
+    times.know(4)
+    assert observed(times, 15.0) == Excused() == observed(times, 15.0, n_taken=4)
+    assert observed(times, 15.0, n_rows=5).verify == 12.0
