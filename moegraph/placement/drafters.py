@@ -11,7 +11,7 @@ from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile, open_drafter
 from ..modelfile.hparams import HParams
-from ..modelfile.resolve import shipped_drafter
+from ..modelfile.resolve import resolve_draft, shipped_drafter
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
@@ -72,8 +72,8 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
     """
     if config.spec not in ("auto", "dflash"):
         return None
-    path = config.draft or shipped_drafter(model.path)
-    if not path:
+    path = resolve_draft(config.draft) if config.draft else shipped_drafter(model.path)
+    if path is None:
         return None
     file = stack.enter_context(closing(open_drafter(path)))
     file.require_target(model)
