@@ -279,10 +279,7 @@ def test_requests_are_answered_as_on_one_device(
     for device in ("cpu", f"cpu,{worker.url}"):
         engine = open_engine("mini35b", device=device, n_seq=3, deterministic=True)
         with serving(engine) as service:
-            clients = [
-                Client(service, list(range(n)), max_tokens=12)
-                for n in (1, 40, 130, 5, 130)
-            ]
+            clients = [Client(service, list(range(n)), max_tokens=12) for n in (1, 40, 130, 5, 130)]
             for client in clients:
                 client.wait()
         found.append([client.tokens for client in clients])
