@@ -40,8 +40,9 @@ class EngineConfig:
         "auto",
         ("--device",),
         "Device that runs the model, or several, such as cuda:0,cuda:1, which divide its layers. "
+        "rpc://HOST:PORT: a device that `moegraph worker` lends (docs/worker.md). "
         "auto: the first CUDA device, all of them if more experts fit so, or else the CPU.",
-        metavar="auto|cpu|cuda[:N],...",
+        metavar="auto|cpu|cuda[:N]|rpc://HOST:PORT,...",
     )
     split: str = _setting(
         "split",

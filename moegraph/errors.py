@@ -100,6 +100,10 @@ class NativeError(MoegraphError):
     exit_code = 4
 
 
+class DeviceLost(NativeError):
+    """A worker on another machine is gone, and with it what its devices held; load again."""
+
+
 class OutOfDeviceMemory(NativeError):
     """A device allocation failed: the message names the size, free memory and a setting to lower.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from .errors import ConfigError
 from .units import parse_bytes
 
-_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?", re.ASCII)
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|rpc://[!-+\--~]{1,1000}", re.ASCII)
 _SHARE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 
 

@@ -95,13 +95,18 @@ def compile_all(nvcc: Path, sources: Sequence[Path], includes: Sequence[Path], a
         BuildError: some do not compile; the message holds the compiler's output.
     """
     flags = [*FLAGS, f"-arch=compute_{arch}", *(f"-I{path}" for path in includes)]
+    # -c: without it, ccache takes the call for one that links; nvcc ends at PTX all the same
+    compiler = [*_tools.launcher(), str(nvcc), "-c"]
     jobs = _tools.default_jobs(cuda=True)
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(jobs) as pool:
 
         def one(source: Path) -> str:
             out = Path(tmp) / f"{source.stem}.ptx"
-            command = [str(nvcc), *flags, "-o", str(out), str(source)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*compiler, *flags, "-o", str(out), str(source)],
+                cwd=_tools.ROOT, env=_tools.environment(),
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
             out.unlink(missing_ok=True)
             if done.returncode == 0:
                 return ""

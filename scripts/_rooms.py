@@ -12,6 +12,8 @@ from pathlib import Path
 ROOMS = (
     ("errors", "units", "threads", "cpuload", "events", "kinds", "setting", "config", "sampling"),
     ("modelfile",),
+    # connections to other machines; no native libraries
+    ("link",),
     ("ggml",),
     # above ggml: the tokenizer is llama.cpp's
     ("text",),
@@ -24,6 +26,7 @@ ROOMS = (
     ("draft",),
     ("engine",),
     ("server",),
+    ("worker",),
     ("bench",),
     ("cli",),
     ("__main__",),

@@ -115,6 +115,11 @@ def environment() -> dict[str, str]:
     return env
 
 
+def launcher() -> list[str]:
+    """Return what goes before a compiler: ccache, if it is installed."""
+    return ["ccache"] if shutil.which("ccache") else []
+
+
 def install_python_packages(sdist: Path) -> None:
     """Install the packages that build and program need.
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import _progress
+import _tools
 from _tools import MIN_CMAKE, ROOT, BuildError, built_device, fetch, say
 
 VENV = ROOT / ".venv"
@@ -133,14 +134,19 @@ def make_oracle(cpu_options: list[str]) -> None:
     if (ORACLE / STAMP).is_file() and (ORACLE / STAMP).read_text() == wanted:
         return
     fresh = ORACLE.with_name(".oracle-new")
-    for folder in (fresh, ORACLE):
+    work = ROOT / "build" / "oracle"
+    for folder in (fresh, ORACLE, work):
         shutil.rmtree(folder, ignore_errors=True)
-    sdist = fetch.find_sdist(None, ROOT / "build" / "cache")
+    # ccache needs the same paths each time; pip would unpack and build in folders of random names
+    shutil.unpack_archive(fetch.find_sdist(None, ROOT / "build" / "cache"), work)
+    (source,) = work.iterdir()
     command = [str(c) for c in pip("--verbose", "--no-deps", "--no-build-isolation")]
     command.remove("--quiet")
-    command += ["--target", str(fresh), str(sdist)]
+    command += ["--target", str(fresh), f"--config-settings=build-dir={work / 'build'}"]
+    command.append(str(source))
     path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    env = dict(os.environ, CMAKE_ARGS=options, PATH=path)
+    env = dict(_tools.environment(), CMAKE_ARGS=options, PATH=path)
     _progress.run("unpatched llama.cpp, the oracle", command, ROOT / "build" / "oracle.log", env)
+    shutil.rmtree(work)
     (fresh / STAMP).write_text(wanted)
     fresh.rename(ORACLE)

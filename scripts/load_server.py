@@ -3,13 +3,15 @@
 
 Starts `moegraph serve`. First each of --requests different requests is answered alone. Then
 --clients clients send them at random, as streams or not. Some leave in the middle of an answer,
-some read slowly, some send bodies that are no requests. Every answer must be that of the request
-alone. Without --reference rounding may make a greedy answer part from it, where two tokens are
-nearly as likely: such places are counted, and their margin must be small; sampled answers are
-compared in reference mode only.
+some read slowly, some send bodies that are no requests, and some send requests of any interface
+with one value replaced by another. Every answer must be that of the request alone. Without
+--reference rounding may make a greedy answer part from it, where two tokens are nearly as likely:
+such places are counted, and their margin must be small; sampled answers are compared in reference
+mode only.
 
-Exits with 1 if an answer is lost or wrong, a wrong body is not refused with 4xx, or the memory of
-the server grows by more than --grows MiB after the first quarter of the time.
+Exits with 1 if an answer is lost or wrong, a wrong body is not refused with 4xx, a replaced value
+leads to 5xx, the server still waits for requests at the end, or its memory grows by more than
+--grows MiB after the first quarter of the time.
 
     scripts/load_server.py tiny --device cpu --reference --seconds 600
     scripts/load_server.py 35b.gguf -np 16 --clients 32 -- --spec mtp
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from _fuzz import mutated
 
 ROOT = Path(__file__).resolve().parents[1]
 # Bodies that are no requests.
@@ -48,8 +51,9 @@ WORDS = (
 ).split(" ")
 # Margin of log probabilities below which rounding may decide between two tokens.
 _MARGIN = 0.1
+_JSON = {"content-type": "application/json"}
 # How a client behaves: weight of each way.
-WAYS = {"stream": 6, "whole": 3, "leaves": 2, "slow": 1, "malformed": 1}
+WAYS = {"stream": 6, "whole": 3, "leaves": 2, "slow": 1, "malformed": 1, "fuzzed": 1}
 
 
 @dataclass
@@ -141,8 +145,8 @@ class Load:
 
     async def _one(self, wanted: Wanted, way: str) -> None:
         self.result.counts[way] += 1
-        if way == "malformed":
-            await self._malformed()
+        if way in ("malformed", "fuzzed"):
+            await (self._malformed() if way == "malformed" else self._fuzzed())
             return
         body = {**wanted.body}
         if self._rng.random() < 0.5:
@@ -159,11 +163,19 @@ class Load:
     async def _malformed(self) -> None:
         body = self._rng.choice(MALFORMED)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        json_type = {"content-type": "application/json"}
-        answer = await self._http.post("/v1/completions", content=data, headers=json_type)
+        answer = await self._http.post("/v1/completions", content=data, headers=_JSON)
         if not (400 <= answer.status_code < 500 and answer.json()["error"]["message"]):
             shown = data[:60].decode(errors="replace")
             self.result.wrong.append(f"{shown} was answered with status {answer.status_code}")
+
+    async def _fuzzed(self) -> None:
+        """Send a request with one value replaced: it is answered, or refused with 4xx."""
+        path, body = mutated(self._rng)
+        answer = await self._http.post(path, content=json.dumps(body), headers=_JSON)
+        self.result.counts[f"fuzzed {answer.status_code}"] += 1
+        if answer.status_code >= 500:
+            sent = json.dumps(body)
+            self.result.wrong.append(f"{path} {sent} has status {answer.status_code}")
 
     async def _refused(self, answer: httpx.Response) -> None:
         self.result.counts["refused"] += 1
@@ -262,7 +274,9 @@ def report(result: Result, memory: list[float], grows: float) -> int:
                               for p in (50, 90, 99)},
         "first_token_ms": {f"p{p}": round(percentile(result.first_s, p / 100), 1)
                            for p in (50, 99)},
-        "memory_mib": {"first": memory[0], "settled": settled, "last": memory[-1]},
+        "memory_mib": {"first": memory[0], "settled": settled,
+                       "middle": memory[len(memory) // 2], "last": memory[-1],
+                       "most": max(memory)},
     }  # fmt: skip
     for name, value in lines.items():
         print(f"{name}: {json.dumps(value)}")
@@ -308,10 +322,13 @@ def main() -> int:
         result, memory = asyncio.run(run(url, server.pid, args))
     finally:
         server.terminate()
-        code = server.wait(60)
+        said, code = server.communicate(timeout=60)[1], server.wait()
     status = report(result, memory, args.grows)
     print(f"the server ended with status {code}")
-    return status
+    # nobody asks any more: if it waits for requests, it has lost count of them
+    is_late = "waiting up to" in said
+    print(said, end="", file=sys.stderr)
+    return status or int(is_late)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Tests that need what is not there are skipped with the reason (pytest -rs shows it). --require
 turns that into a failure, and what is there but broken always is one: see helpers/needs.py.
+Several test processes (pytest -n 2) take turns: see helpers/turns.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
 from helpers import needs
+from helpers.turns import Turns
 
 # How fast this machine draws examples says nothing about the code, and a busy one is slow.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,6 +32,8 @@ os.environ["MOEGRAPH_HISTORY"] = ""  # tests type messages that are not the user
 
 # Folder under tests/ -> why its tests are skipped.
 MISSING = pytest.StashKey[dict[str, str]]()
+# Set in each of several test processes.
+TURNS = pytest.StashKey[Turns]()
 # Their modules import the native module, so without it they cannot even be collected.
 NATIVE_FOLDERS = ("native", "cuda")
 
@@ -62,6 +67,8 @@ def asked_for(config: pytest.Config, folder: Path) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Look once for what the selected tests need; end with one line if it must be there."""
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist; they share the folder above
+        config.stash[TURNS] = Turns(Path(config.getoption("basetemp")).parent)
     config.stash[MISSING] = found = {}
     must = required(config)
     for name in needs.NEEDS:
@@ -99,6 +106,15 @@ def pytest_pycollect_makemodule(
     if folder in NATIVE_FOLDERS and reason == needs.NOT_BUILT:
         return Unavailable.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test in its turn, with all that sets it up and tears it down."""
+    turns = item.config.stash.get(TURNS, None)
+    alone = item.get_closest_marker("alone") is not None
+    with turns.take(alone) if turns else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,6 +27,7 @@ from .run import run
 from .serve import serve
 from .simulate import simulate_command
 from .trace import trace_command
+from .worker import worker
 
 # The exit code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
@@ -178,6 +179,6 @@ def main(ctx: click.Context) -> None:
 
 for command in (
     run, chat, serve, inspect, plan_command, trace_command, simulate_command, bench, doctor, pull,
-    daemon, completion,
+    daemon, worker, completion,
 ):  # fmt: skip
     main.add_command(command)

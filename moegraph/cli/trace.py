@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Cancelled, ConfigError, InternalError, RequestError
+from ..link import REMOTE
 from . import options, ui
 from .command import Command
 from .filesampling import recommended
@@ -101,6 +102,12 @@ def trace_command(
     sampling = options.build_sampling(given).seeded()
     # Only in mode 'layered' does the host see the routing.
     config = replace(options.build_config(given), mode="layered")
+    for device in config.devices:
+        if device.startswith(REMOTE):
+            raise ConfigError(
+                f"the choices of experts on {device} are not read, because nothing but rows comes "
+                "back from another machine; trace with devices of this one"
+            )
     with ExitStack() as stack:
         heat = stack.enter_context(OutputFile(heat_path)) if heat_path else None
         if output is not None:

@@ -32,6 +32,7 @@ from ..resident.draftlayout import CHUNK, N_WAITING
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
+from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 
@@ -48,10 +49,12 @@ class DFlashDrafter:
     def __init__(
         self, stage: Stage, file: DraftFile, n_sweep: int, n_ctx: int | None = None,
         as_stored: bool = False, part: DraftHead | None = None,
+        embedding: TokenEmbedding | None = None,
     ) -> None:  # fmt: skip
         """Load a drafter that fits the target (`DraftFile.require_target`).
 
-        stage: of the whole target. n_sweep: most rows of a part of a prompt. n_ctx: most positions
+        stage: the target's last one. embedding: of the target, if the drafter has none and the
+        stage neither. n_sweep: most rows of a part of a prompt. n_ctx: most positions
         that layers without a window see; None for a sequence's share of the target's. as_stored:
         BF16 weights stay BF16. part: the target's output matrix for some tokens, to propose no
         others; for a drafter that `takes_part`. The caller closes it.
@@ -74,6 +77,7 @@ class DFlashDrafter:
             self._part = part
             self._d2t = file.d2t(stage.hp.n_vocab) if hp.n_vocab_draft else None
             self._head = self._open_head()
+            self._embedding = self._weights.embedding or stage.weights.embedding or embedding
             self._memory.send_mask(self._embed(hp.mask_id))
         self._host: HostBuffer | None = None  # for results of the longest draft
         self._waiting = 0  # the sequence whose tokens wait for K and V
@@ -94,17 +98,16 @@ class DFlashDrafter:
         if output is None:
             output = head.output if head else None
         if output is None:
-            raise InternalError("a drafter needs a stage with all layers")
+            raise InternalError("a drafter needs the stage with the head")
         d2t = None if self._d2t is None else self._memory.send_d2t(self._d2t)
         return HeadMatrix(output, d2t)
 
     def _embed(self, token: int) -> Floats:
         """Return the embedding of a token, F32 [n_embd]."""
-        table = self._weights.embedding or self._stage.weights.embedding
-        if table is None:
-            raise InternalError("a drafter needs a stage with all layers")
+        if self._embedding is None:
+            raise InternalError("a drafter needs an embedding")
         row = np.empty(self.hparams.n_embd, np.float32)
-        table.rows(np.array([token], np.int32), row[None])
+        self._embedding.rows(np.array([token], np.int32), row[None])
         return row
 
     def describe(self) -> list[str]:

@@ -94,7 +94,7 @@ class MtpDrafter:
             self._chain(self.max_draft, n_kv, races)
 
     def warm_up(self) -> None:
-        """Run the graphs of usual drafts until a device has captured them; uses sequence 0."""
+        """Run the graphs of usual drafts until a device has captured them; empties sequence 0."""
         for _ in range(_N_CAPTURED):
             for n in range(1, min(_USUAL, self.max_draft) + 1):
                 self.draft(0, 0, n, 1)
@@ -103,6 +103,7 @@ class MtpDrafter:
                 tokens = np.zeros(n, dtype=np.int32)
                 self.memory.send_known(0, tokens, 0, n, range(n))
                 self._launch(built, "the MTP block over accepted tokens")
+        self._block.stage.sequences.reset(0)
 
     def restart(self, slot: int, ids: Ids) -> None:
         """Forget what waits; what was restored has the drafter's K and V too."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..draft.rejection import Odds
-from ..errors import Cancelled, InternalError, ModelFileError, MoegraphError
+from ..errors import Cancelled, DeviceLost, InternalError, ModelFileError, MoegraphError
 from ..ggml.device import Device
 from ..runner import Output
 from .answer import Answer
@@ -176,7 +176,7 @@ class Answers:
         if isinstance(error, Cancelled):
             return
         self._n_failures += 1
-        is_lost = isinstance(error, ModelFileError | InternalError)
+        is_lost = isinstance(error, ModelFileError | InternalError | DeviceLost)
         if is_lost or self._n_failures >= _MOST_FAILURES:
             raise error
 

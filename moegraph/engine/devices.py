@@ -62,11 +62,12 @@ def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
         budget, source = _budget(device, size, names.count(device.name))
         if len(devices) > 1:
             source = f"{source} of {device.name}"
+        needs_all = not device.can.host_access
         if len(set(names)) > 1 and device.can.own_memory and not config.deterministic:
             rates = measure_rates(device)
-            found.append(Place(budget, source, memory_rate=rates[0], link_rate=rates[1]))
+            found.append(Place(budget, source, needs_all, rates[0], rates[1]))
         else:
-            found.append(Place(budget, source))
+            found.append(Place(budget, source, needs_all))
     return found
 
 

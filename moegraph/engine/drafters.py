@@ -23,6 +23,7 @@ from ..resident.drafthead import DraftHead
 from ..resident.layout import head_tensor
 from ..resident.mtp import open_mtp
 from ..resident.stage import Stage
+from ..resident.weights import TokenEmbedding
 from ..runner import AnyRunner, LayeredRunner
 from .speculation import Speculation
 from .warmup import PassTimes
@@ -32,9 +33,10 @@ _CAPTURED, _BUILT = (2, FIRST_WIDTH, 8), (FIRST_WIDTH,)
 
 
 def open_drafters(
-    stage: Stage, file: ModelFile, config: EngineConfig, sources: Sources, stack: ExitStack
-) -> tuple[Drafter, ...]:
-    """Open the drafters of a stage with all layers, before graphs of its passes are built.
+    stages: Sequence[Stage], file: ModelFile, config: EngineConfig, sources: Sources,
+    stack: ExitStack,
+) -> tuple[Drafter, ...]:  # fmt: skip
+    """Open the drafters of a model, which are in its last stage, before graphs are built.
 
     config: after `with_drafts`. sources: what is loaded; the stage was opened for its MTP block.
     stack: gets the calls that free everything.
@@ -44,6 +46,7 @@ def open_drafters(
             `DFlashDrafter`.
     """
     drafters: list[Drafter] = []
+    stage = stages[-1]
     with closed_on_failure():
         if sources.mtp:
             block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
@@ -52,7 +55,6 @@ def open_drafters(
             mtp.reserve()
             if stage.device.can.streams:
                 mtp.warm_up()
-                stage.sequences.reset(0)
             drafters.append(mtp)
         if sources.draft:
             n_ctx = stage.state.n_ctx
@@ -64,7 +66,8 @@ def open_drafters(
                 stack.enter_context(closing(part))
             kind = DSparkDrafter if sources.draft.hparams.markov_rank else DFlashDrafter
             seen, as_stored = config.draft_ctx_max or None, config.draft_keep_bf16
-            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part)
+            table = None if stage.has_embedding else TokenEmbedding(file)
+            dflash = kind(stage, sources.draft, n_sweep, seen, as_stored, part, table)
             drafters.append(stack.enter_context(closing(dflash)))
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):
@@ -72,6 +75,10 @@ def open_drafters(
         taps = {il for drafter in drafters for il in drafter.taps}
         if taps:
             stage.taps.reserve(sorted(taps), tap_rows(config))
+        for before in stages[:-1]:  # the layer after it keeps a tap
+            mine = [il for il in sorted(taps) if il + 1 in before.layers]
+            if mine:
+                before.taps.reserve(mine, tap_rows(config))
         if sources.draft:
             dflash.reserve()
     return tuple(drafters)

@@ -145,10 +145,9 @@ class _Loading:
         may_prefetch = config.prefetch == "auto" and not config.deterministic and routing is None
         n_prefetch_slots = MAX_PREFETCH if may_prefetch else 0
         stages, sequences = self._open_stages(choice, n_prefetch_slots, progress)
-        stage = stages[-1]
         if sources.draft:
             files.add(sources.draft.mappings())
-        drafters = self._open_drafters(stage, config, sources)
+        drafters = self._open_drafters(stages, config, sources)
         if drafters:
             self._times.lap("drafters")
         if beside:
@@ -235,17 +234,18 @@ class _Loading:
         return choose(self.file, self.config, self.n_ctx, draft, room)
 
     def _open_drafters(
-        self, stage: Stage, config: EngineConfig, sources: Sources
+        self, stages: list[Stage], config: EngineConfig, sources: Sources
     ) -> tuple[Drafter, ...]:
         """Open what drafts; `auto` goes on without what fails, and warns."""
         with ExitStack() as own:  # frees what was opened before the failure
             try:
-                drafters = open_drafters(stage, self.file, config, sources, own)
+                drafters = open_drafters(stages, self.file, config, sources, own)
                 self._stack.push(own.pop_all())
                 return drafters
             except (NativeError, ConfigError, UnsupportedModel) as error:
                 if config.spec != "auto":
                     raise
                 self._warnings.append(f"no drafts by a model: {error}")
-                stage.taps.close()
-        return open_drafters(stage, self.file, config, Sources(), self._stack)
+                for stage in stages:
+                    stage.taps.close()
+        return open_drafters(stages, self.file, config, Sources(), self._stack)

@@ -69,6 +69,11 @@ def open_runner(
     n_ubatch = min(config.n_rows, stage.state.n_ctx)
     n_sweep = sweep_rows(n_ubatch, stage.state.n_ctx)
     with closed_on_failure():
+        if not stage.device.can.host_access and (routing is not None or config.mode == "layered"):
+            raise ConfigError(
+                f"on {stage.device.name} one graph computes a pass: neither --mode layered nor "
+                "given routing works there"
+            )
         if stage.is_full and routing is None and config.mode != "layered":
             return WholeRunner(stage, n_ubatch, n_sweep)
         misses = None

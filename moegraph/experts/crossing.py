@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 # Share of what is sent that may be sent in vain, and the rows from which it is the lower one.
-_WASTE, _WASTE_LONG, _LONG = 0.04, 0.01, 2048
+_WASTE, _WASTE_LONG, _LONG = 0.08, 0.01, 2048
+# Experts of a layer that are worth a risk: they cross while the layer before ends and the router of
+# this one works, when nothing else would. Beyond those, the chance to be in vain must be lower.
+_COVER, _SURE = 32, 0.01
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
@@ -88,12 +91,12 @@ class Crossing:
                 group.experts.append(expert)
             yield group, pairs, is_new
 
-    def oldest(self, il: int) -> Group | None:
-        """Return the group of layer il that was filled first and is not given back; or None."""
-        return self._held[0] if self._held and self._held[0].il == il else None
+    def held(self, il: int) -> list[Group]:
+        """Return the groups of layer il that are not given back, the first filled first."""
+        return [group for group in self._held if group.il == il]
 
     def give_back(self, group: Group) -> None:
-        """Note that all graphs which read the oldest group have been launched."""
+        """Note that all graphs which read the group have been launched."""
         self._held.remove(group)
         self._free.append(group)
 
@@ -137,8 +140,9 @@ class Forecast:
         """
         total, chosen = float(counts.sum()), counts[absent]
         order = np.argsort(-chosen, kind="stable") if total else np.zeros(0, dtype=np.int64)
-        self._order = absent[order].tolist()
-        self._unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
+        unused = (1.0 + self._n_rows * n_used / max(total, 1.0)) ** -chosen[order]
+        n = max(_COVER, int(np.searchsorted(unused, _SURE)))
+        self._order, self._unused = absent[order[:n]].tolist(), unused[:n]
 
     def likely(self, most: int) -> list[int]:
         """Return up to `most` further experts that the prompt will hardly miss, the surest first.
@@ -154,6 +158,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: above n, and one of eight of an octave."""
-    step = max(8, 1 << max(0, n.bit_length() - 4))
+    """Return the number of places of a graph for n: above n, and one of four of an octave."""
+    step = max(16, 1 << max(0, n.bit_length() - 3))
     return max(32, (n // step + 1) * step)

@@ -29,9 +29,10 @@ DECLARATIONS = (
     NATIVE / "py" / "pages.h",
     NATIVE / "py" / "choose.h",
     NATIVE / "py" / "places.h",
+    NATIVE / "py" / "remote.h",
 )
 
-_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose", "places")
+_HEADERS = ("shim", "sigbus", "cpu_ffn", "pages", "choose", "places", "remote")
 SOURCE = "".join(f'#include "{name}.h"\n' for name in _HEADERS)
 
 

@@ -81,6 +81,12 @@ class mg_sampler_ptr:
     subtracted: Address
     allowed: Address
 
+class mg_remote_counts_ptr:
+    n_sent: int
+    n_received: int
+    n_graphs_sent: int
+    n_graphs_stored: int
+
 class Lib:
     GGML_MAX_SRC: Final[int]
     GGML_MAX_NAME: Final[int]
@@ -547,6 +553,17 @@ class Lib:
         a7: ggml_cgraph_ptr,
         /,
     ) -> int: ...
+    def mg_rows_to_float(
+        self,
+        a0: Address,
+        a1: Address,
+        a2: int,
+        a3: Address,
+        a4: int,
+        a5: int,
+        a6: Address,
+        /,
+    ) -> None: ...
     def mg_upload_experts(
         self,
         a0: ggml_backend_ptr,
@@ -619,6 +636,12 @@ class Lib:
         a9: Address,
         /,
     ) -> int: ...
+    def mg_remote_load(self, a0: Address, /) -> Address: ...
+    def mg_remote_adopt(self, a0: Address, a1: int, /) -> int: ...
+    def mg_remote_device(self, a0: Address, a1: int, /) -> ggml_backend_device_ptr: ...
+    def mg_remote_failure(self, a0: Address, /) -> int: ...
+    def mg_remote_count(self, a0: Address, a1: Address, /) -> None: ...
+    def mg_remote_serve(self, a0: int, a1: Address, a2: Address, a3: int, /) -> None: ...
 
 class FFI:
     """The part of cffi's compiled FFI object that moegraph uses."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import Cancelled, ConfigError, NativeError, OutOfDeviceMemory
+from ..link import REMOTE
 from ..threads import Threads, default_threads, waiting
 from ..units import format_bytes
+from .capabilities import Capabilities
 from .free_memory import gpu_used_bytes, host_memory
 from .handles import Buffer, Event, Handle
 from .lib import C, ffi, last_error
@@ -26,38 +27,7 @@ if TYPE_CHECKING:
 
     from . import _native
     from .ops import Tensor
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a device can do; code asks for these, not for the kind of device.
-
-    streams: a launch returns before its work is done; uploads have a stream of their own, and
-        events order the two.
-    own_memory: its memory is not the host's. Weights are copied there, through pinned memory;
-        otherwise they stay where the file is mapped.
-    exact_sums: its results equal llama.cpp's bit for bit if sums have llama.cpp's order.
-    cpu_threads: graphs run on CPU threads. Their number and their way of waiting can change between
-        two graphs, and a flag stops them between two nodes.
-    """
-
-    streams: bool
-    own_memory: bool
-    exact_sums: bool
-    cpu_threads: bool
-
-    @classmethod
-    def of(cls, dev: _native.ggml_backend_device_ptr) -> Capabilities:
-        """Return what ggml says of a device."""
-        props = ffi.new("struct ggml_backend_dev_props *")
-        C.ggml_backend_dev_get_props(dev, props)
-        is_cpu = props.type == C.GGML_BACKEND_DEVICE_TYPE_CPU
-        return cls(
-            streams=bool(getattr(props.caps, "async")) and bool(props.caps.events),
-            own_memory=not props.caps.buffer_from_host_ptr,
-            exact_sums=is_cpu,
-            cpu_threads=is_cpu,
-        )
+    from .remote import RemoteLink
 
 
 class Backend(Handle["_native.ggml_backend_ptr"]):
@@ -196,6 +166,8 @@ def _describe(
 
 
 def _select(name: str) -> dict[str, Any]:
+    if name.startswith(REMOTE):
+        return _select_remote(name)
     devices = list(_find_devices())
     wanted = "cuda:0" if name == "cuda" else name
     if name == "auto":
@@ -210,6 +182,21 @@ def _select(name: str) -> dict[str, Any]:
         else ("; this build or this machine has no CUDA device (see moegraph doctor)")
     )
     raise ConfigError(f"no device {name!r}; available: {usable}{reason}")
+
+
+def _select_remote(name: str) -> dict[str, Any]:
+    from .remote import open_link
+
+    link, number = open_link(name)
+    device = link.devices[number]
+    return {
+        "device": name.partition("?")[0],
+        "kind": device.kind,
+        "description": f"{device.description} of worker {link.worker}",
+        "address": "",
+        "handle": link.device(number),
+        "link": link,
+    }
 
 
 # Bytes of this process's CUDA contexts by PCI address. A context stays open until the process ends.
@@ -233,7 +220,7 @@ def wake(name: str) -> None:
 
     Both take some tenths of a second, in which a caller can read the header of the model file.
     """
-    if name != "cpu" and name not in _woken:
+    if name != "cpu" and not name.startswith(REMOTE) and name not in _woken:
         pool = ThreadPoolExecutor(1, thread_name_prefix="moegraph-device")
         _woken[name] = pool.submit(_wake, name)
         pool.shutdown(wait=False)  # the thread ends with its work
@@ -247,7 +234,7 @@ def _wake(name: str) -> dict[str, int]:
 
 def _used_before(name: str) -> dict[str, int]:
     """Return the bytes in use on each GPU before this process opened a context."""
-    if name == "cpu":
+    if name == "cpu" or name.startswith(REMOTE):
         return {}
     begun = _woken.pop(name, None)
     return begun.result() if begun else gpu_used_bytes()
@@ -268,7 +255,7 @@ class Device:
         reference: bool = False,
         invariant: bool = False,
     ) -> None:
-        """Open a device by its spelling: auto, cpu, cuda or cuda:N.
+        """Open a device by its spelling: auto, cpu, cuda, cuda:N, or as in link/address.py.
 
         n_threads: CPU threads until `use_threads`; None for one per core. Results are those of
             this number of threads, also after `use_threads`.
@@ -277,14 +264,18 @@ class Device:
 
         Raises:
             ConfigError: there is no such device.
+            NativeError: a worker cannot be used.
         """
         before = _used_before(name)
         chosen = _select(name)
         self.name: str = chosen["device"]
         self.description: str = chosen["description"]
         self._dev: _native.ggml_backend_device_ptr = chosen["handle"]
-        self.can = Capabilities.of(self._dev)
-        if reference and not self.can.exact_sums:
+        self.link: RemoteLink | None = chosen.get("link")  # to the worker that has the device
+        can = Capabilities.of(self._dev)
+        self.can = can.on_worker(chosen["kind"]) if self.link else can
+        if reference and not self.can.cpu_threads:
+            self._unlink()
             raise ConfigError(f"cpu_reference needs the CPU device, got {self.name}")
         self.is_invariant = invariant and not self.can.exact_sums
         self.compute = Backend(self._dev)
@@ -294,7 +285,7 @@ class Device:
         self.alignment: int = C.ggml_backend_buft_get_alignment(self.buft)
         self.n_threads = n_threads or default_threads()
         # attention over a long context is summed in parts: one per thread, as in llama.cpp
-        self.n_attention_parts = self.n_threads if self.can.cpu_threads else 0
+        self.n_attention_parts = self.n_threads if self.can.exact_sums else 0
         self._pools: dict[Threads, ThreadPool] = {}  # the last is in use
         if self.can.cpu_threads:
             self.use_threads(Threads(self.n_threads, waiting(self.n_threads)))
@@ -302,6 +293,28 @@ class Device:
         self._free_at_start = self.memory()[0]
         self.context_bytes = _context_bytes(chosen["address"], before)
         self.peak_bytes = 0
+        try:
+            self.check_alive()
+        except NativeError:
+            self.close()
+            raise
+
+    def check_alive(self) -> None:
+        """Check that the worker of the device, if it is on another machine, has not been lost.
+
+        Call it when results have been read: those of a lost worker are zeros.
+
+        Raises:
+            DeviceLost: names the worker and says what happened.
+        """
+        if self.link:
+            self.link.require_alive()
+
+    def _unlink(self) -> None:
+        """End the use of the worker."""
+        if self.link:
+            self.link.close()
+            self.link = None
 
     def use_threads(self, threads: Threads) -> None:
         """Compute with these CPU threads from the next graph on; no result depends on it.
@@ -344,6 +357,7 @@ class Device:
             raise self.out_of_memory(size, what, remedy)
         ptr = C.ggml_backend_buft_alloc_buffer(self.buft, size) if size else ffi.NULL
         if ptr == ffi.NULL:
+            self.check_alive()
             raise self.out_of_memory(size, what, remedy)
         return Buffer(ptr, self.compute)
 
@@ -372,7 +386,7 @@ class Device:
         host = HostBuffer(ptr, size, self.compute)
         # ggml silently falls back to ordinary memory; only the buffer type shows it
         name = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(ptr)))
-        if must_pin and self.can.own_memory and not name.endswith(b"_Host"):
+        if must_pin and self._needs_pins and not name.endswith(b"_Host"):
             host.close()
             raise NativeError(_cannot_pin(size))
         return host
@@ -392,15 +406,20 @@ class Device:
         return memory
 
     def pin(self, memory: HostPages) -> None:
-        """Pin memory, so that the device can read it; other devices than CUDA can anyway.
+        """Pin memory, so that the device can read it; only CUDA devices need that.
 
         Any thread may call it.
 
         Raises:
             NativeError: the driver refuses.
         """
-        if self.can.own_memory and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
+        if self._needs_pins and not C.mg_pages_pin(memory.pages.ptr, self.compute.ptr):
             raise NativeError(_cannot_pin(memory.array.nbytes))
+
+    @property
+    def _needs_pins(self) -> bool:
+        """Whether graphs can read host memory only if it is pinned."""
+        return self.can.own_memory and self.can.host_access
 
     def event(self) -> Event | None:
         """Return a new event, or None without streams, where nothing is asynchronous."""
@@ -449,6 +468,7 @@ class Device:
             return
         if status == C.GGML_STATUS_ABORTED:
             raise Cancelled("cancelled")
+        self.check_alive()
         detail = last_error() or f"status {status}"
         if status == C.GGML_STATUS_ALLOC_FAILED:
             raise OutOfDeviceMemory(f"{what}: out of memory on {self.name}: {detail}")
@@ -459,5 +479,6 @@ class Device:
         self.synchronize()
         for stream in self._streams():
             stream.close()
+        self._unlink()
         for pool in self._pools.values():
             pool.close()

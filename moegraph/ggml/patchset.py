@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import NativeError
 
-LIBRARIES = ("ggml-base", "ggml-cpu", "ggml", "ggml-cuda", "llama")
+LIBRARIES = ("ggml-base", "ggml-cpu", "ggml", "ggml-cuda", "ggml-rpc", "llama")
 
 _HEADER_SIZE = 64
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"

@@ -48,14 +48,15 @@ def build_expert_rows(
 ) -> Tensor:
     """Append the weighted outputs of single experts: F32 [n_embd, n_expert_used, n_tokens].
 
-    cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of
-    zeros); weights F32 [1, n_expert_used, n_tokens]. For few rows, CUDA runs gate, up and
-    activation as one kernel if they are in this order.
+    cur F32 [n_embd, n_tokens], or [n_embd, n_expert_used, n_tokens] if each expert has a row of its
+    own; slots I32 [n_expert_used, n_tokens] (a slot < 0 gives a row of zeros); weights F32
+    [1, n_expert_used, n_tokens]. For few rows, CUDA runs gate, up and activation as one kernel if
+    they are in this order.
 
     Source: mirrors llama.cpp src/llama-graph.cpp build_moe_ffn.
     """
-    n_embd, n_tokens, k = cur.ne[0], cur.ne[1], slots.ne[0]
-    cur = b.reshape(cur, n_embd, 1, n_tokens)
+    k, n_tokens = slots.ne[0], slots.ne[1]
+    cur = b.reshape(cur, cur.ne[0], cur.ne[1] * cur.ne[2] // n_tokens, n_tokens)
     if "gate_up" in bank.parts:
         both = b.name(b.mul_mat_id(bank.parts["gate_up"], cur, slots), "ffn_moe_gate_up", il)
         half, strides = (both.ne[0] // 2, k, n_tokens), (both.nb[1], both.nb[2])

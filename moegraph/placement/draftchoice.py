@@ -15,7 +15,7 @@ from ..units import format_bytes
 from .chunksize import choose_rows
 from .drafters import Sources, drafters_bytes, is_fitting, sources_of
 from .draftprice import Price, price_of
-from .footprint import needed_bytes
+from .footprint import needed_bytes, sweep_rows
 from .planner import Demand, Footprint, Plan
 from .split import Place, SplitSettings, StagePlan, merged, plan_stage, split_layers
 
@@ -147,6 +147,9 @@ class _Choosing:
         drafters = 0
         if layers is None or layers.stop == self._model.hparams.n_layer:
             drafters = drafters_bytes(self._model, rows, n_ctx, sources)
+            if self._room.places and sources.draft:  # copies of taps of other stages
+                n_sweep = sweep_rows(min(rows.n_rows, n_ctx), n_ctx)
+                drafters += 4 * self._model.hparams.n_embd * n_sweep * (len(self._room.places) - 1)
         return needed_bytes(self._model, rows, n_ctx, drafters, layers)
 
     def _price(self, found: Choice) -> Price:

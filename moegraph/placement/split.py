@@ -2,7 +2,9 @@
 
 A token passes all layers in turn. So its time is a sum over the devices: what each reads of its
 memory, and what crosses its link because it is not there. The division with the smallest sum is
-taken. On equal devices that is half of the layers each; a larger, faster one gets more.
+taken; of several that are about as good, the one whose devices take equally long, because prompts
+and several sequences keep all devices busy at once. On equal devices that is half of the layers
+each; a larger, faster one gets more.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from .planner import Demand, Footprint, Plan, make_plan
 # Bytes a second, where nothing was measured: only their ratio matters, which is that of _LINK in
 # draftprice.py.
 MEMORY_RATE, LINK_RATE = 450e9, 25e9
+# What a layer takes besides reading: its kernels follow one another.
+_LAYER_SECONDS = 50e-6
+# What a token may take longer, at most, so that devices take equally long.
+_BALANCE = 0.02
 NeedOf = Callable[[int, range], Footprint]
 
 
@@ -126,6 +132,8 @@ def _fastest(
 ) -> list[range]:
     """Return the ranges with which a token takes least time."""
     quick = SplitSettings(settings.pin_layers, settings.cache_slots)
+    everything = need_of(0, range(n_layer))
+    alone = min(_read_seconds(place, everything) for place in places)
     failed: list[Exception] = []
 
     @cache
@@ -142,12 +150,12 @@ def _fastest(
                 failed.append(error)
                 continue
             seconds = stage_seconds(places[at], need, plan)
+            seconds += _BALANCE * seconds**2 / alone  # least where all are equal
             rest: tuple[range, ...] = ()
             if not is_last:
                 more, rest = best(at + 1, stop)
                 seconds += more
-            # of equal divisions, the one whose first devices have more layers
-            if seconds <= found[0] and (is_last or rest):
+            if seconds < found[0] and (is_last or rest):
                 found = seconds, (layers, *rest)
         return found
 
@@ -159,14 +167,19 @@ def _fastest(
 
 def stage_seconds(place: Place, need: Footprint, plan: Plan) -> float:
     """Return about how long a stage takes for one token: what it reads, and what it lacks."""
-    used = need.weights + need.n_expert_used * sum(need.slot_bytes)
     missing = 0.0
     if not plan.all_resident:
         missing = sum(
             size * expected_missing(n, need.n_expert, need.n_expert_used, 1)
             for n, size in zip(plan.n_slots, need.slot_bytes)
         )
-    return used / place.memory_rate + missing / place.link_rate
+    return _read_seconds(place, need) + missing / place.link_rate
+
+
+def _read_seconds(place: Place, need: Footprint) -> float:
+    """Return how long a token takes to read weights and its experts out of a place's memory."""
+    n_bytes = need.weights + need.n_expert_used * sum(need.slot_bytes)
+    return n_bytes / place.memory_rate + _LAYER_SECONDS * need.n_layer
 
 
 def merged(stages: Sequence[StagePlan], slot_bytes: Sequence[int], n_expert: int) -> Plan:

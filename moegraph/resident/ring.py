@@ -19,7 +19,8 @@ class Ring:
     """n_groups groups of n_each slots, in memory that layers of all kinds share.
 
     A group holds experts of one layer at a time. Its bytes are the same for every kind of layer, so
-    that groups of two layers can be filled at once.
+    that groups of two layers can be filled at once. A graph over a group sees no other slots: CUDA
+    divides the work of a product among all slots that it sees, also those that no row chose.
     """
 
     def __init__(self, device: Device, store: ExpertStore, n_groups: int, n_each: int) -> None:
@@ -38,33 +39,31 @@ class Ring:
         C.ggml_backend_buffer_set_usage(self._buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         # kernels may read past the last row that they need
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        self._context = Context(8 * len(kinds))
-        self._banks = {kind: self._bank(packings[kind], infos) for kind, infos in kinds.items()}
-        self._strides = {kind: packing.stride for kind, packing in packings.items()}
+        self._context = Context(8 * n_groups * len(kinds))
+        self._banks = {
+            kind: [self._bank(packings[kind], infos, group) for group in range(n_groups)]
+            for kind, infos in kinds.items()
+        }
 
-    def _bank(self, packing: Packing, infos: dict[str, TensorInfo]) -> Bank:
-        n_slots = (self.n_bytes - TAIL) // packing.stride
+    def _bank(self, packing: Packing, infos: dict[str, TensorInfo], group: int) -> Bank:
+        n, stride = self.n_each, packing.stride
+        at = -(-group * self._step // stride) * stride
         parts = {
-            part: strided_stack(self._context, info, n_slots, packing.stride)
-            for part, info in infos.items()
+            part: strided_stack(self._context, info, n, stride) for part, info in infos.items()
         }
         for part, tensor in parts.items():
-            place(self._buffer, tensor, packing.offsets[part])
-        memory = C.ggml_new_tensor_1d(self._context.ptr, F32, self.n_bytes // 4)
-        place(self._buffer, memory, 0)
-        return Bank(n_slots, parts, memory)
+            place(self._buffer, tensor, at + packing.offsets[part])
+        memory = C.ggml_new_tensor_1d(self._context.ptr, F32, n * stride // 4)
+        place(self._buffer, memory, at)
+        return Bank(n, parts, memory)
 
     def kind(self, il: int) -> Hashable:
         """Return what layers must have in common to be read by the same graphs."""
         return self._kind_of[il]
 
-    def bank(self, il: int) -> Bank:
-        """Return the slots of all groups, as layer il uses them."""
-        return self._banks[self._kind_of[il]]
-
-    def first(self, il: int, group: int) -> int:
-        """Return the first slot of a group, as layer il uses it."""
-        return -(-group * self._step // self._strides[self._kind_of[il]])
+    def bank(self, il: int, group: int) -> Bank:
+        """Return the slots of a group, as layer il uses them."""
+        return self._banks[self._kind_of[il]][group]
 
     def close(self) -> None:
         """Free the memory."""

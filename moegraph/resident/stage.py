@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from ..config import EngineConfig
-from ..errors import InternalError
+from ..errors import ConfigError, InternalError
 from ..events import Progress, Stopwatch
 from ..ggml.device import Device
 from ..ggml.handles import closed_on_failure
@@ -107,6 +107,12 @@ def open_stage(
         own(closing(device))
         if not layers or layers.step != 1 or not 0 <= layers.start < layers.stop <= hp.n_layer:
             raise InternalError(f"a stage of {layers} in a model of {hp.n_layer} layers")
+        partial = [il for il in layers if n_slots[il] < hp.n_expert]
+        if partial and not device.can.host_access:
+            raise ConfigError(
+                f"{device.name} must hold all experts of its layers {layers.start} to "
+                f"{layers.stop - 1}; give it fewer layers"
+            )
         with closing(Loader(device, file, progress)) as loader:
             weights = own(closing(Weights(loader, file, layers)))
             times.lap("weights")
@@ -120,7 +126,6 @@ def open_stage(
         sequences.add(state)
         times.lap("state")
         taps = own(closing(TapRows(device, hp)))
-        partial = [il for il in layers if n_slots[il] < hp.n_expert]
         store = own(closing(ExpertStore(device, file, partial, config.host_pin, loader.report)))
         if partial:
             times.lap("host")

@@ -24,16 +24,16 @@ class TapRows:
     There is no memory, and graphs keep nothing, before `reserve`.
 
     layers: the taps, ascending. n_rows: the most rows of a pass that keeps them; a longer pass
-    leaves what was there.
+    leaves what was there. words: all of the memory, F32; `offset` says where a tap begins.
     """
 
     def __init__(self, device: Device, hp: HParams) -> None:
         self._device, self._hp = device, hp
         self._buffer: Buffer | None = None
         self._context: Context | None = None
+        self.words: Tensor
         self.layers: tuple[int, ...] = ()
         self.n_rows = 0
-        self._offsets: dict[int, int] = {}  # first bytes of taps
 
     def reserve(self, layers: Sequence[int], n_rows: int) -> None:
         """Have later graphs keep these taps, of passes of up to n_rows rows.
@@ -59,10 +59,9 @@ class TapRows:
                 place(larger, words, 0)
         self.close()
         if context:
-            self._words = words
+            self.words = words
         self._buffer, self._context = larger, context
         self.layers, self.n_rows = wanted, n_rows
-        self._offsets = {il: self._offset(il) for il in wanted}
 
     @property
     def n_bytes(self) -> int:
@@ -79,7 +78,7 @@ class TapRows:
         if il not in self.layers or n_tokens > self.n_rows:
             return
         if x.data == ffi.NULL and x.view_src == ffi.NULL:
-            place(self._memory, x, self._offset(il))  # no copy: the node writes its result here
+            place(self._memory, x, self.offset(il))  # no copy: the node writes its result here
         else:
             b.expand(b.cpy(x, self.leaf(b, il, n_tokens)))
 
@@ -89,17 +88,17 @@ class TapRows:
         n_tokens: the first rows of the pass; 0: n_rows.
         """
         leaf = b.leaf(F32, (self._hp.n_embd, n_tokens or self.n_rows), f"tap-{il}")
-        place(self._memory, leaf, self._offset(il))
+        place(self._memory, leaf, self.offset(il))
         return leaf
 
     def copy(self, il: int, row: int, n: int, to: Tensor, to_row: int) -> None:
         """Enqueue a copy of rows [row, row + n) of tap il to F32 [n_embd, ...], from to_row on."""
-        size, source = 4 * self._hp.n_embd, self._offsets[il]
+        size, source = 4 * self._hp.n_embd, self.offset(il)
         C.mg_copy_bytes(
-            self._device.compute.ptr, self._words, source + size * row, to, size * to_row, size * n
+            self._device.compute.ptr, self.words, source + size * row, to, size * to_row, size * n
         )
 
-    def _offset(self, il: int) -> int:
+    def offset(self, il: int) -> int:
         """Return the first byte of tap il."""
         return tap_bytes(self._hp.n_embd, self.layers.index(il), self.n_rows)
 

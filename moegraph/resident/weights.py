@@ -280,13 +280,12 @@ class TokenEmbedding:
         if self._is_f32:
             out[:] = self._data.view(np.float32).reshape(self.n_vocab, self.n_embd)[tokens]
             return
-        target = out.ctypes.data
-        for i, token in enumerate(tokens.tolist()):
-            self._to_float(
-                ffi.cast("void *", self._base + token * self._row_bytes),
-                ffi.cast("float *", target + i * self.n_embd * 4),
-                self.n_embd,
-            )
+        chosen = np.ascontiguousarray(tokens, dtype=np.int32)
+        C.mg_rows_to_float(
+            self._to_float, ffi.cast("void *", self._base), self._row_bytes,
+            ffi.cast("int32_t *", chosen.ctypes.data), len(chosen), self.n_embd,
+            ffi.cast("float *", out.ctypes.data),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,7 @@ class Runner(ABC):
             raise RequestError("no pass is in flight; submit one first")
         C.ggml_backend_synchronize(self.device.compute.ptr)
         self._pending = None
+        self.device.check_alive()
         if not self._has_head:
             return Output()
         n_out = batch.tokens.size if batch.all_rows else len(batch.slots)

@@ -40,12 +40,18 @@ class Boundary:
             self._opened = stack.pop_all()
         self._turn = 0
 
-    def copy(self, source: Tensor, to: Tensor, n_bytes: int) -> None:
-        """Enqueue the copy of the first n_bytes of a tensor, after what its device computes now."""
-        for at in range(0, n_bytes, _PIECE):
-            self._copy(source, to, at, min(_PIECE, n_bytes - at))
+    def copy(
+        self, source: Tensor, to: Tensor, n_bytes: int, source_at: int = 0, to_at: int = 0
+    ) -> None:
+        """Enqueue the copy of n_bytes of a tensor, after what its device computes now.
 
-    def _copy(self, source: Tensor, to: Tensor, at: int, n: int) -> None:
+        source_at, to_at: the first byte in each tensor.
+        """
+        for at in range(0, n_bytes, _PIECE):
+            n = min(_PIECE, n_bytes - at)
+            self._copy(source, source_at + at, to, to_at + at, n)
+
+    def _copy(self, source: Tensor, source_at: int, to: Tensor, to_at: int, n: int) -> None:
         turn, self._turn = self._turn, (self._turn + 1) % _N_PIECES
         first, second = self._source.compute.ptr, self._to.compute.ptr
         host, left, arrived = (
@@ -57,13 +63,14 @@ class Boundary:
             C.ggml_backend_event_wait(first, arrived.ptr)
         elif arrived:
             arrived.wait()
-        C.ggml_backend_tensor_get_async(first, source, host, at, n)
+        C.ggml_backend_tensor_get_async(first, source, host, source_at, n)
         if left and self._follows:
             C.ggml_backend_event_record(left.ptr, first)
             C.ggml_backend_event_wait(second, left.ptr)
         else:
             C.ggml_backend_synchronize(first)
-        C.ggml_backend_tensor_set_async(second, to, host, at, n)
+            self._source.check_alive()
+        C.ggml_backend_tensor_set_async(second, to, host, to_at, n)
         if arrived:
             C.ggml_backend_event_record(arrived.ptr, second)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..experts.crossing import Crossing, Forecast, Group, by_popularity
 from ..experts.passplan import PassPlan
+from ..ggml.handles import Event
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
@@ -30,10 +31,19 @@ from ..kinds import SHORT_PROMPT, Kind
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch
-from .sweeps import Sweeps
+from .sweeps import MAX_AHEAD, Sweeps
 
-# Steps that may be enqueued ahead of the device.
+# Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
+# whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.
 _AHEAD = 3
+
+
+class _Book(NamedTuple):
+    """The choice of a layer that is not recorded yet; done: the host has it after this event."""
+
+    il: int
+    n_rows: int
+    done: Event | None
 
 
 class StageSweep:
@@ -54,7 +64,7 @@ class StageSweep:
         self._forecast, self._foreseen = Forecast(len(batch.tokens)), -1
         self._plan: PassPlan | None = None
         self._is_entering = False
-        self._books: list[tuple[int, int, int]] = []  # (layer, turn, rows) not recorded yet
+        self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
         self.n_done = 0
 
@@ -64,9 +74,11 @@ class StageSweep:
         is_last: no part comes after this one.
         """
         work = self._layers(part)
+        is_long = len(part) > 1 or not is_last or self.batch.max_rows > 0
+        n_ahead = _AHEAD if is_long else MAX_AHEAD
         while True:
             self._enter()
-            pace = self._s.paces[self._n_enqueued % _AHEAD]
+            pace = self._s.paces[self._n_enqueued % n_ahead]
             if pace:
                 pace.wait()
             more = next(work, None) is not None
@@ -97,12 +109,10 @@ class StageSweep:
         s, last = self._s, part[-1]
         s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
         for il in s.stage.layers:
-            self._record_books(il % 2)
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
-            self._end_layer(il, part)
-        for turn in range(2):
-            self._record_books(turn)
+            self._end_layer(il, part, lacks)
+        self._record_books()
 
     def _send_inputs(self, chunk: Chunk) -> None:
         """Upload the inputs of a chunk, when its turn in the stage's first layer comes."""
@@ -146,6 +156,8 @@ class StageSweep:
             s.memory.copy(s.carried("l_out"), 0, s.memory.hidden, chunk.row, chunk.n)
             self._copy_state(il, chunk)
             s.spent("launch", start)
+            if at == 0:
+                self._record_books()
             self.n_done += 1
             yield True
 
@@ -158,6 +170,8 @@ class StageSweep:
         for at, chunk in enumerate(part):
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
+            if at == 0:
+                self._record_books()
             if waiting:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
@@ -167,7 +181,7 @@ class StageSweep:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        while group := self._crossing.oldest(il):
+        for group in self._groups(il, len(part)):
             self._use(il, group, missing, ids, part)
             self._send_ahead(il + 1)
             yield True
@@ -178,6 +192,20 @@ class StageSweep:
             for chunk in part:
                 self._sum(il, chunk)
                 yield True
+
+    def _groups(self, il: int, n_chunks: int) -> Iterator[Group]:
+        """Yield the groups of a layer as they are to be computed; `_use` gives each back.
+
+        The first group has most rows. In a long prompt it arrived long ago, as have those after it
+        but the last. These are computed before it: while it is computed, further experts arrive in
+        their slots.
+        """
+        held = self._crossing.held(il)
+        if n_chunks > 1:
+            held = held[1:-1] + held[:1] + held[1:][-1:]
+        yield from held
+        while held := self._crossing.held(il):
+            yield held[0]
 
     def _launch_chunk(self, il: int, at: int, chunk: Chunk) -> None:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
@@ -270,10 +298,11 @@ class StageSweep:
         free, uploaded = s.ring_events(group.index)
         if uploaded:
             C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
-        slots = s.slots_of(il, group, hp.n_expert)
+        slots = s.slots_of(group, hp.n_expert)
         for rows in self._cut(places, part):
             turn, n_padded = s.memory.write_unit(rows, ids, slots)
-            inputs, unit = s.graphs.unit_inputs(turn, n_padded), s.graphs.unit(il, n_padded)
+            inputs = s.graphs.unit_inputs(turn, n_padded)
+            unit = s.graphs.unit(il, group.index, n_padded)
             self._launch(inputs, f"the inputs of missing experts of layer {il}")
             s.memory.sent_unit(turn)
             self._launch(unit, f"the missing experts of layer {il}")
@@ -321,7 +350,7 @@ class StageSweep:
         s = self._s
         s.stage.sequences.copies.take_layer(copy, self.slot, s.device, states)
 
-    def _end_layer(self, il: int, part: list[Chunk]) -> None:
+    def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
         s, n_rows = self._s, part[-1].row + part[-1].n
         tap = self.batch.taps.get(il)
         if tap:
@@ -329,10 +358,10 @@ class StageSweep:
         if self._state.last_out is not None and il == s.stage.layers[-1]:
             self._keep_last_out(self._state.last_out, part)
         if s.residency is not None:
-            done = s.layer_done[il % 2]
+            done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
-            self._books.append((il, il % 2, n_rows))
+            self._books.append(_Book(il, n_rows, done))
 
     def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
         """Enqueue copies of the output of the part's last row, and of those before cuts."""
@@ -346,18 +375,16 @@ class StageSweep:
             if copy:
                 self._save(copy, [last_out])
 
-    def _record_books(self, turn: int) -> None:
-        """Record the choice in the last layer of this turn, which the device has computed."""
-        s = self._s
-        for entry in [entry for entry in self._books if entry[1] == turn]:
-            il, _, n_rows = entry
+    def _record_books(self) -> None:
+        """Record the choice in the last layer, while the device computes the next one."""
+        s, k = self._s, self._s.stage.hp.n_expert_used
+        for book in list(self._books):
             start = time.perf_counter()
-            done = s.layer_done[turn]
-            if done:
-                done.wait()
+            if book.done:
+                book.done.wait()
             start = s.spent("wait", start)
-            s.record(il, s.memory.ids[turn, : n_rows * s.stage.hp.n_expert_used])
-            self._books.remove(entry)
+            s.record(book.il, s.memory.ids[book.il % 2, : book.n_rows * k])
+            self._books.remove(book)
             s.spent("resolve", start)
 
     def head(self, row: int, n: int) -> Output:

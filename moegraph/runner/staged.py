@@ -13,9 +13,10 @@ from ..graphs.inputs import PassShape
 from .base import Runner
 from .batch import Batch
 from .boundary import Boundary
+from .relay import Relay
 from .results import Output
 from .sweep import Sweep
-from .sweep_batch import SweepBatch
+from .sweep_batch import SweepBatch, Tap
 
 
 class StagedRunner:
@@ -40,10 +41,15 @@ class StagedRunner:
         self.sequences, self.hp, self.device = last.sequences, last.hp, last.device
         self.n_ubatch, self.max_rows = last.n_ubatch, last.max_rows
         with ExitStack() as stack:
+            own = stack.enter_context
             self._boundaries = [
-                stack.enter_context(closing(Boundary(before.device, after.device)))
+                own(closing(Boundary(before.device, after.device)))
                 for before, after in zip(self.parts, self.parts[1:])
             ]
+            self._relays: dict[int, Relay] = {}  # of stages whose taps a drafter wants
+            for i, part in enumerate(self.parts[:-1]):
+                if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
+                    self._relays[i] = own(closing(Relay(part.stage, last.stage)))
             self._opened = stack.pop_all()
 
     @property
@@ -104,6 +110,8 @@ class StagedRunner:
                 if i:
                     self.hand_over(i, batch.tokens.size)
                 part.launch(batch, cancelled, bool if i else begins)
+                if i in self._relays:
+                    self._relays[i].bring(batch.tokens.size)
         except BaseException:
             for part in self.parts:
                 part.give_up()
@@ -145,12 +153,18 @@ class StagedRunner:
         each = [part.sweeps for part in self.parts if part.sweeps]
         if len(each) < len(self.parts):
             raise InternalError("a stage has no memory for prompts")
-        return Sweep(each, batch, self._boundaries)
+        taps: list[dict[int, Tap]] = [{} for _ in self.parts]
+        for i, relay in self._relays.items():
+            mine = self.parts[i].stage.layers
+            taps[i] = {il: relay.relayed(tap) for il, tap in batch.taps.items() if il in mine}
+        return Sweep(each, batch, self._boundaries, [*taps[:-1], batch.taps])
 
     def reserve_graphs(self, n_draft: int = 0) -> None:
         """Build the graphs of the largest passes; see `Runner.reserve_graphs`."""
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
             part.reserve_graphs(n_draft)
+            if i in self._relays and part.sweeps:
+                self._relays[i].reserve(part.sweeps.memory.n_rows)
 
     def build_ahead(self, batch: Batch) -> None:
         """Build the graphs of a pass that will be submitted later, also while one is in flight."""

@@ -13,7 +13,8 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ..resident.snapshots import Snapshot
 from .boundary import Boundary
 from .results import Output
 from .stage_sweep import StageSweep
-from .sweep_batch import Chunk, SweepBatch, cut_chunks, cut_parts
+from .sweep_batch import Chunk, SweepBatch, Tap, cut_chunks, cut_parts
 from .sweeps import Sweeps
 
 
@@ -45,9 +46,14 @@ class Sweep:
     """
 
     def __init__(
-        self, each: Sequence[Sweeps], batch: SweepBatch, boundaries: Sequence[Boundary] = ()
+        self,
+        each: Sequence[Sweeps],
+        batch: SweepBatch,
+        boundaries: Sequence[Boundary] = (),
+        taps: Sequence[Mapping[int, Tap]] = (),
     ) -> None:
-        """each: of the stages, in order of layers. boundaries: between them.
+        """each: of the stages, in order of layers. boundaries: between them. taps: of the batch, as
+        each stage calls them; empty if there is one stage.
 
         The caller has checked token ids and context length.
         """
@@ -58,14 +64,20 @@ class Sweep:
         memory = each[0].memory
         max_rows = min(batch.max_rows or memory.max_rows, memory.max_rows)
         chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts)
-        flows = len(each) > 1 and all(one.ring is None for one in each)
+        taps = taps or [batch.taps]
+        # a drafter takes the taps of one part after another
+        self._is_tapped = any(taps[:-1])
+        flows = len(each) > 1 and not self._is_tapped and all(one.ring is None for one in each)
         n_rows = max_rows if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self._before: Snapshot | None = None
         self.saved: list[StatesCopy] = []
         self.is_open = False
         self.output: Output | None = None
-        self._stages = [StageSweep(one, batch, self.n_past, self.saved) for one in each]
+        self._stages = [
+            StageSweep(one, replace(batch, taps=mine), self.n_past, self.saved)
+            for one, mine in zip(each, taps)
+        ]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
 
@@ -134,6 +146,8 @@ class Sweep:
         has_rows = i == 0 or ended[i - 1] > begun[i]
         # the next stage has taken what this one left
         is_free = i == len(begun) - 1 or ended[i] == begun[i + 1]
+        if self._is_tapped and i == 0:
+            is_free = ended[-1] == begun[0]
         return begun[i] < len(self._parts) and has_rows and is_free
 
     def _take_rows(self, i: int, part: list[Chunk]) -> None:

@@ -28,6 +28,9 @@ from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
 from .sweep_memory import SweepMemory
 
+# Places from which CUDA computes experts with tiles.
+_MIN_TILED = 1024
+
 
 class SweepGraphs:
     """Builds the graphs of sweeps at first use.
@@ -98,13 +101,13 @@ class SweepGraphs:
             lambda b: self._memory.gather_unit(b, turn, n_padded),
         )  # fmt: skip
 
-    def unit(self, il: int, n_padded: int) -> BuiltGraph:
-        """Return `unit` over the ring, for layers of layer il's kind."""
+    def unit(self, il: int, group: int, n_padded: int) -> BuiltGraph:
+        """Return `unit` over a group of the ring, for layers of layer il's kind."""
         ring = self._ring
         return self._graphs.get(
-            ("sweep unit", ring and ring.kind(il), n_padded),
+            ("sweep unit", ring and ring.kind(il), group, n_padded),
             64,
-            lambda b: self._build_unit(b, il, n_padded),
+            lambda b: self._build_unit(b, il, group, n_padded),
         )
 
     def sum_rows(self, il: int, n: int) -> BuiltGraph | None:
@@ -176,15 +179,19 @@ class SweepGraphs:
             rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
         self._carry.put(b.expand(rows), "expert_rows")
 
-    def _build_unit(self, b: Builder, il: int, n_padded: int) -> None:
+    def _build_unit(self, b: Builder, il: int, group: int, n_padded: int) -> None:
         memory, n_embd = self._memory, self._stage.hp.n_embd
         token, slot, at, target, *terms = memory.unit_leaves(b, n_padded)
         if self._ring is None:
             return
+        # CUDA makes tiles for as many rows of an expert as there are tokens. So a token here is as
+        # many places as there are experts, whichever those places chose.
+        n = self._ring.n_each if n_padded >= _MIN_TILED else 1
         cur = b.get_rows(memory.tensor("post_norm"), token)
-        weights = b.reshape(b.get_rows(memory.tensor("weights"), at), 1, 1, n_padded)
-        slots = b.reshape(slot, 1, n_padded)
-        rows = build_expert_rows(b, self._ring.bank(il), cur, slots, weights, -1)
+        cur = b.reshape(cur, n_embd, n, n_padded // n)
+        weights = b.reshape(b.get_rows(memory.tensor("weights"), at), 1, n, n_padded // n)
+        slots = b.reshape(slot, n, n_padded // n)
+        rows = build_expert_rows(b, self._ring.bank(il, group), cur, slots, weights, -1)
         rows = b.reshape(rows, n_embd, n_padded)
         if self._sums_last:
             b.expand(b.set_rows(memory.tensor("expert_rows"), rows, at))

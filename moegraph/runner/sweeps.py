@@ -27,7 +27,8 @@ from .results import ResultMemory
 from .sweep_graphs import SweepGraphs
 from .sweep_memory import SweepMemory
 
-_N_AHEAD = 3
+# Steps that may be enqueued ahead of the device.
+MAX_AHEAD = 8
 Observer = Callable[[int, npt.NDArray[np.int32]], None]
 PHASES = ("build", "launch", "wait", "resolve")
 
@@ -77,7 +78,7 @@ class Sweeps:
         )  # fmt: skip
         self.routed = [device.event(), device.event()]
         self.layer_done = [device.event(), device.event()]
-        self.paces = [device.event() for _ in range(_N_AHEAD)]
+        self.paces = [device.event() for _ in range(MAX_AHEAD)]
         n_events = n_groups if self.ring else 0
         self._ring_events = [(device.event(), device.event()) for _ in range(n_events)]
         self._carried = {"l_out": rows.all}
@@ -121,20 +122,16 @@ class Sweeps:
         table: npt.NDArray[np.int32] = self.residency.cache.tables[il]
         return table
 
-    def slots_of(self, il: int, group: Group, n_expert: int) -> npt.NDArray[np.int32]:
-        """Return the slots of a group's experts in the ring: I32 numpy [n_expert], else -1."""
+    def slots_of(self, group: Group, n_expert: int) -> npt.NDArray[np.int32]:
+        """Return the slots of a group's experts in the group: I32 numpy [n_expert], else -1."""
         slots = np.full(n_expert, -1, dtype=np.int32)
-        if self.ring:
-            first = self.ring.first(il, group.index)
-            slots[group.experts] = first + np.arange(len(group.experts))
+        slots[group.experts] = np.arange(len(group.experts))
         return slots
 
     def send(self, il: int, group: int, pairs: list[tuple[int, int]]) -> None:
         """Enqueue uploads of (expert, slot in the group)."""
         if self.misses and self.ring:
-            first = self.ring.first(il, group)
-            placed = [(expert, first + at) for expert, at in pairs]
-            self.misses.send(il, self.ring.bank(il), placed)
+            self.misses.send(il, self.ring.bank(il, group), pairs)
 
     def read_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Begin to read experts (layer, expert) that will be sent soon, unless they are pinned."""
@@ -175,7 +172,7 @@ class Sweeps:
             self.graphs.mixer(il, n, n_kv)
             self.graphs.experts(il, n)
             self.graphs.sum_rows(il, n)
-            self.graphs.unit(il, padded(self.memory.most - 1))
+            self.graphs.unit(il, 0, padded(self.memory.most - 1))
 
     def close(self) -> None:
         """Free all memory and events."""

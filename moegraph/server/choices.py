@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ..engine.chat import Prepared
+from ..engine.chat import ChatRequest, Prepared
 from ..engine.requests import Request, Step, TokenLogprobs, Usage
 from ..errors import RequestError
 from ..sampling import RANDOM_SEED, SamplingParams
@@ -53,6 +53,17 @@ def with_biases(
         for one in [token] if isinstance(token, int) else _tokens_of(token, model):
             found[one] = found.get(one, 0.0) + bias
     return replace(params, logit_bias=found)
+
+
+def prepared(
+    model: ChatModel, chat: ChatRequest, biases: Sequence[tuple[int | str, float]] | None
+) -> Prepared:
+    """Return what the engine needs for a conversation that has one answer.
+
+    Raises:
+        RequestError: the conversation or a bias is wrong.
+    """
+    return model.prepare(replace(chat, sampling=with_biases(chat.sampling, biases, model)))
 
 
 def _tokens_of(text: str, model: ChatModel) -> list[int]:

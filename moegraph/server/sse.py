@@ -34,6 +34,11 @@ def event(name: str, value: object) -> bytes:
     return f"event: {name}\ndata: {encode(value)}\n\n".encode(errors="replace")
 
 
+def named(value: Mapping[str, Any]) -> bytes:
+    """Return an event that has the name of its type."""
+    return event(value["type"], value)
+
+
 def comment(text: str) -> bytes:
     """Return a line that clients ignore; the text has no line end."""
     return f": {text}\n\n".encode()

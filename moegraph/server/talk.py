@@ -36,6 +36,11 @@ class Said:
     parts: tuple[Part, ...] = ()
 
     @property
+    def is_reading(self) -> bool:
+        """Return whether the step only tells how far the prompt is read."""
+        return not self.step.tokens and not self.is_last
+
+    @property
     def is_last(self) -> bool:
         """Return whether the choice is complete."""
         return self.step.finish_reason is not None
@@ -150,6 +155,11 @@ class Talk:
         self._arrived.set()
         for ticket in self._tickets:
             ticket.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing more comes."""
+        return not self._running
 
     @property
     def usage(self) -> Usage:

@@ -4,23 +4,26 @@
 
 int32_t mg_sort_places(const int32_t * ids, const uint8_t * absent, int32_t n, int32_t n_expert, int32_t * bounds,
         int32_t * places) {
+    // no branches on `absent`, which no processor foresees: bounds[0] counts what has a slot, and those places go behind
     memset(bounds, 0, sizeof(*bounds) * ((size_t) n_expert + 1));
+    int is_wrong = 0;
     for (int32_t i = 0; i < n; i++) {
-        if (absent[i]) {
-            if (ids[i] < 0 || ids[i] >= n_expert) {
-                return -1;
-            }
-            bounds[ids[i] + 1]++;
-        }
+        const int is_known = (uint32_t) ids[i] < (uint32_t) n_expert;
+        is_wrong |= (absent[i] != 0) & !is_known;
+        bounds[(absent[i] != 0) & is_known ? ids[i] + 1 : 0]++;
     }
+    if (is_wrong) {
+        return -1;
+    }
+    bounds[0] = 0;
     for (int32_t e = 0; e < n_expert; e++) {
         bounds[e + 1] += bounds[e];
     }
     // each bound moves to the end of its expert, which is where the next one begins
+    int32_t behind = bounds[n_expert];
     for (int32_t i = 0; i < n; i++) {
-        if (absent[i]) {
-            places[bounds[ids[i]]++] = i;
-        }
+        int32_t * at = absent[i] ? &bounds[ids[i]] : &behind;
+        places[(*at)++] = i;
     }
     memmove(bounds + 1, bounds, sizeof(*bounds) * (size_t) n_expert);
     bounds[0] = 0;

@@ -10,8 +10,8 @@ extern "C" {
 #endif
 
 // Sort the places of ids [n] where absent [n] is not 0 by expert, places of one expert in ascending order: expert e has
-// places[bounds[e]] to places[bounds[e + 1] - 1]. bounds: [n_expert + 1]. Returns how many there are, or -1 if an id is
-// outside of 0 to n_expert - 1.
+// places[bounds[e]] to places[bounds[e + 1] - 1]. bounds: [n_expert + 1]. places: [n]; the other ones are behind. Returns
+// how many there are, or -1 if an id is outside of 0 to n_expert - 1.
 int32_t mg_sort_places(const int32_t * ids, const uint8_t * absent, int32_t n, int32_t n_expert, int32_t * bounds,
         int32_t * places);
 

@@ -251,3 +251,10 @@ void mg_upload_experts(ggml_backend_t upload, struct ggml_tensor * memory, const
         }
     }
 }
+
+void mg_rows_to_float(ggml_to_float_t to_float, const void * base, size_t row_bytes, const int32_t * tokens, int n,
+        int64_t n_embd, float * out) {
+    for (int i = 0; i < n; i++) {
+        to_float((const char *) base + (size_t) tokens[i] * row_bytes, out + i * n_embd, n_embd);
+    }
+}

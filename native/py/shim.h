@@ -67,6 +67,10 @@ enum ggml_status mg_upload_launch(ggml_backend_t compute, ggml_backend_t upload,
         struct ggml_tensor * slots, const void * numbers, size_t size,
         ggml_backend_event_t ev_free, ggml_backend_event_t ev_uploaded, struct ggml_cgraph * graph);
 
+// Write rows of a table as floats, n_embd each: row tokens[i], which is at base + tokens[i] * row_bytes.
+void mg_rows_to_float(ggml_to_float_t to_float, const void * base, size_t row_bytes, const int32_t * tokens, int n,
+        int64_t n_embd, float * out);
+
 // Enqueue copies of experts to slots of `memory`: n pairs (expert, slot). Experts are `stride` bytes apart from `base` on,
 // pinned host memory, and slots slot_stride bytes. Each copy has `size` bytes and is done `times` times.
 void mg_upload_experts(ggml_backend_t upload, struct ggml_tensor * memory, const void * base, size_t stride,

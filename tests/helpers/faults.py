@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moegraph.errors import MoegraphError, NativeError, OutOfDeviceMemory
-from moegraph.ggml.device import Capabilities
+from moegraph.ggml.capabilities import Capabilities
 from moegraph.ggml.lib import C, ffi
 
 FAILED = C.GGML_STATUS_FAILED

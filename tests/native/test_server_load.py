@@ -26,7 +26,7 @@ def test_no_answer_is_lost_or_mixed(mode: str) -> None:
         argv.append("--reference")
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "load_server.py", *argv, "--", "-t", "2"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=float(SECONDS) + 600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)

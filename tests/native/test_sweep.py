@@ -16,7 +16,7 @@ from moegraph.errors import Cancelled, ContextOverflow, NativeError, RequestErro
 from moegraph.events import CancelToken
 from moegraph.ggml.ops import Tensor
 from moegraph.placement import footprint
-from moegraph.runner import upload
+from moegraph.runner import sweep_graphs, upload
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep import Sweep
 from moegraph.runner.sweep_batch import SweepBatch, cut_chunks, cut_parts
@@ -179,24 +179,28 @@ def test_sums_that_are_finished_first_differ_in_last_bits_only(
         rows.append(read_tensor(hidden)[:n].copy())
 
     ids = np.arange(300, dtype=np.int32) % 50
-    for settings in ({"mode": "whole"}, {"cache_slots": 10, "miss": "stream"}):
-        engine = open_engine("float32", **settings)
-        if settings.get("cache_slots"):
-            engine.close()
+    missing = {"cache_slots": 10, "miss": "stream"}
+    for settings, min_tiled in (({"mode": "whole"}, 0), (missing, 1 << 20), (missing, 1)):
+        if settings is missing:
+            monkeypatch.setattr(sweep_graphs, "_MIN_TILED", min_tiled)
             engine = inexact(open_engine, monkeypatch, "float32", **settings)
             assert not engine.runner.sweeps.sums_last
+        else:
+            engine = open_engine("float32", **settings)
         sweep = begin(engine, ids, 0, False, True, taps={0: tap})
         while engine.passes.step_prompt(sweep):
             pass
-    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
-    assert len(rows) == 2
+        engine.close()
+    assert len(rows) == 3
+    for found in rows[1:]:
+        np.testing.assert_allclose(found, rows[0], rtol=1e-4, atol=1e-5)
 
 
 def inexact(open_engine: Open, monkeypatch, preset: str, **settings: Any) -> Engine:
     """Open an engine on a CPU device that does not claim exact sums."""
     from dataclasses import replace
 
-    from moegraph.ggml.device import Capabilities
+    from moegraph.ggml.capabilities import Capabilities
 
     real = Capabilities.of.__func__
     of = classmethod(lambda cls, dev: replace(real(cls, dev), exact_sums=False))

@@ -67,6 +67,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], type[MoegraphError]]] = {
     "graphs": (lambda at: failing_call("mg_graph_alloc", False, at), OutOfDeviceMemory),
     "events": (lambda at: failing_call("ggml_backend_event_", LOST, at), NativeError),
     "reads": (failing_read, ModelFileError),
+    "pinned uploads": (lambda at: failing_call("mg_upload_experts", LOST, at), NativeError),
 }
 
 
@@ -88,8 +89,9 @@ def check_same(found: list[npt.NDArray[Any]], expected: list[npt.NDArray[Any]]) 
 def test_a_failure_at_any_call_of_a_prompt(open_engine: Open, what: str) -> None:
     fault, kind = FAULTS[what]
     with events_on_cpu():
-        engine = open_engine(n_ctx=256, **SETTINGS)
-        assert engine.device.can.streams and engine.stage.store.uses_ring
+        pin = "all" if what == "pinned uploads" else "auto"
+        engine = open_engine(n_ctx=256, host_pin=pin, **SETTINGS)
+        assert engine.device.can.streams and engine.stage.store.uses_ring is (pin == "auto")
         ids = prompt(engine, N + 1, seed=3)
         batch = SweepBatch(ids[N_HELD:N], 0, greedy=True, cuts=(50, 100))
         engine.prefill(ids[:N_HELD])

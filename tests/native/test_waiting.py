@@ -77,6 +77,7 @@ def seconds_of_a_graph(device: Device) -> float:
     return best
 
 
+@pytest.mark.alone
 def test_threads_that_wait_at_a_barrier_leave_the_cpu_to_others(one_cpu: None) -> None:
     """Spinning, each of three threads on one CPU would burn its time slice at each of 400 nodes."""
     device = Device("cpu", n_threads=3)  # more threads than CPUs sleep

@@ -52,6 +52,7 @@ LAZY = {
     "cli": _QUICK_START,
     "engine": "other modules of the room need no native library",
     "engine.engine": "a generation from token ids needs nothing of conversations",
+    "ggml.device": "what connects to other machines is imported for a device there",
     "ggml.lib": "the native module is imported after a check, with an error of ours",
     "text.tokenizer": "prompts are measured and refused without the native libraries",
 }

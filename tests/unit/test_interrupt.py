@@ -23,6 +23,7 @@ def busy_in_native_code(seconds: float) -> None:
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
 
 
+@pytest.mark.alone
 def test_the_token_is_set_while_native_code_runs() -> None:
     with cancel_on_interrupt() as token:
         seen: list[float] = []

@@ -67,6 +67,7 @@ def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter.close()
 
 
+@pytest.mark.alone
 def test_it_takes_microseconds() -> None:
     """A draft and a token more, after a long text with many places to compare."""
     rng, drafter = np.random.default_rng(0), LookUp(max_draft=8)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import _cuda
 import _ptx
+import _tools
 from _tools import BuildError, fetch
 
 FOLDER = "ggml/src/ggml-cuda"
@@ -44,6 +45,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(NVCC.format(top=top) if name == "bin/nvcc" else "")
     (top / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setattr(_tools, "launcher", list)
     monkeypatch.setenv("CUDACXX", str(top / "bin" / "nvcc"))
     tree = tmp_path / "build" / "check-patches" / "llama.cpp"
     for name, text in FILES.items():
@@ -81,6 +83,21 @@ def test_sources_and_one_user_of_a_header_are_compiled_once_for_a_patch_set(
     fetch.patch_files()[0].write_text(f"+++ b/{FOLDER}/tile.cu\n")
     _ptx.check("86", build, None)
     assert compiled(build) == ["ours.cu", "tile.cu"], "other patches"
+
+
+def test_ccache_is_asked_to_compile_not_to_link(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ccache, asked = build.parent / "ccache", build.parent / "asked"
+    ccache.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec "$@"\n')
+    ccache.chmod(0o755)
+    monkeypatch.setattr(_tools, "launcher", lambda: [str(ccache)])
+    _ptx.check("90", build, None)
+    assert compiled(build) == ["ours.cu", "tile-1.cu"]
+    lines = [line.split() for line in asked.read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line[0].endswith("/nvcc") and {"-c", "-ptx"} < set(line)
 
 
 def test_an_error_in_a_source_fails_now_and_next_time(build: Path) -> None:

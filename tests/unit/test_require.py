@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,6 +21,7 @@ HELPERS = (
     "tests/conftest.py",
     "tests/helpers/__init__.py",
     "tests/helpers/needs.py",
+    "tests/helpers/turns.py",
     "tests/oracle/client.py",
     "pyproject.toml",
 )
@@ -137,15 +139,74 @@ def test_wrong_names_are_refused(tree: Path) -> None:
     )
 
 
-def test_scripts_test_ends_as_pytest_does(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+# Notes in a file which process ran it, whether alone, and from when to when.
+TIMED_TEST = """
+import os, time
+from pathlib import Path
+import pytest
+@pytest.mark.parametrize("i", range(6))
+@pytest.mark.parametrize("alone", [pytest.param(True, marks=pytest.mark.alone), False])
+def test_one(i: int, alone: bool) -> None:
+    begin = time.monotonic()
+    time.sleep(0.05)
+    with Path("times").open("a") as file:
+        file.write(f"{os.getpid()} {int(alone)} {begin} {time.monotonic()}\\n")
+"""
+
+
+def test_two_processes_skip_and_refuse_as_one_does_and_take_turns(tree: Path) -> None:
+    two = ("-p", "xdist.plugin", "-n", "2", "--dist", "worksteal")
+    write(tree, {"tests/unit/test_timed.py": TIMED_TEST})
+    code, said = run(tree, *two)
+    assert code == 0 and "16 passed, 1 skipped" in said, said
+    assert "SKIPPED [1]" in said and ": tests/cuda: no CUDA device" in said
+    runs = [[float(x) for x in line.split()] for line in (tree / "times").read_text().splitlines()]
+    assert len({process for process, *_ in runs}) == 2
+    for process, alone, begin, end in runs:
+        others = [r for r in runs if r[0] != process and r[2] < end and r[3] > begin]
+        assert not others or not (alone or any(r[1] for r in others))
+    assert refused(tree, *two, "--require", "cuda").startswith("ERROR: --require cuda: no CUDA")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return scripts/test as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     loader = importlib.machinery.SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
     spec = importlib.util.spec_from_loader("scripts_test", loader)
     assert spec is not None
     script = importlib.util.module_from_spec(spec)
     loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize(
+    "device, cores, arguments, is_shared",
+    [
+        ("--cpu", 2, [], True),
+        ("--cpu", 8, ["-k", "deltanet", "-x", "--lf", "tests/native"], True),
+        ("--cpu", 1, [], False),
+        ("--cuda-arch", 2, [], False),
+        ("--cpu", 2, ["tests/unit/test_cost.py"], False),
+        ("--cpu", 2, ["tests/unit/test_cost.py::test_split"], False),
+        ("--cpu", 2, ["tests/unit", "--pdb"], False),
+    ],
+)
+def test_two_processes_where_tests_can_share_the_machine(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str, cores: int,
+    arguments: list[str], is_shared: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(script._tools, "built_device", lambda: [device, "86"])
+    monkeypatch.setattr(script._tools, "default_jobs", lambda cuda: cores)
+    assert script.sharing(arguments) == (["-n", "2", "--dist", "worksteal"] if is_shared else [])
+
+
+def test_scripts_test_ends_as_pytest_does(
+    tree: Path,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(script, "ROOT", tree)
     for name in ("prepare", "make_oracle"):  # what builds
         monkeypatch.setattr(script._venv, name, lambda *args, **kwargs: None)
@@ -156,6 +217,7 @@ def test_scripts_test_ends_as_pytest_does(
     )
     monkeypatch.setenv("PYTHONPATH", str(tree))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     monkeypatch.setenv("MOEGRAPH_ORACLE", str(tree / "nowhere"))
     arguments = ["-q", "--ptx", "90", "--require", "native,regression"]
     monkeypatch.setattr(sys, "argv", ["scripts/test", *arguments])

@@ -328,6 +328,7 @@ def test_any_setting_draws_a_token_of_the_vocabulary(logits: list[float], chain:
         sampler.accept(token)
 
 
+@pytest.mark.alone
 def test_what_min_p_cuts_anyway_is_not_sorted_for_top_p() -> None:
     logits = random_logits(0, N_VOCAB_LARGE, 2.0)
     params = SamplingParams(temperature=1, top_k=0, seed=0)
@@ -345,6 +346,7 @@ def test_what_min_p_cuts_anyway_is_not_sorted_for_top_p() -> None:
     assert min(times) < 5e-3  # a sort of the row takes 20 ms
 
 
+@pytest.mark.alone
 def test_default_settings_stay_under_the_budget_on_the_largest_vocabulary() -> None:
     logits = random_logits(0, N_VOCAB_LARGE)
     sampler = Sampler(SamplingParams(seed=0, repeat_penalty=1.1), N_VOCAB_LARGE)

@@ -44,7 +44,7 @@ def test_equal_devices_hold_twice_the_experts_of_one() -> None:
     one = make_plan(need_of(0, range(N_LAYER)), 8 * GiB)
     stages = split_layers(N_LAYER, [Place(8 * GiB)] * 2, need_of, AUTO)
     both = merged(stages, SIZES, N_EXPERT)
-    assert lengths(stages) == [20, 20]
+    assert lengths(stages) == [22, 18]  # the second has the head
     assert both.resident_share > 2 * one.resident_share
     assert len(both.n_slots) == N_LAYER and both.budget == 16 * GiB
     assert both.total == sum(stage.plan.total for stage in stages)
@@ -74,7 +74,7 @@ def test_no_other_division_is_faster() -> None:
 
     stages = split_layers(N_LAYER, places, need_of, AUTO)
     best = min(range(1, N_LAYER), key=seconds)
-    assert seconds(len(stages[0].layers)) == pytest.approx(seconds(best))
+    assert seconds(len(stages[0].layers)) == pytest.approx(seconds(best), rel=0.01)
     assert len(stages[0].layers) < N_LAYER // 2
 
 
@@ -123,6 +123,15 @@ def test_shares_are_as_near_as_whole_layers_allow() -> None:
     assert by_shares(40, (3, 1)) == [range(30), range(30, 40)]
     assert by_shares(40, (1, 0)) == [range(39), range(39, 40)]
     assert by_shares(40, (1, 1, 1)) == [range(13), range(13, 27), range(27, 40)]
+
+
+@pytest.mark.parametrize("budget", [None, 40 * GiB, 8 * GiB])
+@pytest.mark.parametrize("n", [2, 3, 5, 10])
+def test_equal_devices_get_about_equally_many_layers(budget: int | None, n: int) -> None:
+    """The head takes as long as five layers."""
+    found = lengths(split_layers(N_LAYER, [Place(budget)] * n, need_of, AUTO))
+    assert max(found[:-1]) - min(found[:-1]) <= 1
+    assert 0 <= found[0] - found[-1] <= 6
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

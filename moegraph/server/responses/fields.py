@@ -27,7 +27,7 @@ def response_fields(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+        "reasoning": {"effort": None, "summary": None, **(given.get("reasoning") or {})},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,

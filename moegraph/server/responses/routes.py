@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,19 +12,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...engine.chat import ChatRequest, Prepared
 from ..app import RouteTable
 from ..body import read_schema
-from ..choices import chat_logprobs, timings_object, with_biases
-from ..contract import ChatModel
-from ..errors import told
+from ..choices import chat_logprobs, prepared
+from ..errors import ApiError
+from ..exchange import Exchange, Opened, begin, progress
 from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.responses import ResponsesBody
-from ..sse import EventStream, comment, event
-from ..state import ServerState, state_of
-from ..statistics import Statistics
-from ..talk import Said, Talk, unless_left
+from ..sse import named
+from ..state import state_of
+from ..talk import Said
 from .fields import response_fields
 from .output import Event, new_id
 from .request import ReadRequest, read_request
@@ -33,50 +30,50 @@ from .writer import ResponseWriter
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One response in the making."""
+class _Run(Exchange):
+    """One response in the making. keeps: it is kept for later requests."""
 
-    http: HttpRequest
     read: ReadRequest
     writer: ResponseWriter
-    talk: Talk
-    model: ChatModel
-    statistics: Statistics
     keeps: bool
 
-    def take(self, said: Said) -> list[Event]:
+    def _take(self, said: Said) -> list[Event]:
         """Return the events of a step; the last one stores the response."""
-        logprobs = chat_logprobs(said.step.logprobs, self.model.piece)["content"]
+        piece = self.opened.loaded.chat.piece
+        logprobs = chat_logprobs(said.step.logprobs, piece)["content"]
         events = self.writer.take(said.parts, logprobs, len(said.step.tokens))
         if said.is_last:
             events += self.writer.finish(said.step, int(time.time()))
             note_usage(self.http, said.step.usage, said.step.finish_reason)
-            self.store()
+            if self.keeps:
+                state_of(self.http).responses.put(self.writer.response(), self.read.items)
         return events
 
-    def store(self) -> None:
-        """Keep the response for later requests, unless the client does not want that."""
-        if self.keeps:
-            state_of(self.http).responses.put(self.writer.response(), self.read.items)
-
-    def response(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """Return the response, and what the engine did for it."""
-        usage = self.talk.usage
-        extra = {"timings": timings_object(usage), "moegraph": self.statistics.report(usage)}
-        return {**self.writer.response(), **extra}
+        async for said in self.talk:
+            self._take(said)
+        return {**self.writer.response(), **self.costs()}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events."""
+        for one in self.writer.start():
+            yield named(one)
+        async for said in self.talk:
+            for one in self._take(said):
+                yield named(one)
+            if said.is_reading:
+                yield progress(said.step.usage)
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """Return the events of an error."""
+        return map(named, self.writer.fail(error))
 
 
 async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
-    run = await unless_left(request, _open(request, body, state_of(request)))
-    if body.stream:
-        return EventStream(_stream(run), close=run.talk.close)
-    with run.talk:
-        return reply(await unless_left(request, _whole(run)))
-
-
-async def _open(request: HttpRequest, body: ResponsesBody, state: ServerState) -> _Run:
+    state = state_of(request)
     read = read_request(body, state.responses, state.sampling)
     chat = replace(
         read.chat,
@@ -86,49 +83,15 @@ async def _open(request: HttpRequest, body: ResponsesBody, state: ServerState) -
         deadline_s=state.deadline_s,
         name=request_id(request),
     )
-    statistics = Statistics(state.backend)
-    talk = await state.open_talk(lambda model: [_prepared(model, chat, body)])
-    loaded = state.in_use()
-    fields = response_fields(body, chat.sampling, loaded.facts.name, int(time.time()))
-    writer = ResponseWriter(fields, read.tools, new_id("resp"))
-    keeps = body.store is not False
-    return _Run(request, read, writer, talk, loaded.chat, statistics, keeps)
 
+    def made(opened: Opened) -> _Run:
+        name = opened.loaded.facts.name
+        fields = response_fields(body, chat.sampling, name, int(time.time()))
+        writer = ResponseWriter(fields, read.tools, new_id("resp"))
+        return _Run(opened, read, writer, keeps=body.store is not False)
 
-def _prepared(model: ChatModel, chat: ChatRequest, body: ResponsesBody) -> Prepared:
-    sampling = with_biases(chat.sampling, body.logit_bias, model)
-    return model.prepare(replace(chat, sampling=sampling))
-
-
-async def _whole(run: _Run) -> dict[str, Any]:
-    with run.talk as talk:
-        async for said in talk:
-            run.take(said)
-    return run.response()
-
-
-async def _stream(run: _Run) -> AsyncGenerator[bytes, None]:
-    with run.talk as talk:
-        try:
-            for one in run.writer.start():
-                yield _frame(one)
-            async for said in talk:
-                for one in run.take(said):
-                    yield _frame(one)
-                if not said.step.tokens and not said.is_last:
-                    usage = said.step.usage
-                    yield comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")
-        except Exception as failure:  # noqa: BLE001 - whatever fails, the client is told
-            note_usage(run.http, talk.usage, "error")
-            for one in run.writer.fail(told(failure, run.http.url.path)):
-                yield _frame(one)
-        except (GeneratorExit, asyncio.CancelledError):
-            note_usage(run.http, talk.usage, "left")
-            raise
-
-
-def _frame(one: Event) -> bytes:
-    return event(one["type"], one)
+    run = await begin(request, lambda model: [prepared(model, chat, body.logit_bias)], made)
+    return await run.respond(body.stream)
 
 
 async def count(request: HttpRequest) -> Response:
@@ -138,8 +101,8 @@ async def count(request: HttpRequest) -> Response:
     read = read_request(body, state.responses, state.sampling)
     chat = replace(read.chat, variables={**state.variables, **read.chat.variables})
     async with state.model() as loaded:
-        prepared = await state.work(partial(loaded.chat.prepare, chat))
-    n_tokens = len(prepared.request.prompt)
+        found = await state.work(partial(loaded.chat.prepare, chat))
+    n_tokens = len(found.request.prompt)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 

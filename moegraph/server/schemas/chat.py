@@ -13,7 +13,7 @@ from ..body import json_depth
 from ..errors import ApiError
 from ..limits import LIMITS
 from ..thinking import template_variables
-from .fields import MAX_TOKENS, Body, Defaults, Sampled, StreamOptions, wrong
+from .fields import MAX_TOKENS, Body, Defaults, Sampled, Streamed, wrong
 from .formats import Formatted, Schema
 
 
@@ -118,13 +118,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Variables = Annotated[dict[str, Any], AfterValidator(_few)]
 
 
-class ChatBody(Sampled, Formatted):
+class ChatBody(Sampled, Formatted, Streamed):
     """A conversation and how it goes on."""
 
     messages: Messages
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
     max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)

@@ -146,3 +146,15 @@ class StreamOptions(Body):
     """What a stream holds besides the answer."""
 
     include_usage: bool | None = None
+
+
+class Streamed(Body):
+    """Whether an answer is sent as it is written."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Return whether a stream ends with what the answer has cost."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from ...engine.chat import TextRequest
 from ..errors import ApiError
 from ..limits import LIMITS
-from .fields import MAX_TOKENS, Defaults, Sampled, StreamOptions, wrong
+from .fields import MAX_TOKENS, Defaults, Sampled, Streamed, wrong
 from .formats import Formatted
 
 # Ids are 32 bits in the model's vocabulary; the service checks them against it.
@@ -34,7 +34,7 @@ def _is_ids(value: object) -> bool:
     )
 
 
-class TextBody(Sampled, Formatted):
+class TextBody(Sampled, Formatted, Streamed):
     """A text and how it goes on."""
 
     prompt: Annotated[
@@ -43,8 +43,6 @@ class TextBody(Sampled, Formatted):
         BeforeValidator(_prompts),
     ]
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
     best_of: int | None = Field(default=None, ge=1, le=LIMITS.choices)
     max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)

@@ -1,0 +1,180 @@
+"""Devices of workers on other machines, over ggml's RPC backend.
+
+libggml-rpc is loaded when the first such device is opened. What the devices of one worker exchange
+goes over one connection. After an exchange has failed, every later one fails at once: reads give
+zeros, graphs a failed status, and `RemoteLink.require_alive` says what happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, DeviceLost, NativeError
+from ..link.address import Address, parse_address
+from ..link.connect import connect
+from ..link.hello import Build, RemoteDevice
+from .lib import C, ffi, library_dir, patchset, versions
+from .patchset import patchset_of
+
+if TYPE_CHECKING:
+    from . import _native
+
+_serial = count(1)
+_open: dict[tuple[str, int], RemoteLink] = {}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a connection has carried.
+
+    n_sent, n_received: bytes. n_graphs_sent: graphs that were sent. n_graphs_stored: launches of
+    graphs that the worker had.
+    """
+
+    n_sent: int
+    n_received: int
+    n_graphs_sent: int
+    n_graphs_stored: int
+
+
+def load_rpc() -> None:
+    """Load libggml-rpc; a second call does nothing.
+
+    Raises:
+        NativeError: it is missing, or of another build.
+    """
+    path = library_dir() / "libggml-rpc.so"
+    try:
+        found = patchset_of(path)
+    except OSError as error:
+        raise NativeError(f"{path}: cannot read: {error.strerror}; run scripts/build") from None
+    if found != patchset():
+        raise NativeError(f"{path} carries patch set {found}, not {patchset()}; run scripts/build")
+    said = C.mg_remote_load(os.fsencode(path))
+    if said != ffi.NULL:
+        text = ffi.string(said).decode("utf-8", "replace")
+        raise NativeError(f"{path} cannot be loaded: {text}")
+
+
+def this_build() -> Build:
+    """Return what a worker and its client must have in common."""
+    return Build(versions()["ggml"], patchset())
+
+
+class RemoteLink:
+    """The connection to a worker; `open_link` makes it, and the last `close` ends it.
+
+    worker: its HOST:PORT. devices: what it offers.
+    """
+
+    def __init__(self, address: Address) -> None:
+        """Connect.
+
+        Raises:
+            NativeError: the worker cannot be reached, refuses, or does not speak RPC.
+            ConfigError: the keys cannot be used.
+        """
+        load_rpc()
+        self._key = (address.worker, address.port)
+        self.worker = address.worker
+        self._timeout_s = address.timeout_s
+        self._connection = connect(address, this_build())
+        self.devices: list[RemoteDevice] = self._connection.devices
+        # of its own, because ggml never forgets a name
+        self._endpoint = f"{self.worker}#{next(_serial)}".encode()
+        self.n_users = 0
+        # ggml closes its copy; ours ends the connection early
+        n = C.mg_remote_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))
+        if n != len(self.devices):
+            self._connection.close()
+            raise NativeError(f"worker {self.worker} ended the connection at once")
+
+    def device(self, index: int) -> _native.ggml_backend_device_ptr:
+        """Return ggml's handle of a device."""
+        return C.mg_remote_device(self._endpoint, index)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no exchange has failed so far."""
+        return not C.mg_remote_failure(self._endpoint)
+
+    @property
+    def forwarder_pid(self) -> int:
+        """The process that does the TLS; 0 without."""
+        forwarder = self._connection.forwarder
+        return forwarder.pid if forwarder else 0
+
+    def require_alive(self) -> None:
+        """Check that no exchange has failed.
+
+        Raises:
+            DeviceLost: names the worker and says what happened.
+        """
+        code = C.mg_remote_failure(self._endpoint)
+        if code in (errno.EAGAIN, errno.EWOULDBLOCK):
+            raise DeviceLost(
+                f"worker {self.worker} did not answer within {self._timeout_s:g} s; it is taken "
+                "for lost"
+            )
+        if code in (errno.ECONNRESET, errno.EPIPE):
+            raise DeviceLost(f"worker {self.worker} is lost: it ended the connection")
+        if code:
+            raise DeviceLost(f"worker {self.worker} is lost: {os.strerror(code)}")
+
+    def traffic(self) -> Traffic:
+        """Return what the connection has carried so far."""
+        counts = ffi.new("struct mg_remote_counts *")
+        C.mg_remote_count(self._endpoint, counts)
+        return Traffic(
+            counts.n_sent, counts.n_received, counts.n_graphs_sent, counts.n_graphs_stored
+        )
+
+    def close(self) -> None:
+        """Give up one user; with the last one, end the connection."""
+        self.n_users -= 1
+        if self.n_users == 0:
+            if _open.get(self._key) is self:
+                del _open[self._key]
+            with suppress(OSError):  # it has ended already
+                self._connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
+            self._connection.close()
+
+
+def open_link(name: str) -> tuple[RemoteLink, int]:
+    """Return the connection to a device's worker, with one more user, and the device's number.
+
+    Raises:
+        ConfigError: the spelling is wrong, or the worker has no such device.
+        NativeError: the worker cannot be used.
+    """
+    address = parse_address(name)
+    key = (address.worker, address.port)
+    link = _open.get(key)
+    if link is None or not link.is_alive:
+        link = _open[key] = RemoteLink(address)
+    link.n_users += 1
+    if address.device >= len(link.devices):
+        link.close()
+        raise ConfigError(
+            f"device {name!r}: worker {address.worker} has {len(link.devices)} devices, counted "
+            "from 0"
+        )
+    return link, address.device
+
+
+def serve(
+    sock: socket.socket, cache_dir: str | None, backends: list[_native.ggml_backend_ptr]
+) -> None:
+    """Serve one client on a connected socket until it leaves; ggml closes the socket.
+
+    cache_dir: where weights are kept, by hash.
+    """
+    load_rpc()
+    cache = ffi.NULL if cache_dir is None else ffi.new("char[]", os.fsencode(cache_dir))
+    C.mg_remote_serve(sock.detach(), cache, ffi.new("ggml_backend_t[]", backends), len(backends))

@@ -1,0 +1,106 @@
+"""The engine's side of a connection to a worker.
+
+On loopback the engine connects itself. Other machines are reached through a forwarder, a process of
+its own that does the TLS (`python -m moegraph.link.forward`): the engine has one end of a
+socketpair.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+from dataclasses import asdict, dataclass
+
+from ..errors import NativeError
+from .address import Address
+from .hello import HELLO_S, Build, RemoteDevice, greet, read_answer
+from .process import start_python
+from .relay import watch
+
+
+@dataclass
+class Connection:
+    """A connection over which RPC can begin.
+
+    sock: its engine's end. devices: of the worker. forwarder: the process that does the TLS.
+    """
+
+    sock: socket.socket
+    devices: list[RemoteDevice]
+    forwarder: subprocess.Popen[bytes] | None = None
+
+    def close(self) -> None:
+        """End the connection and the forwarder."""
+        self.sock.close()
+        if self.forwarder:
+            self.forwarder.kill()
+            self.forwarder.wait()
+
+
+def connect(address: Address, build: Build) -> Connection:
+    """Connect to a worker and say hello.
+
+    Raises:
+        NativeError: there is none, or it refuses; the message names it.
+        ConfigError: the keys cannot be used.
+    """
+    try:
+        found = _forwarded(address, build) if address.keys else _direct(address, build)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NativeError(f"worker {address.worker} cannot be reached: {reason}") from None
+    _limit(found.sock, address.timeout_s)
+    return found
+
+
+def dial(address: Address) -> socket.socket:
+    """Open a TCP connection to a worker.
+
+    Raises:
+        OSError: nobody listens there, or not in time.
+    """
+    sock = socket.create_connection((address.host, address.port), HELLO_S)
+    watch(sock)
+    return sock
+
+
+def _direct(address: Address, build: Build) -> Connection:
+    sock = dial(address)
+    try:
+        return Connection(sock, greet(sock, build, address.worker))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _forwarded(address: Address, build: Build) -> Connection:
+    """Start a forwarder; it writes what came of the hello to its standard output."""
+    ours, theirs = socket.socketpair()
+    job = json.dumps([asdict(address), asdict(build), theirs.fileno()])
+    with theirs:
+        forwarder = start_python("moegraph.link.forward", job, theirs, stdout=subprocess.PIPE)
+    try:
+        assert forwarder.stdout
+        with forwarder.stdout as said:
+            line = said.readline()
+        if not line:
+            raise NativeError(f"the forwarder to worker {address.worker} ended")
+        answer = json.loads(line)
+        if isinstance(answer, str):
+            raise NativeError(answer)
+        return Connection(ours, read_answer(line, address.worker), forwarder)
+    except BaseException:
+        ours.close()
+        forwarder.kill()
+        forwarder.wait()
+        raise
+
+
+def _limit(sock: socket.socket, timeout_s: float) -> None:
+    """Let no single read or write of native code take longer."""
+    sock.setblocking(True)
+    span = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)

@@ -1,0 +1,134 @@
+"""A request and its answer, at once or as a stream: what the interfaces have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ..engine.chat import Prepared
+from ..engine.requests import Usage
+from .backend import Loaded
+from .choices import timings_object
+from .contract import ChatModel
+from .errors import ApiError, told
+from .reply import reply
+from .requestlog import note_usage
+from .sse import EventStream, comment
+from .state import state_of
+from .statistics import Statistics
+from .talk import Talk, unless_left
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request that the service has accepted, and the model that answers it."""
+
+    http: HttpRequest
+    talk: Talk
+    statistics: Statistics
+    loaded: Loaded
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """A request that is being answered; each interface writes the answer in its own words."""
+
+    opened: Opened
+
+    @property
+    def http(self) -> HttpRequest:
+        """The request."""
+        return self.opened.http
+
+    @property
+    def talk(self) -> Talk:
+        """What comes of it."""
+        return self.opened.talk
+
+    @property
+    def usage(self) -> Usage:
+        """Return what all choices have cost so far."""
+        return self.talk.usage
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when it is complete."""
+
+    @abstractmethod
+    def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the answer."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """Return the events that end an answer which fails."""
+
+    def costs(self) -> dict[str, Any]:
+        """Return the fields, beyond those of the interface, that tell what the answer has cost."""
+        usage = self.usage
+        report = self.opened.statistics.report(usage)
+        return {"timings": timings_object(usage), "moegraph": report}
+
+    async def respond(
+        self, is_stream: bool | None, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Return the response to the request."""
+        if is_stream:
+            return EventStream(self._told(), close=self.talk.close, headers=headers)
+        with self.talk:
+            return reply(await unless_left(self.http, self.whole()), headers=headers)
+
+    async def _told(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events; whatever fails, the client is told."""
+        with self.talk as talk:
+            try:
+                async with aclosing(self.frames()) as frames:
+                    async for frame in frames:
+                        yield frame
+            except Exception as failure:  # noqa: BLE001 - see above
+                note_usage(self.http, self.usage, "error")
+                for frame in self.failed(told(failure, self.http.url.path)):
+                    yield frame
+            except (GeneratorExit, asyncio.CancelledError):
+                if not talk.is_over:
+                    note_usage(self.http, self.usage, "left")
+                raise
+
+
+Kind = TypeVar("Kind", bound=Exchange)
+
+
+async def begin(
+    request: HttpRequest,
+    prepare: Callable[[ChatModel], Sequence[Prepared]],
+    make: Callable[[Opened], Kind],
+) -> Kind:
+    """Submit a request, unless the client leaves meanwhile. prepare: runs on a thread of ours.
+
+    Raises:
+        ApiError: the model is not there, or the request cannot be answered.
+        ClientLeft: the client left.
+    """
+
+    async def opened() -> Kind:
+        state = state_of(request)
+        statistics = Statistics(state.backend)
+        talk = await state.open_talk(prepare)
+        try:
+            return make(Opened(request, talk, statistics, state.in_use()))
+        except BaseException:
+            talk.close()
+            raise
+
+    return await unless_left(request, opened())
+
+
+def progress(usage: Usage) -> bytes:
+    """Return a comment that tells how far the prompt is read."""
+    return comment(f"read {usage.n_read} of {usage.n_prompt} tokens of the prompt")

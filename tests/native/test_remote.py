@@ -1,0 +1,228 @@
+"""Devices of a worker: bits of one engine, and what crosses the connection."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.stages import Stages, assert_same, batches, new_config
+from helpers.workers import WorkerProcess, working
+
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError
+from moegraph.ggml.device import Device
+from moegraph.ggml.handles import Buffer, Context
+from moegraph.ggml.lib import C, ffi
+from moegraph.ggml.memory import place
+from moegraph.ggml.ops import F32, Builder, Tensor
+from moegraph.ggml.remote import RemoteLink, Traffic
+from moegraph.graphs.cache import BuiltGraph, GraphCache
+from moegraph.modelfile import ModelFile, open_model
+
+ModelPath = Callable[[str], Path]
+KiB = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """Yield a worker that lends the CPU."""
+    with working() as running:
+        yield running
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test opened."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(model_path: ModelPath, stack: ExitStack) -> Callable[[str], ModelFile]:
+    """Return a function that opens a model file."""
+    return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
+
+
+def link_of(device: Device) -> RemoteLink:
+    assert device.link
+    return device.link
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "cuts"),
+    [
+        ("legacy32", {}, [4]),
+        ("legacy32", {"type_k": "q8_0", "type_v": "q4_0"}, []),
+        ("float32", {}, [1, 2, 3, 4]),
+        ("mini35b", {}, [1, 3]),
+    ],
+)
+def test_stages_on_a_worker_equal_one_engine(
+    worker: WorkerProcess, opened: Callable[[str], ModelFile], stack: ExitStack,
+    preset: str, settings: dict[str, str], cuts: list[int],
+) -> None:  # fmt: skip
+    """All kinds of passes; the stages share the connection."""
+    file = opened(preset)
+    one = Stages(file, [], new_config(**settings), stack)
+    cut = Stages(file, cuts, new_config(device=worker.url, **settings), stack)
+    for batch, paths in batches(file.hparams.n_vocab):
+        assert_same(cut.run(batch), one.run(batch), batch)
+        for slot, rows in paths.items():
+            for stages in (one, cut):
+                stages.runner.commit({slot: rows})
+
+
+def test_a_token_takes_few_bytes_and_no_graph_is_sent_twice(
+    worker: WorkerProcess, open_engine: Callable[..., Engine]
+) -> None:
+    """At depth 4,096 and with half of the layers on the worker; the graph grows with the depth."""
+    device, rng = f"cpu,{worker.url}", np.random.default_rng(3)
+    engine = open_engine("mini35b", device=device, n_ctx=4352, n_ubatch=512, n_kv=4352)
+    link = link_of(engine.stages[1].device)
+    ids = rng.integers(0, engine.hparams.n_vocab, 4090).astype(np.int32)
+    found: list[Traffic] = []
+    for _ in engine.generate(ids, max_tokens=128, text=False, ignore_eos=True):
+        found.append(link.traffic())
+    before, after, n = found[32], found[96], 64
+    assert after.n_graphs_sent == before.n_graphs_sent
+    assert after.n_graphs_stored - before.n_graphs_stored == n
+    n_bytes = after.n_sent + after.n_received - before.n_sent - before.n_received
+    assert 0 < n_bytes / n <= 64 * KiB
+
+
+class Scaler:
+    """Graphs on a device that multiply a vector of four numbers, `n_nodes` times in all."""
+
+    def __init__(self, device: Device, stack: ExitStack) -> None:
+        self.device = device
+        self.buffer: Buffer = stack.enter_context(closing(device.buffer(32, "numbers", "")))
+        self.graphs = stack.enter_context(closing(GraphCache(device)))
+        self.context = stack.enter_context(closing(Context(2)))
+        self.source = C.ggml_new_tensor_1d(self.context.ptr, F32, 4)
+        self.target = C.ggml_new_tensor_1d(self.context.ptr, F32, 4)
+        place(self.buffer, self.source, 0)
+        place(self.buffer, self.target, 16)
+
+    def built(self, factor: float, n_nodes: int = 1) -> BuiltGraph:
+        def build(b: Builder) -> Tensor:
+            x = self.source
+            for i in range(n_nodes):
+                x = C.ggml_scale(b.context.ptr, x, factor if i == 0 else 1.0)
+                b.expand(x)
+            b.expand(b.cpy(x, self.target))
+            return x
+
+        return self.graphs.get(factor, n_nodes + 8, build)
+
+    def run(self, graph: BuiltGraph, values: np.ndarray) -> np.ndarray:
+        C.ggml_backend_tensor_set(self.source, ffi.from_buffer(values), 0, 16)
+        self.device.check(C.mg_launch(self.device.compute.ptr, graph.graph, ffi.NULL, 0), "scale")
+        found = np.empty(4, np.float32)
+        C.ggml_backend_tensor_get(self.target, ffi.from_buffer(found), 0, 16)
+        self.device.check_alive()
+        return found
+
+
+@pytest.fixture
+def scaler(worker: WorkerProcess, stack: ExitStack) -> Scaler:
+    """Return graphs on the worker."""
+    return Scaler(stack.enter_context(closing(Device(worker.url, 1))), stack)
+
+
+def test_graphs_that_alternate_are_sent_once(scaler: Scaler) -> None:
+    link, values = link_of(scaler.device), np.arange(4, dtype=np.float32)
+    two, three = scaler.built(2.0), scaler.built(3.0)
+    for turn in range(4):
+        np.testing.assert_array_equal(scaler.run(two, values + turn), 2 * (values + turn))
+        np.testing.assert_array_equal(scaler.run(three, values + turn), 3 * (values + turn))
+    traffic = link.traffic()
+    assert (traffic.n_graphs_sent, traffic.n_graphs_stored) == (2, 6)
+
+
+def test_a_freed_buffer_takes_only_its_own_graphs(scaler: Scaler, stack: ExitStack) -> None:
+    link, values = link_of(scaler.device), np.ones(4, np.float32)
+    with ExitStack() as inner:
+        other = Scaler(scaler.device, inner)
+        mine, its = scaler.built(2.0), other.built(3.0)
+        scaler.run(mine, values)
+        np.testing.assert_array_equal(other.run(its, values), 3 * values)
+    np.testing.assert_array_equal(scaler.run(mine, values), 2 * values)
+    assert link.traffic().n_graphs_sent == 2
+
+
+def test_graphs_that_were_not_used_for_long_make_room(scaler: Scaler) -> None:
+    """256 MiB hold four graphs of 75,000 nodes."""
+    link, values = link_of(scaler.device), np.ones(4, np.float32)
+    graphs = [scaler.built(float(i), 75_000) for i in range(1, 7)]
+    for i, graph in enumerate(graphs, 1):
+        np.testing.assert_array_equal(scaler.run(graph, values), i * values)
+    assert link.traffic().n_graphs_sent == 6
+    np.testing.assert_array_equal(scaler.run(graphs[5], values), 6 * values)
+    assert link.traffic().n_graphs_sent == 6
+    np.testing.assert_array_equal(scaler.run(graphs[0], values), 1 * values)
+    assert link.traffic().n_graphs_sent == 7
+
+
+def test_weights_cross_the_connection_once(tmp_path: Path) -> None:
+    """The cache has them by hash; a damaged file is not used."""
+    size, rng = 3 << 20, np.random.default_rng(1)
+    data = rng.integers(0, 256, size, np.uint8)
+
+    def load(url: str) -> tuple[int, bytes]:
+        with ExitStack() as inner:
+            device = inner.enter_context(closing(Device(url, 1)))
+            buffer = inner.enter_context(closing(device.buffer(size, "weights", "")))
+            C.ggml_backend_buffer_set_usage(buffer.ptr, C.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+            context = inner.enter_context(closing(Context(1)))
+            tensor = C.ggml_new_tensor_1d(context.ptr, F32, size // 4)
+            place(buffer, tensor, 0)
+            before = link_of(device).traffic().n_sent
+            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, size)
+            sent = link_of(device).traffic().n_sent - before
+            back = np.empty(size, np.uint8)
+            C.ggml_backend_tensor_get(tensor, ffi.from_buffer(back), 0, size)
+            return sent, back.tobytes()
+
+    with working("--cache-dir", tmp_path / "cache") as worker:
+        assert load(worker.url)[0] > size
+        sent, found = load(worker.url)
+        assert sent < KiB
+        assert found == data.tobytes()
+        (cached,) = (tmp_path / "cache").iterdir()
+        cached.write_bytes(cached.read_bytes()[: size // 2])
+        sent, found = load(worker.url)
+        assert sent > size
+        assert found == data.tobytes()
+
+
+def test_no_expert_may_be_missing_on_a_worker(
+    worker: WorkerProcess, opened: Callable[[str], ModelFile], stack: ExitStack
+) -> None:
+    config = new_config(device=worker.url, policy="lru", prefetch="off", miss="stream")
+    with pytest.raises(ConfigError, match=r"rpc://127.*all experts"):
+        Stages(opened("legacy32"), [], config, stack)
+    config = new_config(device=worker.url, mode="layered")
+    with pytest.raises(ConfigError, match=r"rpc://127.*one graph"):
+        Stages(opened("legacy32"), [], config, stack)
+
+
+def test_a_worker_has_only_the_devices_that_it_lends(worker: WorkerProcess) -> None:
+    with pytest.raises(ConfigError, match="1 devices"):
+        Device(worker.url + "/1", 1)
+    with pytest.raises(ConfigError, match="CPU device"):
+        Device(worker.url, 1, reference=True)
+
+
+def test_the_library_is_loaded_only_for_a_worker() -> None:
+    code = (
+        "from moegraph.ggml.device import Device; import sys;"
+        "Device('cpu', 1); maps = open('/proc/self/maps').read();"
+        "assert 'libggml-cpu' in maps and 'libggml-rpc' not in maps;"
+        "assert not any(name.startswith('moegraph.link.') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,245 @@
+"""Workers that are lost, slow or of another build, and clients that send anything."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.stages import Stages, new_config
+from helpers.workers import WorkerProcess, working
+
+from moegraph.errors import MoegraphError, NativeError
+from moegraph.ggml import remote
+from moegraph.ggml.device import Device
+from moegraph.kinds import Kind
+from moegraph.link.hello import question_of
+from moegraph.modelfile import ModelFile, open_model
+from moegraph.runner import Batch
+
+ModelPath = Callable[[str], Path]
+TIMEOUT_S = 2
+# Until an error, on a busy machine.
+PATIENCE_S = 15
+KINDS = ("prefill", "decode", "verify")
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    """Yield a worker that lends the CPU."""
+    with working() as running:
+        yield running
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test opened."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
+    """Return a small model."""
+    return stack.enter_context(closing(open_model(model_path("mini35b"))))
+
+
+def batch_of(kind: str) -> Batch:
+    tokens = np.arange(4, dtype=np.int32)[None, :]
+    if kind == "prefill":
+        return Batch(tokens, (0,), Kind.PREFILL)
+    if kind == "decode":
+        return Batch(tokens[:, :1], (0,))
+    return Batch.verify(tokens, (0,), [[-1, 0, 1, 1]], [4])
+
+
+def split(worker: WorkerProcess, file: ModelFile, stack: ExitStack) -> Stages:
+    """Return a model of which the second half is on a worker, after a pass of each kind."""
+    config = new_config(device=f"{worker.url}?timeout={TIMEOUT_S}")
+    stages = Stages(file, [], config, stack)
+    for kind in KINDS:
+        stages.run(batch_of(kind))
+    return stages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_killed(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
+) -> None:
+    """The error names it, the next client is served by another process, and nothing hangs."""
+    with ExitStack() as inner:
+        stages = split(worker, file, inner)
+        worker.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(NativeError, match=rf"worker {worker.url[6:]} is lost"):
+            stages.run(batch_of(kind))
+        with pytest.raises(NativeError, match="is lost"):
+            stages.run(batch_of(kind))
+    assert time.monotonic() - begin < PATIENCE_S
+    worker.await_line("ended with signal 9; another one serves the next client")
+    again = split(worker, file, stack)
+    again.run(batch_of(kind))
+    assert worker.end() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_frozen(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
+) -> None:
+    with ExitStack() as inner:
+        stages = split(worker, file, inner)
+        worker.signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(NativeError, match=rf"{worker.url[6:]} did not answer within 2 s"):
+            stages.run(batch_of(kind))
+        took = time.monotonic() - begin
+        assert TIMEOUT_S <= took < TIMEOUT_S + PATIENCE_S
+    assert time.monotonic() - begin - took < PATIENCE_S
+    worker.signal(signal.SIGCONT)
+    split(worker, file, stack).run(batch_of(kind))
+
+
+def test_a_slow_worker_is_waited_for(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+) -> None:
+    """Half of the time limit without an answer is no error."""
+    stages = split(worker, file, stack)
+    wanted = stages.run(batch_of("decode"))
+    worker.signal(signal.SIGSTOP)
+    stages.runner.submit(batch_of("decode"))
+    time.sleep(TIMEOUT_S / 2)
+    worker.signal(signal.SIGCONT)
+    assert type(stages.runner.collect()) is type(wanted)
+
+
+def test_a_worker_that_ends_while_weights_are_sent(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+) -> None:
+    device = Device(worker.url, 1)
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(NativeError, match="is lost"):
+        for _ in range(100):
+            device.buffer(1 << 20, "weights", "").close()
+    device.close()
+
+
+def test_no_worker_there() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(NativeError, match=rf"127.0.0.1:{port} cannot be reached.*refused"):
+        Device(f"rpc://127.0.0.1:{port}", 1)
+
+
+@pytest.mark.parametrize("change", [{"ggml": "9.9.9"}, {"patchset": "0123456789abcdef"}])
+def test_another_build_is_refused(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    """The line on either side says what differs."""
+    own = remote.this_build()
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "this_build", lambda: replace(own, **change))
+        with pytest.raises(NativeError, match=f"refused: .*{next(iter(change.values()))}"):
+            Device(worker.url, 1)
+    worker.await_line(f"refused 127.*{next(iter(change.values()))} there")
+    Device(worker.url, 1).close()
+
+
+def test_a_second_client_is_told_that_another_one_is_served(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(worker.url, 1)
+    monkeypatch.setattr(remote, "_open", {})  # as in another process
+    with pytest.raises(NativeError, match=r"refused: it serves another client, 127.0.0.1:\d+"):
+        Device(worker.url, 1)
+    device.close()
+    Device(worker.url, 1).close()
+
+
+def talk(worker: WorkerProcess, said: bytes) -> bytes:
+    """Send bytes to a worker, end, and return what it answers."""
+    with closing(socket.create_connection(worker.address, 30)) as sock:
+        try:
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: sock.recv(4096), b""))
+        except OSError:
+            return b""
+
+
+def test_bytes_before_the_hello_end_nothing(worker: WorkerProcess) -> None:
+    child, rng = worker.children if worker.address else [], random.Random(8)
+    hello = question_of(remote.this_build())
+    cases = [b"", b"\n", b"x" * 100_000, b"\0" * 300, hello[:-1], hello.replace(b" 1 ", b" 2 ")]
+    cases += [hello + b"\x0e" * 40, b"GET / HTTP/1.1\r\n\r\n", b"[" * 255 + b"\n"]
+    cases += [rng.randbytes(rng.randrange(1, 400)) for _ in range(40)]
+    for said in cases:
+        answer = talk(worker, said)
+        assert b"devices" not in answer
+    assert worker.children == child
+    Device(worker.url, 1).close()
+
+
+def test_strangers_that_say_nothing_do_not_keep_a_client_out(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may wait at a time; the next are closed at once, and a client comes in after them."""
+    with ExitStack() as held:
+        strangers = [
+            held.enter_context(closing(socket.create_connection(worker.address))) for _ in range(40)
+        ]
+        time.sleep(0.5)
+        closed = 0
+        for sock in strangers:
+            sock.setblocking(False)
+            try:
+                closed += sock.recv(1) == b""
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                closed += 1
+        assert closed >= 40 - 16
+    Device(worker.url, 1).close()
+
+
+def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) -> None:
+    """Whatever a trusted client sends: the worker lives, and serves the next client."""
+    hello, rng = question_of(remote.this_build()), random.Random(9)
+    begin = b"\x0e" + (24).to_bytes(8, "little") + b"\0" * 24
+    for turn in range(6):
+        with closing(socket.create_connection(worker.address, 60)) as sock:
+            sock.sendall(hello)
+            assert b"devices" in sock.recv(4096)
+            command = bytes([rng.randrange(20)])
+            size = rng.choice([0, 12, 16, 400, 1 << 62]).to_bytes(8, "little")
+            with pytest.MonkeyPatch.context(), ExitStack():
+                sock.sendall((begin if turn % 2 else b"") + command + size + rng.randbytes(400))
+            sock.shutdown(socket.SHUT_WR)
+            try:
+                while sock.recv(4096):
+                    pass
+            except OSError:
+                pass
+    device = Device(worker.url, 1)
+    device.close()
+    assert worker.process.poll() is None
+
+
+def test_a_worker_needs_keys_for_other_machines() -> None:
+    worker = WorkerProcess("--device", "cpu", "--listen", "0.0.0.0:0")
+    assert worker.process.wait(60) == 2
+    worker.await_line("TLS only.*--new-keys")
+    with pytest.raises(MoegraphError, match="TLS only"):
+        Device("rpc://192.0.2.1:50052", 1)
+
+
+def test_a_worker_whose_device_does_not_exist_ends() -> None:
+    worker = WorkerProcess("--device", "cuda:77", "--listen", "127.0.0.1:0")
+    assert worker.process.wait(60) == 2
+    worker.await_line("no device 'cuda:77'")

@@ -1,0 +1,205 @@
+"""Workers behind mutual TLS: keys, and who is kept out."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.workers import ROOT, WorkerProcess, working
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import ConfigError, NativeError
+from moegraph.ggml import remote
+from moegraph.ggml.device import Device
+from moegraph.link.hello import question_of
+from moegraph.link.tls import tls_context
+
+
+def new_keys(folder: Path) -> Path:
+    command = [sys.executable, "-m", "moegraph", "worker", "--new-keys", str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of new keys."""
+    return new_keys(tmp_path_factory.mktemp("keys") / "ours")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of keys that were made apart."""
+    return new_keys(tmp_path_factory.mktemp("keys") / "theirs")
+
+
+@pytest.fixture
+def worker(keys: Path) -> Iterator[WorkerProcess]:
+    """Yield a worker that lends the CPU through TLS."""
+    with working("--keys", keys / "worker") as running:
+        yield running
+
+
+def url_of(worker: WorkerProcess, folder: Path, **settings: object) -> str:
+    more = "".join(f"&{name}={value}" for name, value in settings.items())
+    return f"{worker.url}?keys={folder}{more}"
+
+
+def test_keys_are_for_their_owner_alone(keys: Path) -> None:
+    assert sorted(path.name for path in keys.iterdir()) == ["client", "worker"]
+    for role in keys.iterdir():
+        assert sorted(p.name for p in role.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+        assert stat.S_IMODE((role / "key.pem").stat().st_mode) == 0o600
+        assert stat.S_IMODE(role.stat().st_mode) == 0o700
+    again = WorkerProcess("--new-keys", keys)
+    assert again.process.wait(60) == 2
+    again.await_line("File exists")
+
+
+def test_text_over_tls_is_that_of_one_device(
+    worker: WorkerProcess, keys: Path, open_engine: Callable[..., Engine]
+) -> None:
+    device = f"cpu,{url_of(worker, keys / 'client')}"
+    one, cut = open_engine("mini35b"), open_engine("mini35b", device=device)
+    ids = np.arange(70, dtype=np.int32)
+    texts = [
+        list(e.generate(ids, max_tokens=8, text=False, ignore_eos=True, keep_logits=True))
+        for e in (one, cut)
+    ]
+    for a, b in zip(*texts, strict=True):
+        assert a.logits is not None and b.logits is not None
+        np.testing.assert_array_equal(a.logits, b.logits)
+
+
+@pytest.mark.parametrize("role", ["client", "worker"])
+def test_other_keys_are_refused_on_both_sides(
+    worker: WorkerProcess, others: Path, keys: Path, role: str
+) -> None:
+    """Keys that were made apart, and a worker's keys in the hands of a client."""
+    folder = others / "client" if role == "client" else keys / "worker"
+    with pytest.raises(NativeError, match=rf"worker {worker.url[6:]}.*(certificate|keys)"):
+        Device(url_of(worker, folder), 1)
+    if role == "worker":
+        worker.await_line("refused 127.*certificate")
+    Device(url_of(worker, keys / "client"), 1).close()
+
+
+def test_a_client_does_not_talk_to_another_worker(others: Path, keys: Path) -> None:
+    """What accepts our client but has other keys, or the client's, is no worker of ours."""
+    with working("--keys", others / "worker") as stranger:
+        with pytest.raises(NativeError, match="shows a certificate that the keys do not accept"):
+            Device(url_of(stranger, keys / "client"), 1)
+    with working("--keys", keys / "client") as impostor:
+        with pytest.raises(NativeError, match="shows a certificate that the keys do not accept"):
+            Device(url_of(impostor, keys / "client"), 1)
+
+
+def test_a_client_without_keys_is_refused(worker: WorkerProcess, keys: Path) -> None:
+    with pytest.raises(NativeError, match=f"{worker.url[6:]}"):
+        Device(worker.url, 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(keys / "client" / "ca.pem")
+    context.check_hostname = False
+    with closing(context.wrap_socket(socket.create_connection(worker.address))) as sock:
+        with pytest.raises((ssl.SSLError, ConnectionError)):  # after the handshake, in TLS 1.3
+            sock.sendall(question_of(remote.this_build()))
+            sock.recv(100)
+            sock.recv(100)
+    Device(url_of(worker, keys / "client"), 1).close()
+
+
+def test_keys_that_cannot_be_used(worker: WorkerProcess, keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(NativeError, match=r"ca.pem, cert.pem and key.pem cannot be used"):
+        Device(url_of(worker, tmp_path), 1)
+    shutil.copytree(keys / "worker", tmp_path / "damaged")
+    (tmp_path / "damaged" / "cert.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        tls_context(tmp_path / "damaged", is_server=True)
+
+
+def test_bytes_before_the_handshake_end_nothing(worker: WorkerProcess, keys: Path) -> None:
+    rng = random.Random(3)
+    child = worker.children if worker.address else []
+    cases = [b"", b"\x16\x03\x01\xff\xff" + b"\0" * 70_000, question_of(remote.this_build())]
+    cases += [b"\x16\x03\x01" + rng.randbytes(rng.randrange(1, 600)) for _ in range(40)]
+    for said in cases:
+        with closing(socket.create_connection(worker.address, 30)) as sock:
+            try:
+                sock.sendall(said)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+            except OSError:
+                pass
+    assert worker.children == child
+    Device(url_of(worker, keys / "client"), 1).close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("whom", ["child", "worker", "forwarder"])
+def test_whatever_is_lost_is_an_error_in_time(
+    worker: WorkerProcess, keys: Path, open_engine: Callable[..., Engine], whom: str, number: int
+) -> None:
+    """A process on either side ends or freezes: the error names the worker, and nothing hangs."""
+    engine = open_engine("mini35b", device=f"cpu,{url_of(worker, keys / 'client', timeout=2)}")
+    ids = np.arange(20, dtype=np.int32)
+    list(engine.generate(ids, max_tokens=2, text=False))
+    link = engine.stages[1].device.link
+    assert link
+    if whom == "child":
+        worker.signal(number)
+    elif whom == "worker":
+        os.kill(worker.process.pid, number)
+    else:
+        os.kill(link.forwarder_pid, number)
+    begin = time.monotonic()
+    with pytest.raises(NativeError, match=f"worker {worker.url[6:]}"):
+        list(engine.generate(ids, max_tokens=2, text=False))
+    engine.close()
+    assert time.monotonic() - begin < 20
+    if whom == "worker":
+        worker.process.kill()
+
+
+def test_a_client_that_is_killed_leaves_no_process_behind(
+    worker: WorkerProcess, keys: Path
+) -> None:
+    """The forwarder and the child end, and the next client is served."""
+    code = (
+        "import sys, time; from moegraph.ggml.device import Device;"
+        "d = Device(sys.argv[1], 1); print(d.link.forwarder_pid, flush=True); time.sleep(600)"
+    )
+    url = url_of(worker, keys / "client")
+    client = subprocess.Popen(
+        [sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert client.stdout
+    forwarder = int(client.stdout.readline())
+    (child,) = worker.children
+    client.kill()
+    client.wait()
+    Device(url, 1).close()
+    for pid in (forwarder, child):
+        path = Path(f"/proc/{pid}/stat")
+        assert not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_engines_take_the_spelling_with_keys(keys: Path) -> None:
+    EngineConfig(device=f"cpu,rpc://10.0.0.2:50052?keys={keys}&timeout=5").validate()
+    with pytest.raises(ConfigError):
+        EngineConfig(device="rpc://").validate()
