@@ -472,8 +472,8 @@ def test_a_draft_that_is_watched_costs_no_pass_and_is_judged_by_the_text(
     trials = [step for step in controller.steps if step.is_trial]
     assert {(step.n_rows, step.n_tokens, step.n_spine) for step in trials} == {(1, 1, 0)}
     assert len(trials) >= len(controller.watched) > 5
-    if params.temperature == 0.0:  # a race may put another token first
-        assert all(set(watched.ranks) == {0} for watched in controller.watched)
+    # a race may put another token first
+    assert params.temperature or all(set(w.ranks) == {0} for w in controller.watched)
     assert all(len(w.log_p) == len(w.ranks) for w in controller.watched)
 
 
@@ -482,7 +482,6 @@ def test_a_watched_draft_is_judged_by_the_script_if_there_is_one(open_engine: Op
     controller = speculate(
         engine, ScriptedDrafter([], engine.hparams.n_vocab), shapes=["watched"], n_draft=4
     )
-    assert engine.speculation is not None
     engine.speculation.accept = lambda n_spine: min(1, n_spine)
     events_of(engine, prompt(engine, 9).tolist(), max_tokens=30)
     assert {watched.ranks for watched in controller.watched} == {(0,), (0, -1)}
