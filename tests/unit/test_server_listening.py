@@ -28,7 +28,7 @@ def with_server(act: Callable[[int], Awaitable[Any]], case: Case | None = None) 
         while not web.started:
             await asyncio.sleep(0.005)
         try:
-            return await asyncio.wait_for(act(sock.getsockname()[1]), 10)
+            return await asyncio.wait_for(act(sock.getsockname()[1]), 60)
         finally:
             web.should_exit = True
             await serving
@@ -205,7 +205,7 @@ TOKENIZE = (
 def test_only_a_client_that_reads_nothing_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr("moegraph.server.listening.STALL_S", 0.4)
+    monkeypatch.setattr("moegraph.server.listening.STALL_S", 1.0)
 
     async def read(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
