@@ -256,7 +256,8 @@ class EngineConfig:
         "path",
         "",
         ("-md", "--model-draft", "--draft"),
-        "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors).",
+        "Model that drafts: a DFlash or DSpark file (GGUF, or a folder with safetensors), or "
+        "hf:OWNER/REPO[:QUANT], a GGUF file on Hugging Face.",
         metavar="FILE",
         group=DRAFT_GROUP,
     )

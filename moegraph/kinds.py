@@ -1,4 +1,4 @@
-"""What a pass is for, and what its kind lets it do about missing experts."""
+"""What a pass or a step of a sweep is for, and what a pass may do about missing experts."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ class MissRules(NamedTuple):
     fetches: bool
     on_cpu: bool
     predicts: bool
+
+
+class SweepStep(NamedTuple):
+    """What the next step of a sweep computes, as far as its time depends on it.
+
+    kind: "recurrent" or "attention": a chunk in such a layer, of n_rows rows, which attend to n_kv
+    positions ("attention" only). "experts": those that a layer misses. "sum": a chunk's experts.
+    "head": the last one.
+    """
+
+    kind: str
+    n_rows: int
+    n_kv: int = 0
 
 
 _ALL = MissRules(admits=True, fetches=True, on_cpu=True, predicts=True)

@@ -33,8 +33,9 @@ from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
 from moegraph.draft.watch import Watched
 from moegraph.engine import Engine
-from moegraph.engine.drafters import open_speculation
+from moegraph.engine.drafters import first_widths, open_speculation
 from moegraph.engine.speculation import Controller
+from moegraph.engine.warmup import time_verify
 from moegraph.sampling import SamplingParams
 
 # How often the token at each position is accepted, by kind of text and drafter: fitted to tokens a
@@ -172,7 +173,10 @@ def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineC
 
 def use(engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str) -> None:
     """Have an engine draft by other settings, with the acceptance of a kind of text."""
-    speculation = open_speculation(drafters, config, engine.runner)
+    engine.reset(0)  # what comes next computes over this sequence
+    widths = first_widths(config, engine.runner.device.can.streams)
+    times = time_verify(engine.runner, widths)
+    speculation = open_speculation(drafters, config, engine.runner, times)
     assert speculation is not None
     speculation.controller = by_plan = ByPlan(speculation.controller, kind)
     speculation.accept = by_plan.accept

@@ -127,8 +127,8 @@ def gaps(streams: list[Stream], start: float = 0.0, end: float = 1e18) -> list[f
 def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
     """Return what n clients get, prompts of mixed lengths included.
 
-    tokens_per_s counts everything; decode_per_s, from when all answers are under way until the
-    first one ends.
+    tokens_per_s counts everything; decode_per_s, from when half of the answers have begun until
+    half have ended.
     """
     rng, start = random.Random(seed), time.perf_counter()
     streams = [completion(port, rng.randrange(16, 400), n_tokens, seed + i) for i in range(n)]
@@ -136,7 +136,8 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
         one.done()
     seconds = time.perf_counter() - start
     between = gaps(streams)
-    first, last = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
+    first = statistics.median(s.times[0] for s in streams)
+    last = statistics.median(s.times[-1] for s in streams)
     n_between = len(gaps(streams, first, last))
     return {
         "tokens_per_s": round(n * n_tokens / seconds, 1),
@@ -156,9 +157,13 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
     time.sleep(0.5)
     begun = time.perf_counter()
     first = completion(port, n_prompt, 4, seed + 99).done()
+    ended = time.perf_counter()
+    time.sleep(0.5)
     for one in streams:
         one.leave()
-    usual, beside = gaps(streams, settled, begun), gaps(streams, begun, first.times[0])
+    # contexts grow, so what is usual is measured before and after
+    usual = gaps(streams, settled, begun) + gaps(streams, ended + 0.1)
+    beside = gaps(streams, begun, first.times[0])
     if not (usual and beside):
         raise RuntimeError("the answers ended before the long prompt was read; give more context")
     return {
@@ -170,10 +175,35 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
     }
 
 
+def chat_beside(port: int, n_prompt: int, seed: int) -> dict[str, float]:
+    """Return how long a prompt of 200 tokens waits beside a long one, and the long one's time."""
+    long = completion(port, n_prompt, 4, seed)
+    time.sleep(0.2)
+    short = completion(port, 200, 4, seed + 1).done()
+    long.done()
+    return {
+        "short_first_s": round(short.times[0] - short.begun, 3),
+        "long_first_s": round(long.times[0] - long.begun, 3),
+    }
+
+
+def count_tokens(port: int, text: str) -> int:
+    """Return how many tokens a text has."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body, head = json.dumps({"content": text}), {"content-type": "application/json"}
+    connection.request("POST", "/tokenize", body, head)
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    return len(found["tokens"])
+
+
 def second_turn(port: int, n_tokens: int) -> dict[str, float]:
-    """Return the times to the first token of both turns of a long conversation."""
+    """Return the times to the first token of both turns of a conversation of n_tokens tokens."""
     rng = random.Random(time.time())
-    messages = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=n_tokens))}]
+    words = rng.choices(WORDS, k=n_tokens)
+    n_each = count_tokens(port, " ".join(words[:1000])) / min(n_tokens, 1000)
+    text = " ".join(words[: int(n_tokens / n_each)])
+    messages = [{"role": "user", "content": text}]
     found: dict[str, float] = {}
     for turn in ("first", "second"):
         body = {"messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -243,7 +273,7 @@ def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str
                 throughput,
                 port,
                 n,
-                args.tokens if is_warm else 12,
+                args.tokens if is_warm else max(12, args.tokens // 4),
                 seed + 10 * n,
             )
         if not args.long:
@@ -256,6 +286,14 @@ def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str
             args.beside,
             args.prompt,
             seed + 5000,
+        )
+        yield from _measured(
+            is_warm,
+            {"server": name, "what": "chat beside a prompt", "clients": 2},
+            chat_beside,
+            port,
+            args.turn if is_warm else args.turn // 4,
+            seed + 7000,
         )
         yield from _measured(
             is_warm,
@@ -300,6 +338,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("model", help="a GGUF file")
     p.add_argument("--llama-server", metavar="PATH", help="its libraries are beside it")
+    p.add_argument("--only", choices=("moegraph", "llama-server"), help="measure this one")
     p.add_argument("--device", default="auto", help="of moegraph")
     p.add_argument("--ours", default="", metavar="OPTIONS", help="more options of moegraph serve")
     p.add_argument("--theirs", default="-ngl 99", metavar="OPTIONS", help="of llama-server")
@@ -311,11 +350,13 @@ def main() -> int:
     p.add_argument("--long", action="store_true", help="a long prompt, and a second turn")
     p.add_argument("--beside", type=int, default=8, help="clients beside the long prompt")
     p.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
-    p.add_argument("--turn", type=int, default=20000, help="words of the conversation")
+    p.add_argument("--turn", type=int, default=20000, help="tokens of the conversation")
     p.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines here")
     args = p.parse_args()
     port, speeds = free_port(), dict[tuple[str, int], list[float]]()
     for name, (command, env) in commands(args, port).items():
+        if args.only not in (None, name):
+            continue
         with served(command, port, env):
             for line in measure(name, port, args):
                 print(json.dumps(line), flush=True)

@@ -16,6 +16,7 @@ from ..config import DRAFT_GROUP, EngineConfig
 from ..config import settings as engine_settings
 from ..engine.sequence import room_after
 from ..errors import Cancelled, ModelFileError, MoegraphError, RequestError
+from ..modelfile.hubnames import is_hub_name
 from ..sampling import SamplingParams
 from ..sampling import settings as sampling_settings
 from ..setting import Setting
@@ -146,17 +147,21 @@ def svg_option(*flags: str, help: str) -> Callable[[Command], Command]:
 
 
 def build_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the validated EngineConfig of a command's options.
+    """Return the validated EngineConfig of a command's options; a drafter on a hub is downloaded.
 
     Raises:
         ConfigError: names every wrong option.
+        ModelFileError: the hub has no such drafter.
     """
     names = {s.name for s in engine_settings() if s.flags}
     # None means that the engine chooses the value; a command may lack some options.
     given = {name: options[name] for name in names if options.get(name) is not None}
     if given.get("draft") and "spec" not in given:
         given["spec"] = "dflash" if given.get("deterministic") else "auto"
-    return EngineConfig(**given).validate()
+    config = EngineConfig(**given).validate()
+    if is_hub_name(config.draft):
+        config = replace(config, draft=str(local_path(config.draft)))
+    return config
 
 
 def build_sampling(options: Mapping[str, Any]) -> SamplingParams:

@@ -60,11 +60,11 @@ _FREE, _NEARLY = 0.05, 0.9
 _CLEAR, _REFRESH, _OFTEN = 1.3, 192, 24
 # Most rows of a pass of several sequences that draft: attention over pages takes no more.
 MAX_SHARED_ROWS = 32
-# Steps between two plans; the first steps are planned one by one.
-_PLAN_INTERVAL, _FIRST_PLANS = 4, 16
-# What is kept of counts of acceptance when another text begins, and at each plan without their
+# Steps between two plans, with drafts and without; the first steps are planned one by one.
+_PLAN_INTERVAL, _IDLE_INTERVAL, _FIRST_PLANS = 4, 32, 16
+# What is kept of counts of acceptance when another text begins, and at each step without their
 # drafter.
-_KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.99
+_KEPT_BEGIN, _KEPT_IDLE = 0.5, 0.9975
 
 
 class Controller:
@@ -83,7 +83,7 @@ class Controller:
         widths = sorted({w for w in (*WIDTHS, *longest, most) if 1 < w <= most})
         self.widths = Widths(widths, settings.graph_price if settings.is_timed else 0.0)
         self.passes = PassCost(widths, experts)
-        self._planned_s = 0.0  # since the last plan
+        self._planned_s, self._since_plan = 0.0, 0  # since the last plan
         spec = settings.spec
         wanted = [s for s in sources if spec == "auto" or s.name == spec] if spec != "off" else []
         self._drafters = {s.name: self._drafter(s) for s in wanted if self._most(s) > 0}
@@ -327,6 +327,25 @@ class Controller:
             self._recorder.add(step, 0.0)
             step = self._by_law(step)
         plain_s = self.passes.plain_s
+        if step.source:
+            step = self._learn(step)
+        elif step.seconds:
+            self.passes.observe_plain(step.seconds, step.n_missing)
+            self._since_plain = 0
+        self._since_trial = 0 if step.is_trial else self._since_trial + 1
+        if step.seconds:
+            self._book(step, plain_s)
+        self._n_steps += 1
+        self._since_plan += 1
+        self._planned_s += step.seconds
+        if plain_s:
+            self._first_times.earn(step.n_tokens - step.seconds / plain_s)
+        interval = _PLAN_INTERVAL if step.source or self._is_drafting else _IDLE_INTERVAL
+        if self._n_steps < _FIRST_PLANS or self._since_plan >= interval:
+            self._plan()
+
+    def _learn(self, step: Step) -> Step:
+        """Learn from a step with a draft; return it without what does not count of its times."""
         excused = self._excused(step)
         step = replace(
             step, seconds=step.seconds - excused.draft - excused.verify,
@@ -339,21 +358,8 @@ class Controller:
             elif step.seconds:
                 seconds = step.seconds - step.drafter_s
                 self.passes.observe_verify(step.n_rows, seconds, step.n_missing)
-        elif not step.source and step.seconds:
-            self.passes.observe_plain(step.seconds, step.n_missing)
-            self._since_plain = 0
-        drafter = self._drafters.get(step.source)
-        if drafter:
-            self._observe_draft(drafter, step, not excused.draft)
-        self._since_trial = 0 if step.is_trial else self._since_trial + 1
-        if step.seconds:
-            self._book(step, plain_s)
-        self._n_steps += 1
-        self._planned_s += step.seconds
-        if plain_s:
-            self._first_times.earn(step.n_tokens - step.seconds / plain_s)
-        if self._n_steps < _FIRST_PLANS or self._n_steps % _PLAN_INTERVAL == 0:
-            self._plan()
+        self._observe_draft(self._drafters[step.source], step, not excused.draft)
+        return step
 
     def _by_law(self, step: Step) -> Step:
         """Return a step with the times that it should take."""
@@ -436,7 +442,7 @@ class Controller:
         for drafter in self._ranked:
             known, source = drafter.acceptance, drafter.source
             if drafter is not first:
-                known.forget(_KEPT_IDLE)
+                known.forget(math.pow(_KEPT_IDLE, self._since_plan))
             leaf = known.leaf if source.n_top > 1 else ()
             most = self.widths.every[-1] - 1
             growth = grow(known.rates, leaf, most)
@@ -449,7 +455,7 @@ class Controller:
             hopes = grow(known.hopes(), leaf, most)
             drafter.hope, best, _ = drafter.best(hopes, passes, open_)
             drafter.hoped = best.n_draft
-        self._planned_s = 0.0
+        self._planned_s, self._since_plan = 0.0, 0
         self._ranked.sort(key=lambda drafter: -drafter.value)
         was_drafting = self._is_drafting
         self._is_drafting = bool(self._ranked) and self._pays(self._ranked[0])

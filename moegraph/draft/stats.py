@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .plan import Step
@@ -112,7 +112,9 @@ class Recorder:
     """Adds up steps."""
 
     def __init__(self) -> None:
-        self._sums = SpecStats()
+        counts = "steps", "tokens", "plain_steps", "drafted", "accepted", "timed_steps"
+        times = "drafter_s", "verify_s", "commit_s", "seconds", "plain_seconds"
+        self._sums: dict[str, Any] = {**dict.fromkeys(counts, 0), **dict.fromkeys(times, 0.0)}
         self._verified_at: list[int] = []
         self._accepted_at: list[int] = []
         self._chosen = Counter[tuple[str, int]]()
@@ -120,22 +122,20 @@ class Recorder:
     def add(self, step: Step, plain_s: float) -> None:
         """Count a step. plain_s: of a plain one, 0 if not known."""
         sums, is_timed = self._sums, step.seconds > 0.0
-        more: dict[str, Any] = {}
         if is_timed and plain_s:
-            more["seconds"] = sums.seconds + step.seconds
-            more["plain_seconds"] = sums.plain_seconds + plain_s * step.n_tokens
+            sums["seconds"] += step.seconds
+            sums["plain_seconds"] += plain_s * step.n_tokens
         if step.n_rows == 1:
-            self._sums = replace(sums, plain_steps=sums.plain_steps + 1, **more)
+            sums["plain_steps"] += 1
             return
         if is_timed:
-            more["timed_steps"] = sums.timed_steps + 1
+            sums["timed_steps"] += 1
             for name in ("drafter_s", "verify_s", "commit_s"):
-                more[name] = getattr(sums, name) + getattr(step, name)
-        self._sums = replace(
-            sums, steps=sums.steps + 1, tokens=sums.tokens + step.n_tokens,
-            drafted=sums.drafted + step.n_rows - 1, accepted=sums.accepted + step.n_accepted,
-            **more,
-        )  # fmt: skip
+                sums[name] += getattr(step, name)
+        sums["steps"] += 1
+        sums["tokens"] += step.n_tokens
+        sums["drafted"] += step.n_rows - 1
+        sums["accepted"] += step.n_accepted
         self._chosen[step.source, step.n_rows] += 1
         self._count_positions(step)
 
@@ -151,7 +151,7 @@ class Recorder:
     @property
     def stats(self) -> SpecStats:
         """The sums so far."""
-        return replace(
-            self._sums, verified_at=tuple(self._verified_at),
+        return SpecStats(
+            **self._sums, verified_at=tuple(self._verified_at),
             accepted_at=tuple(self._accepted_at), chosen=dict(self._chosen),
         )  # fmt: skip

@@ -21,8 +21,9 @@ from ..experts.rowlaw import independent_rows, pass_time
 
 # Weight of an older time against a new one, at most; and of the law against all of them.
 _MEMORY, _LAW_WEIGHT = 12.0, 0.5
-# Weight of a time that was measured before the first text.
-_CALIBRATED = 3.0
+# Weight of a time that was measured before the first text, and how far it may be from the law, a
+# logarithm: the machine may have been busy.
+_CALIBRATED, _MOST = 3.0, math.log(2.0)
 # A single time may be off by this factor: the process may have been paused, or a graph built.
 _OUTLIER = 1.5
 # How much a measured ratio says of wider and of narrower passes, and how far that reaches, in
@@ -136,7 +137,8 @@ class PassCost:
         """Learn what a pass without missing experts takes, once a plain step's time is known."""
         if n_rows in self._weight:
             self._unmeasured.discard(n_rows)
-            self._log_ratio[n_rows] = math.log(seconds / (self._base * self._law[n_rows]))
+            found = math.log(seconds / (self._base * self._law[n_rows]))
+            self._log_ratio[n_rows] = min(max(found, -_MOST), _MOST)
             self._weight[n_rows] = _CALIBRATED
             self.widest = max(self.widest, n_rows)
 

@@ -27,8 +27,9 @@ class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
     ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, while
-    that is under way; rest: what comes after it; marks: where beginnings of the prompt are to be
-    kept. swapped: its sequence, while that is in host memory. n_cached, n_read: as in `Usage`.
+    that is under way; rest: what comes after it, or, without one, is read in pieces; marks: where
+    beginnings of the prompt are to be kept. swapped: its sequence, while that is in host memory.
+    n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
     its caller could not be told of a step.

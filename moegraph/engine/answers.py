@@ -150,7 +150,7 @@ class Answers:
     def _leave(self, answer: Answer) -> None:
         """Note that a request needs no more work."""
         if self.sweeping is answer:
-            self.sweeping = answer.sweep = None
+            self.sweeping = answer.sweep = self.tally.costs.upcoming = None
         if answer.swapped:
             answer.swapped.close()
             answer.swapped = None

@@ -21,6 +21,8 @@ from .cputhreads import CpuThreads
 
 def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
     """Return whether a prompt is computed as one pass; otherwise a sweep computes it."""
+    if batch.as_pass:
+        return True
     return len(batch.tokens) <= min(SHORT_PROMPT, n_ubatch) and not batch.cuts
 
 

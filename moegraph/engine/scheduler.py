@@ -2,12 +2,14 @@
 
 Requests wait in the order of their arrival until one of a fixed number of slots is free. A prompt
 is read layer by layer, as a *sweep* that may be suspended between its steps; only one sweep can be
-under way. A short prompt is read as one pass instead. Requests whose prompts are read decode
-together, one pass after another.
+under way. A short prompt is read in *pieces* instead, each a pass of its own; so is one of medium
+length beside a sweep that has much more left. Sweep and pieces share the time for prompts equally.
+Requests whose prompts are read decode together, one pass after another.
 
-Decode passes earn time for prompts, three quarters of what they take themselves, and no more is
-kept than one pass or one step takes. So while a long prompt is read, others wait less than twice
-as long for a token as usual, unless a single step of a sweep takes longer than a pass.
+Decode passes earn time for prompts, half of what they take themselves, or three quarters while more
+requests wait, and hardly more than one pass earns is kept. So while a long prompt is read, others
+wait one and a half times as long for a token as usual, unless a single step of a sweep takes longer
+than half a pass. A step whose like was never measured runs alone.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -21,14 +23,20 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..errors import QueueFull
-from .costs import Costs
+from ..kinds import SHORT_PROMPT
+from .costs import PIECES, Costs
 
 T = TypeVar("T")
 
-# Seconds of a sweep between two looks at other requests while nothing decodes, and most steps.
-_ALONE_S, _MOST_STEPS = 0.02, 64
-# What a decode pass earns for prompts, of its own time.
-_SHARE = 0.75
+# Seconds of a sweep between two looks at other requests while nothing decodes.
+_ALONE_S = 0.02
+# What a decode pass earns for prompts, of its own time: usually, and while requests wait for a slot
+# or for their prompts to begin. A little more than one pass earns is kept.
+_SHARE, _SHARE_WAITING, _KEPT = 0.5, 0.75, 0.05
+# A prompt is read in pieces beside a sweep that has this many times as many rows left.
+_MUCH_MORE = 2
+# Seconds that a sweep may be ahead of prompts in pieces that come later.
+_AHEAD_S = 0.25
 # After so many decode passes beside a sweep, one without a step before it is measured.
 _MEASURE_EVERY = 32
 # Seconds after which a refused client may try again: at least, and at most.
@@ -37,17 +45,25 @@ _SOONEST, _LATEST = 1.0, 120.0
 
 @dataclass(frozen=True)
 class Begin(Generic[T]):
-    """Give a request a slot and begin its prompt; read it all if it is short."""
+    """Give a request a slot and begin its prompt."""
 
     key: T
 
 
 @dataclass(frozen=True)
 class Read(Generic[T]):
-    """Run some steps of the sweep that is under way."""
+    """Run steps of the sweep that is under way: one, and more if they take so long in all."""
 
     key: T
-    n_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece(Generic[T]):
+    """Read some rows of a prompt as one pass."""
+
+    key: T
+    n_rows: int
 
 
 @dataclass(frozen=True)
@@ -76,13 +92,14 @@ class Rest:
     """There is nothing to do before a request arrives."""
 
 
-Work = Begin[T] | Read[T] | Decode[T] | Preempt[T] | Restore[T] | Rest
+Work = Begin[T] | Read[T] | Piece[T] | Decode[T] | Preempt[T] | Restore[T] | Rest
 
 
 class Scheduler(Generic[T]):
     """Requests by what they wait for, and what runs next.
 
-    A request is `add`ed, `next` says when to begin it, `began` or `is_read` note what came of that,
+    A request is `add`ed, `next` says when to begin it, `began` or `in_pieces` note what came of
+    that, `swept`, `took_piece` and `decoded` what work has run, `is_read` that the prompt is read,
     and `end` removes it, wherever it is. `preempted` notes that it was moved to host memory,
     `is_read` that it is back. `hold` begins no prompt until a request has ended or was preempted.
     """
@@ -93,6 +110,8 @@ class Scheduler(Generic[T]):
         self._n_slots, self._n_waiting = n_slots, n_waiting
         self._waiting: dict[T, None] = {}  # in the order of arrival
         self._sweeping: T | None = None
+        self._n_left = 0  # rows of the sweep
+        self._in_pieces: T | None = None
         self._decoding: dict[T, None] = {}
         self._preempted: dict[T, None] = {}
         self._deadlines: dict[T, float] = {}
@@ -100,8 +119,8 @@ class Scheduler(Generic[T]):
         self._n_arrived = 0
         self._is_held = False
         self._credit_s = 0.0  # time that decode passes have earned for prompts
+        self._lead_s = 0.0  # by which pieces had more time than the sweep beside them
         self._n_beside = 0  # decode passes beside the sweep
-        self._is_new = False  # no step of the sweep has run beside them
 
     @property
     def n_waiting(self) -> int:
@@ -111,7 +130,8 @@ class Scheduler(Generic[T]):
     @property
     def n_running(self) -> int:
         """Return how many requests have a slot."""
-        return len(self._decoding) + (self._sweeping is not None)
+        n_reading = (self._sweeping is not None) + (self._in_pieces is not None)
+        return len(self._decoding) + n_reading
 
     @property
     def is_idle(self) -> bool:
@@ -176,18 +196,30 @@ class Scheduler(Generic[T]):
             del self._deadlines[key]
         return found
 
-    def began(self, key: T) -> None:
-        """Note that the sweep of a request is under way."""
+    def began(self, key: T, n_rows: int) -> None:
+        """Note that the sweep of a request is under way, of a prompt with n_rows rows left."""
         self._waiting.pop(key, None)
-        self._sweeping, self._n_beside, self._is_new = key, 0, True
+        self._sweeping, self._n_left = key, n_rows
+        self._lead_s, self._n_beside = 0.0, 0
+
+    def in_pieces(self, key: T) -> None:
+        """Note that the prompt of a request is going to be read in pieces."""
+        self._waiting.pop(key, None)
+        self._in_pieces = key
 
     def is_read(self, key: T) -> None:
         """Note that the prompt of a request is read, or is back; it decodes from now on."""
         self._waiting.pop(key, None)
         self._preempted.pop(key, None)
+        self._left(key)
+        self._decoding[key] = None
+
+    def _left(self, key: T) -> None:
+        """Note that the prompt of a request is not under way any more."""
         if self._sweeping == key:
             self._sweeping = None
-        self._decoding[key] = None
+        if self._in_pieces == key:
+            self._in_pieces = None
 
     def end(self, key: T) -> None:
         """Remove a request; nothing happens if there is no such request."""
@@ -197,47 +229,41 @@ class Scheduler(Generic[T]):
         self._deadlines.pop(key, None)
         self._arrival.pop(key, None)
         self._is_held = False
-        if self._sweeping == key:
-            self._sweeping = None
+        self._left(key)
 
     def next(
-        self, is_short: Callable[[T], bool], fits: Callable[[T], bool] = lambda key: True
+        self, n_rest: Callable[[T], int], fits: Callable[[T], bool] = lambda key: True
     ) -> Work[T]:
         """Return what runs next.
 
-        is_short: whether so little of a request's prompt is left to read that it needs no sweep.
-        fits: whether there is memory for a request that has no slot.
+        n_rest: how many rows of a request's prompt are left to read, as far as is known. fits:
+        whether there is memory for a request that has no slot.
         """
         if self._preempted:
             work = self._for_preempted(fits)
             if work:
                 return work
-        elif (key := self._to_begin(is_short)) is not None and fits(key):
-            if self._decoding and is_short(key):
-                self._credit_s -= self.costs.short_s or self._credit_s
+        elif (key := self._to_begin(n_rest)) is not None and fits(key):
             return Begin(key)
-        if self._sweeping is not None and (n_steps := self._n_steps()):
-            return Read(self._sweeping, n_steps)
-        if self._decoding:
-            return Decode(tuple(self._decoding))
-        return Rest()
+        return self._to_read(n_rest) or self._to_decode()
 
-    def _to_begin(self, is_short: Callable[[T], bool]) -> T | None:
+    def _to_decode(self) -> Work[T]:
+        return Decode(tuple(self._decoding)) if self._decoding else Rest()
+
+    def _to_begin(self, n_rest: Callable[[T], int]) -> T | None:
         """Return the request whose prompt begins now, if there is one.
 
-        While a sweep is under way, only a short prompt can begin. It goes before longer ones, which
-        could not run now; but one slot stays free for the first of these.
+        While a sweep is under way, only a prompt that is read in pieces can begin. It goes before
+        longer ones, which could not run now; but one slot stays free for the first of these.
         """
         if self.n_running >= self._n_slots or not self._waiting or self._is_held:
             return None
-        first = next(iter(self._waiting))
-        if not self._decoding:
-            return first if self._sweeping is None else self._first_short(is_short)
-        if self._credit_s <= 0.0:
+        if self._in_pieces is not None or (self._decoding and self._credit_s <= 0.0):
             return None
-        if self._sweeping is None and not is_short(first):
-            return first  # this costs nothing yet
-        return self._first_short(is_short)
+        first = next(iter(self._waiting))
+        if self._sweeping is None:
+            return first
+        return self._first_short(n_rest) if self._lead_s <= 0.0 else None
 
     def _for_preempted(self, fits: Callable[[T], bool]) -> Work[T] | None:
         """Return how the oldest request in host memory comes back; None: not now."""
@@ -249,30 +275,64 @@ class Scheduler(Generic[T]):
             return Preempt(youngest)
         return None
 
-    def _first_short(self, is_short: Callable[[T], bool]) -> T | None:
-        """Return the first short prompt; none takes the last slot from an older prompt."""
-        found = next((key for key in self._waiting if is_short(key)), None)
+    def _first_short(self, n_rest: Callable[[T], int]) -> T | None:
+        """Return the first prompt that may be read in pieces beside the sweep.
+
+        None takes the last slot from an older prompt.
+        """
+        most = max(SHORT_PROMPT, min(self._n_left // _MUCH_MORE, PIECES[-1]))
+        found = next((key for key in self._waiting if n_rest(key) <= most), None)
         is_last = self.n_running == self._n_slots - 1
         return None if is_last and found != next(iter(self._waiting)) else found
 
-    def _n_steps(self) -> int:
-        """Return how many steps of the sweep run now."""
+    def _to_read(self, n_rest: Callable[[T], int]) -> Work[T] | None:
+        """Return what is read now of the prompts that are under way; None: nothing."""
+        key, is_turn = self._in_pieces, self._sweeping is None or self._lead_s <= 0.0
+        if key is not None and is_turn:
+            most_s = math.inf
+            if self._decoding:
+                most_s = self._share * (self.costs.pass_s(len(self._decoding)) or 0.0)
+            if not self._decoding or self._credit_s > 0.0:
+                return Piece(key, self.costs.piece_rows(n_rest(key), most_s))
+        if self._sweeping is not None and (seconds := self._for_sweep()) is not None:
+            return Read(self._sweeping, seconds)
+        return None
+
+    def _for_sweep(self) -> float | None:
+        """Return for how long the sweep goes on now; None: not now."""
         step_s = self.costs.step_s
         if not self._decoding:
-            return min(int(_ALONE_S / step_s) + 1, _MOST_STEPS) if step_s else 1
+            return _ALONE_S if step_s is not None else 0.0
         if self._credit_s <= 0.0 or self._n_beside % _MEASURE_EVERY == _MEASURE_EVERY - 1:
-            return 0
-        if not step_s or self._is_new:  # it may build graphs
-            self._credit_s, self._is_new = 0.0, False
-            return 1
-        n_steps = int(self._credit_s / step_s)
-        self._credit_s -= n_steps * step_s
-        return n_steps
+            return None
+        if step_s is None:
+            return 0.0
+        return self._credit_s if step_s <= self._credit_s else None
+
+    @property
+    def _share(self) -> float:
+        return _SHARE_WAITING if self._waiting else _SHARE
+
+    def swept(self, n_left: int, seconds: float | None) -> None:
+        """Note that steps of the sweep have run, of which n_left rows of the prompt are left.
+
+        seconds: what such steps take; None if that was not known.
+        """
+        self._n_left = n_left
+        self._lead_s = max(self._lead_s - (seconds or 0.0), -_AHEAD_S)
+        if self._decoding:
+            self._credit_s = 0.0 if seconds is None else self._credit_s - seconds
+
+    def took_piece(self, seconds: float) -> None:
+        """Note that a piece of a prompt was read, in so many seconds."""
+        if self._sweeping is not None:
+            self._lead_s += seconds
+        if self._decoding:
+            self._credit_s -= seconds
 
     def decoded(self, n_rows: int) -> None:
         """Note that a decode pass of so many rows has run; it earns time for prompts."""
         pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
-        earned = _SHARE * pass_s
-        most = max(min(earned + step_s, pass_s), step_s)
-        self._credit_s = min(self._credit_s + earned, most)
+        most = max((self._share + _KEPT) * pass_s, step_s)
+        self._credit_s = min(self._credit_s + self._share * pass_s, most)
         self._n_beside += self._sweeping is not None

@@ -13,7 +13,7 @@ from .answers import Answers
 from .decoding import Decoding
 from .drafting import Drafting
 from .reading import Reading
-from .scheduler import Begin, Decode, Preempt, Read, Rest, Restore, Scheduler, Work
+from .scheduler import Begin, Decode, Piece, Preempt, Read, Rest, Restore, Scheduler, Work
 from .servicestatus import ServiceStatus
 from .swapping import Swapping
 from .tally import Tally
@@ -45,7 +45,7 @@ class ServiceLoop:
         self.is_closing = self._is_resting = False
         self.failure: str | None = None
         self.busy_since: float | None = None
-        self._tally = Tally(scheduler.costs)
+        self._tally = Tally(scheduler.costs, lambda: engine.runner.n_built)
         self._answers = Answers(engine.passes, engine.devices, engine.config.n_seq, self._tally)
         drafting = Drafting(engine.speculation, engine.device.can.streams)
         self._swapping = Swapping(engine, self._answers)
@@ -96,7 +96,7 @@ class ServiceLoop:
             ended = self._due()
             work: Work[Answer] = Rest()
             if not ended:
-                work = self.scheduler.next(self._reading.is_short, self._swapping.fits)
+                work = self.scheduler.next(self._reading.n_rest, self._swapping.fits)
         for answer, reason in ended:
             self._answers.end(answer, reason)
         if not ended:
@@ -124,7 +124,10 @@ class ServiceLoop:
         if isinstance(work, Decode):
             self._decode(work.keys)
         elif isinstance(work, Read):
-            self._reading.read(work.key, work.n_steps)
+            self._read(work.key, work.seconds)
+        elif isinstance(work, Piece):
+            seconds = self._reading.read_piece(work.key, work.n_rows)
+            self.scheduler.took_piece(seconds)
         elif isinstance(work, Begin):
             self._begin(work.key)
         elif isinstance(work, Preempt):
@@ -141,9 +144,15 @@ class ServiceLoop:
         except PoolFull:
             with self.lock:
                 self.scheduler.hold()
-        if answer.sweep:
-            with self.lock:
-                self.scheduler.began(answer)
+        with self.lock:
+            if answer.sweep:
+                self.scheduler.began(answer, self._reading.n_rest(answer))
+            elif answer.rest:
+                self.scheduler.in_pieces(answer)
+
+    def _read(self, answer: Answer, seconds: float) -> None:
+        took_s = self._reading.read(answer, seconds)
+        self.scheduler.swept(self._reading.n_rest(answer), took_s)
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""

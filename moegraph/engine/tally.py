@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
+from ..kinds import SweepStep
 from .answer import Answer
 from .costs import Costs
 from .servicestatus import ServiceCounts
@@ -14,15 +16,16 @@ class Tally:
     """Counts requests and measures rounds.
 
     A round lasts from one moment when the device has no work to the next. It has some steps of a
-    sweep, a decode pass, or both.
+    sweep, a decode pass, or both. One that builds graphs is no measure of others.
     """
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
+    def __init__(self, costs: Costs, n_built: Callable[[], int]) -> None:
+        """n_built: returns how many graphs were built so far."""
+        self.costs, self._n_built = costs, n_built
         self._ended = Counter[str]()
         self._sums = Counter[str]()
         self._prompt_s = self._decode_s = 0.0
-        self._since, self._n_steps = time.perf_counter(), 0
+        self.begin_round()
 
     @property
     def counts(self) -> ServiceCounts:
@@ -33,17 +36,18 @@ class Tally:
 
     def begin_round(self) -> None:
         """Note that the device has no work, and that the time until now does not count."""
-        self._since, self._n_steps = time.perf_counter(), 0
+        self._since, self._steps = time.perf_counter(), list[SweepStep]()
+        self._built = self._n_built()
 
-    def stepped(self) -> None:
+    def stepped(self, step: SweepStep) -> None:
         """Note that a step of a sweep was enqueued."""
-        self._n_steps += 1
+        self._steps.append(step)
 
     def end_round(self, n_rows: int = 0) -> None:
         """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass."""
-        now = time.perf_counter()
-        seconds, n_steps = now - self._since, self._n_steps
-        self.costs.note_round(n_steps, n_rows, seconds)
+        seconds, n_steps = time.perf_counter() - self._since, len(self._steps)
+        if self._built == self._n_built():
+            self.costs.note_round(self._steps, n_rows, seconds)
         pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
         prompt_s = seconds - pass_s if n_steps else 0.0
         self._prompt_s += prompt_s
@@ -51,15 +55,16 @@ class Tally:
         if n_rows:
             self._sums["passes"] += 1
             self._sums["pass_rows"] += n_rows
-        self._since, self._n_steps = now, 0
+        self.begin_round()
 
-    def end_short(self) -> None:
-        """Note that the device has read a short prompt."""
+    def end_piece(self, n_rows: int) -> float:
+        """Note that the device has read a piece of a prompt; return what it took in seconds."""
         seconds = time.perf_counter() - self._since
-        if not self._n_steps:
-            self.costs.note_short(seconds)
+        if not self._steps and self._built == self._n_built():
+            self.costs.note_piece(n_rows, seconds)
         self._prompt_s += seconds
         self.begin_round()
+        return seconds
 
     def ended(self, answer: Answer, reason: str) -> None:
         """Count a request that has ended."""

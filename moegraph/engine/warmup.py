@@ -18,7 +18,7 @@ from ..runner import AnyRunner, Batch, NotFinite
 
 _N_PASSES = 3
 # Plain passes, of which the fastest counts. How far apart the tokens of rows are.
-_N_TIMED, _APART = 2, 7919
+_N_TIMED, _APART = 3, 7919
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,13 @@ def _time_width(runner: AnyRunner, n_rows: int) -> float:
     """Return the seconds of a chain's pass whose graphs exist, greedy or not."""
     captures, tokens = runner.device.can.streams, _tokens(runner, n_rows)
     chain = Batch.verify(tokens, (0,), greedy=True)
-    n_passes = _N_PASSES if captures else 1
-    paths = range(1, n_rows + 1) if captures else (1, n_rows)
-    seconds = [_timed(runner, chain, n) for n in paths for _ in range(n_passes)]
+    paths = range(1, n_rows + 1) if captures else [n_rows]
+    seconds = [_timed(runner, chain, n) for n in paths for _ in range(_N_PASSES)]
     if captures:
         draws = np.full((n_rows, DRAW_WORDS), -1, dtype=np.int32)
         draws[:, :1] = 0
         raced = Batch.verify(tokens, (0,), draws=draws)
-        for _ in range(n_passes):
+        for _ in range(_N_PASSES):
             _timed(runner, raced, 1)
     return min(seconds)
 

@@ -30,6 +30,8 @@ from .inputs import PassInputs
 from .rows import gathered_rows
 
 _ALIGN = 64  # words
+# Chunks that a sweep may have beyond the fewest: those beside other requests are short.
+_MORE_CHUNKS = 512
 
 
 def kv_length(state: State, n_used: int) -> int:
@@ -56,7 +58,7 @@ class _Sizes:
         self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0
         # every chunk is rounded up
-        self.n_chunks = -(-n_rows // max_rows) + 64
+        self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
         self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
         self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
 

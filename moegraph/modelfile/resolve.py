@@ -47,6 +47,15 @@ def resolve_target(
     return path
 
 
+def resolve_draft(name: str) -> Path:
+    """Return the path of a drafter: hf:OWNER/REPO[:QUANT], or a file or folder.
+
+    Raises:
+        ConfigError, ModelFileError: as in `resolve_target`, of a name on a hub.
+    """
+    return get_model(parse_hub_name(name)) if is_hub_name(name) else Path(name)
+
+
 def is_shipped(path: str | os.PathLike[str]) -> bool:
     """Return whether path is a shipped model; shipped models complete code and cannot chat."""
     return Path(path).parent == _MODELS

@@ -11,12 +11,13 @@ from ..kinds import SHORT_PROMPT
 from ..modelfile import ModelFile
 from ..modelfile.draftfile import DraftFile, open_drafter
 from ..modelfile.hparams import HParams
-from ..modelfile.resolve import shipped_drafter
+from ..modelfile.resolve import resolve_draft, shipped_drafter
 from ..modelfile.summary import kv_bytes_per_layer
 from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,
+    MAX_PAGED_ROWS,
     MTP_ROWS,
     MTP_TAKEN,
     PAGE,
@@ -44,12 +45,11 @@ _N_DRAFT = 15
 def with_drafts(config: EngineConfig) -> EngineConfig:
     """Return settings whose `spec` and `n_draft` say what an engine does.
 
-    `auto` takes no memory for the drafts of several sequences.
+    `auto` drafts no more than all sequences may draft in one pass: with too many of them nothing.
     """
-    spec = config.spec
-    if spec == "auto" and config.n_seq > 1:
-        spec = "off"
-    if config.budget == 1:
+    spec, most = config.spec, MAX_PAGED_ROWS // config.n_seq - 1
+    is_shared = spec == "auto" and config.n_seq > 1
+    if config.budget == 1 or (is_shared and most < 1):
         spec = "off"
     if spec == "off" or config.n_draft:
         return replace(config, spec=spec)
@@ -58,6 +58,8 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
         n_draft = config.budget - 1
     if config.ddtree:
         n_draft = min(config.ddtree_budget, MAX_VERIFY_ROWS - 1)
+    if is_shared:
+        n_draft = min(n_draft, most)
     return replace(config, spec=spec, n_draft=n_draft)
 
 
@@ -72,8 +74,8 @@ def open_draft_file(model: ModelFile, config: EngineConfig, stack: ExitStack) ->
     """
     if config.spec not in ("auto", "dflash"):
         return None
-    path = config.draft or shipped_drafter(model.path)
-    if not path:
+    path = resolve_draft(config.draft) if config.draft else shipped_drafter(model.path)
+    if path is None:
         return None
     file = stack.enter_context(closing(open_drafter(path)))
     file.require_target(model)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InternalError, NativeError
+from ..errors import ConfigError, InternalError, NativeError
 from ..ggml.device import Device
 from ..ggml.free_memory import host_memory
 from ..ggml.handles import Context, closed_on_failure
@@ -49,7 +49,13 @@ class EmbeddingTable:
         Raises:
             NativeError: there is too little host memory, or it cannot be pinned.
             ModelFileError: the file is shorter than its header says.
+            ConfigError: graphs of the device cannot read host memory.
         """
+        if not device.can.host_access:
+            raise ConfigError(
+                f"the MTP block drafts where the last layer is, and {device.name} cannot read "
+                "embeddings in host memory; name a device of this machine last, or draft otherwise"
+            )
         self._parts: list[Any] = []
         self.pinned_bytes = 0
         if not device.can.own_memory:

@@ -34,6 +34,7 @@ class TapRows:
         self.words: Tensor
         self.layers: tuple[int, ...] = ()
         self.n_rows = 0
+        self._offsets: dict[int, int] = {}  # first bytes of taps
 
     def reserve(self, layers: Sequence[int], n_rows: int) -> None:
         """Have later graphs keep these taps, of passes of up to n_rows rows.
@@ -62,6 +63,7 @@ class TapRows:
             self.words = words
         self._buffer, self._context = larger, context
         self.layers, self.n_rows = wanted, n_rows
+        self._offsets = {il: self.offset(il) for il in wanted}
 
     @property
     def n_bytes(self) -> int:
@@ -93,7 +95,7 @@ class TapRows:
 
     def copy(self, il: int, row: int, n: int, to: Tensor, to_row: int) -> None:
         """Enqueue a copy of rows [row, row + n) of tap il to F32 [n_embd, ...], from to_row on."""
-        size, source = 4 * self._hp.n_embd, self.offset(il)
+        size, source = 4 * self._hp.n_embd, self._offsets[il]
         C.mg_copy_bytes(
             self._device.compute.ptr, self.words, source + size * row, to, size * to_row, size * n
         )

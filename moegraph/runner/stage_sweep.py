@@ -27,7 +27,7 @@ from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
 from ..graphs.chunk import kv_length
-from ..kinds import SHORT_PROMPT, Kind
+from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
 from .sweep_batch import Chunk, SweepBatch
@@ -68,26 +68,25 @@ class StageSweep:
         self._n_enqueued = 0
         self.n_done = 0
 
-    def run(self, part: list[Chunk], is_last: bool) -> Iterator[bool]:
-        """Enqueue all layers for a part of the prompt, whose rows are here; yield between steps.
+    def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
+        """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
 
         is_last: no part comes after this one.
         """
         work = self._layers(part)
         is_long = len(part) > 1 or not is_last or self.batch.max_rows > 0
         n_ahead = _AHEAD if is_long else MAX_AHEAD
-        while True:
+        step = next(work, None)
+        while step:
+            yield step
             self._enter()
             pace = self._s.paces[self._n_enqueued % n_ahead]
             if pace:
                 pace.wait()
-            more = next(work, None) is not None
+            step = next(work, None)
             if pace:
                 C.ggml_backend_event_record(pace.ptr, self._s.device.compute.ptr)
             self._n_enqueued += 1
-            if not more:
-                break
-            yield True
         if is_last and self._s.residency is not None:
             self._s.residency.end_pass(0.0)
 
@@ -105,7 +104,7 @@ class StageSweep:
             misses.begin_pass(self._plan)
         self._is_entering = False
 
-    def _layers(self, part: list[Chunk]) -> Iterator[bool]:
+    def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s, last = self._s, part[-1]
         s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
         for il in s.stage.layers:
@@ -144,9 +143,15 @@ class StageSweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
-    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
+    def _step(self, il: int, chunk: Chunk) -> SweepStep:
+        if self._s.stage.hp.is_recurrent(il):
+            return SweepStep("recurrent", chunk.n)
+        return SweepStep("attention", chunk.n, kv_length(self._state, chunk.first + chunk.n))
+
+    def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
             start = time.perf_counter()
             n_kv = self._load(il, at, chunk)
             built = s.graphs.layer(il, chunk.n, n_kv)
@@ -159,15 +164,15 @@ class StageSweep:
             if at == 0:
                 self._record_books()
             self.n_done += 1
-            yield True
 
-    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[bool]:
+    def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
         k = s.stage.hp.n_expert_used
         ids = s.memory.ids[turn, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
         waiting: tuple[int, Chunk, npt.NDArray[np.int32]] | None = None
         for at, chunk in enumerate(part):
+            yield self._step(il, chunk)
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, s.cache_table(il).copy()
             if at == 0:
@@ -176,22 +181,23 @@ class StageSweep:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
             self.n_done += 1
-            yield True
+        yield SweepStep("experts", n_rows)  # what comes now waits for the last chunk
         if waiting:
             self._ask(il, ids, absent, *waiting)
         missing = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
         self._send_ahead(il + 1)
-        for group in self._groups(il, len(part)):
+        for i, group in enumerate(self._groups(il, len(part))):
+            if i:
+                yield SweepStep("experts", n_rows)
             self._use(il, group, missing, ids, part)
             self._send_ahead(il + 1)
-            yield True
         n_asked, n_chosen = len(self._crossing.asked(il)), missing.n_experts
         self._forecast.note(n_chosen, n_asked - n_chosen)
         self._crossing.leave(il)
         if s.sums_last:
             for chunk in part:
+                yield SweepStep("sum", chunk.n)
                 self._sum(il, chunk)
-                yield True
 
     def _groups(self, il: int, n_chunks: int) -> Iterator[Group]:
         """Yield the groups of a layer as they are to be computed; `_use` gives each back.
@@ -396,7 +402,7 @@ class StageSweep:
             s.memory.inputs.send_draws(draws)
         self._launch(built, "the output head", s.results.reads(built.outputs), 2)
         start = time.perf_counter()
-        C.ggml_backend_synchronize(s.device.compute.ptr)
+        s.device.finish()
         s.spent("wait", start)
         output, finite = s.results.read(kind, n)
         if not finite.all():

@@ -13,12 +13,13 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..errors import Cancelled, NativeError, RequestError
+from ..kinds import SweepStep
 from ..resident.hostcopies import StatesCopy
 from ..resident.snapshots import Snapshot
 from .boundary import Boundary
@@ -39,10 +40,11 @@ def _joined(outputs: Sequence[Output]) -> Output:
 class Sweep:
     """One prompt under way; `Runner.sweep` makes it.
 
-    n_steps, n_done: steps in total as far as is known, and those that are enqueued. output: the
-    results; valid after the last step. saved: the states at the cuts, in host memory; they are
-    complete after the last step, and the caller closes them. n_whole: positions of the sequence
-    that all layers have; those of the last part come with the last step.
+    n_steps, n_done: steps in total as far as is known, and those that are enqueued. upcoming: the
+    next step, from `begin` on; None after the last one. output: the results; valid after the last
+    step. saved: the states at the cuts, in host memory; they are complete after the last step, and
+    the caller closes them. n_whole: positions of the sequence that all layers have; those of the
+    last part come with the last step.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Sweep:
         self.n_past = self.n_whole = sequences.n_past[self.slot]
         memory = each[0].memory
         max_rows = min(batch.max_rows or memory.max_rows, memory.max_rows)
-        chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts)
+        chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts, batch.few_lengths)
         taps = taps or [batch.taps]
         # a drafter takes the taps of one part after another
         self._is_tapped = any(taps[:-1])
@@ -80,6 +82,7 @@ class Sweep:
         ]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
+        self.upcoming: SweepStep | None = None
 
     @property
     def n_done(self) -> int:
@@ -104,6 +107,7 @@ class Sweep:
             except NativeError:  # nothing but this copy depends on it
                 break
         sequences.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
+        self.upcoming = next(self._work, None)
 
     def step(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Enqueue the next step; return whether there are more. After an error call `cancel`.
@@ -117,11 +121,14 @@ class Sweep:
             raise RequestError("the prompt has been computed or cancelled; begin another one")
         if cancelled():
             raise Cancelled("cancelled")
-        return next(self._work, None) is not None
+        self.upcoming = next(self._work, None)
+        return self.upcoming is not None
 
-    def _run(self) -> Iterator[bool]:
+    def _run(self) -> Generator[SweepStep]:
+        """Do all the work; before each step, yield what it is."""
         parts, n = self._parts, len(self._stages)
-        work: list[Iterator[bool] | None] = [None] * n
+        work: list[Iterator[SweepStep] | None] = [None] * n
+        upcoming: list[SweepStep | None] = [None] * n
         begun, ended, outputs = [0] * n, [0] * n, list[Output]()
         while ended[-1] < len(parts):
             for i in reversed(range(n)):
@@ -129,11 +136,14 @@ class Sweep:
                     self._take_rows(i, parts[begun[i]])
                     begun[i] += 1
                     work[i] = self._stages[i].run(parts[begun[i] - 1], begun[i] == len(parts))
-                steps = work[i]
+                    upcoming[i] = next(work[i] or iter(()), None)
+                steps, step = work[i], upcoming[i]
                 if steps is None:
                     continue
-                if next(steps, None) is not None:
-                    yield True
+                if step:
+                    yield step
+                    upcoming[i] = next(steps, None)
+                if upcoming[i]:
                     continue
                 work[i] = None
                 ended[i] += 1
@@ -157,15 +167,16 @@ class Sweep:
             n_rows = part[-1].row + part[-1].n
             self._boundaries[i - 1].copy(source, to, source.nb[1] * n_rows)
 
-    def _results(self, part: list[Chunk], outputs: list[Output]) -> Iterator[bool]:
+    def _results(self, part: list[Chunk], outputs: list[Output]) -> Iterator[SweepStep]:
         """Compute the results of a part, which all layers have."""
         last, head = part[-1], self._stages[-1].head
         self.n_whole = last.first + last.n
         if self.batch.all_rows:
             for chunk in part:
+                yield SweepStep("head", chunk.n)
                 outputs.append(head(chunk.row, chunk.n))
-                yield True
         elif part is self._parts[-1]:
+            yield SweepStep("head", 1)
             outputs.append(head(last.row + last.n - 1, 1))
 
     def _end(self, outputs: list[Output]) -> None:
@@ -184,6 +195,8 @@ class Sweep:
         if not self.is_open:
             return
         sequences = self._sequences
+        self._work.close()  # it holds graphs
+        self.upcoming = None
         for stage in self._stages:
             stage.cancel()
         if self._before:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.clients import Client, serving
 from helpers.stages import Stages, assert_same, batches, new_config
 from helpers.workers import WorkerProcess, working
 
+from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError
 from moegraph.ggml.device import Device
@@ -90,7 +92,8 @@ def test_a_token_takes_few_bytes_and_no_graph_is_sent_twice(
         found.append(link.traffic())
     before, after, n = found[32], found[96], 64
     assert after.n_graphs_sent == before.n_graphs_sent
-    assert after.n_graphs_stored - before.n_graphs_stored == n
+    # a pass may be on its way when its predecessor's token is told
+    assert abs(after.n_graphs_stored - before.n_graphs_stored - n) <= 2
     n_bytes = after.n_sent + after.n_received - before.n_sent - before.n_received
     assert 0 < n_bytes / n <= 64 * KiB
 
@@ -226,3 +229,68 @@ def test_the_library_is_loaded_only_for_a_worker() -> None:
         "assert not any(name.startswith('moegraph.link.') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("layers", ["first", "last", "all"])
+def test_drafted_text_and_acceptance_are_those_of_one_device(
+    worker: WorkerProcess, layers: str
+) -> None:
+    """The drafter is beside the last layer, wherever that is, and reads taps of all layers."""
+    found = []
+    devices = {"first": f"{worker.url},cpu", "last": f"cpu,{worker.url}", "all": worker.url}
+    for device in ("cpu", devices[layers]):
+        config = EngineConfig(
+            device=device, n_threads=1, n_ctx=512, n_ubatch=64, spec="dflash", ddtree=True
+        )
+        with Engine.load("tiny", config) as engine:
+            ids = engine.tokenizer.encode(
+                "def fibonacci(n):\n    if n < 2:\n        return n\n" * 4
+            )
+            tokens = [e.token for e in engine.generate(ids, max_tokens=20)]
+            stats = engine.spec_stats()
+            assert stats
+            report = stats.report()
+            found.append((tokens, report["drafted"], report["accepted"]))
+    assert found[0] == found[1] and found[0][2] > 5
+
+
+def test_the_mtp_block_is_not_beside_layers_on_a_worker(
+    worker: WorkerProcess, open_engine: Callable[..., Engine]
+) -> None:
+    """It reads embeddings in host memory: refused if asked for, else drafts go without it."""
+    with pytest.raises(ConfigError, match="name a device of this machine last"):
+        open_engine("mini35b", device=f"cpu,{worker.url}", spec="mtp")
+    found = []
+    for device in ("cpu", f"{worker.url},cpu"):
+        engine = open_engine("mini35b", device=device, spec="mtp", ddtree=True)
+        ids = np.arange(60, dtype=np.int32)
+        events = list(engine.generate(ids, max_tokens=12, text=False, ignore_eos=True))
+        stats = engine.spec_stats()
+        assert stats
+        found.append(([e.token for e in events], stats.report()["drafted"]))
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+def test_requests_are_answered_as_on_one_device(
+    worker: WorkerProcess, open_engine: Callable[..., Engine]
+) -> None:
+    """Several sequences, snapshots of states and prefixes."""
+    found = []
+    for device in ("cpu", f"cpu,{worker.url}"):
+        engine = open_engine("mini35b", device=device, n_seq=3, deterministic=True)
+        with serving(engine) as service:
+            clients = [Client(service, list(range(n)), max_tokens=12) for n in (1, 40, 130, 5, 130)]
+            for client in clients:
+                client.wait()
+        found.append([client.tokens for client in clients])
+    assert found[0] == found[1]
+
+
+def test_trace_says_that_choices_on_a_worker_are_not_read(tmp_path: Path) -> None:
+    args = ["trace", "tiny", "-p", "x", "-o", str(tmp_path / "x.trace")]
+    done = subprocess.run(
+        [sys.executable, "-m", "moegraph", *args, "--device", "cpu,rpc://127.0.0.1:1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "choices of experts on rpc://127.0.0.1:1 are not read" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -229,7 +230,10 @@ def test_a_device_that_fails_again_and_again_ends_the_service(open_engine: Open)
             time.sleep(0.001)
         with faulty("mg_launch", 1, FAULTS["mg_launch"][0]) as library:
             library._at = _Always()
-            clients = [running, *(Client(service, [n], max_tokens=100) for n in range(8))]
+            clients = [running]
+            with suppress(ServiceClosed):  # it may have failed by then
+                for n in range(8):
+                    clients.append(Client(service, [n], max_tokens=100))
             for client in clients:
                 assert client.wait().reason == "error"
         assert service.failure and not service.is_ready
@@ -418,7 +422,7 @@ def test_chunks_beside_other_requests_do_not_change_an_answer(
     engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
     chunks: list[int] = []
     real = engine.passes.begin_prompt
-    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, least, n: most // 4)
+    monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, *given: most // 4)
     monkeypatch.setattr(
         engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
     )
@@ -429,6 +433,35 @@ def test_chunks_beside_other_requests_do_not_change_an_answer(
     assert chunks == [0, 64]
     single = open_engine(n_ctx=1024, cpu_reference=True)
     assert second.tokens == alone(single, second.request)[0]
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_a_prompt_of_medium_length_is_read_in_pieces_beside_a_long_one(
+    open_engine: Open, settings: dict[str, Any]
+) -> None:
+    engine = open_engine(n_seq=3, n_ctx=2048, n_ubatch=64, cpu_reference=True, **settings)
+    with serving(engine) as service:
+        long = Client(service, prompt(engine, 1800), max_tokens=3)
+        while not long.steps and not service._loop._answers.sweeping:
+            time.sleep(0.001)
+        chats = [
+            Client(service, prompt(engine, n, seed=n), max_tokens=6, marks=(n // 2,))
+            for n in (33, 200, 90)
+        ]
+        for chat in chats:
+            chat.wait()
+        assert not long.tokens
+        # what was computed up to a mark is kept
+        again = Client(service, [*chats[1].request.prompt[:100], 5, 6, 7], max_tokens=4).wait()
+        assert again.last.usage.n_cached == 100
+        gone = Client(service, prompt(engine, 500, seed=9), max_tokens=4)
+        gone.ticket.cancel()
+        assert gone.wait().reason == "cancelled"
+        long.wait()
+    engine.state.pool.check()
+    single = open_engine(n_ctx=2048, cpu_reference=True)
+    for client in (*chats, again, long):
+        assert client.tokens == alone(single, client.request)[0]
 
 
 def test_a_cancelled_prompt_leaves_what_its_earlier_sweeps_have_read(open_engine: Open) -> None:

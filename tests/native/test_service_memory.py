@@ -102,7 +102,7 @@ def test_without_host_memory_the_youngest_request_ends_with_an_error(
 
     with serving(engine) as service:
         monkeypatch.setattr(engine.copies, "swap_out", refuse)
-        clients = [Client(service, prompt(engine, 250, seed=i), max_tokens=600) for i in range(2)]
+        clients = [Client(service, prompt(engine, 20, seed=i), max_tokens=900) for i in range(2)]
         assert clients[1].wait().reason == "error"
         assert clients[0].wait().reason == "length"
 

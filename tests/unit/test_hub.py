@@ -16,10 +16,11 @@ import pytest
 from helpers.fake_hub import COMMIT, FakeHub
 from huggingface_hub import constants, file_download
 
+from moegraph.cli.options import build_config
 from moegraph.errors import ConfigError, ModelFileError
 from moegraph.modelfile.hub import download, get_model
 from moegraph.modelfile.hubnames import HubName, choose_files, parse_hub_name, quant_of
-from moegraph.modelfile.resolve import resolve_target
+from moegraph.modelfile.resolve import resolve_draft, resolve_target
 
 REPO = "some-one/Model-GGUF"
 DATA = bytes(range(256)) * 40_000  # 10 MB, more than one piece of a download
@@ -154,6 +155,19 @@ def test_a_model_is_downloaded_once(hub: FakeHub, tmp_path: Path) -> None:
     assert huggingface_hub.try_to_load_from_cache(REPO, FILE) == str(path)
     hub.seen.clear()
     assert get_model(HubName(REPO)) == path and hub.seen == []
+
+
+def test_a_drafter_may_be_on_a_hub_too(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    config = build_config({"draft": f"hf:{REPO}"})
+    assert Path(config.draft).read_bytes() == DATA and config.spec == "auto"
+    assert "downloading Model-Q4_K_M.gguf" in capsys.readouterr().err
+    hub.seen.clear()
+    assert resolve_draft(f"hf:{REPO}") == Path(config.draft) and hub.seen == []
+    assert resolve_draft("a/folder") == Path("a/folder")
+    with pytest.raises(ModelFileError, match="no file with the quantization Q9_9"):
+        build_config({"draft": f"hf:{REPO}:Q9_9"})
+    with pytest.raises(ConfigError, match="names no model on a hub"):
+        build_config({"draft": "hf:nobody"})
 
 
 def test_a_download_that_is_cut_goes_on_where_it_stopped(hub: FakeHub) -> None:

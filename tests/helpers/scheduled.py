@@ -1,0 +1,182 @@
+"""A model of an engine that does what a scheduler says; its times are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moegraph.engine.scheduler import (
+    Begin,
+    Decode,
+    Piece,
+    Preempt,
+    Read,
+    Rest,
+    Restore,
+    Scheduler,
+    Work,
+)
+from moegraph.kinds import SweepStep
+
+SHORT = 32
+LAYERS = 4
+
+
+class Machine:
+    """A device without streams that does what a scheduler says; times are made up.
+
+    Requests are names; their prompts have so many rows, their answers so many tokens. pass_s: a
+    decode pass. step_s: a step of a sweep, of 40 rows; step_of: of other kinds. piece_s: a pass
+    over a piece of a prompt, by its rows.
+    """
+
+    def __init__(
+        self, n_slots: int = 4, n_waiting: int = 100, pass_s: float = 0.01, step_s: float = 0.003
+    ) -> None:
+        self.scheduler = Scheduler[str](n_slots, n_waiting)
+        self.pass_s = pass_s
+        self.step_of: Callable[[SweepStep], float] = lambda step: step_s * step.n_rows / 40
+        self.piece_s: Callable[[int], float] = lambda n_rows: 2 * pass_s
+        self.now = 0.0
+        self.n_rows: int | None = None  # of KV memory in all; None: enough for everything
+        self.rows: dict[str, int] = {}  # of requests with a slot
+        self.swapped: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}
+        self.n_rest: dict[str, int] = {}  # rows of prompts that are not read
+        self.left: dict[str, int] = {}  # tokens of the answer
+        self.steps: dict[str, list[SweepStep]] = {}  # of the sweep under way
+        self.most_rows = 40  # of a chunk
+        self.log: list[tuple[float, str, tuple[str, ...]]] = []
+        self.tokens: dict[str, list[float]] = {}
+
+    def add(self, name: str, n_prompt: int, n_tokens: int) -> None:
+        self.scheduler.add(name)
+        self.prompts[name] = self.n_rest[name] = n_prompt
+        self.left[name], self.tokens[name] = n_tokens, []
+
+    def turn(self) -> Work[str]:
+        """Do one piece of work."""
+        scheduler = self.scheduler
+        work = scheduler.next(lambda name: self.n_rest[name], self.fits)
+        if isinstance(work, Begin):
+            self.begin(work.key)
+        elif isinstance(work, Preempt):
+            self.preempt(work.key)
+        elif isinstance(work, Restore):
+            self.spend("restore", work.key, seconds=0.001)
+            self.rows[work.key] = self.swapped.pop(work.key)
+            scheduler.is_read(work.key)
+        elif isinstance(work, Read):
+            self.read(work.key, work.seconds)
+        elif isinstance(work, Piece):
+            self.piece(work.key, work.n_rows)
+        elif isinstance(work, Decode):
+            self.decode(list(work.keys))
+        return work
+
+    def read(self, name: str, seconds: float) -> None:
+        """Run steps as `Reading.read` does."""
+        costs, steps, done = self.scheduler.costs, self.steps[name], []
+        expected_s = costs.step_s
+        took_s = expected_s or 0.0
+        while steps:
+            done.append(steps.pop(0))
+            costs.upcoming = steps[0] if steps else None
+            if not steps or not costs.is_measured(steps[0]):
+                break
+            if took_s + (costs.step_s or 0.0) > seconds:
+                break
+            took_s += costs.step_s or 0.0
+        really_s = sum(self.step_of(step) for step in done)
+        self.spend("read", name, seconds=really_s)
+        costs.note_round(done, 0, really_s)
+        self.n_rest[name] = sum(step.n_rows for step in steps) // LAYERS
+        if not steps:
+            del self.steps[name]
+            self.draw(name)
+        self.scheduler.swept(self.n_rest[name], None if expected_s is None else took_s)
+
+    def piece(self, name: str, n_rows: int) -> None:
+        seconds = self.piece_s(n_rows)
+        self.spend("piece", name, seconds=seconds)
+        self.scheduler.costs.note_piece(n_rows, seconds)
+        self.n_rest[name] -= n_rows
+        if not self.n_rest[name]:
+            self.draw(name)
+        self.scheduler.took_piece(seconds)
+
+    def decode(self, names: list[str]) -> None:
+        while names and self.n_rows is not None and self.n_used + len(names) > self.n_rows:
+            name = self.scheduler.youngest
+            assert name is not None
+            self.preempt(name)
+            names.remove(name)
+        if not names:
+            return
+        self.spend("decode", *names, seconds=self.pass_s)
+        self.scheduler.costs.note_round((), len(names), self.pass_s)
+        self.scheduler.decoded(len(names))
+        for name in names:
+            self.rows[name] += 1
+            self.draw(name)
+
+    @property
+    def n_used(self) -> int:
+        return sum(self.rows.values())
+
+    def fits(self, name: str) -> bool:
+        n = self.swapped.get(name, self.prompts[name])
+        return self.n_rows is None or self.n_used + n + 1 + len(self.rows) <= self.n_rows
+
+    def preempt(self, name: str) -> None:
+        self.spend("preempt", name, seconds=0.001)
+        self.swapped[name] = self.rows.pop(name)
+        self.scheduler.preempted(name)
+
+    def begin(self, name: str) -> None:
+        self.rows[name] = n = self.prompts[name]
+        self.spend("begin", name, seconds=0.0)
+        if n <= SHORT or self.steps:
+            self.scheduler.in_pieces(name)
+            return
+        costs, n_busy = self.scheduler.costs, len(self.rows) - 1
+        n_rows = costs.chunk_rows(self.most_rows, 8, n_busy, n) if n_busy else self.most_rows
+        chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
+        self.steps[name] = [self.step(il, at, rows) for il in range(LAYERS)
+                            for at, rows in enumerate(chunks)]  # fmt: skip
+        costs.upcoming = self.steps[name][0]
+        self.scheduler.began(name, n)
+
+    def step(self, il: int, at: int, n_rows: int) -> SweepStep:
+        if il % 2:
+            return SweepStep("attention", n_rows, (at + 1) * n_rows)
+        return SweepStep("recurrent", n_rows)
+
+    def draw(self, name: str) -> None:
+        """Draw a token; the first one ends the prompt."""
+        if not self.tokens[name]:
+            self.scheduler.is_read(name)
+        self.tokens[name].append(self.now)
+        self.left[name] -= 1
+        if not self.left[name]:
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        self.scheduler.end(name)
+        for books in (self.rows, self.swapped, self.steps):
+            books.pop(name, None)
+
+    def spend(self, what: str, *names: str, seconds: float) -> None:
+        self.now += seconds
+        self.log.append((self.now, what, names))
+
+    def run(self, n: int = 100_000) -> None:
+        """Work until nothing is left."""
+        for _ in range(n):
+            if isinstance(self.turn(), Rest):
+                return
+        raise AssertionError("the work never ends")
+
+    def longest_gap(self, name: str) -> float:
+        """Return the longest time between two tokens of a request."""
+        at = self.tokens[name]
+        return max(b - a for a, b in zip(at, at[1:]))

@@ -1,0 +1,72 @@
+"""What work takes, as learned from rounds; the sizes of chunks and pieces that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from moegraph.engine.costs import PIECES, Costs
+from moegraph.kinds import SweepStep
+
+
+def layer(n_rows: int, n_kv: int = 0) -> SweepStep:
+    return SweepStep("attention" if n_kv else "recurrent", n_rows, n_kv)
+
+
+def test_chunks_of_a_prompt_are_shorter_where_a_step_would_take_too_long() -> None:
+    costs = Costs()
+    assert costs.chunk_rows(2048, 32, 8, 9000) == 2048  # no pass to be beside
+    costs.note_round((), 8, 0.005)
+    assert costs.chunk_rows(2048, 32, 8, 9000) == 32  # nothing is known of steps
+    costs.note_round([layer(2048)] * 100, 0, 0.5)  # 5 ms a step
+    assert costs.chunk_rows(2048, 32, 8, 9000) == 1024
+    assert costs.chunk_rows(2048, 1100, 8, 9000) == 2048
+    assert costs.chunk_rows(300, 160, 8, 9000) == 300
+    costs.note_round([layer(2048, 4096)] * 10, 0, 0.05)
+    assert costs.chunk_rows(2048, 32, 8, 4000) == 1024
+    assert costs.chunk_rows(2048, 32, 8, 9000) == 256  # four times as many positions
+    costs.note_round((), 32, 1.0)
+    assert costs.chunk_rows(2048, 32, 32, 9000) == 2048
+
+
+def test_a_step_is_taken_to_cost_what_similar_ones_do_until_it_is_measured() -> None:
+    costs = Costs()
+    assert costs.of_step(layer(32)) is None
+    costs.note_round([layer(32)], 0, 0.004)
+    assert costs.is_measured(layer(32)) and not costs.is_measured(layer(32, 1024))
+    assert costs.of_step(layer(8)) == costs.of_step(layer(8, 1024)) == pytest.approx(0.001)
+    costs.note_round([layer(32, 1024)], 0, 0.004)
+    assert costs.of_step(layer(32, 2048)) == pytest.approx(0.008)
+    assert costs.of_step(layer(32, 512)) == pytest.approx(0.004)
+    assert costs.of_step(SweepStep("head", 1)) is None
+
+
+def test_rows_of_pieces() -> None:
+    costs = Costs()
+    assert costs.piece_rows(500, 1.0) == costs.piece_rows(500, 0.0) == PIECES[0]
+    costs.note_piece(32, 0.01)
+    assert costs.piece_rows(500, 0.02) == 128  # a guess: four times the rows, twice the time
+    costs.note_piece(128, 0.03)
+    assert costs.piece_rows(500, 0.02) == 32
+    assert costs.piece_rows(500, 0.03) == 128
+    assert costs.piece_rows(90, 0.03) == 90
+    assert costs.piece_rows(500, 0.001) == 500  # nothing fits: 60 ms for all, by a guess
+    costs.note_piece(500, 0.2)
+    assert costs.piece_rows(500, 0.001) == 128
+
+
+def test_costs_of_steps_beside_a_pass() -> None:
+    costs, steps = Costs(), [layer(32)] * 5
+    costs.upcoming = steps[0]
+    assert costs.pass_s(3) is costs.step_s is None
+    costs.note_round(steps, 2, 0.03)  # nothing is known of a pass: all of it counts as one
+    costs.note_round((), 2, 0.01)
+    assert costs.step_s is None and 0.01 < (costs.pass_s(1) or 0.0) < 0.03
+    for _ in range(100):
+        costs.note_round((), 2, 0.01)
+        costs.note_round((), 8, 0.02)
+        costs.note_round(steps, 2, 0.03)
+    assert costs.pass_s(2) == pytest.approx(0.01)
+    assert costs.step_s == pytest.approx(0.004)
+    assert (costs.pass_s(1), costs.pass_s(4), costs.pass_s(100)) == (
+        costs.pass_s(2), costs.pass_s(2), costs.pass_s(8),
+    )  # fmt: skip
