@@ -144,6 +144,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
         "ModelFileError": 3,
         "UnsupportedModel": 3,
         "NativeError": 4,
+        "DeviceLost": 4,
         "OutOfDeviceMemory": 4,
         "Cancelled": 130,
         "InternalError": 1,
