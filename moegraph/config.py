@@ -155,8 +155,8 @@ class EngineConfig:
         "size",
         "auto",
         ("--vram",),
-        "Limit of the device memory that moegraph uses, such as 8GiB, or one for each device, such "
-        "as 8GiB,12GiB. auto: the free memory, less a margin.",
+        "Limit of the memory that moegraph uses of each device, such as 8GiB, or different ones, "
+        "such as 8GiB,12GiB. auto: the free memory, less a margin.",
         metavar="SIZE,...|auto",
         group="Expert",
     )

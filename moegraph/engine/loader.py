@@ -222,6 +222,9 @@ class _Loading:
             wider = self._choose_for(more, draft) if len(more) > len(self.devices) else choice
             if wider.plan.resident_share > choice.plan.resident_share:
                 self.devices, choice = more, wider
+            else:
+                for device in more[len(self.devices) :]:
+                    device.close()
         self._warnings += [*(draft.warnings if draft else ()), *choice.notes]
         return choice
 

@@ -11,9 +11,10 @@ from helpers.faults import faulty
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, prefixes
+from moegraph.engine import Engine, devices, prefixes
 from moegraph.errors import Cancelled, ConfigError, NativeError
 from moegraph.events import CancelToken
+from moegraph.ggml.device import Device
 from moegraph.ggml.lib import C
 from moegraph.runner import LayeredRunner, StagedRunner, WholeRunner
 from moegraph.runner.sweep_batch import SweepBatch
@@ -167,3 +168,24 @@ def test_lists_that_do_not_fit_the_devices_are_refused(
 def test_more_devices_than_layers_are_refused(open_engine: Open, no_leak: None) -> None:
     with pytest.raises(ConfigError, match="9 devices for 8 layers"):
         open_engine(device=",".join(["cpu"] * 9))
+
+
+@pytest.mark.parametrize("is_wider", [True, False])
+def test_auto_takes_more_devices_only_if_more_experts_fit(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, no_leak: None, is_wider: bool
+) -> None:
+    """The second device stands for another GPU."""
+    names = ["cpu:1"] if is_wider else []
+    real = devices.open_device
+
+    def opened(name: str, config: EngineConfig) -> Device:
+        device = real("cpu" if name == "cpu:1" else name, config)
+        device.name = name if name == "cpu:1" else device.name
+        return device
+
+    monkeypatch.setattr(devices, "gpu_names", lambda: names)
+    monkeypatch.setattr(devices, "open_device", opened)
+    engine = open_engine(device="auto", vram="238MiB", host_pin="none", n_ubatch=32)
+    assert engine.device_name == ("cpu,cpu:1" if is_wider else "cpu")
+    assert len(engine.stages) == 1 + is_wider
+    engine.close()
