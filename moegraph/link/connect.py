@@ -8,10 +8,11 @@ socketpair.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ..errors import NativeError
 from .address import Address
@@ -78,7 +79,8 @@ def _direct(address: Address, build: Build) -> Connection:
 def _forwarded(address: Address, build: Build) -> Connection:
     """Start a forwarder; it writes what came of the hello to its standard output."""
     ours, theirs = socket.socketpair()
-    job = json.dumps([asdict(address), asdict(build), theirs.fileno()])
+    keys = os.path.abspath(os.path.expanduser(address.keys))
+    job = json.dumps([asdict(replace(address, keys=keys)), asdict(build), theirs.fileno()])
     with theirs:
         forwarder = start_python("moegraph.link.forward", job, theirs, stdout=subprocess.PIPE)
     try:

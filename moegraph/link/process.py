@@ -24,4 +24,5 @@ def start_python(
         stdout=stdout,
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
+        cwd="/",  # Python looks for modules there first
     )

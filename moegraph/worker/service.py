@@ -53,7 +53,7 @@ class Child:
             ConfigError, NativeError: it could not.
         """
         self._ours, theirs = socket.socketpair()
-        cache = str(settings.cache_dir) if settings.cache_dir else None
+        cache = str(settings.cache_dir.absolute()) if settings.cache_dir else None
         job = [settings.devices, settings.n_threads, cache, theirs.fileno()]
         with theirs:
             self.process = start_python("moegraph.worker.child", json.dumps(job), theirs)

@@ -199,6 +199,15 @@ def test_a_client_that_is_killed_leaves_no_process_behind(
         assert not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_keys_are_found_from_the_folder_of_the_engine(
+    worker: WorkerProcess, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forwarder runs elsewhere, where no file can pass for a module."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    Device(url_of(worker, Path(os.path.relpath(keys / "client"))), 1).close()
+
+
 def test_engines_take_the_spelling_with_keys(keys: Path) -> None:
     EngineConfig(device=f"cpu,rpc://10.0.0.2:50052?keys={keys}&timeout=5").validate()
     with pytest.raises(ConfigError):
