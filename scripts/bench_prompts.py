@@ -109,8 +109,8 @@ def predicted(engine: Engine, row: dict[str, Any], whole_s: float) -> float:
     per_byte = misses.link.seconds(at_once) / at_once
     per_byte /= store.packing(store.layers[0]).n_bytes
     link = np.array(row["sent_bytes"] * per_byte * row["link_times"])
-    hidden = whole_s * (1 - min(row["ubatch"], n) / n)
-    return float(sweep_seconds(whole_s, np.array(1 - row["hit_rate"]), link, hidden))
+    first = min(row["ubatch"], n) / n
+    return float(sweep_seconds(whole_s, np.array(1 - row["hit_rate"]), link, first))
 
 
 class Samples:

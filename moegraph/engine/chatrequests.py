@@ -48,6 +48,7 @@ class ChatRequest(DrawSettings):
 
     messages, tools: in OpenAI's form; the last message may be an assistant's, whose text the answer
     then continues. tool_choice: "auto", "none", "required", or the name of a function.
+    inputs: function's name -> Lark grammar that the text of its parameters follows.
     parallel_tool_calls: False to end the answer after one call. variables: for the template, such
     as enable_thinking. reasoning: False to leave reasoning in the text.
     """
@@ -55,6 +56,7 @@ class ChatRequest(DrawSettings):
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = AUTO
+    inputs: Mapping[str, str] = field(default_factory=dict)
     parallel_tool_calls: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning: bool = True
@@ -119,11 +121,12 @@ def answer_grammar(
     if choice not in (AUTO, NONE, REQUIRED):
         tools = [tool for tool in tools if tool["function"]["name"] == choice]
     parallel = chat.parallel_tool_calls and choice in (AUTO, REQUIRED)
-    calls = CallGrammar(tools, is_json, parallel, is_tag)
+    calls = CallGrammar(tools, is_json, parallel, is_tag, chat.inputs)
     if tools and choice not in (AUTO, NONE):
         return "lark", calls.whole(), None
     if asked is None:
         is_strict = any(tool["function"].get("strict") is True for tool in tools)
+        is_strict = is_strict or (bool(chat.inputs) and not is_json)
         return ("lark", calls.after_tag(), CALL) if is_strict and choice == AUTO else None
     if not tools or choice == NONE:
         return asked.kind, asked.source, None

@@ -33,6 +33,11 @@ _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 _MAX_LEXER_STATES = 20_000
 # llguidance makes a state for each remainder, without a limit of its own.
 _MAX_REMAINDERS = 20_000
+# Each optional property of an object is several items of a parser's row, and compiling takes time
+# that grows with their square: 3 s for so many.
+_MAX_OPTIONAL, _ITEMS_PER_ROW = 2_000, 40_000
+# Grammars of which the first uses the others, in llguidance's own form.
+_SEVERAL = '{"grammars":'
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -137,7 +142,9 @@ class _Tokens:
         wrapper = library.TokenizerWrapper(_Tokenize(vocabulary, marked, ends[0]))
         self._tokenizer = library.LLTokenizer(wrapper, eos_token=ends)
         self._limits = library.LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+            max_items_in_row=_ITEMS_PER_ROW,
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
         )
 
     def compile(self, kind: str, text: str) -> Compiled:
@@ -160,11 +167,13 @@ class _Tokens:
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind in ("json_object", "json_schema"):
-            _check_remainders(text)
+            _check_schema(text)
             found: str = self._library.LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": _SPACE}
             )
             return found
+        if kind == "lark" and text.startswith(_SEVERAL):
+            return text
         return str(self._library.grammar_from(kind, text))
 
 
@@ -203,11 +212,12 @@ def _source_text(kind: str, source: Any) -> str:
     return source
 
 
-def _check_remainders(text: str) -> None:
-    """Refuse a JSON schema whose numbers must be multiples of too large a number.
+def _check_schema(text: str) -> None:
+    """Refuse a JSON schema that needs too many states.
 
     Raises:
-        ValueError: it is not JSON, or its multipleOf have too large a common multiple.
+        ValueError: it is not JSON, its multipleOf have too large a common multiple, or an object
+            has too many optional properties.
     """
     try:
         common, left = 1, [json.loads(text, parse_float=Decimal)]
@@ -217,11 +227,26 @@ def _check_remainders(text: str) -> None:
         value = left.pop()
         if isinstance(value, dict):
             common = math.lcm(common, _digits(value.get("multipleOf")))
+            _check_properties(value)
             left += value.values()
         elif isinstance(value, list):
             left += value
         if common > _MAX_REMAINDERS:
             raise ValueError("its multipleOf need too many states; use a rounder number")
+
+
+def _check_properties(schema: dict[str, Any]) -> None:
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict):
+        names = (
+            [one for one in required if isinstance(one, str)] if isinstance(required, list) else []
+        )
+        n = len(properties.keys() - set(names))
+        if n > _MAX_OPTIONAL:
+            raise ValueError(
+                f"an object has {n} optional properties, at most {_MAX_OPTIONAL} are allowed; "
+                "name those that are always there in `required`, or divide the object"
+            )
 
 
 def _digits(number: object) -> int:

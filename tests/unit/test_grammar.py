@@ -193,6 +193,11 @@ class TestRefused:
             ("json_schema", '{"a"', "not valid"),
             ("json_schema", "[" * 100_000, "not valid"),
             ("json_schema", {"type": "integer", "multipleOf": 123456789}, "multipleOf"),
+            (
+                "json_schema",
+                {"properties": {f"{i}": {} for i in range(2001)}, "required": [{}]},
+                "2001 optional properties, at most 2000 are allowed; name those",
+            ),
             ("json_schema", {"type": "number", "multipleOf": 0.0000123457}, "multipleOf"),
             ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 101}]}', "multipleOf"),
             ("json_schema", {"x": {1, 2}}, "not JSON serializable"),
@@ -219,3 +224,10 @@ class TestRefused:
 @pytest.mark.parametrize("step", [0.01, 0.25, 1, 7, 60, 1e6])
 def test_numbers_may_be_multiples_of_round_ones(step: float) -> None:
     begin("json_schema", {"type": "number", "multipleOf": step})
+
+
+def test_an_object_may_have_many_optional_properties() -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    constraint = begin("json_schema", {"type": "object", "properties": properties})
+    take(constraint, '{"p3": 1, "p999": 2}')
+    assert "<|im_end|>" in may_follow(constraint)

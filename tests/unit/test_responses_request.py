@@ -132,6 +132,23 @@ def test_a_tool_of_plain_text_is_a_function_with_one_argument() -> None:
     arguments = found.chat.messages[0]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"input": 'a"\n'}
     assert found.tools.name("patch").kind == "custom"
+    assert found.chat.inputs == {"patch": "start: /a/"}
+
+
+@pytest.mark.parametrize("shape, expected", [
+    ({"type": "text"}, {}),
+    ({"type": "grammar", "syntax": "regex", "definition": "a/b\\/\n"},
+     {"patch": "start: /a\\/b\\/\\n/"}),
+])  # fmt: skip
+def test_grammars_of_plain_text(shape: Any, expected: dict[str, str]) -> None:
+    found = read(tools=[{"type": "custom", "name": "patch", "format": shape}])
+    assert found.chat.inputs == expected
+
+
+def test_a_grammar_of_plain_text_has_a_syntax_and_a_definition() -> None:
+    shape = {"type": "grammar", "syntax": "gbnf", "definition": "root ::= [a]"}
+    with pytest.raises(ApiError, match="lark or regex"):
+        read(tools=[{"type": "custom", "name": "patch", "format": shape}])
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,37 @@ class TestFormat:
     def test_an_answer_that_must_not_end_has_none(self) -> None:
         with pytest.raises(RequestError, match="ignore_eos"):
             Case(format=Format("json_object"), ignore_eos=True)
+
+
+PATCH = {
+    "type": "function",
+    "function": {
+        "name": "patch",
+        "parameters": {"properties": {"input": {"type": "string"}}, "required": ["input"]},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("grammar", "good", "bad"), [
+    ('start: line+\nline: "+" /[a-z]*/ "\\n"', "+a\n+\n", "-a\n"),
+    (r"start: /[0-9]{3}\/x/", "123/x", "12/x"),
+])  # fmt: skip
+def test_the_input_of_a_tool_follows_its_grammar(
+    choice: str, grammar: str, good: str, bad: str
+) -> None:
+    case = Case(tools=[STOP, PATCH], inputs={"patch": grammar}, tool_choice=choice)
+
+    def call(text: str) -> str:
+        return (
+            "<tool_call>\n<function=patch>\n<parameter=input>\n"
+            f"{text}\n</parameter>\n</function>\n</tool_call>"
+        )
+
+    assert case.allows(call(good)) and not case.allows(call(bad))
+    assert case.allows("<tool_call>\n<function=stop>\n</function>\n</tool_call>")
+
+
+def test_a_wrong_grammar_of_an_input_is_an_error() -> None:
+    with pytest.raises(RequestError, match="tools: the grammar"):
+        Case(tools=[PATCH], inputs={"patch": "start: ("})

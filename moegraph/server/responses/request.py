@@ -56,6 +56,7 @@ def read_request(
     chat = ChatRequest(
         messages=conversation.messages,
         tools=allowed.functions,
+        inputs=allowed.inputs,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=_format(body.text.format if body.text else None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,11 +37,13 @@ class ToolName:
 class Tools:
     """The tools of one request.
 
-    functions: in the form of chat completions. names: the function's name -> the client's.
+    functions: in the form of chat completions. names: the function's name -> the client's. inputs:
+    the function's name -> Lark grammar of its input.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     names: dict[str, ToolName] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
 
     def name(self, function: str) -> ToolName:
         """Return what the client calls a function; one it has not named keeps its name."""
@@ -49,7 +52,8 @@ class Tools:
     def only(self, functions: set[str]) -> Tools:
         """Return the tools of these functions."""
         kept = [entry for entry in self.functions if entry["function"]["name"] in functions]
-        return Tools(kept, self.names)
+        inputs = {name: text for name, text in self.inputs.items() if name in functions}
+        return Tools(kept, self.names, inputs)
 
 
 def function_name(name: str, namespace: str | None) -> str:
@@ -78,7 +82,10 @@ def _read_tool(found: Tools, tool: Mapping[str, Any], where: str, namespace: str
         _add(found, _function(function), ToolName(function.name, namespace), where)
     elif kind == "custom":
         custom = read(CustomTool, tool, where)
-        _add(found, _custom(custom), ToolName(custom.name, namespace, "custom"), where)
+        name = ToolName(custom.name, namespace, "custom")
+        _add(found, _custom(custom), name, where)
+        if grammar := _grammar(custom, where):
+            found.inputs[function_name(name.name, namespace)] = grammar
     elif kind == "namespace" and namespace is None:
         group = read(NamespaceTool, tool, where)
         for at, inner in enumerate(group.tools):
@@ -115,6 +122,26 @@ def _custom(tool: CustomTool) -> dict[str, Any]:
         "description": described.strip(),
         "parameters": {"type": "object", "properties": {INPUT: text}, "required": [INPUT]},
     }
+
+
+def _grammar(tool: CustomTool, where: str) -> str | None:
+    """Return the Lark grammar of a tool's input; None: any text.
+
+    Raises:
+        ApiError: the format is not one of OpenAI's.
+    """
+    shape = tool.format or {"type": "text"}
+    kind, syntax, text = kind_of(shape), shape.get("syntax"), shape.get("definition")
+    if kind == "text":
+        return None
+    if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(text, str):
+        refuse(
+            f"{where}.format", "not text, nor a grammar with syntax lark or regex and definition"
+        )
+    if syntax == "lark":
+        return text
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL)
+    return "start: /" + escaped.replace("\n", r"\n") + "/"
 
 
 def read_choice(given: Any, tools: Tools) -> tuple[Tools, str]:

@@ -19,7 +19,8 @@ class CallGrammar:
     """The grammar of the calls that a model may make.
 
     tools: in OpenAI's form. is_json: calls have the older form, with JSON. parallel: whether there
-    may be several. is_token: whether a text is one control token or tag of the vocabulary.
+    may be several. is_token: whether a text is one control token or tag of the vocabulary. inputs:
+    function's name -> Lark grammar of its parameters' texts; a call with JSON follows none.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class CallGrammar:
         is_json: bool,
         parallel: bool,
         is_token: Callable[[str], bool],
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
+        self._inputs = {} if is_json or inputs is None else inputs
         self._functions = [tool["function"] for tool in tools]
         self._tools = Tools(tools)
         self._is_json, self._parallel, self._is_token = is_json, parallel, is_token
@@ -56,7 +59,16 @@ class CallGrammar:
         ]
         for name, function in zip(names, self._functions):
             rules += self._json(name, function) if self._is_json else self._xml(name, function)
-        return "\n".join([*rules, *more, ""])
+        text = "\n".join([*rules, *more, ""])
+        names = [function["name"] for function in self._functions]
+        parts = [
+            (_part(n), self._inputs[one]) for n, one in enumerate(names) if one in self._inputs
+        ]
+        if not parts:
+            return text
+        # each has names of its own
+        inner = [{"name": name, "lark_grammar": grammar} for name, grammar in parts]
+        return dumps({"grammars": [{"name": "calls", "lark_grammar": text}, *inner]})
 
     def _tag(self, tag: str) -> str:
         return tag if self._is_token(tag) else dumps(tag)
@@ -96,6 +108,9 @@ class CallGrammar:
     ) -> list[str]:
         types = self._tools.types(name, key)
         end = dumps(_END_OF_VALUE)
+        if name in self._inputs:
+            n = next(n for n, one in enumerate(self._functions) if one["name"] == name)
+            return [f"{rule}: @{_part(n)} {end}"]
         words = schema.get("enum") if isinstance(schema, Mapping) else None
         if types == STRING and isinstance(words, Sequence) and words:
             return [f"{rule}: ({' | '.join(dumps(str(word)) for word in words)}) {end}"]
@@ -103,6 +118,11 @@ class CallGrammar:
             return [f"{rule}: text"]
         whole = {**schema, **_definitions(root), **_LOOSE}
         return [f"{rule}: {rule}_json {end}", f"{rule}_json: %json {dumps(whole)}"]
+
+
+def _part(n: int) -> str:
+    """Return the name of the grammar of a function's input."""
+    return f"input_{n}"
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
