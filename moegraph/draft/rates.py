@@ -107,7 +107,8 @@ class Acceptance:
 
     def hopes(self) -> list[float]:
         """Return the rates as high as they may well be, by how often each was observed."""
-        found, inferred = [], self._prior
+        found: list[float] = []
+        inferred = self._prior
         for hits, seen in zip(self._hits, self._seen):
             rate = (hits + _PRIOR * inferred) / (seen + _PRIOR)
             # a depth that was not observed is inferred from what is hoped of the one before it
