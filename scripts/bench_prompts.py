@@ -33,6 +33,7 @@ from _kernels import profiled
 
 from moegraph import Engine, EngineConfig
 from moegraph.placement.prompttime import sweep_seconds
+from moegraph.runner import Runner
 
 
 def parser() -> bench.Parser:
@@ -70,7 +71,8 @@ def engine_for(args: Any, setting: str) -> Engine:
 
 def phases_of(engine: Engine) -> dict[str, float]:
     """Return the seconds of each phase, summed since the engine was loaded."""
-    return engine.runner.sweeps.phases if engine.runner.sweeps else {}
+    runner = engine.runner
+    return runner.sweeps.phases if isinstance(runner, Runner) and runner.sweeps else {}
 
 
 def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
