@@ -114,7 +114,7 @@ class Controller:
         """Begin another text: costs stay known, acceptance counts less."""
         for drafter in self._ranked:
             drafter.acceptance.forget(_KEPT_BEGIN)
-            drafter.n_known = min(drafter.n_known, KNOWN // 2)
+            drafter.n_known = min(drafter.n_known, KNOWN - 1)
         self._interval = self._since_trial = _INTERVAL
         self._n_steps = min(self._n_steps, _FIRST_PLAIN)
 

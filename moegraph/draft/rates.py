@@ -107,10 +107,13 @@ class Acceptance:
 
     def hopes(self) -> list[float]:
         """Return the rates as high as they may well be, by how often each was observed."""
-        found, inferred = [], self._prior
+        found: list[float] = []
+        inferred = self._prior
         for hits, seen in zip(self._hits, self._seen):
             rate = (hits + _PRIOR * inferred) / (seen + _PRIOR)
-            rate += _HOPE * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
+            # a depth that was not observed is inferred from what is hoped of the one before it
+            known = seen / (seen + 1.0) if found else 1.0
+            rate += _HOPE * known * math.sqrt(rate * (1.0 - rate) / (seen + _PRIOR))
             found.append(min(max(rate, _LOW), _HIGH))
             inferred = found[-1] * _DEEPER
         return found
