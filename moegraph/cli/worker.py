@@ -100,6 +100,12 @@ def worker(
     The engine names them with --device, for example `moegraph run --device
     cuda:0,rpc://127.0.0.1:50052`. A client that has been let in can do with this process what it
     likes: lend devices to nobody who may not run programs here.
+
+    \b
+    Examples:
+      moegraph worker
+      moegraph worker --new-keys keys
+      moegraph worker --device cuda:0 --listen 0.0.0.0:50052 --keys keys/worker
     """
     if new_keys:
         _make_keys(new_keys)
