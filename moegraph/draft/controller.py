@@ -33,6 +33,8 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
 # Plain steps before the first draft, so that there is something to compare with. Of two times the
 # smaller one counts, because graphs are built in the first.
 _FIRST_PLAIN = 2
+# Plain steps of texts until statistics rely on their time, if one was measured before them.
+_SETTLED = 6
 # Both accounts: what they begin with, and their limit, in plain steps; their share of all time, and
 # that while drafting is clearly faster by all that is known, so that bad luck is soon forgotten.
 _CREDIT, _MOST_CREDIT = 4.0, 12.0
@@ -94,6 +96,7 @@ class Controller:
         self._interval = _INTERVAL
         self._plain_value = 0.0
         self._n_steps = 0
+        self._n_unsure = 0  # plain steps until their time is one of texts, not one before the first
         self._recorder = Recorder()
         self._first_times = FirstTimes()
 
@@ -177,7 +180,7 @@ class Controller:
             self.passes.calibrate(n_rows, seconds)
             self._first_times.know(n_rows)
         self.widths.have(verify_s)
-        self._n_steps = _FIRST_PLAIN
+        self._n_steps, self._n_unsure = _FIRST_PLAIN, _SETTLED
         self._account_s = self._trials_s = _CREDIT * plain_s
         self._plan()
 
@@ -322,7 +325,7 @@ class Controller:
     def observe(self, step: Step) -> None:
         """Learn from a step, and plan the next ones."""
         if self.settings.is_timed:
-            self._recorder.add(step, self.passes.plain_s)
+            self._recorder.add(step, 0.0 if self._n_unsure else self.passes.plain_s)
         else:
             self._recorder.add(step, 0.0)
             step = self._by_law(step)
@@ -331,7 +334,7 @@ class Controller:
             step = self._learn(step)
         elif step.seconds:
             self.passes.observe_plain(step.seconds, step.n_missing)
-            self._since_plain = 0
+            self._since_plain, self._n_unsure = 0, max(self._n_unsure - 1, 0)
         self._since_trial = 0 if step.is_trial else self._since_trial + 1
         if step.seconds:
             self._book(step, plain_s)

@@ -119,7 +119,7 @@ def open_speculation(
         experts = Experts(hp.n_layer, hp.n_expert, hp.n_expert_used, miss_s)
     captures = runner.device.can.streams
     controller = open_controller(drafters, config, max_rows, experts, captures)
-    if times:
+    if times and not controller.settings.is_fixed:
         controller.calibrate(times.plain, times.verify)
     speculation = Speculation(drafters, controller, hp.n_vocab, max_rows)
     if misses:
