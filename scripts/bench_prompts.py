@@ -33,6 +33,7 @@ from _kernels import profiled
 
 from moegraph import Engine, EngineConfig
 from moegraph.placement.prompttime import sweep_seconds
+from moegraph.runner import Runner
 
 
 def parser() -> bench.Parser:
@@ -70,7 +71,8 @@ def engine_for(args: Any, setting: str) -> Engine:
 
 def phases_of(engine: Engine) -> dict[str, float]:
     """Return the seconds of each phase, summed since the engine was loaded."""
-    return engine.runner.sweeps.phases if engine.runner.sweeps else {}
+    runner = engine.runner
+    return runner.sweeps.phases if isinstance(runner, Runner) and runner.sweeps else {}
 
 
 def sample(engine: Engine, n: int, depth: int, seed: int) -> dict[str, Any]:
@@ -109,8 +111,8 @@ def predicted(engine: Engine, row: dict[str, Any], whole_s: float) -> float:
     per_byte = misses.link.seconds(at_once) / at_once
     per_byte /= store.packing(store.layers[0]).n_bytes
     link = np.array(row["sent_bytes"] * per_byte * row["link_times"])
-    hidden = whole_s * (1 - min(row["ubatch"], n) / n)
-    return float(sweep_seconds(whole_s, np.array(1 - row["hit_rate"]), link, hidden))
+    first = min(row["ubatch"], n) / n
+    return float(sweep_seconds(whole_s, np.array(1 - row["hit_rate"]), link, first))
 
 
 class Samples:

@@ -27,6 +27,7 @@ from moegraph.draft.drafter import Draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.stats import SpecStats
 from moegraph.draft.tree import DDTree, TreeDrafter, best_leaves
+from moegraph.draft.watch import Watched
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
 
@@ -80,6 +81,9 @@ class Fixed:
 
     def observe_shared(self, n_seqs: int, seconds: float) -> None:
         """Learn nothing: there is one sequence."""
+
+    def observe_watched(self, watched: Watched) -> None:
+        """Learn nothing: every draft is verified."""
 
     def shape(self, plan: Plan, draft: Draft) -> Shape:
         """Return which tokens of a draft get a row."""

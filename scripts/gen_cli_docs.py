@@ -76,6 +76,8 @@ RUN_JSON = {
     "`host_mapped_bytes` (parts of the file that are read in place), and the device memory of each "
     "part",
     "experts": "what the expert cache did, see below; null in mode whole",
+    "stages": "one for each device: `device`, `layers` (the first, and the one after the last), "
+    "`mode`, `n_slots`, `resident_share` (of the experts of these layers), `device_peak_bytes`",
     "profile": "path, class, tokens, whether it was written, and why not; null without a profile, "
     "or if no expert can be missing",
     "spec": "what was drafted, see below; null if nothing drafts",
@@ -137,7 +139,9 @@ PLAN_JSON = {
     "slot_bytes_by_layer": "bytes of one expert of each layer",
     "machine, trace": "name of the machine; the routing trace as `moegraph trace --json` has it",
     "budgets[]": "one for each --vram: `budget_bytes`, `refusal` (null or one line), "
-    "`upstream_n_cpu_moe`, `n_ubatch`, `plan`, `predicted`, `prompts`, `drafters`",
+    "`upstream_n_cpu_moe`, `n_ubatch`, `cards`, `plan`, `predicted`, `prompts`, `drafters`",
+    "budgets[].cards[]": "empty for one card, else of each `budget_bytes`, `layers` (first, and "
+    "the one after the last), `resident_share`, `left_over`",
     "budgets[].plan": "`n_slots_by_layer`, `full_layers`, `all_resident`, `resident_share`, "
     "`host_bytes` (host memory for the experts of layers that are not full), and `bytes` on the "
     "device by purpose, which add up to the budget",

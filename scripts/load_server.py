@@ -10,8 +10,9 @@ such places are counted, and their margin must be small; sampled answers are com
 mode only.
 
 Exits with 1 if an answer is lost or wrong, a wrong body is not refused with 4xx, a replaced value
-leads to 5xx, the server still waits for requests at the end, or its memory grows by more than
---grows MiB after the first quarter of the time.
+leads to 5xx, the server still waits for requests at the end, or its memory, without the beginnings
+of prompts that it keeps up to a cap, grows by more than --grows MiB after the first quarter of the
+time.
 
     scripts/load_server.py tiny --device cpu --reference --seconds 600
     scripts/load_server.py 35b.gguf -np 16 --clients 32 -- --spec mtp
@@ -49,8 +50,9 @@ WORDS = (
     "def class return if else for in import from self value name list dict index None True not "
     '( ) : , . = == + - [ ] { } \n 0 1 2 "text" print range len append i j x y'
 ).split(" ")
-# Margin of log probabilities below which rounding may decide between two tokens.
-_MARGIN = 0.1
+# Margin of log probabilities below which rounding may decide between two tokens; see
+# docs/correctness.md.
+_MARGIN = 0.5
 _JSON = {"content-type": "application/json"}
 # How a client behaves: weight of each way.
 WAYS = {"stream": 6, "whole": 3, "leaves": 2, "slow": 1, "malformed": 1, "fuzzed": 1}
@@ -73,14 +75,10 @@ class Wanted:
         """Whether the likeliest token is always taken."""
         return bool(self.body["temperature"] == 0)
 
-    def margin_at(self, n_same: int) -> float:
-        """Return the margin at the token where a text parts that has n_same characters equal."""
-        end = 0
-        for piece, margin in zip(self.pieces, self.margins):
-            end += len(piece)
-            if end > n_same:
-                return margin
-        return 0.0
+    def margin_where(self, pieces: list[str]) -> float:
+        """Return the margin at the first token at which another answer's tokens differ."""
+        pairs = zip(pieces, self.pieces, self.margins)
+        return next((margin for other, ours, margin in pairs if other != ours), 0.0)
 
 
 @dataclass
@@ -149,14 +147,15 @@ class Load:
             await (self._malformed() if way == "malformed" else self._fuzzed())
             return
         body = {**wanted.body}
-        if self._rng.random() < 0.5:
-            del body["logprobs"]
+        if self._is_reference and self._rng.random() < 0.5:
+            del body["logprobs"]  # otherwise they tell where an answer parts
         if way == "whole":
             answer = await self._http.post("/v1/completions", json=body)
             if answer.status_code == 429:
                 await self._refused(answer)
                 return
-            self._compare(wanted, answer.json()["choices"][0]["text"], way)
+            found = answer.json()["choices"][0]
+            self._compare(wanted, found["text"], _pieces(found), way)
             return
         await self._stream(wanted, body, way)
 
@@ -182,7 +181,7 @@ class Load:
         await asyncio.sleep(min(float(answer.headers["retry-after"]), 2.0))
 
     async def _stream(self, wanted: Wanted, body: dict[str, Any], way: str) -> None:
-        text, n_left = "", self._rng.randrange(1, 10)
+        text, pieces, n_left = "", list[str](), self._rng.randrange(1, 10)
         start = before = time.perf_counter()
         async with self._http.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
             if s.status_code == 429:
@@ -200,6 +199,7 @@ class Load:
                 if "error" in piece:
                     raise RuntimeError(piece["error"]["message"])
                 text += piece["choices"][0]["text"]
+                pieces += _pieces(piece["choices"][0])
                 now = time.perf_counter()
                 if way == "slow":
                     await asyncio.sleep(0.2)
@@ -214,24 +214,28 @@ class Load:
         if way != "leaves":
             if not is_done:
                 raise RuntimeError("the stream ended without its last line")
-            self._compare(wanted, text, way)
+            self._compare(wanted, text, pieces, way)
         elif not is_done and self._is_reference and not wanted.text.startswith(text):
             self.result.wrong.append(f"leaves: {text!r} for {wanted.text!r}")
 
-    def _compare(self, wanted: Wanted, text: str, way: str) -> None:
+    def _compare(self, wanted: Wanted, text: str, pieces: list[str], way: str) -> None:
         if text == wanted.text:
             self.result.counts["equal"] += 1
             return
         if not self._is_reference:
             if not wanted.is_greedy:
+                self.result.counts["drawn otherwise"] += 1
                 return
-            pairs = zip(text, wanted.text)
-            n_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(text))
-            margin = wanted.margin_at(n_same)
+            margin = wanted.margin_where(pieces)
             self.result.parted.append(margin)
             if margin <= _MARGIN:
                 return
         self.result.wrong.append(f"{way}: {text[:200]!r} for {wanted.text[:200]!r}")
+
+
+def _pieces(choice: dict[str, Any]) -> list[str]:
+    """Return the texts of an answer's tokens, if it has their probabilities."""
+    return list(choice["logprobs"]["tokens"]) if choice["logprobs"] else []
 
 
 def rss_mib(pid: int) -> float:
@@ -246,26 +250,47 @@ def percentile(values: list[float], share: float) -> float:
     return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-async def run(url: str, pid: int, args: argparse.Namespace) -> tuple[Result, list[float]]:
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of the server, and what of it are beginnings of prompts, which are capped."""
+
+    rss_mib: float
+    prefix_mib: float
+
+    @property
+    def rest_mib(self) -> float:
+        """Return what must not grow."""
+        return self.rss_mib - self.prefix_mib
+
+
+async def memory_of(http: httpx.AsyncClient, pid: int) -> Memory:
+    """Return what a server uses now."""
+    found = re.search(r"^moegraph_prefix_bytes (\S+)", (await http.get("/metrics")).text, re.M)
+    return Memory(rss_mib(pid), float(found[1]) / 2**20 if found else 0.0)
+
+
+async def run(url: str, pid: int, args: argparse.Namespace) -> tuple[Result, list[Memory]]:
     """Put a server under load; return what came of it, and its memory during the time."""
     timeout, limits = httpx.Timeout(600.0), httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as http:
         load, wanted = Load(http, args.reference, args.seed), requests(args.requests, args.seed)
         for one in wanted:
             await load.ask_alone(one)
-        until, memory = time.monotonic() + args.seconds, [rss_mib(pid)]
+        until, memory = time.monotonic() + args.seconds, [await memory_of(http, pid)]
         clients = [asyncio.create_task(load.client(wanted, until)) for _ in range(args.clients)]
         while time.monotonic() < until:
             await asyncio.sleep(args.seconds / 40)
-            memory.append(rss_mib(pid))
+            memory.append(await memory_of(http, pid))
         await asyncio.gather(*clients)
         return load.result, memory
 
 
-def report(result: Result, memory: list[float], grows: float) -> int:
+def report(result: Result, memory: list[Memory], grows: float) -> int:
     """Print what came of it; return the exit status."""
     settled = memory[len(memory) // 4]
-    growth = max(memory[-3:]) - settled
+    growth = max(one.rest_mib for one in memory[-3:]) - settled.rest_mib
+    times = {"first": memory[0], "settled": settled, "middle": memory[len(memory) // 2],
+             "last": memory[-1]}  # fmt: skip
     lines = {
         "requests": dict(result.counts),
         "wrong": result.wrong[:10],
@@ -274,9 +299,8 @@ def report(result: Result, memory: list[float], grows: float) -> int:
                               for p in (50, 90, 99)},
         "first_token_ms": {f"p{p}": round(percentile(result.first_s, p / 100), 1)
                            for p in (50, 99)},
-        "memory_mib": {"first": memory[0], "settled": settled,
-                       "middle": memory[len(memory) // 2], "last": memory[-1],
-                       "most": max(memory)},
+        "memory_mib": {name: [round(one.rss_mib), round(one.rest_mib)]
+                       for name, one in times.items()},
     }  # fmt: skip
     for name, value in lines.items():
         print(f"{name}: {json.dumps(value)}")

@@ -11,7 +11,9 @@ from ..errors import ConfigError, OutOfDeviceMemory
 from ..units import GiB, MiB, format_bytes, format_share
 
 if TYPE_CHECKING:
+    from ..placement.draftchoice import Choice
     from ..placement.planner import Footprint, Plan
+    from ..placement.split import StagePlan
 
 # Device memory that a CUDA driver takes for itself, if it was not measured.
 RESERVE_BYTES = 512 * MiB
@@ -31,7 +33,8 @@ class Budget:
     """A budget in bytes, and its plan or the reason why it has none.
 
     n_cpu_layers: the -ncmoe with which upstream would fit into the same budget. n_ubatch: prompt
-    tokens that are computed at a time.
+    tokens that are computed at a time. cards: the budget of each card, if there are several;
+    n_bytes and reserve are then those of all. stages: the layers of each, and its plan.
     """
 
     n_bytes: int
@@ -40,6 +43,13 @@ class Budget:
     n_cpu_layers: int | None
     n_ubatch: int
     refusal: str = ""
+    cards: tuple[int, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Return the budget in words."""
+        return " + ".join(map(format_bytes, self.cards or (self.n_bytes,)))
 
 
 def default_budgets(need: Footprint, config: EngineConfig, reserve: int) -> list[int]:
@@ -97,6 +107,34 @@ def plan_budget(
     return Budget(n_bytes, reserve, plan, upstream, n_rows)
 
 
+def plan_cards(cards: Sequence[int], reserve: int, choice: Choice | None, refused: str) -> Budget:
+    """Return the budget of several cards, of each of which the driver takes `reserve` bytes.
+
+    choice: how they are divided, or None with the reason.
+    """
+    n, each = sum(cards), len(cards) * reserve
+    if choice is None:
+        return Budget(n, each, None, None, 0, refused, tuple(cards))
+    return Budget(
+        n, each, choice.plan, None, choice.n_ubatch, cards=tuple(cards), stages=choice.stages
+    )
+
+
+def card_rows(budget: Budget) -> list[tuple[str, ...]]:
+    """Return what each of several cards holds: layers, experts, slots of a layer, bytes left."""
+    return [
+        (
+            f"{at}: {format_bytes(n)}", f"{stage.layers.start} to {stage.layers.stop - 1}",
+            format_share(stage.plan.resident_share), slots_text(stage.plan),
+            format_bytes(stage.plan.margin or 0),
+        )
+        for at, (n, stage) in enumerate(zip(budget.cards, budget.stages), 1)
+    ]  # fmt: skip
+
+
+CARD_HEADER = "card", "layers", "their experts", "slots a layer", "left over"
+
+
 def memory_rows(budget: Budget) -> list[tuple[str, str]]:
     """Return what takes device memory; the rows add up to the budget. Empty without a plan."""
     if budget.plan is None:
@@ -148,7 +186,7 @@ def refusals(budgets: Sequence[Budget]) -> list[str]:
         if group:
             # The largest of these budgets stands for all that fail for the same reason.
             largest = max(group, key=lambda b: b.n_bytes)
-            others = ", ".join(format_bytes(b.n_bytes) for b in group if b is not largest)
+            others = ", ".join(b.title for b in group if b is not largest)
             lines.append(largest.refusal + (f" (nor does it fit into {others})" if others else ""))
     return lines
 
@@ -161,6 +199,15 @@ def budget_fields(budget: Budget) -> dict[str, Any]:
         "refusal": budget.refusal or None,
         "upstream_n_cpu_moe": budget.n_cpu_layers,
         "n_ubatch": budget.n_ubatch,
+        "cards": [
+            {
+                "budget_bytes": n,
+                "layers": [stage.layers.start, stage.layers.stop],
+                "resident_share": round(stage.plan.resident_share, 5),
+                "left_over": stage.plan.margin,
+            }
+            for n, stage in zip(budget.cards, budget.stages)
+        ],
         "plan": None if plan is None else {
             "n_slots_by_layer": list(plan.n_slots),
             "full_layers": list(plan.pinned),

@@ -248,6 +248,9 @@ def _show(report: dict[str, Any], checks: list[Check]) -> None:
         (f"device {device['device']}", f"{device['description']}, {_free_line(device)}")
         for device in report["devices"]
     ]
+    gpus = [device["device"] for device in report["devices"] if device["kind"] == "cuda"]
+    if len(gpus) > 1:
+        rows.append(("together", f"--device {','.join(gpus)} divides a model's layers over them"))
     ui.table(rows)
 
 

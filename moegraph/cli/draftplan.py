@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from ..placement.drafters import Sources
     from ..placement.planner import Demand, Footprint
 
-Chooser = Callable[[int], "Choice | None"]
+Chooser = Callable[[Sequence[int]], "tuple[Choice | None, str]"]
 HEADER = ("budget", "drafter", "memory", "experts displaced", "drafting", "nothing drafted")
 
 
 def chooser(
-    model: ModelFile, config: EngineConfig, demand: Demand | None, stack: ExitStack
-) -> Chooser:
-    """Return what decides, for a budget in device bytes, what drafts; None if nothing fits.
+    model: ModelFile, config: EngineConfig, demand: Demand | None, stack: ExitStack,
+    shares: tuple[float, ...] | None = None,
+) -> Chooser:  # fmt: skip
+    """Return what divides budgets in device bytes, one or several cards', and says what drafts.
 
-    config: after `with_drafts`. stack: gets the call that closes the drafter's file.
+    Where nothing fits it returns None, and the reason.
+
+    config: after `with_drafts`. stack: gets the call that closes the drafter's file. shares: of the
+    layers that several cards get; None: the planner chooses.
 
     Raises:
         ConfigError, ModelFileError, UnsupportedModel: the settings name a drafter that there is
@@ -35,16 +39,20 @@ def chooser(
     """
     from ..placement.draftchoice import Room, choose
     from ..placement.drafters import open_draft_file, sources_of
+    from ..placement.split import Place
 
     draft, n_ctx = open_draft_file(model, config, stack), config.n_ctx or model.hparams.n_ctx_train
     sources_of(model, config, draft)
 
-    def choice_of(n_bytes: int) -> Choice | None:
-        room = Room(max(n_bytes, 0), demand=demand)
+    def choice_of(budgets: Sequence[int]) -> tuple[Choice | None, str]:
+        names = [f"--vram of card {at + 1}" for at in range(len(budgets))]
+        names = names if len(budgets) > 1 else ["--vram"]
+        places = [Place(max(n, 0), name) for n, name in zip(budgets, names)]
+        mine = shares if len(places) > 1 else None
         try:
-            return choose(model, config, n_ctx, draft, room)
-        except (ConfigError, OutOfDeviceMemory):
-            return None
+            return choose(model, config, n_ctx, draft, Room.of(places, True, demand, mine)), ""
+        except (ConfigError, OutOfDeviceMemory) as error:
+            return None, str(error)
 
     return choice_of
 
@@ -57,13 +65,13 @@ def plain_need(model: ModelFile, config: EngineConfig) -> Callable[[int], Footpr
     return lambda n_rows: needed_bytes(model, replace(config, n_ubatch=n_rows), n_ctx)
 
 
-def draft_row(n_bytes: int, choice: Choice) -> tuple[str, ...]:
+def draft_row(title: str, choice: Choice) -> tuple[str, ...]:
     """Return the cells of a budget."""
     price = choice.price
     if price is None:
-        return (format_bytes(n_bytes), *[ui.NONE] * (len(HEADER) - 1))
+        return (title, *[ui.NONE] * (len(HEADER) - 1))
     return (
-        format_bytes(n_bytes), " + ".join(_names(choice.sources)), format_bytes(price.n_bytes),
+        title, " + ".join(_names(choice.sources)), format_bytes(price.n_bytes),
         f"{price.n_slots:,}", f"{price.drafting:.2f}x", f"{price.idle:.3f}x",
     )  # fmt: skip
 

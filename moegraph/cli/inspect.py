@@ -8,6 +8,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,13 +19,17 @@ from ..errors import ModelFileError, RequestError, UnsupportedModel
 from ..units import format_bytes, format_count, parse_bytes
 from . import options, ui
 from .budget import (
+    CARD_HEADER,
     RESERVE_BYTES,
     Budget,
     budget_fields,
+    card_rows,
     memory_rows,
     plan_budget,
+    plan_cards,
     resident_text,
 )
+from .draftplan import chooser
 from .target import target_argument
 
 if TYPE_CHECKING:
@@ -53,7 +58,8 @@ _TEMPLATE = "tokenizer.chat_template"
 @click.option("--template", "with_template", is_flag=True, help="Print only the chat template.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE",
-    help="Show what fits into this much device memory, such as 8 (in GiB) or 512MiB; repeatable.",
+    help="Show what fits into this much device memory, such as 8 (in GiB) or 512MiB, or into "
+    "several cards, such as 8,12; repeatable.",
 )  # fmt: skip
 @click.option(
     "-c",
@@ -107,7 +113,7 @@ def inspect(
       moegraph inspect model.gguf --key general.name
       moegraph inspect model.gguf --check
     """
-    sizes = [parse_bytes(size, unit="g") for size in vram]
+    sizes = [[parse_bytes(one, unit="g") for one in size.split(",")] for size in vram]
     if not 0 <= n_ctx <= 1 << 22:
         raise RequestError(f"n_ctx is {n_ctx} (-c/--ctx-size); allowed: 0 to {1 << 22}")
     if key is not None and with_template:
@@ -131,8 +137,10 @@ def inspect(
         _inspect(model, globs, _budgets(model, config, sizes), config, with_check, as_json)
 
 
-def _budgets(model: ModelFile, config: EngineConfig, sizes: Sequence[int]) -> list[Budget]:
-    """Ask the planner about budgets, as `moegraph plan` does."""
+def _budgets(
+    model: ModelFile, config: EngineConfig, sizes: Sequence[Sequence[int]]
+) -> list[Budget]:
+    """Ask the planner about budgets of one or several cards, as `moegraph plan` does."""
     from ..placement.footprint import needed_bytes
 
     if not sizes:
@@ -142,7 +150,14 @@ def _budgets(model: ModelFile, config: EngineConfig, sizes: Sequence[int]) -> li
         n_ctx = config.n_ctx or model.hparams.n_ctx_train
         return needed_bytes(model, dataclasses.replace(config, n_ubatch=n_rows), n_ctx)
 
-    return [plan_budget(need_of, config, n, RESERVE_BYTES) for n in sizes]
+    with ExitStack() as stack:
+        choice_of = chooser(model, config, None, stack)
+        return [
+            plan_cards(cards, RESERVE_BYTES, *choice_of([n - RESERVE_BYTES for n in cards]))
+            if len(cards) > 1
+            else plan_budget(need_of, config, cards[0], RESERVE_BYTES)
+            for cards in sizes
+        ]
 
 
 def _inspect(
@@ -362,7 +377,9 @@ def _show_tensors(file: GgufFile, globs: Sequence[str]) -> None:
 
 def _show_budget(budget: Budget, n_ctx: int) -> None:
     what = resident_text(budget.plan) if budget.plan else "does not fit"
-    _section(f"In {format_bytes(budget.n_bytes)}, {n_ctx:,} positions: {what}")
+    _section(f"In {budget.title}, {n_ctx:,} positions: {what}")
+    if budget.stages:
+        ui.table(card_rows(budget), CARD_HEADER)
     ui.table(memory_rows(budget) or [(budget.refusal,)])
 
 

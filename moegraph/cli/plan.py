@@ -17,12 +17,15 @@ from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
 from . import options, ui
 from .budget import (
+    CARD_HEADER,
     Budget,
     budget_fields,
+    card_rows,
     default_budgets,
     host_text,
     memory_rows,
     plan_budget,
+    plan_cards,
     refusals,
     slots_text,
 )
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     from ..placement.trace import Trace
 
 _SETTINGS = (
-    "n_ctx", "n_ubatch", "type_k", "type_v", "pin_layers", "cache_slots", "policy", "miss",
+    "n_ctx", "n_ubatch", "type_k", "type_v", "split", "pin_layers", "cache_slots", "policy", "miss",
     "spec", "draft", "draft_vocab",
 )  # fmt: skip
 # Tokens of a generated trace: enough to warm up and to average over.
@@ -78,8 +81,9 @@ def _plan_options(command: Any) -> Any:
     "--vram",
     multiple=True,
     metavar="SIZE",
-    help="Device memory of the card, such as 8 (in GiB) or 8192MiB; repeatable. Default: 6, 8, "
-    "12, 16 and 24; if the model fits into 6, sizes that hold 25 to 100 % of its experts.",
+    help="Device memory of the card, such as 8 (in GiB) or 8192MiB, or of several cards, such as "
+    "8,12; repeatable. Default: 6, 8, 12, 16 and 24; if the model fits into 6, sizes that hold 25 "
+    "to 100 % of its experts.",
 )
 @click.option(
     "--context",
@@ -129,6 +133,7 @@ def plan_command(
     Examples:
       moegraph plan model.gguf
       moegraph plan model.gguf --vram 8 --vram 12 -c 32768 -ctk q8_0 -ctv q8_0
+      moegraph plan model.gguf --vram 12 --vram 8,12
       moegraph plan model.gguf --vram 12 --profile model.gguf.routing.json --routing my.trace
       moegraph plan model.gguf --draft dflash.gguf --draft-vocab 32768
     """
@@ -137,9 +142,14 @@ def plan_command(
     from ..placement.drafters import with_drafts
     from ..placement.identity import router_shape
     from ..placement.profile import read_profile
+    from ..placement.split import shares_of
 
+    shares = shares_of(given.pop("split"))
     config = with_drafts(options.build_config(given))
-    given_sizes = [parse_bytes(size, unit="g") for size in vram]
+    given_sizes = [[parse_bytes(one, unit="g") for one in size.split(",")] for size in vram]
+    for cards in given_sizes:
+        if shares is not None and len(cards) not in (1, len(shares)):
+            raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
     reserve, times = parse_bytes(context), find_machine(machine)
@@ -153,14 +163,17 @@ def plan_command(
             config, parse_policy(config.policy), times, find_sizes(times, trace, need.slot_bytes),
             trace, profile, profile_class,
         )  # fmt: skip
-        sizes = given_sizes or default_budgets(need, config, reserve)
+        sizes = given_sizes or [[n] for n in default_budgets(need, config, reserve)]
         demand = profile.demand().tolist() if profile else None
-        choice_of = chooser(model, config, demand, stack)
+        choice_of = chooser(model, config, demand, stack, shares)
         rows = []
-        for n in sizes:
-            choice = choice_of(n - reserve)
-            beside = choice.need_of if choice else need_of
-            budget = plan_budget(beside, config, n, reserve, demand)
+        for cards in sizes:
+            choice, refused = choice_of([n - reserve for n in cards])
+            if len(cards) > 1:
+                budget = plan_cards(cards, reserve, choice, refused)
+            else:
+                beside = choice.need_of if choice else need_of
+                budget = plan_budget(beside, config, cards[0], reserve, demand)
             found, prompts = _replay(need, budget, job), _prompts(need, budget, job)
             rows.append(_Row(budget, found, prompts, choice))
         if len(rows) == 1 and rows[0].budget.refusal:
@@ -238,7 +251,7 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
     if job.config.spec != "off":
         _show_drafts(rows)
     prompts = [
-        (format_bytes(row.budget.n_bytes), f"{row.budget.n_ubatch}", *prompt_cells(row.prompts))
+        (row.budget.title, f"{row.budget.n_ubatch}", *prompt_cells(row.prompts))
         for row in rows
         if row.prompts
     ]
@@ -247,6 +260,10 @@ def _show(model: ModelFile, need: Footprint, job: _Job, rows: list[_Row]) -> Non
         ui.heading("Prompts, estimated")
         ui.table(prompts, ("budget", "-ub", *prompt_header()))
     if len(rows) == 1:
+        if budgets[0].stages:
+            click.echo()
+            ui.heading("Cards")
+            ui.table(card_rows(budgets[0]), CARD_HEADER)
         click.echo()
         ui.heading("Device memory")
         ui.table(memory_rows(budgets[0]))
@@ -264,10 +281,10 @@ def _show_drafts(rows: list[_Row]) -> None:
     """Print what drafts in each budget, and what `auto` does not load."""
     click.echo()
     ui.heading("Drafters, predicted; speeds beside those without a drafter")
-    ui.table([draft_row(row.budget.n_bytes, row.drafts) for row in rows if row.drafts], HEADER)
+    ui.table([draft_row(row.budget.title, row.drafts) for row in rows if row.drafts], HEADER)
     for row in rows:
         for line in row.drafts.notes if row.drafts else ():
-            ui.note(f"{format_bytes(row.budget.n_bytes)}: {line}")
+            ui.note(f"{row.budget.title}: {line}")
 
 
 def _head(model: ModelFile, need: Footprint, job: _Job) -> list[tuple[str, str]]:
@@ -292,9 +309,9 @@ def _cells(row: _Row, job: _Job) -> list[str]:
     upstream = ui.NONE if budget.n_cpu_layers is None else f"{budget.n_cpu_layers}"
     plan = budget.plan
     if plan is None or found is None:
-        return [format_bytes(budget.n_bytes), *[ui.NONE] * 6, upstream]
+        return [budget.title, *[ui.NONE] * 6, upstream]
     return [
-        format_bytes(budget.n_bytes), format_share(plan.resident_share), f"{len(plan.pinned)}",
+        budget.title, format_share(plan.resident_share), f"{len(plan.pinned)}",
         slots_text(plan), format_bytes(plan.margin or 0), f"{found.hit_rate:.3f}",
         f"{found.tokens_per_s:.0f}" if job.sizes.machine else ui.NONE, upstream,
     ]  # fmt: skip

@@ -111,7 +111,23 @@ def run_report(
         },
         "memory": engine.memory(),
         "experts": expert_report(engine),
+        "stages": stage_report(engine),
     }
+
+
+def stage_report(engine: Engine) -> list[dict[str, Any]]:
+    """Return the device of each stage, its layers from the first to before the last, and memory."""
+    return [
+        {
+            "device": stage.device.name,
+            "layers": [stage.layers.start, stage.layers.stop],
+            "mode": part.mode,
+            "n_slots": sum(stage.n_slots[il] for il in stage.layers),
+            "resident_share": round(planned.plan.resident_share, 5),
+            "device_peak_bytes": stage.device.note_peak(),
+        }
+        for stage, part, planned in zip(engine.stages, engine.runner.parts, engine.stage_plans)
+    ]
 
 
 def expert_report(engine: Engine) -> dict[str, Any] | None:

@@ -6,10 +6,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,8 +16,9 @@ from ..errors import Cancelled, ConfigError
 from ..sampling import SamplingParams
 from ..units import MiB
 from . import options, ui
-from .command import Command, Option
+from .command import Command
 from .filesampling import recommended
+from .serveoptions import server_options
 from .target import target_argument
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from ..server.host import ModelHost
     from ..server.state import ServerState
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SERVER = "Server"
 _SWITCH_S = 0.5e-3
 # Many clients come back to many conversations; the default of llama-server.
 _CACHE_MIB = 8192
@@ -47,143 +44,9 @@ class _Job:
     given: dict[str, Any]
 
 
-def _option(*flags: str, **described: Any) -> Callable[[Decorated], Decorated]:
-    return click.option(*flags, cls=Option, group=_SERVER, **described)
-
-
 @click.command(cls=Command, short_help="Answer clients over HTTP.")
 @target_argument
-@_option(
-    "--host", default="127.0.0.1", show_default=True, metavar="NAME", help="Address to listen on."
-)
-@_option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8080,
-    show_default=True,
-    metavar="N",
-    help="Port to listen on; 0 takes a free one.",
-)
-@_option(
-    "-np",
-    "--parallel",
-    "n_parallel",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    metavar="N",
-    help="Most requests that are computed at a time; others wait. They share the context: "
-    "one request may use all of it.",
-)
-@_option(
-    "--queue",
-    "n_waiting",
-    type=click.IntRange(0, 65536),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Most requests that wait; others are refused with status 429.",
-)
-@_option("-a", "--alias", metavar="NAME", help="Name of the model. Default: its file's name.")
-@_option(
-    "--api-key",
-    "api_keys",
-    multiple=True,
-    metavar="KEY",
-    help="Serve only clients that send this key; repeatable, or several with commas. Other "
-    "users of the machine can read command lines: better use a file, or MOEGRAPH_API_KEY.",
-)
-@_option(
-    "--api-key-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File of keys, one in each line. SIGHUP makes the server read it again.",
-)
-@_option("--insecure-no-key", is_flag=True, help="Let other machines use the server without a key.")
-@_option(
-    "--alias-host",
-    "alias_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Also answer requests whose Host is this name; repeatable.",
-)
-@_option(
-    "--cors-origin",
-    "cors_origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let pages of this origin use the server, such as https://chat.example; repeatable.",
-)
-@_option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "n_predict",
-    type=click.INT,
-    default=-1,
-    metavar="N",
-    show_default=True,
-    help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
-)
-@_option(
-    "--chat-template-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Use this Jinja template instead of the model's own.",
-)
-@_option(
-    "-rea",
-    "--reasoning",
-    type=click.Choice(["on", "off", "auto"]),
-    default="auto",
-    show_default=True,
-    help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
-)
-@_option(
-    "--timeout",
-    "deadline_s",
-    type=click.FloatRange(0.001),
-    metavar="SECONDS",
-    help="End each answer after this time. Default: never.",
-)
-@_option(
-    "--drain",
-    "drain_s",
-    type=click.FloatRange(0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long requests may go on after SIGTERM or Ctrl-C.",
-)
-@_option(
-    "--sleep-idle",
-    "sleep_s",
-    type=click.FloatRange(0.001),
-    metavar="SECONDS",
-    help="Free the model's memory after this time without requests; the next one loads it again.",
-)
-@_option(
-    "--cache-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder for beginnings of prompts that --cache-ram has no room for, and for all of them "
-    "when the server ends. Files of other models or settings there are not used.",
-)
-@_option(
-    "--cache-disk",
-    type=click.IntRange(1, 1 << 24),
-    default=16384,
-    show_default=True,
-    metavar="MIB",
-    help="Most disk space of --cache-dir, in MiB.",
-)
-@_option(
-    "--log-format",
-    type=click.Choice(["text", "json", "off"]),
-    default="text",
-    show_default=True,
-    help="Form of the log on stderr: a line for each request, without prompts and answers.",
-)
+@server_options
 @options.engine_options_but(cache_ram=_CACHE_MIB)
 @options.sampling_options
 def serve(target: str, **given: Any) -> None:

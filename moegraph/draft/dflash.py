@@ -322,7 +322,7 @@ class DFlashDrafter:
         memory.send(n_rows, lengths)
         results: Results = built.outputs
         self._launch(built, f"a draft of {n} tokens", results.reads, results.n_reads)
-        C.ggml_backend_synchronize(self._device.compute.ptr)
+        self._device.finish()
         return results
 
     @staticmethod

@@ -227,7 +227,7 @@ class MtpDrafter:
             self.memory.send_races(race.params.temperature, keys)
         reads, n_reads = built.outputs.reads, len(built.outputs.parts)
         self._launch(built, f"{n} tokens of the MTP block", reads, n_reads)
-        C.ggml_backend_synchronize(self._device.compute.ptr)
+        self._device.finish()
         results: _ChainResults = built.outputs
         if self._block.experts:
             self._block.experts.note(results.parts[2])

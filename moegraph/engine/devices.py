@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from ..config import EngineConfig
 from ..errors import ConfigError, MoegraphError
 from ..ggml.device import Device, gpu_names
-from ..placement.split import Place
+from ..placement.split import LINK_RATE, MEMORY_RATE, Place
 from ..resident.rates import measure_rates
 from ..units import parse_bytes
 
+# Bytes a second out of host memory with two channels.
+_HOST_RATE = 50e9
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
 _MARGIN_BYTES = 256 << 20
 
@@ -63,11 +65,12 @@ def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
         if len(devices) > 1:
             source = f"{source} of {device.name}"
         needs_all = not device.can.host_access
-        if len(set(names)) > 1 and device.can.own_memory and not config.deterministic:
+        rates = MEMORY_RATE, LINK_RATE
+        if not device.can.own_memory:
+            rates = _HOST_RATE, LINK_RATE
+        elif len(set(names)) > 1 and not config.deterministic:
             rates = measure_rates(device)
-            found.append(Place(budget, source, needs_all, rates[0], rates[1]))
-        else:
-            found.append(Place(budget, source, needs_all))
+        found.append(Place(budget, source, needs_all, *rates))
     return found
 
 
@@ -82,17 +85,6 @@ def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:
         return None, "--vram"
     free = device.memory()[0]
     return (free - max(_MARGIN_BYTES, free // 50)) // n_stages, "the memory that is free"
-
-
-def shares_of(config: EngineConfig) -> tuple[float, ...] | None:
-    """Return the shares of --split: plain numbers, or bytes."""
-    if not config.split:
-        return None
-    parts = config.split.split(",")
-    try:
-        return tuple(float(part) for part in parts)
-    except ValueError:
-        return tuple(float(parse_bytes(part, "g")) for part in parts)
 
 
 def joined_name(devices: Sequence[Device]) -> str:

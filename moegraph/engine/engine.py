@@ -51,7 +51,7 @@ Objects = SequenceOf[Mapping[str, Any]]
 
 
 class Engine:
-    """One model, loaded on one device, generating for one sequence at a time.
+    """One model, loaded on its devices, generating for one sequence at a time.
 
     Create it with `Engine.load`. Close it, or use it as a context manager.
 
@@ -99,7 +99,7 @@ class Engine:
         progress: Progress | None = None,
         routing: npt.NDArray[np.int32] | None = None,
     ) -> Engine:
-        """Load a GGUF file, or a shipped model by its name, onto a device.
+        """Load a GGUF file, or a shipped model by its name, onto one or several devices.
 
         progress: called with (stage, bytes done, bytes in total) while loading.
         routing: recorded expert ids, numpy shape [n_steps, n_layer, n_expert_used]; they replace
@@ -119,7 +119,7 @@ class Engine:
         self._profile = loaded.profile
         self._use = ExpertUse(loaded.runner)
         self.n_ctx = loaded.n_ctx
-        self.plan = loaded.plan
+        self.plan, self.stage_plans = loaded.plan, loaded.stage_plans
         self.stages, self.stage = loaded.stages, loaded.stage
         self.devices, self.device = loaded.devices, loaded.stage.device
         self.state = loaded.sequences

@@ -25,13 +25,13 @@ from ..placement.identity import router_shape
 from ..placement.planner import Plan
 from ..placement.profile import profile_path
 from ..placement.profilefile import ProfileFile, open_profile
-from ..placement.split import StagePlan
+from ..placement.split import StagePlan, shares_of
 from ..resident.poolshape import PoolShape
 from ..resident.sequences import Sequences
 from ..resident.stage import Stage, open_stage
 from ..runner import AnyRunner
 from .cputhreads import CpuThreads
-from .devices import joined_name, open_device, open_more, places_of, shares_of
+from .devices import joined_name, open_device, open_more, places_of
 from .drafters import first_widths, open_drafters
 from .runners import open_runners
 from .warmup import PassTimes, time_verify, warm_up
@@ -229,7 +229,7 @@ class _Loading:
         """Return how the memory of these devices is divided; errors as in `_choose`."""
         demand = self._profile.demand if self._profile else None
         is_own = devices[0].can.own_memory
-        shares = shares_of(self.config)
+        shares = shares_of(self.config.split)
         room = Room.of(places_of(devices, self.config), is_own, demand, shares)
         return choose(self.file, self.config, self.n_ctx, draft, room)
 

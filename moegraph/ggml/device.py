@@ -447,6 +447,15 @@ class Device:
         """Enqueue a copy of `size` host bytes from `offset` to a tensor, on the compute stream."""
         C.ggml_backend_tensor_set_async(self.compute.ptr, tensor, host.address(offset), 0, size)
 
+    def finish(self) -> None:
+        """Wait for the stream of graphs, whose results are used now.
+
+        Raises:
+            DeviceLost: as in `check_alive`.
+        """
+        C.ggml_backend_synchronize(self.compute.ptr)
+        self.check_alive()
+
     def synchronize(self) -> None:
         """Wait until all streams are idle; return at once if the device is closed."""
         if self.compute.is_closed:

@@ -17,6 +17,7 @@ from ..modelfile.tensors import require_nextn
 from ..resident.draftlayout import dflash_bytes
 from ..resident.layout import (
     MAX_MTP_DRAFT,
+    MAX_PAGED_ROWS,
     MTP_ROWS,
     MTP_TAKEN,
     PAGE,
@@ -44,12 +45,11 @@ _N_DRAFT = 15
 def with_drafts(config: EngineConfig) -> EngineConfig:
     """Return settings whose `spec` and `n_draft` say what an engine does.
 
-    `auto` takes no memory for the drafts of several sequences.
+    `auto` drafts no more than all sequences may draft in one pass: with too many of them nothing.
     """
-    spec = config.spec
-    if spec == "auto" and config.n_seq > 1:
-        spec = "off"
-    if config.budget == 1:
+    spec, most = config.spec, MAX_PAGED_ROWS // config.n_seq - 1
+    is_shared = spec == "auto" and config.n_seq > 1
+    if config.budget == 1 or (is_shared and most < 1):
         spec = "off"
     if spec == "off" or config.n_draft:
         return replace(config, spec=spec)
@@ -58,6 +58,8 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
         n_draft = config.budget - 1
     if config.ddtree:
         n_draft = min(config.ddtree_budget, MAX_VERIFY_ROWS - 1)
+    if is_shared:
+        n_draft = min(n_draft, most)
     return replace(config, spec=spec, n_draft=n_draft)
 
 

@@ -115,12 +115,7 @@ def make_plan(
         OutOfDeviceMemory: the part without experts does not fit.
     """
     n_layer = need.n_layer
-    for name, value, most in (
-        ("--pin-layers", pin_layers, n_layer),
-        ("--cache-slots", cache_slots, n_layer * need.n_expert),
-    ):
-        if value is not None and not 0 <= value <= most:
-            raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")
+    require_counts(n_layer, need.n_expert, pin_layers, cache_slots)
     # staging is not needed if every layer is full
     is_all = pin_layers == n_layer or (pin_layers is None and cache_slots is None)
     if is_all and (budget is None or need.fixed + need.experts <= budget):
@@ -149,6 +144,22 @@ def make_plan(
             f"{sum(_spread(need, rest, left, None, None))} slots fit"
         )
     return plan
+
+
+def require_counts(
+    n_layer: int, n_expert: int, pin_layers: int | None, cache_slots: int | None
+) -> None:
+    """Check what the user set.
+
+    Raises:
+        ConfigError: a model of so many layers and experts cannot have so many.
+    """
+    for name, value, most in (
+        ("--pin-layers", pin_layers, n_layer),
+        ("--cache-slots", cache_slots, n_layer * n_expert),
+    ):
+        if value is not None and not 0 <= value <= most:
+            raise ConfigError(f"{name} is {value}; allowed for this model: 0 to {most}")
 
 
 def upstream_cpu_layers(need: Footprint, budget: int) -> int | None:

@@ -1,14 +1,15 @@
 """Predict how long prompts take, by residency: an estimate from a few measured times.
 
-A prompt is a sweep (runner/sweep.py). A layer computes all its rows, then those that chose missing
-experts once more, and the link sends each chosen missing expert once, while other chunks of the
-prompt are computed:
+A prompt is a sweep (runner/sweep.py). Rows that chose missing experts are gathered, computed, and
+added again. The link sends each chosen missing expert once, and works beside the device, except
+for a while after a layer's first router has begun to work: what that one will choose is known in
+part only.
 
-    layer = compute + max(rows of missing experts, link - compute of all chunks but the first)
+    layer = max(compute + rows of missing experts, link + pause)
 
 Compute is the time of a prompt with all experts resident, which a machine knows. On an H200 this
-law was within 10 % of prompts of 512 to 8,192 tokens with 60 % of the experts resident, and within
-16 % with 25 % (docs/benchmarks.md).
+law was within 9 % of prompts of 512 to 8,192 tokens with 60 and 25 % of the experts resident, also
+over a link 2 and 4 times slower (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .trace import Trace
 
 # What is predicted unless one asks for other lengths.
 PROMPT_LENGTHS = (512, 2048, 8192)
-# The rows of missing experts are gathered and added again. If all experts are missing, that takes
-# so many times the compute of the layer (H200, 35B-A3B).
-_MISSING_ROWS = 1.2
+# What rows of missing experts take if all experts are missing, and the pause of the link: shares of
+# the compute of a layer, and of its first chunk (H200, 35B-A3B).
+_MISSING_ROWS, _PAUSE = 0.2, 0.1
 # Added to the counts of a trace that is shorter than a prompt: an expert that it never chose may
 # still be chosen.
 _UNSEEN = 0.5
@@ -75,9 +76,9 @@ def estimate_prompt(
         missing = np.where(resident, 0.0, counts).sum(axis=1) / counts.sum(axis=1)
         links = np.array([machine.stream(x) for x in n_sent])
         compute = _compute(machine, n, n_ubatch) / machine.n_layer
-        hidden = compute * (1.0 - min(n_ubatch, n) / n)
         link += float(links.sum())
-        seconds += float(sweep_seconds(compute, missing, links, hidden).sum())
+        first = min(n_ubatch, n) / n
+        seconds += float(sweep_seconds(compute, missing, links, first).sum())
     is_known = machine is not None and machine.prompt is not None
     return PromptEstimate(
         n_tokens, len(parts), round(sent), None if machine is None else link,
@@ -85,13 +86,14 @@ def estimate_prompt(
     )  # fmt: skip
 
 
-def sweep_seconds(compute: float, missing: Floats, link: Floats, hidden: float) -> Floats:
+def sweep_seconds(compute: float, missing: Floats, link: Floats, first: float) -> Floats:
     """Return the seconds of layers, by the law.
 
     compute: of all rows of a layer. missing: share of the choices that miss. link: seconds of
-    sending. hidden: seconds of computing during which experts are sent.
+    sending. first: share of the rows that the first chunk has.
     """
-    return compute + np.maximum(_MISSING_ROWS * missing * compute, link - hidden)
+    pause = np.where(link > 0.0, _PAUSE * first * compute, 0.0)
+    return np.maximum(compute * (1.0 + _MISSING_ROWS * missing), link + pause)
 
 
 def compute_seconds(seconds: float, missing: float, link: float) -> float:
@@ -100,7 +102,8 @@ def compute_seconds(seconds: float, missing: float, link: float) -> float:
     seconds: what it took. missing: the share of the choices that missed, 0 to 1. link: the seconds
     of sending the missing experts.
     """
-    return max(1e-9, min(seconds / (1.0 + _MISSING_ROWS * missing), seconds - link))
+    paused = (seconds - link) / _PAUSE if link > 0.0 else seconds
+    return max(1e-9, min(seconds / (1.0 + _MISSING_ROWS * missing), paused))
 
 
 def _compute(machine: Machine, n: int, n_ubatch: int) -> float:

@@ -16,7 +16,8 @@ from itertools import accumulate
 
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..experts.cost import expected_missing
-from .planner import Demand, Footprint, Plan, make_plan
+from ..units import parse_bytes
+from .planner import Demand, Footprint, Plan, make_plan, require_counts
 
 # Bytes a second, where nothing was measured: only their ratio matters, which is that of _LINK in
 # draftprice.py.
@@ -78,6 +79,8 @@ def split_layers(
     """
     if len(places) > n_layer:
         raise ConfigError(f"{len(places)} devices for {n_layer} layers; name fewer (--device)")
+    n_expert = need_of(0, range(1)).n_expert
+    require_counts(n_layer, n_expert, settings.pin_layers, settings.cache_slots)
     if settings.shares is not None:
         ranges = by_shares(n_layer, settings.shares)
     else:
@@ -105,6 +108,21 @@ def by_shares(n_layer: int, shares: Sequence[float]) -> list[range]:
     return [range(first, stop) for first, stop in zip([0, *ends], ends)]
 
 
+def shares_of(text: str) -> tuple[float, ...] | None:
+    """Return the shares of --split: plain numbers, or bytes; None for an empty text.
+
+    Raises:
+        ConfigError: an entry is neither.
+    """
+    if not text:
+        return None
+    parts = text.split(",")
+    try:
+        return tuple(float(part) for part in parts)
+    except ValueError:
+        return tuple(float(parse_bytes(part, "g")) for part in parts)
+
+
 def plan_stage(
     place: Place, need: Footprint, layers: range, n_layer: int, settings: SplitSettings
 ) -> Plan:
@@ -117,7 +135,7 @@ def plan_stage(
         return total * layers.stop // n_layer - total * layers.start // n_layer
 
     pins, slots = part(settings.pin_layers), part(settings.cache_slots)
-    if slots is not None:
+    if slots is not None and len(layers) < n_layer:  # rounding may exceed a short stage
         slots = min(slots, need.n_expert * len(layers))
     if place.needs_all:
         pins, slots = len(layers), None

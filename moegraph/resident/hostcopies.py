@@ -205,12 +205,18 @@ class HostCopies:
         for part in self._parts:
             self.take_layer(copy, slot, part.device, part.recurrent)
         self.wait()
+        self._check_alive()
         return copy
 
     def wait(self) -> None:
         """Wait until copies that were enqueued are complete."""
         for part in self._parts:
             part.device.synchronize()
+
+    def _check_alive(self) -> None:
+        """Check that what was copied came from all devices; of a lost worker it is zeros."""
+        for part in self._parts:
+            part.device.check_alive()
 
     def put_states(self, copy: StatesCopy, slot: int) -> None:
         """Enqueue that a sequence gets saved states."""
@@ -234,6 +240,7 @@ class HostCopies:
                 target = ffi.from_buffer(part[at : at + n_rows])
                 size = tensor.nb[1]
                 C.ggml_backend_tensor_get(tensor, target, row * size, n_rows * size)
+        self._check_alive()
         return RowsCopy(parts)
 
     def put_rows(self, copy: RowsCopy, skipped: int, slot: int, first: int) -> None:

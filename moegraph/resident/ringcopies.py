@@ -41,6 +41,7 @@ def take(device: Device, rings: DraftRings, slot: int, first: int, n: int) -> Pa
             row += slot * shape.n_rows
             C.ggml_backend_tensor_get(tensor, target, row * size, m * size)
         parts.append(part)
+    device.check_alive()
     return parts
 
 

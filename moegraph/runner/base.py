@@ -233,6 +233,7 @@ class Runner(ABC):
         Raises:
             RequestError: no pass is in flight.
             NotFinite: a logit, or a hidden state before the output matrix, is NaN or infinite.
+            DeviceLost: a worker is gone.
         """
         batch = self._pending
         if batch is None:

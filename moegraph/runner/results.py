@@ -129,7 +129,7 @@ class ResultMemory:
         C.ggml_backend_tensor_get_async(
             compute, head.logits, self._logits.address(), row * 4 * n_vocab, 4 * n_vocab
         )
-        C.ggml_backend_synchronize(compute)
+        self._device.finish()
         return self._logits.array.view(np.float32)
 
     def close(self) -> None:

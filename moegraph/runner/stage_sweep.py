@@ -402,7 +402,7 @@ class StageSweep:
             s.memory.inputs.send_draws(draws)
         self._launch(built, "the output head", s.results.reads(built.outputs), 2)
         start = time.perf_counter()
-        C.ggml_backend_synchronize(s.device.compute.ptr)
+        s.device.finish()
         s.spent("wait", start)
         output, finite = s.results.read(kind, n)
         if not finite.all():

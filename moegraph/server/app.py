@@ -54,7 +54,12 @@ def build_app(state: ServerState, tables: Sequence[RouteTable], guard: Guard) ->
         )  # fmt: skip
     # Errors are answered here: starlette would answer them outside of all middleware, and raise
     # them again.
-    middleware.append(Middleware(Gate, guard=guard, public=public, answer=forms.answer_failure))
+    middleware.append(
+        Middleware(
+            Gate, guard=guard, public=public, answer=forms.answer_failure,
+            held_bytes=state.limits.held_bytes,
+        )
+    )  # fmt: skip
     app = Starlette(
         routes=[route for table in tables for route in table.routes],
         middleware=middleware,

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, forget_frames
+from .errors import RETRY_S, ApiError, forget_frames
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _JSON = "application/json"
@@ -86,11 +86,16 @@ def is_address(name: str) -> bool:
 class Gate:
     """Answer requests that are not let in, or that fail; pass on the others.
 
-    public: paths that need no key. answer: makes the response from a path and an error.
+    public: paths that need no key. answer: makes the response from a path and an error. held_bytes:
+    of the bodies of all requests that are being served; one that is too much is refused.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard, public: frozenset[str], answer: Answer) -> None:
+    def __init__(
+        self, app: ASGIApp, guard: Guard, public: frozenset[str], answer: Answer,
+        held_bytes: int,
+    ) -> None:  # fmt: skip
         self._app = app
+        self._held, self._limit = 0, held_bytes
         self._guard = guard
         self._public = public
         self._answer = answer
@@ -101,6 +106,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         has_begun = False
+        n_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            n_new = len(message.get("body", b""))
+            n_bytes += n_new
+            self._held += n_new
+            if n_new and self._held > self._limit:
+                raise ApiError(
+                    503, "too many large requests are being served", code="too_large_together",
+                    retry_after_s=RETRY_S, headers={"Connection": "close"},
+                )  # fmt: skip
+            return message
 
         async def watched(message: Message) -> None:
             nonlocal has_begun
@@ -110,11 +129,13 @@ class Gate:
         error: Exception | None = self._problem(scope)
         if error is None:
             try:
-                await self._app(scope, receive, watched)
+                await self._app(scope, counted, watched)
             except Exception as failure:
                 if has_begun:
                     raise
                 error = failure
+            finally:
+                self._held -= n_bytes
         if error is not None:
             response = self._answer(scope["path"], error)
             forget_frames(error)

@@ -25,16 +25,21 @@ def keep_small() -> None:
 
 
 def give_back() -> None:
-    """Return free pages of all heaps to the system; takes milliseconds. Any thread may call it."""
+    """Free what only cycles hold, and return the free pages of all heaps to the system.
+
+    Takes milliseconds; any thread may call it.
+    """
+    gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def settle() -> None:
-    """Have Python not look for cycles among the objects that there are now.
+    """Free what only cycles hold, and have Python not look for cycles among what is left.
 
-    These are the modules and the model. To look at all of them takes a tenth of a second, and so
-    Python would also seldom do it for those of requests.
+    That is the modules and the model. To look at all of them takes a tenth of a second, and so
+    Python would also seldom do it for the objects of requests.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -102,11 +102,16 @@ class ModelHost:
 
     async def _bring(self) -> None:
         loop = asyncio.get_running_loop()
-        self._loaded = await loop.run_in_executor(self._thread, self._load)
+        self._loaded = await loop.run_in_executor(self._thread, self._load_settled)
         self.facts = self._loaded.facts
         self._idle_since = time.monotonic()
         if self._state != "closing":
             self._state = "ready"
+
+    def _load_settled(self) -> Loaded:
+        loaded = self._load()
+        heap.settle()
+        return loaded
 
     async def _wake(self) -> None:
         async with self._turn:
@@ -138,7 +143,7 @@ class ModelHost:
             if self._is_idle():
                 await self._sleep()
             elif not self._is_tidy and self._rests_for(_QUIET_S):
-                await self._tidy()
+                await self._tidy(heap.give_back)
 
     def _has_ended(self) -> bool:
         """Return whether the engine has failed, and does not only take very long."""
@@ -155,17 +160,18 @@ class ModelHost:
     def _rests_for(self, seconds: float) -> bool:
         return not self._n_users and time.monotonic() - self._idle_since >= seconds
 
-    async def _tidy(self) -> None:
+    async def _tidy(self, *steps: Callable[[], None]) -> None:
         """Return free memory to the system."""
         self._is_tidy = True
-        await asyncio.get_running_loop().run_in_executor(self._thread, heap.give_back)
+        for step in steps:
+            await asyncio.get_running_loop().run_in_executor(self._thread, step)
 
     async def _sleep(self) -> None:
         async with self._turn:
             if self._is_idle():
                 self._state = "sleeping"
                 await self._unload()
-                await self._tidy()
+                await self._tidy(heap.settle, heap.give_back)
                 log.info("model unloaded after %s idle seconds", self._sleep_s)
 
     async def _unload(self) -> None:

@@ -11,14 +11,16 @@ from ..units import KiB, MiB
 class Limits:
     """Upper bounds of a request; beyond them it is refused with status 400, or 413 for its body.
 
-    body_bytes: of a body. commas: in a body, which bound its values, as many small ones take 30
-    times the memory of their text. messages, tools, stops: how many. stop_chars: of a stop string.
-    grammar_bytes: of a grammar, or of a schema as JSON. depth: of nested objects in schemas and in
-    tools. choices: n. prompts: of one text completion. top_logprobs: per token. body_s: how long a
-    body may take to arrive.
+    body_bytes: of a body. held_bytes: of the bodies of all requests that are being served; then
+    503. commas: in a body, which bound its values, as many small ones take 30 times the memory of
+    their text. messages, tools, stops: how many. stop_chars: of a stop string. grammar_bytes: of a
+    grammar, or of a schema as JSON. depth: of nested objects in schemas and in tools. choices: n.
+    prompts: of one text completion. top_logprobs: per token. body_s: how long a body may take to
+    arrive.
     """
 
     body_bytes: int = 64 * MiB
+    held_bytes: int = 512 * MiB
     commas: int = 1 << 20
     messages: int = 10_000
     tools: int = 1024

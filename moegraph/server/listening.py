@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -20,12 +21,19 @@ from .guards import is_address
 # The head of a request must arrive within this time, so that no one holds connections for nothing.
 HEAD_S = 20.0
 _MAX_HEAD_BYTES = 64 << 10
-_MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 75
 # After the requests have ended, connections get this time to send what is left.
 _LINGER_S = 5
 # A client that takes nothing of an answer for so long has gone, or never will.
 STALL_S = 60.0
+# A machine that vanished does not say so. After these seconds of silence it is asked, as often, at
+# this interval.
+_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,8 +51,9 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _probe(sock)
         sock.bind(address)
-        sock.listen(_MAX_CONNECTIONS)
+        sock.listen(MAX_CONNECTIONS)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -54,6 +63,14 @@ def listen(host: str, port: int) -> socket.socket:
             ) from None
         raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return sock
+
+
+def _probe(sock: socket.socket) -> None:
+    """Have the system find out which clients have vanished; connections inherit it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def url_of(sock: socket.socket, host: str) -> str:
@@ -68,19 +85,34 @@ def url_of(sock: socket.socket, host: str) -> str:
 class PatientProtocol(H11Protocol):
     """Uvicorn's protocol, which also closes connections that hold it for nothing.
 
-    They never complete a request's head, do not end a body that was refused, or do not read.
+    They never complete a request's head, do not end a body that was refused, or do not read. If
+    there are too many connections, the one that has asked nothing for longest gives way.
     """
 
+    _heard_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start to wait for the first request."""
         super().connection_made(transport)
+        self._heard_at = self.loop.time()
         self._await_head()
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        others = [one for one in self.connections if one is not self]
+        idle = [one for one in others if isinstance(one, PatientProtocol) and one._lacks_head()]
+        if idle:
+            min(idle, key=lambda one: one._heard_at).transport.abort()
+        else:
+            self.transport.write(_FULL)
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request."""
+        self._heard_at = self.loop.time()
         super().data_received(data)
         if not self._lacks_head():
             self._stop_waiting()
@@ -155,10 +187,20 @@ class QuietServer(uvicorn.Server):
 
 def web_server(app: Starlette) -> QuietServer:
     """Return uvicorn for an application; it is given its sockets when it serves."""
+    _allow_files()
     config = uvicorn.Config(
         app, http=PatientProtocol, loop="asyncio", ws="none", lifespan="off", log_config=None,
         access_log=False, server_header=False, proxy_headers=False,
-        limit_concurrency=_MAX_CONNECTIONS, timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LINGER_S, h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_LINGER_S,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )  # fmt: skip
     return QuietServer(config)
+
+
+def _allow_files() -> None:
+    """Let the process open what its connections need, and files beside them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MAX_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

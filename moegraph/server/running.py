@@ -16,7 +16,6 @@ from typing import NoReturn
 from starlette.applications import Starlette
 
 from ..errors import MoegraphError, NativeError
-from . import heap
 from .host import ModelHost
 from .listening import QuietServer, web_server
 
@@ -99,7 +98,6 @@ class _Process:
         try:
             await self._load(host)
             if not self._ending.is_set():
-                heap.settle()
                 self._ways.ready()
             some = (ending, serving, watching)
             await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)

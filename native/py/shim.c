@@ -34,6 +34,7 @@ const char * mg_llama_commit(void) {
 
 static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
 static char last_error[512];
+static int  failed_device = -1; // of a CUDA call that failed, after which ggml aborts
 static int  log_verbose;
 
 static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
@@ -45,17 +46,25 @@ static void on_log(enum ggml_log_level level, const char * text, void * user_dat
         return;
     }
     pthread_mutex_lock(&log_lock);
-    snprintf(last_error, sizeof(last_error), "%s", text);
-    last_error[strcspn(last_error, "\n")] = '\0';
+    // the first line of a failed CUDA call says what happened, the next ones where
+    const bool is_where = sscanf(text, " current device: %d", &failed_device) == 1;
+    if (!is_where && (failed_device < 0 || text[0] != ' ')) {
+        snprintf(last_error, sizeof(last_error), "%s", text);
+        last_error[strcspn(last_error, "\n")] = '\0';
+    }
     pthread_mutex_unlock(&log_lock);
 }
 
 // If this returned, ggml_abort would call abort(): a core dump and a bare "Aborted" tell a user nothing.
 static void on_abort(const char * message) {
+    char where[32] = "";
+    if (failed_device >= 0) {
+        snprintf(where, sizeof(where), "cuda:%d: ", failed_device);
+    }
     if (last_error[0] != '\0') {
-        fprintf(stderr, "moegraph: native failure: %.400s: %.500s\n", last_error, message);
+        fprintf(stderr, "moegraph: %snative failure: %.400s: %.500s\n", where, last_error, message);
     } else {
-        fprintf(stderr, "moegraph: native failure: %.900s\n", message);
+        fprintf(stderr, "moegraph: %snative failure: %.900s\n", where, message);
     }
     fflush(stderr);
     _exit(4);

@@ -71,6 +71,8 @@ class FakeEngine:
         self.device_name, self.mode = "cpu", "whole"
         self.config: Any = None
         self.plan = SimpleNamespace(all_resident=True)
+        self.stages = self.stage_plans = ()
+        self.runner = SimpleNamespace(parts=())
         self.calls: list[SimpleNamespace] = []
         self.n_resets = 0
         self.prefixes = SimpleNamespace(n_places=2, n_bytes=3 << 20, prepare=lambda n: None)

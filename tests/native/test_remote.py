@@ -240,7 +240,7 @@ def test_drafted_text_and_acceptance_are_those_of_one_device(
     devices = {"first": f"{worker.url},cpu", "last": f"cpu,{worker.url}", "all": worker.url}
     for device in ("cpu", devices[layers]):
         config = EngineConfig(
-            device=device, n_threads=1, n_ctx=512, n_ubatch=64, spec="dflash", deterministic=True
+            device=device, n_threads=1, n_ctx=512, n_ubatch=64, spec="dflash", ddtree=True
         )
         with Engine.load("tiny", config) as engine:
             ids = engine.tokenizer.encode(
@@ -262,7 +262,7 @@ def test_the_mtp_block_is_not_beside_layers_on_a_worker(
         open_engine("mini35b", device=f"cpu,{worker.url}", spec="mtp")
     found = []
     for device in ("cpu", f"{worker.url},cpu"):
-        engine = open_engine("mini35b", device=device, spec="mtp", deterministic=True)
+        engine = open_engine("mini35b", device=device, spec="mtp", ddtree=True)
         ids = np.arange(60, dtype=np.int32)
         events = list(engine.generate(ids, max_tokens=12, text=False, ignore_eos=True))
         stats = engine.spec_stats()
@@ -279,10 +279,7 @@ def test_requests_are_answered_as_on_one_device(
     for device in ("cpu", f"cpu,{worker.url}"):
         engine = open_engine("mini35b", device=device, n_seq=3, deterministic=True)
         with serving(engine) as service:
-            clients = [
-                Client(service, list(range(n)), max_tokens=12)
-                for n in (1, 40, 130, 5, 130)
-            ]
+            clients = [Client(service, list(range(n)), max_tokens=12) for n in (1, 40, 130, 5, 130)]
             for client in clients:
                 client.wait()
         found.append([client.tokens for client in clients])

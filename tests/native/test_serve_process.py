@@ -137,6 +137,19 @@ def test_a_model_that_sleeps_is_loaded_for_the_next_request() -> None:
         assert "model loaded again" in server.log
 
 
+def test_a_model_that_sleeps_again_and_again_leaves_nothing_behind() -> None:
+    with serving("--sleep-idle", 0.2, "--log-format", "off") as server:
+        url, found = server.url, list[int]()
+        for _ in range(5):
+            ask(url)
+            while not httpx.get(f"{url}/props").json()["is_sleeping"]:
+                time.sleep(0.05)
+            time.sleep(0.5)  # then its memory is given back
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            found.append(int(status.partition("VmRSS:")[2].split()[0]) // 1024)
+        assert max(found) - found[0] < 16, found  # MiB; the model and its vocabulary have 20
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

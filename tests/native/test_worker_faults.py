@@ -16,7 +16,7 @@ import pytest
 from helpers.stages import Stages, new_config
 from helpers.workers import WorkerProcess, working
 
-from moegraph.errors import MoegraphError, NativeError
+from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.kinds import Kind
@@ -117,6 +117,21 @@ def test_a_slow_worker_is_waited_for(
     time.sleep(TIMEOUT_S / 2)
     worker.signal(signal.SIGCONT)
     assert type(stages.runner.collect()) is type(wanted)
+
+
+def test_copies_from_a_lost_worker_are_no_copies(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+) -> None:
+    """What would be kept as a prefix is zeros then."""
+    stages = split(worker, file, stack)
+    copies = stages.sequences.copies
+    copies.take_states(0, 4).close()
+    copies.take_rows(0, 0, 4)
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(DeviceLost):
+        copies.take_states(0, 4)
+    with pytest.raises(DeviceLost):
+        copies.take_rows(0, 0, 4)
 
 
 def test_a_worker_that_ends_while_weights_are_sent(

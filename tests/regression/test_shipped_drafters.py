@@ -53,10 +53,10 @@ def test_drafts_of_the_block_are_accepted(merged: Path) -> None:
     assert n_right / (N_TEXT - N_DRAFT) >= 0.6
 
 
-@pytest.mark.parametrize(("spec", "least"), [("mtp", 1.6), ("dflash", 1.3)])
+@pytest.mark.parametrize(("spec", "least"), [("mtp", 1.6), ("dflash", 1.3), ("auto", 0.0)])
 def test_text_with_drafts_is_the_text_without(merged: Path, spec: str, least: float) -> None:
     """Drafts for the shipped model are of its own drafters, without a file named."""
-    path = merged if spec == "mtp" else TINY
+    path = TINY if spec == "dflash" else merged
     texts = []
     for settings in ({}, {"spec": spec, "draft_max": N_DRAFT}):
         with open_engine(path, cpu_reference=True, **settings) as engine:

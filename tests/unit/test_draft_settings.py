@@ -16,7 +16,11 @@ from moegraph.placement.drafters import with_drafts
         ({}, ("off", 0)),
         ({"spec": "auto"}, ("auto", 15)),
         # `auto` takes no memory for the drafts of several sequences
-        ({"spec": "auto", "n_seq": 2}, ("off", 0)),
+        ({"spec": "auto", "n_seq": 2}, ("auto", 15)),
+        ({"spec": "auto", "n_seq": 4}, ("auto", 7)),
+        ({"spec": "auto", "n_seq": 4, "draft_max": 3}, ("auto", 3)),
+        ({"spec": "auto", "n_seq": 16}, ("auto", 1)),
+        ({"spec": "auto", "n_seq": 17}, ("off", 0)),
         ({"spec": "auto", "deterministic": True, "cpu_reference": True}, ("auto", 15)),
         ({"spec": "lookup"}, ("lookup", 15)),
         ({"spec": "mtp", "deterministic": True, "n_seq": 2}, ("mtp", 15)),

@@ -218,6 +218,7 @@ def test_scripts_test_ends_as_pytest_does(
     monkeypatch.setenv("PYTHONPATH", str(tree))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("MOEGRAPH_ORACLE", str(tree / "nowhere"))
     arguments = ["-q", "--ptx", "90", "--require", "native,regression"]
     monkeypatch.setattr(sys, "argv", ["scripts/test", *arguments])
@@ -227,3 +228,4 @@ def test_scripts_test_ends_as_pytest_does(
     ]
     said = "".join(capfd.readouterr())
     assert said.split() == f"ERROR: MOEGRAPH_ORACLE is {tree}/nowhere, which is no folder".split()
+    assert list((tree / "tests").rglob("*.pyc")), "is kept for the processes that tests start"

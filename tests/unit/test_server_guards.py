@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,28 @@ def test_a_large_body_is_refused_while_it_comes() -> None:
     for content in given:
         response = case.client.post(PATH, content=content, headers=headers)
         assert response.status_code == 413, response.text
+
+
+def test_bodies_have_a_limit_together() -> None:
+    case = Case(["a"], hold=threading.Event(), state={"limits": Limits(held_bytes=3000)})
+    body = {"prompt": "x" * 1000}
+    found: list[Any] = []
+    asking = [
+        threading.Thread(target=lambda: found.append(case.post("/v1/completions", body)))
+        for _ in range(2)
+    ]
+    for one in asking:
+        one.start()
+    while len(case.service.tickets) < 2:
+        time.sleep(0.005)
+    refused = case.post("/v1/completions", body)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_large_together"
+    assert case.service.hold is not None
+    case.service.hold.set()
+    for one in asking:
+        one.join()
+    assert [response.status_code for response in found] == [200, 200]
+    assert case.post("/v1/completions", body).status_code == 200
 
 
 def test_a_body_of_very_many_values_is_refused_before_they_are_made() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,7 @@ def with_server(act: Callable[[int], Awaitable[Any]], case: Case | None = None) 
         while not web.started:
             await asyncio.sleep(0.005)
         try:
-            return await asyncio.wait_for(act(sock.getsockname()[1]), 10)
+            return await asyncio.wait_for(act(sock.getsockname()[1]), 60)
         finally:
             web.should_exit = True
             await serving
@@ -50,6 +51,50 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("moegraph.server.listening.HEAD_S", 0.1)
     assert with_server(lambda port: sent(port, b"GET /health HTTP/1.1\r\nHost: loc")) == b""
     assert with_server(lambda port: sent(port)) == b""
+
+
+def test_of_too_many_connections_the_longest_idle_one_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 3)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def go(port: int) -> None:
+        first, *others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert b"ok" in await sent(port, head + b"Connection: close\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert await first[0].read() == b""
+        for reader, writer in others:
+            writer.write(head + b"\r\n")
+            assert b"200" in await reader.readline()
+            writer.close()
+        first[1].close()
+
+    with_server(go)
+
+
+def test_a_connection_that_is_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraph.server.listening.MAX_CONNECTIONS", 1)
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+
+    async def go(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        assert b"200" in await reader.readline()
+        found = await sent(port)
+        writer.close()
+        return found
+
+    found = with_server(go, Case(["a"] * 10_000, step_s=0.001))
+    assert found.startswith(b"HTTP/1.1 503") and b"Retry-After" in found
+
+
+def test_a_client_that_vanished_is_found_out() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 def test_a_second_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +205,7 @@ TOKENIZE = (
 def test_only_a_client_that_reads_nothing_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr("moegraph.server.listening.STALL_S", 0.4)
+    monkeypatch.setattr("moegraph.server.listening.STALL_S", 1.0)
 
     async def read(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -19,6 +19,7 @@ from moegraph.server import heap
 from moegraph.server.talk import Talk
 
 LONG = "x" * 5000
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def ours(value: object) -> str:
         ("/v1/completions", {"prompt": LONG}, 400),
         ("/v1/completions", {"prompt": 7.5}, 400),
         ("/v1/chat/completions", CHAT, 200),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL]}, 200),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
         ("/v1/messages", {**CHAT, "max_tokens": 5}, 200),
         ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": LONG}]}, 400),

@@ -97,6 +97,19 @@ def test_slots_and_full_layers_of_the_user_are_those_of_all_devices() -> None:
     assert {0, stages[1].layers.start} & set(plan.pinned)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (SplitSettings(cache_slots=10241), "--cache-slots is 10241; allowed .*: 0 to 10240"),
+        (SplitSettings(pin_layers=41), "--pin-layers is 41; allowed for this model: 0 to 40"),
+    ],
+)
+def test_more_than_the_model_has_is_refused(settings: SplitSettings, message: str) -> None:
+    for n in (1, 2):
+        with pytest.raises(ConfigError, match=message):
+            split_layers(N_LAYER, [Place(None)] * n, need_of, settings)
+
+
 def test_a_profile_divides_the_slots_of_each_device() -> None:
     demand = [[8 / (rank + 1) * (1 + il % 2) for rank in range(N_EXPERT)] for il in range(N_LAYER)]
     settings = SplitSettings(shares=(1, 1), demand=demand)

@@ -23,13 +23,20 @@ def test_who_is_alone_waits_for_those_before_and_is_not_passed_by_those_after(
             order.append(f"{name} ends")
         turns.close()
 
-    first, second = Turns(tmp_path), Turns(tmp_path)
+    first = Turns(tmp_path)
+    early = threading.Thread(target=take, args=("early", False))
     late = threading.Thread(target=take, args=("late", False))
     lone = threading.Thread(target=take, args=("lone", True))
-    with first.take(alone=False), second.take(alone=False):  # ordinary turns are shared
+    with first.take(alone=False):
+        early.start()
+        early.join(10)
+        assert order == ["early begins", "early ends"], "ordinary turns are not shared"
+        order.clear()
         lone.start()
+        until = time.monotonic() + 10
         with (tmp_path / "gate").open() as gate:
             while not is_locked(gate.fileno()):
+                assert time.monotonic() < until, "the one alone does not wait at the gate"
                 time.sleep(0.001)
         late.start()
         time.sleep(0.05)
@@ -38,7 +45,6 @@ def test_who_is_alone_waits_for_those_before_and_is_not_passed_by_those_after(
         thread.join(10)
     assert order == ["lone begins", "lone ends", "late begins", "late ends"]
     first.close()
-    second.close()
 
 
 def is_locked(file: int) -> bool:

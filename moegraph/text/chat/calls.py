@@ -62,7 +62,8 @@ class CallScanner:
         self._raw = ""  # understood as the beginning of a call, which may still prove to be none
         self._out: list[Found] = []
         self._is_last = False
-        self._step: Callable[[], bool] = self._outside
+        # a function of the class: a bound method would make us hold ourselves
+        self._step: Callable[[CallScanner], bool] = CallScanner._outside
         self._name = ""
         self._index = 0
         self._json = ObjectEnd()
@@ -89,14 +90,14 @@ class CallScanner:
         if self._arguments is not None:
             self._out.append(CallEnd(self._index, is_whole=False))
             self._arguments = None
-        elif self._step == self._outside:
+        elif self._step is CallScanner._outside:
             if self._raws:  # after a call, what begins a tag is no text
                 self._held = _safe(self._held, (CALL, FUNCTION))
             return
-        self._raw, self._held, self._step = "", "", self._outside
+        self._raw, self._held, self._step = "", "", CallScanner._outside
 
     def _run(self) -> list[Found]:
-        while self._step():
+        while self._step(self):
             pass
         out, self._out = self._out, []
         return out
@@ -109,7 +110,7 @@ class CallScanner:
             text = self._held[:start].rstrip()
             self._raw = self._held[len(text) : start]
             self._text(text)
-            self._held, self._step = self._held[start:], self._header
+            self._held, self._step = self._held[start:], CallScanner._header
             return True
         text = self._held if self._is_last else _safe(self._held, (CALL, FUNCTION)).rstrip()
         self._text(text)
@@ -121,7 +122,7 @@ class CallScanner:
         is_wrapped = held.startswith(CALL)
         at = _skip(held, len(CALL)) if is_wrapped else 0
         if held.startswith("{", at) and self._n_failed < _MAX_FAILED_JSON:
-            return self._read_json(at, self._whole_json)
+            return self._read_json(at, CallScanner._whole_json)
         if not held.startswith(FUNCTION, at):
             return self._wait_or_text(FUNCTION.startswith(held[at:]))
         end = _name_end(held, at + len(FUNCTION))
@@ -130,7 +131,7 @@ class CallScanner:
         name = held[at + len(FUNCTION) : end].strip(" \"'")
         if held[end] != ">" or not self._may_call(name, is_wrapped):
             return self._wait_or_text(False)
-        self._name, self._step = name, self._begin
+        self._name, self._step = name, CallScanner._begin
         self._take(end + 1)
         return True
 
@@ -142,12 +143,12 @@ class CallScanner:
         at = _skip(self._held, 0)
         rest = self._held[at:]
         if rest.startswith("{") and self._n_failed < _MAX_FAILED_JSON:
-            return self._read_json(at, self._arguments_json)
+            return self._read_json(at, CallScanner._arguments_json)
         tags = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
         if not rest.startswith(tags):
             return self._wait_or_text(any(tag.startswith(rest) for tag in tags))
         self._open(self._name)
-        self._step = self._between
+        self._step = CallScanner._between
         return True
 
     def _between(self) -> bool:
@@ -175,7 +176,7 @@ class CallScanner:
             self._held = self._held[len(PARAMETER) :]
             return True
         self._say(arguments.begin(self._held[len(PARAMETER) : end].strip(" \"'")))
-        self._held, self._step = self._held[end + 1 :], self._value
+        self._held, self._step = self._held[end + 1 :], CallScanner._value
         return True
 
     def _value(self) -> bool:
@@ -184,7 +185,7 @@ class CallScanner:
         if end is None:
             return False
         self._say(arguments.value(self._held[:end]) + arguments.end())
-        self._held, self._step = self._held[end:], self._between
+        self._held, self._step = self._held[end:], CallScanner._between
         return True
 
     def _value_end(self) -> int | None:
@@ -235,10 +236,10 @@ class CallScanner:
                 return True
         if any(tag.startswith(self._held) for tag in _CLOSERS):
             return False  # what comes of it when the answer was cut is no text
-        self._step = self._outside
+        self._step = CallScanner._outside
         return True
 
-    def _read_json(self, at: int, step: Callable[[], bool]) -> bool:
+    def _read_json(self, at: int, step: Callable[[CallScanner], bool]) -> bool:
         self._take(at)
         self._json, self._step = ObjectEnd(), step
         return True
@@ -282,7 +283,7 @@ class CallScanner:
         self._out.append(CallEnd(self._index))
         stray = arguments.stray.replace(END_OF_PARAMETER, "").strip()
         self._text(stray)
-        self._arguments, self._step = None, self._after
+        self._arguments, self._step = None, CallScanner._after
 
     def _require_arguments(self) -> Arguments:
         assert self._arguments is not None
@@ -298,7 +299,7 @@ class CallScanner:
         tag = CALL if held.startswith(CALL, start) else FUNCTION
         end = start + len(tag)
         self._text(held[:end])
-        self._raw, self._held, self._step = "", held[end:], self._outside
+        self._raw, self._held, self._step = "", held[end:], CallScanner._outside
         return True
 
     def _take(self, n: int) -> None:
