@@ -12,7 +12,7 @@ from .stepcosts import StepCosts
 # less, because it may have built a graph.
 _NEWEST, _LONGER = 0.25, 0.1
 # A step of a sweep beside decode passes is to take at most this share of one.
-_STEP_SHARE = 0.5
+_STEP_SHARE = 0.65
 # Each length of a chunk has graphs of its own; so there are few, each this times shorter.
 _FEWER = 2
 # Rows of a pass over a piece of a prompt.
@@ -54,14 +54,11 @@ class Costs:
         """Return what a step of a sweep takes, by what such steps took."""
         return self._steps.seconds(step)
 
-    def is_measured(self, step: SweepStep) -> bool:
-        """Return whether a step like this one was measured."""
-        return self._steps.is_measured(step)
-
     def chunk_rows(self, most: int, least: int, n_rows: int, n_kv: int) -> int:
         """Return the rows of a chunk, in these limits, for a sweep beside passes of n_rows rows.
 
         n_kv: positions that the last chunk attends to. Chunks are short if nothing was measured.
+        If none is short enough, they are the shortest that is allowed.
         """
         pass_s, rows = self.pass_s(n_rows), most
         while pass_s and rows // _FEWER >= least:
@@ -72,12 +69,18 @@ class Costs:
             rows //= _FEWER
         return rows
 
-    def note_round(self, steps: Sequence[SweepStep], n_rows: int, seconds: float) -> None:
-        """Learn from some steps of a sweep, and a decode pass after them; n_rows 0: no pass."""
+    def note_round(
+        self, steps: Sequence[SweepStep], n_rows: int, seconds: float, has_built: bool = False
+    ) -> None:
+        """Learn from some steps of a sweep, and a decode pass after them; n_rows 0: no pass.
+
+        has_built: graphs were built meanwhile, so it counts only if nothing else is known.
+        """
         pass_s = self.pass_s(n_rows) if n_rows else 0.0
         if steps and pass_s is not None:
-            self._steps.note(steps, max(0.0, seconds - pass_s))
-        elif n_rows:
+            if not has_built or self._steps.seconds(steps[0]) is None:
+                self._steps.note(steps, max(0.0, seconds - pass_s))
+        elif n_rows and (not has_built or pass_s is None):
             self._pass_s[n_rows] = _mean(self._pass_s.get(n_rows), seconds, _LONGER)
 
     # pieces of prompts
@@ -98,15 +101,17 @@ class Costs:
         As many as take most_s seconds. If none does: as many as need the least time in all.
         """
         if not self._piece_s:
-            return min(n_left, PIECES[0])
+            return min(n_left, PIECES[-1])
         costs = {size: self.piece_s(size) or 0.0 for size in PIECES}
         fit = [size for size, seconds in costs.items() if seconds <= most_s]
         least = min(PIECES, key=lambda size: -(-n_left // size) * costs[size])
         return min(n_left, max(fit) if fit else least)
 
-    def note_piece(self, n_rows: int, seconds: float) -> None:
-        """Learn from a pass over so many rows of a prompt."""
+    def note_piece(self, n_rows: int, seconds: float, has_built: bool = False) -> None:
+        """Learn from a pass over so many rows of a prompt; has_built: as in `note_round`."""
         size = _size(n_rows)
+        if has_built and self._piece_s:
+            return
         self._piece_s[size] = _mean(self._piece_s.get(size), seconds, _NEWEST)
 
     def note_request(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from ..kinds import SHORT_PROMPT
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
 from ..runner.sweep import Sweep
-from ..runner.sweep_batch import SweepBatch, few_length
+from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
 from .costs import PIECES
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-# Fewest rows of a chunk beside other requests.
-_CHUNK = 8
-# Chunks before a cut, or the end, that may be shorter than the others: see `few_length`.
-_MOST_SHORT = 12
+# Fewest rows of a chunk beside other requests, on the CPU and on a device with streams. There, a
+# chunk of fewer takes hardly less time, because nearly all experts are read for it.
+_CHUNK, _CHUNK_STREAMS = 8, 512
 
 
 class Reading:
@@ -47,9 +46,7 @@ class Reading:
         self._taps = engine.stage.taps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
-        self._devices, self._streams = engine.devices, engine.device.can.streams
-        # a graph of a device with streams serves one length only
-        self._few_lengths = self._streams and not engine.config.deterministic
+        self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
         self._read: list[Answer] = []
@@ -119,11 +116,13 @@ class Reading:
 
         But not so few that the chunks would need one more sweep.
         """
-        n_chunks = self._n_chunks - _MOST_SHORT * (len(batch.cuts) + 1)
-        least = max(_CHUNK, -(-min(len(batch.tokens), self._n_sweep) // max(n_chunks, 1)))
+        n_chunks = self._n_chunks - len(batch.cuts) - 1
+        fewest = _CHUNK_STREAMS if self._streams else _CHUNK
+        least = max(fewest, -(-min(len(batch.tokens), self._n_sweep) // max(n_chunks, 1)))
         n_busy, n_kv = self._answers.n_busy - 1, len(self._passes.held(batch.slot))
         n_kv += len(batch.tokens)
-        return self._tally.costs.chunk_rows(self._n_ubatch, least, n_busy, n_kv)
+        most = min(self._n_ubatch, len(batch.tokens))
+        return self._tally.costs.chunk_rows(most, least, n_busy, n_kv)
 
     def _begin_sweep(self, answer: Answer, batch: SweepBatch) -> None:
         """Begin the sweep of as much of a prompt as one sweep can have; the rest comes after it.
@@ -154,8 +153,7 @@ class Reading:
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
         words = drawing.words()
         draws = None if words is None else words[None]
-        batch = SweepBatch(ids[n_cached:], slot, False, drawing.greedy, draws, cuts)
-        return replace(batch, few_lengths=self._few_lengths), marks
+        return SweepBatch(ids[n_cached:], slot, False, drawing.greedy, draws, cuts), marks
 
     def read(self, answer: Answer, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
@@ -175,11 +173,12 @@ class Reading:
                 while more:
                     more = self._step(sweep, answer)
                     costs.upcoming = step = sweep.upcoming
-                    next_s = costs.step_s if step and costs.is_measured(step) else None
+                    next_s = costs.step_s if step else None
                     if next_s is None or took_s + next_s > seconds:
                         break
                     took_s += next_s
-                self._end_round(more, expected_s is not None)
+                if not (more and self._streams):
+                    self._tally.end_round()
                 if not more and answer.rest:
                     self._keep(answer, sweep.saved, answer.marks)
                     self._begin_sweep(answer, answer.rest)
@@ -201,15 +200,6 @@ class Reading:
         self._answers.tell()  # the device may be computing by now
         return more
 
-    def _end_round(self, more: bool, is_known: bool) -> None:
-        """Measure the steps if the device has done them, or if nothing is known of such steps."""
-        if more and self._streams:
-            if is_known:
-                return
-            for device in self._devices:
-                device.synchronize()
-        self._tally.end_round()
-
     def _note_progress(self, answer: Answer, sweep: Sweep) -> None:
         n_new = len(sweep.batch.tokens)
         answer.n_read = sweep.n_past + n_new * sweep.n_done // sweep.n_steps
@@ -228,8 +218,6 @@ class Reading:
         slot, n_held = answer.slot, len(self._passes.held(answer.slot))
         most = self._taps.n_rows if self._taps.layers else self._n_ubatch
         n = min([n_rows, most, *(cut - n_held for cut in batch.cuts)])
-        if self._few_lengths:
-            n = few_length(n)
         is_last = n >= len(batch.tokens)
         piece = replace(batch, tokens=batch.tokens[:n], cuts=(), as_pass=True)
         if not is_last:

@@ -6,10 +6,10 @@ under way. A short prompt is read in *pieces* instead, each a pass of its own; s
 length beside a sweep that has much more left. Sweep and pieces share the time for prompts equally.
 Requests whose prompts are read decode together, one pass after another.
 
-Decode passes earn time for prompts, half of what they take themselves, or three quarters while more
-requests wait, and hardly more than one pass earns is kept. So while a long prompt is read, others
-wait one and a half times as long for a token as usual, unless a single step of a sweep takes longer
-than half a pass. A step whose like was never measured runs alone.
+Decode passes earn time for prompts, two thirds of what they take themselves, and hardly more is
+kept. So while a long prompt is read, others wait less than twice as long for a token as usual,
+unless a single step of a sweep takes as long as a pass. But while requests with free slots wait
+behind a prompt that is soon read, prompts go first: then all decode together sooner.
 
 If memory for KV rows runs out, the youngest requests are moved to host memory. They come back in
 the order of their arrival, and before that no prompt begins.
@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 # Seconds of a sweep between two looks at other requests while nothing decodes.
 _ALONE_S = 0.02
-# What a decode pass earns for prompts, of its own time: usually, and while requests wait for a slot
-# or for their prompts to begin. A little more than one pass earns is kept.
-_SHARE, _SHARE_WAITING, _KEPT = 0.5, 0.75, 0.05
+# What a decode pass earns for prompts, of its own time: usually, and while other requests wait
+# behind a prompt that has at most so many rows left. A little more than one pass earns is kept.
+_SHARE, _SHARE_WAITING, _KEPT = 0.65, 12.0, 0.05
+_SOON = 1024
 # A prompt is read in pieces beside a sweep that has this many times as many rows left.
 _MUCH_MORE = 2
 # Seconds that a sweep may be ahead of prompts in pieces that come later.
@@ -311,7 +312,9 @@ class Scheduler(Generic[T]):
 
     @property
     def _share(self) -> float:
-        return _SHARE_WAITING if self._waiting else _SHARE
+        is_soon = self._sweeping is None or self._n_left <= _SOON
+        others_wait = self._waiting and self.n_running < self._n_slots
+        return _SHARE_WAITING if others_wait and is_soon else _SHARE
 
     def swept(self, n_left: int, seconds: float | None) -> None:
         """Note that steps of the sweep have run, of which n_left rows of the prompt are left.

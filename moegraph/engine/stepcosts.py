@@ -8,9 +8,11 @@ from ..kinds import SweepStep
 
 # How much a measurement counts beside those before it, if it is longer and if it is shorter: a
 # step that takes too long is what must not happen again.
-_LONGER, _SHORTER = 0.5, 0.2
+_LONGER, _SHORTER = 0.5, 0.4
 # A round changes what is known of a step by this factor at most.
 _FACTOR = 8.0
+# What of a chunk's time does not depend on its rows, unless more is known.
+_FIXED = 0.5
 _CHUNKS = ("recurrent", "attention")
 
 # A kind, and powers of two that rows and positions do not exceed.
@@ -26,20 +28,16 @@ def _octave(n: int) -> int:
 
 
 class StepCosts:
-    """Seconds of steps: by kind, rows and positions, of which similar ones count as equal."""
+    """Seconds of steps: by kind, rows and positions, of which similar numbers count as equal."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[float, int]] = {}  # seconds, and rows of the last step
 
-    def is_measured(self, step: SweepStep) -> bool:
-        """Return whether a step like this one was measured."""
-        return _key(step) in self._known
-
     def seconds(self, step: SweepStep) -> float | None:
         """Return what a step takes; None if no step like it was measured.
 
-        A chunk whose like was not measured is taken to cost as much a row as the most similar one;
-        in an attention layer with a longer context, as much for each row and position.
+        Half of what the most similar chunk takes is taken to be the same for any number of rows,
+        and the other half to grow with them.
         """
         key = _key(step)
         near = key if key in self._known else self._most_similar(key)
@@ -47,9 +45,7 @@ class StepCosts:
             return None
         seconds, n_rows = self._known[near]
         if step.kind in _CHUNKS:
-            seconds *= step.n_rows / n_rows
-            if near[0] == "attention" == step.kind:
-                seconds *= 2.0 ** max(0, key[2] - near[2])
+            seconds *= _FIXED + (1.0 - _FIXED) * step.n_rows / n_rows
         return seconds
 
     def _most_similar(self, key: Key) -> Key | None:

@@ -16,7 +16,7 @@ class Tally:
     """Counts requests and measures rounds.
 
     A round lasts from one moment when the device has no work to the next. It has some steps of a
-    sweep, a decode pass, or both. One that builds graphs is no measure of others.
+    sweep, a decode pass, or both. One that builds graphs is a poor measure of others.
     """
 
     def __init__(self, costs: Costs, n_built: Callable[[], int]) -> None:
@@ -46,8 +46,7 @@ class Tally:
     def end_round(self, n_rows: int = 0) -> None:
         """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass."""
         seconds, n_steps = time.perf_counter() - self._since, len(self._steps)
-        if self._built == self._n_built():
-            self.costs.note_round(self._steps, n_rows, seconds)
+        self.costs.note_round(self._steps, n_rows, seconds, self._built != self._n_built())
         pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
         prompt_s = seconds - pass_s if n_steps else 0.0
         self._prompt_s += prompt_s
@@ -60,8 +59,8 @@ class Tally:
     def end_piece(self, n_rows: int) -> float:
         """Note that the device has read a piece of a prompt; return what it took in seconds."""
         seconds = time.perf_counter() - self._since
-        if not self._steps and self._built == self._n_built():
-            self.costs.note_piece(n_rows, seconds)
+        if not self._steps:
+            self.costs.note_piece(n_rows, seconds, self._built != self._n_built())
         self._prompt_s += seconds
         self.begin_round()
         return seconds

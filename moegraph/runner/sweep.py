@@ -65,7 +65,7 @@ class Sweep:
         self.n_past = self.n_whole = sequences.n_past[self.slot]
         memory = each[0].memory
         max_rows = min(batch.max_rows or memory.max_rows, memory.max_rows)
-        chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts, batch.few_lengths)
+        chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts)
         taps = taps or [batch.taps]
         # a drafter takes the taps of one part after another
         self._is_tapped = any(taps[:-1])

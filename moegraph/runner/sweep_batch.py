@@ -24,8 +24,6 @@ class SweepBatch:
     in `Sweep.saved` once it has ended, as far as there was memory for them.
     as_pass: compute it as one pass.
     max_rows: most rows of a chunk, if fewer than there is memory for; 0: as many as that.
-    few_lengths: cut the end into chunks whose lengths are few in all, so that graphs are found and
-    not built.
     taps: layer -> called with the outputs of that layer for some rows: F32 [n_embd, at least n], n,
     and the position of the first row. The call enqueues on the compute stream what it wants of
     them, because the next layer overwrites them.
@@ -39,7 +37,6 @@ class SweepBatch:
     cuts: Sequence[int] = ()
     as_pass: bool = False
     max_rows: int = 0
-    few_lengths: bool = False
     taps: Mapping[int, Tap] = field(default_factory=dict)
 
     @property
@@ -59,24 +56,14 @@ class Chunk:
     first: int
 
 
-def few_length(n: int) -> int:
-    """Return the longest of a few lengths that is at most n: up to 8, and powers of two."""
-    return n if n <= 8 else 1 << (n.bit_length() - 1)
-
-
-def cut_chunks(
-    n: int, first: int, max_rows: int, cuts: Sequence[int], few_lengths: bool = False
-) -> list[tuple[int, int]]:
+def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
     """Return (position, rows) of the chunks of n tokens from position first on."""
     ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
     found, at = [], first
     for end in ends:
         while at < end:
-            n_rows = min(max_rows, end - at)
-            if few_lengths and n_rows < max_rows:
-                n_rows = few_length(n_rows)
-            found.append((at, n_rows))
-            at += n_rows
+            found.append((at, min(max_rows, end - at)))
+            at += found[-1][1]
     return found
 
 

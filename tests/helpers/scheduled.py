@@ -44,7 +44,8 @@ class Machine:
         self.n_rest: dict[str, int] = {}  # rows of prompts that are not read
         self.left: dict[str, int] = {}  # tokens of the answer
         self.steps: dict[str, list[SweepStep]] = {}  # of the sweep under way
-        self.most_rows = 40  # of a chunk
+        self.most_rows, self.least_rows = 40, 8  # of a chunk
+        self.n_layers = LAYERS
         self.log: list[tuple[float, str, tuple[str, ...]]] = []
         self.tokens: dict[str, list[float]] = {}
 
@@ -81,15 +82,13 @@ class Machine:
         while steps:
             done.append(steps.pop(0))
             costs.upcoming = steps[0] if steps else None
-            if not steps or not costs.is_measured(steps[0]):
+            if costs.step_s is None or took_s + costs.step_s > seconds:
                 break
-            if took_s + (costs.step_s or 0.0) > seconds:
-                break
-            took_s += costs.step_s or 0.0
+            took_s += costs.step_s
         really_s = sum(self.step_of(step) for step in done)
         self.spend("read", name, seconds=really_s)
         costs.note_round(done, 0, really_s)
-        self.n_rest[name] = sum(step.n_rows for step in steps) // LAYERS
+        self.n_rest[name] = sum(step.n_rows for step in steps) // self.n_layers
         if not steps:
             del self.steps[name]
             self.draw(name)
@@ -139,9 +138,13 @@ class Machine:
             self.scheduler.in_pieces(name)
             return
         costs, n_busy = self.scheduler.costs, len(self.rows) - 1
-        n_rows = costs.chunk_rows(self.most_rows, 8, n_busy, n) if n_busy else self.most_rows
+        n_rows = (
+            costs.chunk_rows(min(self.most_rows, n), self.least_rows, n_busy, n)
+            if n_busy
+            else self.most_rows
+        )
         chunks = [min(n_rows, n - at) for at in range(0, n, n_rows)]
-        self.steps[name] = [self.step(il, at, rows) for il in range(LAYERS)
+        self.steps[name] = [self.step(il, at, rows) for il in range(self.n_layers)
                             for at, rows in enumerate(chunks)]  # fmt: skip
         costs.upcoming = self.steps[name][0]
         self.scheduler.began(name, n)

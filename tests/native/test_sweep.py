@@ -370,8 +370,6 @@ def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeyp
 
 def test_chunks_and_parts() -> None:
     assert cut_chunks(10, 5, 4, (7, 40)) == [(5, 2), (7, 4), (11, 4)]
-    few = cut_chunks(300, 0, 128, (37,), few_lengths=True)
-    assert [n for _, n in few] == [32, 5, 128, 128, 7]
     chunks = cut_chunks(100, 0, 16, ())
     assert len(cut_parts(chunks, 48, 2)) == 4
     parts = cut_parts(chunks, 48, 9)
