@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [9, 8, 7, 6, 5, 4, 3], "c": list(range(100, 180))}
-OPTIONS = ("tiny", "--device", "cpu", "-c", "512", "-t", "1")
+# In the default mode, a pass over several sequences rounds otherwise than one over each.
+OPTIONS = ("tiny", "--device", "cpu", "-c", "512", "-t", "1", "--cpu-reference")
 
 
 def write_ids(path: Path, ids: list[int]) -> Path:

@@ -13,7 +13,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
-from moegraph.engine import Engine, loader
+from moegraph.engine import Engine, runners
 from moegraph.errors import (
     ConfigError,
     ModelFileError,
@@ -92,7 +92,7 @@ def test_a_failure_while_loading_ends_the_threads_for_cold_experts(model_path, m
 
     monkeypatch.setattr(cpu_experts, "CpuFfn", start)
     monkeypatch.setattr(
-        loader,
+        runners,
         "GraphCpuExperts",
         lambda *common: KernelCpuExperts(common[0], 3, common[1]),
     )

@@ -167,7 +167,8 @@ def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monke
     assert open_engine(PRESET).memory()["host_pinned_bytes"] == 0
 
     whole = open_engine(PRESET, host_pin="all", **settings)
-    n_bytes, hp, store = whole.memory()["host_pinned_bytes"], whole.hparams, whole._misses.store
+    n_bytes, hp = whole.memory()["host_pinned_bytes"], whole.hparams
+    store = whole.stage.store
     strides = sum(store.packing(il).stride for il in range(hp.n_layer))
     assert n_bytes == hp.n_expert * strides and not whole.warnings
 
