@@ -204,9 +204,10 @@ class ChatModel:
         if text.format is not None:
             compiled = self.grammars.compile(text.format.kind, text.format.source)
             constraint = GrammarConstraint(compiled)
-        return Prepared(
-            self._request(text, ids, constraint, ()), AnswerParser(reasoning=False), prompt
-        )
+        # the text may come again, or a longer one, and seldom changes more than its last token
+        marks = (len(ids) - 1,) if len(ids) > 1 else ()
+        request = self._request(text, ids, constraint, marks)
+        return Prepared(request, AnswerParser(reasoning=False), prompt)
 
     def _chat_constraint(self, chat: ChatRequest, is_reasoning: bool) -> Constraint | None:
         """Return what the answer must follow, after its reasoning if the prompt begins that."""

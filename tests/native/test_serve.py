@@ -109,6 +109,20 @@ def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> No
     assert (more.usage.prompt_tokens_details.cached_tokens or 0) > 100
 
 
+def test_a_text_that_comes_again_or_goes_on_is_found_in_the_cache(client: openai.OpenAI) -> None:
+    text = "\n".join(f"line {i} of a file" for i in range(40))
+
+    def n_cached(prompt: str) -> tuple[int, int]:
+        made = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
+        assert made.usage is not None
+        details = made.usage.prompt_tokens_details
+        return made.usage.prompt_tokens, details.cached_tokens or 0 if details else 0
+
+    n, none = n_cached(text)
+    assert none == 0 and n_cached(text) == (n, n - 1)
+    assert n_cached(text + "\nand more")[1] >= n - 1
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI, server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a b c d e f g h " * 600)
