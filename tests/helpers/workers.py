@@ -5,40 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60
+from .logged_process import LoggedProcess
+
 _READY = re.compile(r"listening on (\S+), with(out)? TLS$", re.M)
 
 
-class WorkerProcess:
+class WorkerProcess(LoggedProcess):
     """A running worker; `url` is the spelling of its first device once it is ready."""
 
     def __init__(self, *args: object) -> None:
-        command = [sys.executable, "-m", "moegraph", "worker", *map(str, args)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        self._lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self._lines.extend(iter(self.process.stderr.readline, ""))
-
-    @property
-    def log(self) -> str:
-        """What is on stderr so far."""
-        return "".join(list(self._lines))
+        super().__init__("worker", *args)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -58,17 +38,6 @@ class WorkerProcess:
         tasks = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         return [int(pid) for pid in Path(tasks).read_text().split()]
 
-    def await_line(self, pattern: re.Pattern[str] | str) -> re.Match[str]:
-        """Wait until stderr matches."""
-        for _ in range(PATIENCE_S * 20):
-            found = re.search(pattern, self.log)
-            if found:
-                return found
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise AssertionError(f"no {pattern!r} in: {self.log}")
-
     def signal(self, number: int) -> None:
         """Send a signal to the process that serves the client."""
         (child,) = self.children
@@ -77,9 +46,7 @@ class WorkerProcess:
     def end(self) -> int:
         """End the worker; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
-        return code
+        return self.ended()
 
 
 @contextmanager

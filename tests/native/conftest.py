@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,13 @@ def open_engine(model_path: Callable[[str], Path]) -> Iterator[Callable[..., Eng
     yield load
     for engine in opened:
         engine.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test opened."""
+    with ExitStack() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -38,13 +38,6 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Close what a test opened."""
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture
 def opened(model_path: ModelPath, stack: ExitStack) -> Callable[[str], ModelFile]:
     """Return a function that opens a model file."""
     return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,6 @@ from moegraph.modelfile import ModelFile, open_model
 from moegraph.runner import Batch, LayeredRunner, WholeRunner
 
 ModelPath = Callable[[str], Path]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Close what a test opened."""
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -26,13 +26,6 @@ from moegraph.runner.whole import build_whole, n_nodes_whole
 Nodes = dict[tuple[str, int], np.ndarray]
 NAME = "ggml_backend_buft_alloc_buffer"
 N_ROWS = 15  # of the largest pass of `batches` that is not a prompt
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Close what a test opened."""
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +36,6 @@ def worker() -> Iterator[WorkerProcess]:
     """Yield a worker that lends the CPU."""
     with working() as running:
         yield running
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Close what a test opened."""
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -233,14 +226,11 @@ def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) ->
             assert b"devices" in sock.recv(4096)
             command = bytes([rng.randrange(20)])
             size = rng.choice([0, 12, 16, 400, 1 << 62]).to_bytes(8, "little")
-            with pytest.MonkeyPatch.context(), ExitStack():
+            with suppress(OSError):  # the process may end at any byte
                 sock.sendall((begin if turn % 2 else b"") + command + size + rng.randbytes(400))
-            sock.shutdown(socket.SHUT_WR)
-            try:
+                sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
-            except OSError:
-                pass
     device = Device(worker.url, 1)
     device.close()
     assert worker.process.poll() is None

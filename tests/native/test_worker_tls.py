@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.workers import ROOT, WorkerProcess, working
+from helpers.logged_process import ROOT
+from helpers.workers import WorkerProcess, working
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
