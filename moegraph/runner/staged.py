@@ -106,6 +106,8 @@ class StagedRunner:
         try:
             for part in self.parts:
                 part.prepare(batch)
+            for part in self.parts:  # before the host may have to wait for a stage
+                part.fill(batch)
             for i, part in enumerate(self.parts):
                 if i:
                     self.hand_over(i, batch.tokens.size)
