@@ -304,7 +304,7 @@ def row(option: click.Option, context: click.Context) -> str:
     """Return the table row of one option."""
     names = ", ".join((*option.opts, *option.secondary_opts))
     metavar = "" if option.is_flag else f" {option.make_metavar(context)}"
-    default = option.default if option.show_default and not option.is_flag else ""
+    default = option.get_help_extra(context).get("default", "")
     return f"| `{cell(names + metavar)}` | {default} | {cell(option.help or '')} |"
 
 
