@@ -87,7 +87,6 @@ class _Talk:
 )  # fmt: skip
 @click.option(
     "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
-    show_default=True,
     help="Tell the chat template to ask for reasoning, or not to. auto: its own default.",
 )  # fmt: skip
 @click.option("--each", is_flag=True, help="Start a new conversation for each piped line.")

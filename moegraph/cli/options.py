@@ -117,7 +117,7 @@ def length_options(command: Command) -> Command:
     return _apply(command, [
         click.option(
             "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
-            default=-1, metavar="N", show_default=True,
+            default=-1, metavar="N",
             help="Maximum number of tokens to generate. -1: until an end token or a full context.",
         ),
         click.option(

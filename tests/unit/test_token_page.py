@@ -1,4 +1,4 @@
-"""The page that follows a token names files and functions; all of them must exist."""
+"""The page that follows a token: its stops exist, and each is named once on a way."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def test_every_stop_exists() -> None:
     assert len(stops) > 20
     for file, name in stops:
         assert name in names_of(ROOT / "moegraph" / file), f"{file} has no {name}"
+
+
+def test_a_way_names_each_stop_once() -> None:
+    """Where a way comes back to a function, the page names it without its file, and says why."""
+    page = (ROOT / "docs/token.md").read_text(encoding="utf-8")
+    for way in page.split("\n## ")[1:]:
+        stops = STOP.findall(way)
+        assert len(stops) > 2 and sorted(set(stops)) == sorted(stops), way.splitlines()[0]
