@@ -11,18 +11,15 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers.stages import Stages, new_config
+from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
 
 from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
-from moegraph.kinds import Kind
 from moegraph.link.hello import question_of
 from moegraph.modelfile import ModelFile, open_model
-from moegraph.runner import Batch
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 2
@@ -42,15 +39,6 @@ def worker() -> Iterator[WorkerProcess]:
 def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
     """Return a small model."""
     return stack.enter_context(closing(open_model(model_path("mini35b"))))
-
-
-def batch_of(kind: str) -> Batch:
-    tokens = np.arange(4, dtype=np.int32)[None, :]
-    if kind == "prefill":
-        return Batch(tokens, (0,), Kind.PREFILL)
-    if kind == "decode":
-        return Batch(tokens[:, :1], (0,))
-    return Batch.verify(tokens, (0,), [[-1, 0, 1, 1]], [4])
 
 
 def split(worker: WorkerProcess, file: ModelFile, stack: ExitStack) -> Stages:

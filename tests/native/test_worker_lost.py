@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.stages import Stages, new_config
+from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
 
 from moegraph.config import EngineConfig
@@ -21,11 +21,9 @@ from moegraph.engine import Engine
 from moegraph.errors import NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
-from moegraph.kinds import Kind
 from moegraph.link import hello
 from moegraph.link.relay import relay
 from moegraph.modelfile import ModelFile, open_model
-from moegraph.runner import Batch
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 20
@@ -72,15 +70,6 @@ class Cable:
             if end.fileno() >= 0:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RDWR)
-
-
-def batch_of(kind: str) -> Batch:
-    tokens = np.arange(4, dtype=np.int32)[None, :]
-    if kind == "prefill":
-        return Batch(tokens, (0,), Kind.PREFILL)
-    if kind == "decode":
-        return Batch(tokens[:, :1], (0,))
-    return Batch.verify(tokens, (0,), [[-1, 0, 1, 1]], [4])
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
