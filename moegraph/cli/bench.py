@@ -370,7 +370,9 @@ def _facts(engine: Engine) -> dict[str, Any]:
 
 
 def _device_facts(name: str, description: str) -> dict[str, Any]:
-    return {"backends": "CPU" if name == "cpu" else "CUDA", "device_info": description}
+    kinds = {"cpu": "CPU", "rpc": "RPC"}
+    backends = dict.fromkeys(kinds.get(one.strip()[:3], "CUDA") for one in name.split(","))
+    return {"backends": ",".join(backends), "device_info": description}
 
 
 def _model_facts(file: ModelFile) -> dict[str, Any]:

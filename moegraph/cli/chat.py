@@ -317,6 +317,8 @@ def _take_turn(talk: Conversation, message: str) -> None:
         if question is None:
             return
         message = question
+    elif message.startswith(" /"):
+        message = message[1:]
     if not message.strip():
         return
     answer = talk.answer(message)

@@ -183,7 +183,7 @@ def chosen_sampling(ctx: click.Context) -> frozenset[str]:
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
     """Warn, before the work begins, of a prompt longer than the model's training length."""
     n_trained = engine.hparams.n_ctx_train
-    if n_prompt > n_trained:
+    if n_trained < n_prompt <= engine.n_ctx:
         ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
 
 

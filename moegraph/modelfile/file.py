@@ -315,6 +315,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
 def _check_arch(path: Path, meta: Metadata) -> None:
     arch = meta.string(_ARCHITECTURE)
+    if "dflash" in arch:
+        raise UnsupportedModel(
+            f"{path}: this is a drafter; give the model for which it was made, and the drafter "
+            "with --draft"
+        )
     if arch != ARCH:
         raise UnsupportedModel(
             f"{path}: architecture {arch!r} is not supported; moegraph runs {ARCH!r} "

@@ -28,6 +28,14 @@ def test_every_stop_exists() -> None:
         assert name in names_of(ROOT / "moegraph" / file), f"{file} has no {name}"
 
 
+def test_a_name_without_a_file_is_in_a_file_of_the_page() -> None:
+    page = (ROOT / "docs/token.md").read_text(encoding="utf-8")
+    files = {ROOT / "moegraph" / file for file, _ in STOP.findall(page)}
+    known = set().union(*map(names_of, files))
+    methods = re.findall(r"`([A-Z]\w*\.\w+)`", page)
+    assert len(methods) > 20 and [name for name in methods if name not in known] == []
+
+
 def test_a_way_names_each_stop_once() -> None:
     """Where a way comes back to a function, the page names it without its file, and says why."""
     page = (ROOT / "docs/token.md").read_text(encoding="utf-8")
