@@ -9,10 +9,12 @@ from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
 from ..units import round_up
 
-# Rows of a pass from which CUDA's tiles are worth being narrowed, and for how many times as many
-# rows as an expert has on average tiles are made: popular experts have more.
-_MIN_GROUPED = 128
+# Rows of a pass from which CUDA's tiles are worth being narrowed, for how many times as many rows
+# as an expert has on average tiles are made (popular experts have more), and the narrowest: fewer
+# tokens go to kernels that multiply vectors.
+_MIN_GROUPED = 96
 _TILE_SPREAD = 2
+_MIN_TILE = 16
 
 
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
@@ -102,7 +104,8 @@ def rows_together(stage: Stage, n_tokens: int) -> int:
     """
     if stage.device.can.exact_sums or n_tokens < _MIN_GROUPED:
         return 1
-    return max(1, stage.hp.n_expert // (_TILE_SPREAD * stage.hp.n_expert_used))
+    most = stage.hp.n_expert // (_TILE_SPREAD * stage.hp.n_expert_used)
+    return max(1, min(most, n_tokens // _MIN_TILE))
 
 
 def build_grouped_experts(

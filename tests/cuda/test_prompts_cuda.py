@@ -98,7 +98,7 @@ def test_rows_that_are_taken_together_are_near_rows_alone(
     plain, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
     lengths = 128, 300, 1000
     wanted = [(first_layer(plain, n)[0], first_layer(uncut, n)[0]) for n in lengths]
-    monkeypatch.setattr(experts, "_MIN_GROUPED", 32)
+    monkeypatch.setattr(experts, "_MIN_GROUPED", 64)
     monkeypatch.setattr(experts, "_TILE_SPREAD", spread)
     grouped = open_engine(preset, mode="whole")
     for n, (expected, other) in zip(lengths, wanted):
