@@ -159,18 +159,36 @@ class Passes:
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
             OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
         """
-        return self._begin(batch, False)
+        return self._begin([batch], False)
 
-    def _begin(self, batch: SweepBatch, runs: bool) -> Sweep:
+    def begin_prompts(self, batches: Sequence[SweepBatch]) -> Sweep:
+        """Begin prompts of different sequences that one sweep reads; see `Runner.sweep`.
+
+        As `begin_prompt`, but if the results of one prompt are not finite, its error is in
+        `Sweep.prompts` at the end, and `leave_prompt` gives up a single one. An error of a step
+        undoes all of them.
+        """
+        return self._begin(batches, False)
+
+    def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
+        """Note that nobody wants one of several prompts; return whether the sweep has ended.
+
+        Until then its sequence must not be used. Then it is what it was before the prompt.
+        """
+        self._clean_up()
+        return self._prompts.leave(sweep, seq)
+
+    def _begin(self, batches: Sequence[SweepBatch], runs: bool) -> Sweep:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        require_seq(batch.slot, self.n_seq)
-        checked_ids(batch.tokens, self._n_vocab)
-        if batch.tokens.size == 0:
-            raise RequestError("the prompt is empty; give it at least one token")
-        self.room.require({batch.slot: batch.tokens.size})
-        return self._prompts.begin(batch, runs)
+        for batch in batches:
+            require_seq(batch.slot, self.n_seq)
+            checked_ids(batch.tokens, self._n_vocab)
+            if batch.tokens.size == 0:
+                raise RequestError("the prompt is empty; give it at least one token")
+        self.room.require({batch.slot: batch.tokens.size for batch in batches})
+        return self._prompts.begin(batches, runs)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more.
@@ -202,7 +220,7 @@ class Passes:
             output = self._read_as_pass(batch, cancel, meanwhile)
             progress(n)
             return output, []
-        sweep = self._begin(batch, True)
+        sweep = self._begin([batch], True)
         todo = [meanwhile]
 
         def after_step() -> None:

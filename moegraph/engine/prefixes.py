@@ -210,17 +210,18 @@ class Prefixes:
         return self._save_ids(seq, states, self._passes.held(seq)[:n_held])
 
     def _keep_read(self, sweep: Sweep) -> None:
-        """Save what a prompt that is cancelled has computed, up to the last mark in it."""
-        whole = [copy for copy in sweep.saved if copy.n_past <= sweep.n_whole]
-        sweep.saved = [copy for copy in sweep.saved if copy not in whole]
-        self._copies.memory.wait()
-        for states in whole:
-            n_new = states.n_past - sweep.n_past
-            ids = [*self._passes.held(sweep.slot), *sweep.batch.tokens[:n_new].tolist()]
-            if states.is_finite:  # nobody else looks
-                self._save_ids(sweep.slot, states, ids)
-            else:
-                states.close()
+        """Save what prompts that are cancelled have computed, up to the last mark in each."""
+        for prompt in sweep.prompts:
+            whole = [copy for copy in prompt.saved if copy.n_past <= prompt.n_whole]
+            prompt.saved = [copy for copy in prompt.saved if copy not in whole]
+            self._copies.memory.wait()
+            for states in whole:
+                n_new = states.n_past - prompt.n_past
+                ids = [*self._passes.held(prompt.slot), *prompt.batch.tokens[:n_new].tolist()]
+                if states.is_finite:  # nobody else looks
+                    self._save_ids(prompt.slot, states, ids)
+                else:
+                    states.close()
 
     def _save_ids(self, seq: int, states: StatesCopy | None, held: list[int]) -> bool:
         ids = np.asarray(held, dtype=np.int32)
