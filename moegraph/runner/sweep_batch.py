@@ -71,7 +71,7 @@ Cut = tuple[Segment, ...]
 
 def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int], slot: int = 0) -> list[Cut]:
     """Return the chunks of n tokens of one sequence from position first on."""
-    found = []
+    found: list[Cut] = []
     for start, end in _spans(n, first, cuts):
         for at in range(start, end, max_rows):
             found.append((Segment(slot, at, min(max_rows, end - at)),))
@@ -85,7 +85,9 @@ def _spans(n: int, first: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def cut_together(
-    prompts: Sequence[tuple[int, int, int, Sequence[int]]], max_rows: int, fits: Callable[[Cut], bool]
+    prompts: Sequence[tuple[int, int, int, Sequence[int]]],
+    max_rows: int,
+    fits: Callable[[Cut], bool],
 ) -> list[Cut]:
     """Return chunks that have the rows of several prompts.
 

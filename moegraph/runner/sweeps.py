@@ -161,7 +161,7 @@ class Sweeps:
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         state = self.stage.state
         shapes = [PassShape(n, 1, kv_length(state, state.n_ctx), 0)]
-        if state.n_seq > 1 and n > 1 and state.n_ctx >= 2 * PAGE:  # the rows of several sequences are spread over as many
+        if state.n_seq > 1 and n > 1 and state.n_ctx >= 2 * PAGE:
             shapes.append(PassShape(n // 2, 2, kv_length(state, state.n_ctx // 2), 0))
         seen = set()
         for il in self.stage.layers:

@@ -49,7 +49,7 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
 
     ids = np.random.default_rng(n).integers(0, engine.hparams.n_vocab, n).astype(np.int32)
     engine.reset()
-    sweep = engine.passes.begin_prompt(SweepBatch(ids, taps={0: tap}))
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, taps={0: tap})])
     while engine.passes.step_prompt(sweep):
         pass
     assert sweep.output is not None
