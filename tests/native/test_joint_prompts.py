@@ -83,7 +83,8 @@ def test_prompts_read_together_have_the_bits_of_each_alone(
             if batch.slot == 3:
                 other.prefill(prompt(other, 300, seed=50), 3, greedy=True)
             expected = other.passes.read(alone, None)[1][0]
-            np.testing.assert_array_equal(copy.buffer.array, expected.buffer.array)  # type: ignore[union-attr]
+            assert copy.buffer and expected.buffer
+            np.testing.assert_array_equal(copy.buffer.array, expected.buffer.array)
             expected.close()
             copy.close()
     engine.state.pool.check()
