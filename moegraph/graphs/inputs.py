@@ -20,6 +20,7 @@ from ..resident.stage import Stage
 from ..resident.state import State
 from ..units import round_up
 from .hidden import HiddenRows
+from .joint import JointRows
 from .length import spans
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
@@ -67,8 +68,8 @@ class PassInputs:
     I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
     results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
-    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. What a pass
-    does not need is None.
+    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
+    sequences of which each has its own number of rows: joint. What a pass does not need is None.
     """
 
     embd: Tensor
@@ -84,6 +85,7 @@ class PassInputs:
     absent: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
+    joint: JointRows | None = None
 
 
 @dataclass(frozen=True)

@@ -199,15 +199,17 @@ class Runner(ABC):
         if batch.tree:
             self._commits.verified(batch)
 
-    def sweep(self, batch: SweepBatch) -> Sweep:
-        """Return a sweep over a prompt; `Sweep.begin` begins it.
+    def sweep(self, *batches: SweepBatch) -> Sweep:
+        """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
+
+        Several have neither taps nor results of all rows, and `may_join` is true of them.
 
         Raises:
             InternalError: there is no memory for sweeps.
         """
         if self.sweeps is None:
             raise InternalError("this runner has no memory for prompts")
-        return Sweep([self.sweeps], batch)
+        return Sweep([self.sweeps], batches)
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
