@@ -259,6 +259,15 @@ class Builder:
         t.nb[2] = t.nb[3] = n_bytes * n_rows
         return t
 
+    def same_ids(self, ids: Tensor, n: int) -> Tensor:
+        """View ids I32 [r] as n equal columns, [r, n], such as for `get_rows` of n matrices."""
+        ok = ids.type == I32 and C.ggml_nelements(ids) == ids.ne[0] and n > 0
+        _require(ok, f"same_ids({n})", ids)
+        t = C.ggml_view_1d(self.ctx, ids, ids.ne[0], 0)
+        # ggml checks the size of a view as if its columns were not the same bytes
+        t.ne[1], t.nb[1], t.nb[2], t.nb[3] = n, 0, 0, 0
+        return t
+
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Move axis i to position axes[i]."""
         _require(sorted(axes) == [0, 1, 2, 3], f"permute{axes}", a)
@@ -331,8 +340,9 @@ class Builder:
         return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 rows [n, r] to rows ids I64 or I32 [r] of dst [n, m], as dst's type."""
+        """Write F32 rows [n, r, b] to rows ids I64 or I32 [r] of dst [n, m, b], as dst's type."""
         ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type in (I64, I32)
+        ok = ok and dst.ne[2] == rows.ne[2] and dst.ne[3] == rows.ne[3]
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 

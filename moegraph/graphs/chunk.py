@@ -208,6 +208,7 @@ class ChunkInputs:
             absent=None,
             pages=None,
             rows=None,
+            taps=None,
         )
 
     def _leaf(self, b: Builder, dtype: int, ne: tuple[int, ...], name: str, at: int) -> Tensor:

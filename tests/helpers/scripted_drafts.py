@@ -47,16 +47,13 @@ class ScriptedDrafter:
         self.held += ids.tolist()
         return {}
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        assert len(tokens) == len(rows) and list(rows) == sorted(set(rows))
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        assert tokens and first == len(self.held)
         self.held += tokens
 
     def truncate(self, slot: int, n_past: int) -> None:
         self.calls.append("truncate")
         del self.held[n_past:]
-
-    def settle(self, slot: int) -> None:
-        self.calls.append("settle")
 
     row_bytes = 0
 

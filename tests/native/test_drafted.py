@@ -96,6 +96,7 @@ def test_text_with_drafts_is_the_text_without(open_engine: Open, residency: str)
         drafter = scripted(engine, ids, plain, seed=i)
         controller = speculate(engine, drafter, LookUp(), seed=i)
         assert events_of(engine, ids, sampling=params) == plain, name
+        engine.speculation.settle(0)
         assert engine.held(0) == held == drafter.held
         assert sum(step.n_tokens for step in controller.steps) == len(plain) - 1
         n_accepted += sum(step.n_accepted for step in controller.steps)
@@ -247,6 +248,7 @@ def test_a_conversation_goes_on_with_what_drafts_left(open_engine: Open) -> None
         told.text = [*history, *[event[0] for event in plain]]
         engine.speculation = drafting
         assert events_of(engine, history, reuse=True, marks=marks) == plain
+        drafting.settle(0)
         assert told.held == engine.held(0)
         drop = 9 if turn == 1 else 0  # part of the answer is not in the next prompt
         answer = [event[0] for event in plain][: 24 - drop]
@@ -390,6 +392,7 @@ def test_a_native_call_that_fails_ends_only_that_generation(
                 assert isinstance(error, kind), error
                 n_failed += 1
         assert events_of(engine, ids, max_tokens=8) == plain, at
+        engine.speculation.settle(0)
         assert drafter.held == engine.held(0)
         if library.n_calls < at:
             break
@@ -497,4 +500,5 @@ def test_scripted_acceptance_takes_the_spine_whatever_the_target_draws(open_engi
     events_of(engine, ids, max_tokens=60)
     drafted = [step for step in controller.steps if step.n_rows > 1]
     assert [s.n_accepted for s in drafted[:-1]] == [s.n_spine // 2 for s in drafted[:-1]]
+    engine.speculation.settle(0)
     assert sum(s.n_accepted for s in drafted) > 5 and drafter.held == engine.held(0)
