@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,16 @@ from moegraph.draft.drafter import Draft, Race, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree, DraftTree
 from moegraph.draft.watch import Watched
+
+if TYPE_CHECKING:  # it needs the native libraries
+    from moegraph.engine import Engine
+
+
+def told_of(engine: Engine, drafter: ScriptedDrafter) -> list[int]:
+    """Have an engine tell its drafters all of sequence 0; return what one knows of it."""
+    assert engine.speculation
+    engine.speculation.settle(0)
+    return drafter.held
 
 
 class ScriptedDrafter:
