@@ -1,38 +1,64 @@
-"""Measure several devices against one: decode, prompts, and passes over several sequences.
+"""Measure several devices against one: decode, passes over several sequences, and prompts.
 
     scripts/bench_devices.py MODEL cuda:0 cuda:0,cuda:1 --share 0.6 --share 1
 
 Every entry of DEVICES gets the same number of expert slots in all: a share of all experts. So two
 cards with a share of 0.6 hold 30 % of all expert bytes each, which are 60 % of those of their own
-layers. Entries are measured in turn, and the turns repeated, so that a slow moment hits all.
+layers. Each entry has a process of its own, which loads the model once. A line is printed as soon
+as it is known. A measurement that takes longer than --limit ends its process, which says where it
+was; the next entry goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import moegraph
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.kinds import Kind
 from moegraph.modelfile import open_model
 
-ROOT = Path(__file__).resolve().parents[1]
 Ids = npt.NDArray[np.int32]
+# Rows of each sequence before its first measured pass.
+_BEFORE = 128
+
+
+class Lines:
+    """Prints what was measured, and gives each measurement its time."""
+
+    def __init__(self, args: argparse.Namespace, device: str, share: float) -> None:
+        self._out, self._limit = args.out, args.limit
+        self._device, self._share = device, share
+
+    def begin(self) -> None:
+        """Begin a measurement; if it takes too long, the process ends."""
+        faulthandler.dump_traceback_later(self._limit, exit=True)
+
+    def say(self, what: str, value: object, **more: Any) -> None:
+        """Print a line, and begin the next measurement."""
+        print(f"{self._share:5.0%}  {self._device:24} {what:14} {value}", flush=True)
+        if self._out:
+            line = {"device": self._device, "share": self._share, "what": what, "value": value}
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**line, **more}) + "\n")
+        self.begin()
 
 
 def text_ids(engine: Engine, n: int) -> Ids:
     """Return n tokens of this project's own source."""
-    files = sorted((ROOT / "moegraph").rglob("*.py"))
     ids: list[int] = []
-    for path in files:
+    for path in sorted(Path(moegraph.__file__).parent.rglob("*.py")):
         ids += engine.tokenizer.encode(path.read_text(encoding="utf-8"), add_special=False)
         if len(ids) >= n:
             break
@@ -56,23 +82,25 @@ def prompt(engine: Engine, ids: Ids) -> float:
     return len(ids) / (time.perf_counter() - start)
 
 
-def together(engine: Engine, ids: Ids, n_seq: int, n: int) -> float:
-    """Return tokens a second of n passes of one row for each of n_seq sequences.
-
-    Each sequence has a text of its own before it, and goes on greedily.
-    """
+def fill(engine: Engine, ids: Ids, n_seq: int) -> Ids:
+    """Give each sequence a text of its own; return their next tokens."""
     rows = np.zeros(n_seq, np.int32)
     for seq in range(n_seq):
         engine.reset(seq)
-        own = ids[seq * 131 :][:128]
+        own = ids[seq * (_BEFORE + 3) :][:_BEFORE]
         rows[seq] = engine.prefill(own, seq, greedy=True).argmax[-1]  # type: ignore[index]
+    return rows
+
+
+def together(engine: Engine, rows: Ids, n: int) -> float:
+    """Return tokens a second of n greedy passes of one row of each sequence; rows go on."""
     passes, start = engine.passes, 0.0
     for at in range(n):
         if at == n // 4:
             start = time.perf_counter()
-        passes.submit(rows[:, None], range(n_seq), False, True, None, Kind.DECODE)
-        rows = passes.collect().argmax  # type: ignore[assignment]
-    return (n - n // 4) * n_seq / (time.perf_counter() - start)
+        passes.submit(rows[:, None], range(len(rows)), False, True, None, Kind.DECODE)
+        rows[:] = passes.collect().argmax  # type: ignore[assignment]
+    return (n - n // 4) * len(rows) / (time.perf_counter() - start)
 
 
 def settings_of(model: Path, share: float) -> dict[str, Any]:
@@ -84,40 +112,38 @@ def settings_of(model: Path, share: float) -> dict[str, Any]:
     return {"pin_layers": 0, "cache_slots": round(share * hp.n_layer * hp.n_expert)}
 
 
-def measure(args: argparse.Namespace, device: str, share: float, say: Callable[..., None]) -> None:
-    """Measure one entry; say how long each load took, before anything is measured."""
-    start = time.perf_counter()
-    base = {**settings_of(args.model, share), "device": device, "profile": "none"}
-    longest = max(args.prompts) + 1024
-    with Engine.load(args.model, EngineConfig(n_ctx=longest, **base)) as engine:
-        say(what="loaded", value=round(time.perf_counter() - start, 1), unit="s")
-        ids = text_ids(engine, longest)
+def measure(args: argparse.Namespace, device: str, share: float) -> None:
+    """Measure one entry: first what several sequences do, which is what two cards are for."""
+    lines, start = Lines(args, device, share), time.perf_counter()
+    lines.begin()
+    n_seq, longest = max(args.sequences, default=1), max(args.prompts, default=0) + 1024
+    config = EngineConfig(
+        n_ctx=longest, n_kv=longest + n_seq * (_BEFORE + 4 * args.passes + 256), n_seq=n_seq,
+        device=device, profile="none", **settings_of(args.model, share),
+    )  # fmt: skip
+    with Engine.load(args.model, config) as engine:
+        lines.say("loaded", round(time.perf_counter() - start, 1), unit="s")
         layers = [[s.layers.start, s.layers.stop] for s in engine.stages]
-        say(what="layers", value=layers)
+        lines.say("layers", layers)
+        ids = text_ids(engine, max(longest, (_BEFORE + 3) * n_seq + _BEFORE))
+        speeds = [decode(engine, ids[:512], args.tokens) for _ in range(args.repeat)]
+        each = np.round(speeds, 2).tolist()
+        lines.say("1 sequence", round(max(speeds), 2), unit="tok/s", all=each)
+        rows = fill(engine, ids, n_seq)
+        lines.say("texts", n_seq)
+        for n in args.sequences:
+            speeds = [together(engine, rows[:n], args.passes) for _ in range(2)]
+            each = np.round(speeds, 1).tolist()
+            lines.say(f"{n} sequences", round(max(speeds), 1), unit="tok/s", all=each)
+        for seq in range(n_seq):
+            engine.reset(seq)
         for n in args.prompts:
             speeds = [prompt(engine, ids[:n]) for _ in range(args.repeat + 1)][1:]
-            say(what=f"prompt {n}", value=round(float(np.median(speeds)), 1), unit="tok/s")
-        speeds = [decode(engine, ids[:512], args.tokens) for _ in range(args.repeat)]
-        say(
-            what="decode",
-            value=round(max(speeds), 2),
-            unit="tok/s",
-            all=np.round(speeds, 2).tolist(),
-        )
+            lines.say(f"prompt {n}", round(float(np.median(speeds)), 1), unit="tok/s")
         stats = engine.expert_stats()
-        say(what="hit rate", value=round(stats.cache.hit_rate, 4) if stats else 1.0)
-        say(
-            what="device peak",
-            value=round(engine.memory()["device_peak_bytes"] / 2**30, 2),
-            unit="GiB",
-        )
-    for n_seq in args.sequences:
-        config, start = EngineConfig(n_ctx=1024, n_seq=n_seq, **base), time.perf_counter()
-        with Engine.load(args.model, config) as engine:
-            say(what="loaded", value=round(time.perf_counter() - start, 1), unit="s")
-            ids = text_ids(engine, 131 * n_seq + 256)
-            speed = max(together(engine, ids, n_seq, args.passes) for _ in range(2))
-            say(what=f"{n_seq} sequences", value=round(speed, 1), unit="tok/s")
+        lines.say("hit rate", round(stats.cache.hit_rate, 4) if stats else 1.0)
+        peak = engine.memory()["device_peak_bytes"] / 2**30
+        lines.say("device peak", round(peak, 2), unit="GiB")
 
 
 def main() -> None:
@@ -128,21 +154,28 @@ def main() -> None:
     parser.add_argument("--share", type=float, action="append", default=None)
     parser.add_argument("--prompts", type=int, nargs="*", default=[512, 8192])
     parser.add_argument("--sequences", type=int, nargs="*", default=[8, 32])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--passes", type=int, default=96)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--passes", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=60, help="seconds of a measurement")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
-    for share in args.share or [0.6, 1.0]:
-        for device in args.devices:
-
-            def say(device: str = device, share: float = share, **line: Any) -> None:
-                print(f"{share:5.0%}  {device:24} {line['what']:14} {line['value']}", flush=True)
-                if args.out:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"device": device, "share": share, **line}) + "\n")
-
-            measure(args, device, share, say)
+    entries = [(device, share) for share in args.share or [0.6, 1.0] for device in args.devices]
+    if len(entries) == 1:
+        measure(args, *entries[0])
+        return
+    failed = 0
+    for device, share in entries:
+        numbers = {"prompts": args.prompts, "sequences": args.sequences}
+        command = [sys.executable, __file__, str(args.model), device, "--share", str(share)]
+        for name, values in numbers.items():
+            command += [f"--{name}", *map(str, values)]
+        for name in ("tokens", "passes", "repeat", "limit"):
+            command += [f"--{name}", str(getattr(args, name))]
+        if args.out:
+            command += ["--out", str(args.out)]
+        failed += subprocess.run(command, check=False).returncode != 0
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

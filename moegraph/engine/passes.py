@@ -351,7 +351,7 @@ class Passes:
         states: StatesCopy,
         source: tuple[int, int] | None = None,
     ) -> None:
-        """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
+        """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`.
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.
