@@ -259,15 +259,6 @@ class Builder:
         t.nb[2] = t.nb[3] = n_bytes * n_rows
         return t
 
-    def same_ids(self, ids: Tensor, n: int) -> Tensor:
-        """View ids I32 [r] as n equal columns, [r, n], such as for `get_rows` of n matrices."""
-        ok = ids.type == I32 and C.ggml_nelements(ids) == ids.ne[0] and n > 0
-        _require(ok, f"same_ids({n})", ids)
-        t = C.ggml_view_1d(self.ctx, ids, ids.ne[0], 0)
-        # ggml checks the size of a view as if its columns were not the same bytes
-        t.ne[1], t.nb[1], t.nb[2], t.nb[3] = n, 0, 0, 0
-        return t
-
     def permute(self, a: Tensor, *axes: int) -> Tensor:
         """Move axis i to position axes[i]."""
         _require(sorted(axes) == [0, 1, 2, 3], f"permute{axes}", a)

@@ -123,7 +123,10 @@ class TapRows:
 
     def _gather(self, b: Builder, taps: Tensor, rows: Tensor) -> Tensor:
         """Append the same rows of all taps: F32 [n_embd, n, n_taps]."""
-        return b.get_rows(taps, b.same_ids(rows, len(self.layers)))
+        same = b.view(rows, (rows.ne[0],))
+        # ggml checks the size of a view as if its columns were not the same bytes
+        same.ne[1], same.nb[1], same.nb[2], same.nb[3] = len(self.layers), 0, 0, 0
+        return b.get_rows(taps, same)
 
     def ring_rows(self, slot: int, first: int, n: int) -> npt.NDArray[np.int64]:
         """Return the rows of the ring of n positions of a sequence, from position first on."""
