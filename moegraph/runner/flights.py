@@ -46,8 +46,8 @@ class FlightCounts:
     """How well the stages were used.
 
     passes: that have ended. seconds: in which passes were in flight. busy_s: of them, for each
-    stage, those between a launch and the moment when the host saw its end; so at least those in
-    which its device computed.
+    stage, those between a launch and the moment when the host saw its end. That is more than its
+    device computed where a pass is one graph, which is launched before its rows are there.
     """
 
     passes: int = 0
@@ -80,7 +80,7 @@ class Flights:
         self._began: list[float | None] = [None for _ in parts]  # of what a stage computes
         self._since = 0.0
         self._may_pause = True
-        self._is_held = False  # the logits of the pass that was collected last may be read
+        self._was_kept = False  # the logits of the pass that was collected last may be read
         self.counts = FlightCounts(busy_s=[0.0 for _ in parts])
 
     @property
@@ -113,7 +113,7 @@ class Flights:
             RequestError: as many passes are in flight as there are stages.
         """
         self.require_idle()
-        self._is_held = False
+        self._was_kept = False
         for part in self._parts:
             part.watch_results()
         if not self._flights:
@@ -154,7 +154,7 @@ class Flights:
             part.recover()
             raise
         flight.at, self._began[i] = i, self._clock()
-        flight.work = part.launching(flight.batch, cancelled, begins, self._pauses)
+        flight.work = part.launching(flight.batch, cancelled, begins, lambda: self._may_pause)
 
     def _leave(self, i: int) -> None:
         """Wait until a stage has computed what it was given, unless its results were read."""
@@ -168,18 +168,18 @@ class Flights:
         if began is not None:
             self.counts.busy_s[i] += self._clock() - began
 
-    def _pauses(self) -> bool:
-        return self._may_pause and len(self._flights) > 1
+    def _turn(self, wanted: _Flight | None = None) -> None:
+        """Have each pass go on as far as it can without waiting, the oldest first.
 
-    def _turn(self) -> None:
-        """Have each pass go on as far as it can without waiting, the oldest first."""
+        wanted: whose results are waited for, if there is nothing else to do.
+        """
         for flight in self._flights:
             if flight.is_done:
                 continue
             if flight.work:
                 self._step(flight)
             if flight.work is None and not flight.is_done:
-                self._go_on(flight)
+                self._go_on(flight, wanted)
 
     def _step(self, flight: _Flight) -> None:
         """Launch more of a pass, up to the next pause."""
@@ -201,16 +201,17 @@ class Flights:
         part.recover()
         self._ended(flight.at)
 
-    def _go_on(self, flight: _Flight) -> None:
+    def _go_on(self, flight: _Flight, wanted: _Flight | None) -> None:
         """Have a pass that is launched in its stage enter the next one, or end."""
         i, last = flight.at + 1, len(self._parts) - 1
         if flight.at == last:
-            others = (other.work for other in self._flights if other is not flight)
-            if self._parts[last].has_results() or not any(others) or not self._may_pause:
+            is_last_work = not (self._may_pause and any(other.work for other in self._flights))
+            if (flight is wanted and is_last_work) or self._parts[last].has_results():
                 self._end(flight)
             return
         is_taken = any(other.at == i and not other.is_done for other in self._flights)
-        if is_taken or (i == last and self._is_held):
+        is_kept = self._was_kept or any(f.is_done and f.keeps_logits for f in self._flights)
+        if is_taken or (i == last and is_kept):
             return
         try:
             self._enter(flight, i, lambda: False, lambda: None)
@@ -225,7 +226,6 @@ class Flights:
             flight.output = self._parts[-1].collect()
         except Exception as error:  # noqa: BLE001
             flight.error = error
-        self._is_held = flight.keeps_logits
         self._ended(flight.at)
 
     def collect(self) -> Output:
@@ -239,10 +239,11 @@ class Flights:
         """
         if not self._flights:
             raise RequestError("no pass is in flight; submit one first")
-        self._is_held = False
+        self._was_kept = False
         oldest = self._flights[0]
         self._run(oldest)
         self._flights.popleft()
+        self._was_kept = oldest.keeps_logits
         self.counts.passes += 1
         if self._flights:
             self._turn()
@@ -260,15 +261,18 @@ class Flights:
     def _run(self, flight: _Flight) -> None:
         end = self._clock() + _PATIENCE_S
         while not flight.is_done:
-            self._turn()
-            self._may_pause = self._clock() < end
+            is_alone = all(other.is_done for other in self._flights if other is not flight)
+            self._may_pause = not is_alone and self._clock() < end
+            self._turn(flight)
         self._may_pause = True
 
     def drop(self, slot: int) -> None:
-        """Have a sequence not be in flight; the results of all passes are kept for `collect`."""
+        """Have a sequence not be in flight; the results of all passes are kept, logits are not."""
         if any(slot in flight.batch.slots for flight in self._flights):
+            self._was_kept = False
             for flight in self._flights:
-                self._is_held = False
+                flight.keeps_logits = False
+            for flight in self._flights:
                 self._run(flight)
 
     def give_up(self) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.faults import faulty
+from helpers.clients import Client, alone, serving
+from helpers.faults import FAULTS, faulty
 from helpers.shared import prompt
 
 from moegraph.engine import Engine
+from moegraph.engine.groupchoice import GroupChoice
 from moegraph.engine.grouppasses import GroupPasses
+from moegraph.engine.scheduler import Scheduler
+from moegraph.engine.service import Service
 from moegraph.errors import NativeError, RequestError
-from moegraph.ggml.lib import C
+from moegraph.ggml.lib import C, ffi
 from moegraph.kinds import Kind
+from moegraph.sampling import SamplingParams
 
 Open = Callable[..., Engine]
 TWO, THREE = "cpu,cpu", "cpu,cpu,cpu"
@@ -104,6 +112,7 @@ def test_rows_have_the_bits_of_one_group(
     np.testing.assert_array_equal(found[:5], wanted[:5])
     np.testing.assert_array_equal(singles[0], wanted[5])
     np.testing.assert_array_equal(found[5:], wanted[6:])
+    assert isinstance(cut.passes, GroupPasses)
     counts = cut.passes.flights.counts
     assert counts.passes == 8 * len(sizes)
     assert 0.0 <= counts.bubbles < 1.0 and all(busy > 0.0 for busy in counts.busy_s)
@@ -197,3 +206,138 @@ def test_nothing_else_runs_while_groups_are_in_flight(open_engine: Open) -> None
     passes.give_up_groups()
     assert [len(cut.held(seq)) for seq in range(4)] == [0, 0, 0, 26]
     assert begun(cut, 3)[0] == rows[0]
+
+
+class Always(GroupChoice):
+    """Takes groups wherever they can be."""
+
+    def n_groups(self, n_rows: int) -> int:
+        return 2 if n_rows > 1 else 1
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3),
+    SamplingParams(seed=5, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.7),
+    SamplingParams(temperature=0.0, repeat_penalty=1.3),
+)
+
+
+@pytest.fixture
+def prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have prompts cost nothing, so that they are read first and all requests decode together."""
+    monkeypatch.setattr(Scheduler, "took_piece", lambda self, seconds: None)
+
+
+@contextmanager
+def in_groups(engine: Engine) -> Iterator[Service]:
+    with serving(engine) as service:
+        groups = service._loop._decoding.groups
+        assert groups is not None
+        groups.choice = Always(2)
+        yield service
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream", "fetch"])
+def test_requests_in_groups_are_answered_as_if_alone(
+    open_engine: Open, prompts_first: None, mode: str
+) -> None:
+    """Texts of many lengths, with prompts between; some are read whole, some saved."""
+    engine = open_engine(n_seq=8, cpu_reference=True, device=TWO, **MODES[mode])
+    assert isinstance(engine.passes, GroupPasses)
+
+    def client_of(i: int, n: int) -> Client:
+        return Client(
+            service, prompt(engine, n, seed=i).tolist(), max_tokens=60 + 20 * (i % 3),
+            sampling=SAMPLINGS[i % 4], n_logprobs=2 if i == 4 else None,
+            keep_after=frozenset(range(0, 1024, 9)) if i == 5 else frozenset(),
+            on_step=lambda step: are_there.wait(30),
+        )  # fmt: skip
+
+    are_there = threading.Event()
+    with in_groups(engine) as service:
+        clients = [client_of(i, n) for i, n in enumerate((1, 5, 40, 130, 33, 12, 90, 200))]
+        are_there.set()
+        for client in clients:
+            client.wait()
+        service.drain()
+        status = service.status()
+    assert engine.passes.flights.counts.passes > 20
+    assert status.counts.requests == {"length": len(clients)}
+    assert status.group_passes == engine.passes.flights.counts.passes
+    assert 0.0 <= status.stage_idle < 1.0
+    single = open_engine(cpu_reference=True)
+    for client in clients:
+        assert (client.tokens, client.reason) == (alone(single, client.request)[0], "length")
+
+
+def test_a_cancellation_or_a_nan_in_one_group_touches_no_other(
+    open_engine: Open, prompts_first: None
+) -> None:
+    engine = open_engine(n_seq=4, cpu_reference=True, device=TWO)
+    poisoned = threading.Event()
+
+    def poison(step: Any) -> None:
+        if len(clients[1].tokens) == 5 and not poisoned.is_set():
+            poisoned.set()
+            slot = next(s.id for s in service._loop._answers.slots() if s.name == "bad")
+            tensor = next(iter(engine.state.ssm.values()))
+            value = np.array([np.nan], np.float32)
+            C.ggml_backend_tensor_set(tensor, ffi.from_buffer(value), slot * tensor.nb[1], 4)
+
+    clients: list[Client] = []
+    with in_groups(engine) as service:
+        for i, name in enumerate(("a", "bad", "ends", "c")):
+            more: dict[str, Any] = {"on_step": poison} if name == "bad" else {}
+            clients.append(
+                Client(
+                    service,
+                    prompt(engine, 40 + i, seed=i).tolist(),
+                    max_tokens=90,
+                    name=name,
+                    **more,
+                )
+            )
+        while len(clients[2].tokens) < 20:
+            time.sleep(0.001)
+        clients[2].ticket.cancel()
+        reasons = [client.wait().reason for client in clients]
+        again = Client(service, clients[2].request.prompt, max_tokens=3).wait()
+    assert reasons == ["length", "error", "cancelled", "length"]
+    assert "not finite" in str(clients[1].last.error)
+    single = open_engine(cpu_reference=True)
+    for client in (clients[0], clients[3], again):
+        assert client.tokens == alone(single, client.request)[0]
+
+
+@pytest.mark.parametrize("name", ["mg_launch", "mg_wait_ids", "mg_upload_launch"])
+def test_a_failed_call_ends_requests_of_one_group(
+    open_engine: Open, prompts_first: None, name: str
+) -> None:
+    engine = open_engine(n_seq=4, cpu_reference=True, device=TWO, **MODES["stream"])
+    single = open_engine(cpu_reference=True)
+    ids = [prompt(engine, n, seed=n) for n in (4, 10, 7, 20)]
+    n_errors = []
+    with in_groups(engine) as service:
+        for at in (40, 97, 150, 231):
+            with faulty(name, at, FAULTS[name][0]):
+                clients = [Client(service, one.tolist(), max_tokens=25) for one in ids]
+                for client in clients:
+                    client.wait()
+            assert service.failure is None
+            n_errors.append(sum(client.reason == "error" for client in clients))
+            for client in clients:
+                tokens = alone(single, client.request)[0]
+                assert client.tokens == tokens[: len(client.tokens)]
+                assert client.reason == "error" or len(client.tokens) == 25
+    assert any(n_errors) and max(n_errors) <= 2
+
+
+def test_closing_with_passes_in_flight_ends_every_request(open_engine: Open) -> None:
+    engine = open_engine(n_seq=4, device=TWO)
+    with in_groups(engine) as service:
+        clients = [Client(service, [n + 1], max_tokens=400) for n in range(4)]
+        while len(clients[3].tokens) < 10:
+            time.sleep(0.001)
+    assert all(client.reason == "error" for client in clients)
+    assert len(engine.prefill(prompt(engine, 9)).require_logits()) == 1
