@@ -4,8 +4,8 @@
 Each budget (GiB, or "whole") is a process of its own, because a context on a device keeps its
 memory. A request is a prompt with marks, which may continue the one before, and some tokens. The
 longest comes first and again at the end. One line of JSON for each budget: the peak of device
-memory as the driver reports it, and host memory after a fifth of the requests and at the end. The
-exit status is 1 if a peak is above its budget, or if memory grew.
+memory as the driver reports it; host memory after a fifth of the requests, at the end and at most,
+and how much of it is pinned. The exit status is 1 if a peak is above its budget, or if memory grew.
 
     scripts/bench_memory.py 35b.gguf --vram 6 8 12 --requests 200 --longest 32768
     scripts/bench_memory.py tiny --device cpu --vram whole --requests 30 --longest 2000
@@ -40,7 +40,7 @@ def parser() -> bench.Parser:
     p.add_argument("--vram", nargs="+", default=["6", "8", "12"], metavar="GIB|whole")
     p.add_argument("--requests", type=bench.positive, default=200)
     p.add_argument("--longest", type=bench.positive, default=32768, metavar="TOKENS")
-    p.add_argument("--ubatch", type=bench.positive, default=512)
+    p.add_argument("--ubatch", type=bench.positive, help="default: as the engine chooses")
     p.add_argument("--one", metavar="GIB|whole", help="measure one budget in this process")
     return p
 
@@ -63,8 +63,8 @@ def lengths(args: Any) -> list[int]:
 def measure(args: Any, budget: str) -> dict[str, Any]:
     """Send all requests to an engine with one budget."""
     config: dict[str, Any] = {
-        "device": args.device, "n_ctx": args.longest, "profile": "none", "n_ubatch": args.ubatch,
-        "cache_ram": 256,
+        "device": args.device, "n_ctx": args.longest, "profile": "none", "cache_ram": 256,
+        "n_ubatch": args.ubatch,
     }  # fmt: skip
     if args.threads:
         config["n_threads"] = args.threads
@@ -93,6 +93,8 @@ def measure(args: Any, budget: str) -> dict[str, Any]:
             "peak_gib": round(peak / 2**30, 3), "is_within": limit is None or peak <= limit,
             "planned_gib": round(engine.plan.total / 2**30, 3),
             "host_early_gib": round(early / 2**30, 3), "host_last_gib": round(host[-1] / 2**30, 3),
+            "host_peak_gib": round(engine.memory()["host_peak_bytes"] / 2**30, 3),
+            "host_pinned_gib": round(engine.memory()["host_pinned_bytes"] / 2**30, 3),
             "is_flat": host[-1] - early < _MAX_GROWTH, "requests": args.requests,
             "longest": args.longest, "seconds": round(time.perf_counter() - start, 1),
         }  # fmt: skip

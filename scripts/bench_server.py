@@ -130,6 +130,7 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
     tokens_per_s counts everything; decode_per_s, from when half of the answers have begun until
     half have ended.
     """
+    seed += 100 * n  # no prompt comes twice
     rng, start = random.Random(seed), time.perf_counter()
     streams = [completion(port, rng.randrange(16, 400), n_tokens, seed + i) for i in range(n)]
     for one in streams:
@@ -150,13 +151,13 @@ def throughput(port: int, n: int, n_tokens: int, seed: int) -> dict[str, float]:
 
 def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]:
     """Return what a long prompt does to n clients whose answers are under way."""
-    streams = [completion(port, 32, 1500, seed + i) for i in range(n)]
+    streams = [completion(port, 32, 1500, seed + 5000 + i) for i in range(n)]
     while any(len(s.times) < 30 and s.is_alive() for s in streams):
         time.sleep(0.01)
     settled = time.perf_counter()
     time.sleep(0.5)
     begun = time.perf_counter()
-    first = completion(port, n_prompt, 4, seed + 99).done()
+    first = completion(port, n_prompt, 4, seed + 5999).done()
     ended = time.perf_counter()
     time.sleep(0.5)
     for one in streams:
@@ -177,9 +178,9 @@ def long_prompt(port: int, n: int, n_prompt: int, seed: int) -> dict[str, float]
 
 def chat_beside(port: int, n_prompt: int, seed: int) -> dict[str, float]:
     """Return how long a prompt of 200 tokens waits beside a long one, and the long one's time."""
-    long = completion(port, n_prompt, 4, seed)
+    long = completion(port, n_prompt, 4, seed + 7000)
     time.sleep(0.2)
-    short = completion(port, 200, 4, seed + 1).done()
+    short = completion(port, 200, 4, seed + 7001).done()
     long.done()
     return {
         "short_first_s": round(short.times[0] - short.begun, 3),
@@ -197,9 +198,9 @@ def count_tokens(port: int, text: str) -> int:
     return len(found["tokens"])
 
 
-def second_turn(port: int, n_tokens: int) -> dict[str, float]:
+def second_turn(port: int, n_tokens: int, seed: int) -> dict[str, float]:
     """Return the times to the first token of both turns of a conversation of n_tokens tokens."""
-    rng = random.Random(time.time())
+    rng = random.Random(f"{n_tokens} {seed}")
     words = rng.choices(WORDS, k=n_tokens)
     n_each = count_tokens(port, " ".join(words[:1000])) / min(n_tokens, 1000)
     text = " ".join(words[: int(n_tokens / n_each)])
@@ -263,57 +264,42 @@ def free_port() -> int:
 
 
 def measure(name: str, port: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a line for each measurement of a server, after the same once at smaller size."""
-    for at in range(args.samples + 1):
-        seed, is_warm = 10_000 * at, at > 0
-        for n in args.clients:
-            yield from _measured(
-                is_warm,
-                {"server": name, "what": "clients", "clients": n},
-                throughput,
-                port,
-                n,
-                args.tokens if is_warm else max(12, args.tokens // 4),
-                seed + 10 * n,
-            )
-        if not args.long:
-            continue
-        yield from _measured(
-            is_warm,
-            {"server": name, "what": "long prompt", "clients": args.beside},
-            long_prompt,
-            port,
-            args.beside,
-            args.prompt,
-            seed + 5000,
-        )
-        yield from _measured(
-            is_warm,
-            {"server": name, "what": "chat beside a prompt", "clients": 2},
-            chat_beside,
-            port,
-            args.turn if is_warm else args.turn // 4,
-            seed + 7000,
-        )
-        yield from _measured(
-            is_warm,
-            {"server": name, "what": "second turn", "clients": 1},
-            second_turn,
-            port,
-            args.turn if is_warm else args.turn // 4,
-        )
+    """Yield a line for each measurement of a server."""
+    n_warm, turn = max(12, args.tokens // 4), args.turn
+    for n in args.clients:
+        line = {"server": name, "what": "clients", "clients": n}
+        yield from _measured(line, throughput, port, args.samples, (n, n_warm), (n, args.tokens))
+    if not args.long:
+        return
+    line = {"server": name, "what": "long prompt", "clients": args.beside}
+    given = args.beside, args.prompt
+    yield from _measured(line, long_prompt, port, args.samples, given, given)
+    line = {"server": name, "what": "second turn", "clients": 1}
+    yield from _measured(line, second_turn, port, args.samples, (turn // 4,), (turn,))
+    line = {"server": name, "what": "chat beside a prompt", "clients": 2}
+    yield from _measured(line, chat_beside, port, args.samples, (turn // 4,), (turn,))
 
 
 def _measured(
-    is_shown: bool, line: dict[str, Any], measure: Callable[..., dict[str, float]], *given: int
+    line: dict[str, Any],
+    work: Callable[..., dict[str, float]],
+    port: int,
+    n_samples: int,
+    warm: tuple[int, ...],
+    given: tuple[int, ...],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a line with what was found, or with the error."""
-    try:
-        found: dict[str, Any] = dict(measure(*given))
-    except RuntimeError as error:
-        found, is_shown = {"error": str(error)}, True
-    if is_shown:
-        yield {**line, **found}
+    """Do a smaller work once; yield a line with what was found, or with the error, for each sample.
+
+    work: is called with the port, what is given, and another seed each time.
+    """
+    for at in range(n_samples + 1):
+        try:
+            found: dict[str, Any] = dict(work(port, *(given if at else warm), 10_000 * at))
+        except RuntimeError as error:
+            yield {**line, "error": str(error)}
+            continue
+        if at:
+            yield {**line, **found}
 
 
 def commands(args: argparse.Namespace, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+
+from _pages import write_or_check
 
 import moegraph
 from moegraph.config import settings
@@ -120,20 +122,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write the page; with --check, only say whether it is up to date."""
-    if sys.argv[1:] not in ([], ["--check"]):
-        print("usage: scripts/gen_api_docs.py [--check]", file=sys.stderr)
-        return 2
-    text = page()
-    if sys.argv[1:]:
-        is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        if not is_fresh:
-            print(f"{PAGE.name} is not up to date; run scripts/gen_api_docs.py", file=sys.stderr)
-        return 0 if is_fresh else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page))

@@ -10,7 +10,9 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+
+from _pages import write_or_check
 
 from moegraph import errors
 from moegraph.cli import main as program
@@ -302,7 +304,7 @@ def row(option: click.Option, context: click.Context) -> str:
     """Return the table row of one option."""
     names = ", ".join((*option.opts, *option.secondary_opts))
     metavar = "" if option.is_flag else f" {option.make_metavar(context)}"
-    default = option.default if option.show_default and not option.is_flag else ""
+    default = option.get_help_extra(context).get("default", "")
     return f"| `{cell(names + metavar)}` | {default} | {cell(option.help or '')} |"
 
 
@@ -311,20 +313,5 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
-    """Write the page; with --check, only say whether it is up to date."""
-    if sys.argv[1:] not in ([], ["--check"]):
-        print("usage: scripts/gen_cli_docs.py [--check]", file=sys.stderr)
-        return 2
-    text = page()
-    if sys.argv[1:]:
-        is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        if not is_fresh:
-            print(f"{PAGE.name} is not up to date; run scripts/gen_cli_docs.py", file=sys.stderr)
-        return 0 if is_fresh else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page))

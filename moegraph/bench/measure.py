@@ -9,7 +9,6 @@ are sampled, fed back, and turned into text, as `moegraph run` does it.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,16 +125,6 @@ class BenchRow:
     def samples_tps(self) -> list[float]:
         """Tokens per second of each repetition."""
         return [self.n_tokens / s for s in self.seconds]
-
-    @property
-    def mean_tps(self) -> float:
-        """Mean of the repetitions, tokens per second."""
-        return statistics.fmean(self.samples_tps)
-
-    @property
-    def sd_tps(self) -> float:
-        """Standard deviation of the repetitions, tokens per second; 0 for one."""
-        return statistics.stdev(self.samples_tps) if len(self.seconds) > 1 else 0.0
 
 
 def run_bench(engine: Engine, spec: BenchSpec) -> Iterator[BenchRow]:

@@ -63,7 +63,6 @@ class _Samplings(NamedTuple):
     "--n-prompt",
     callback=lists.lengths,
     default=("512",),
-    show_default=True,
     metavar="LIST",
     help="Prompt lengths (pp), such as 512,1024; 0: no prompt test.",
 )
@@ -72,7 +71,6 @@ class _Samplings(NamedTuple):
     "--n-gen",
     callback=lists.lengths,
     default=("128",),
-    show_default=True,
     metavar="LIST",
     help="Generation lengths (tg); 0: no generation test.",
 )
@@ -88,7 +86,6 @@ class _Samplings(NamedTuple):
     "--n-depth",
     callback=lists.lengths,
     default=("0",),
-    show_default=True,
     metavar="LIST",
     help="Context positions that are filled before each test, not timed.",
 )
@@ -119,7 +116,6 @@ class _Samplings(NamedTuple):
     "--repetitions",
     type=click.IntRange(1, 1000),
     default=5,
-    show_default=True,
     metavar="N",
     help="Timed runs of each test.",
 )
@@ -134,7 +130,6 @@ class _Samplings(NamedTuple):
     "style",
     type=click.Choice(tuple(STYLES)),
     default="md",
-    show_default=True,
     help="Format of the rows.",
 )
 @click.option(
@@ -375,7 +370,9 @@ def _facts(engine: Engine) -> dict[str, Any]:
 
 
 def _device_facts(name: str, description: str) -> dict[str, Any]:
-    return {"backends": "CPU" if name == "cpu" else "CUDA", "device_info": description}
+    kinds = {"cpu": "CPU", "rpc": "RPC"}
+    backends = dict.fromkeys(kinds.get(one.strip()[:3], "CUDA") for one in name.split(","))
+    return {"backends": ",".join(backends), "device_info": description}
 
 
 def _model_facts(file: ModelFile) -> dict[str, Any]:

@@ -87,7 +87,6 @@ class _Talk:
 )  # fmt: skip
 @click.option(
     "-rea", "--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto",
-    show_default=True,
     help="Tell the chat template to ask for reasoning, or not to. auto: its own default.",
 )  # fmt: skip
 @click.option("--each", is_flag=True, help="Start a new conversation for each piped line.")
@@ -318,6 +317,8 @@ def _take_turn(talk: Conversation, message: str) -> None:
         if question is None:
             return
         message = question
+    elif message.startswith(" /"):
+        message = message[1:]
     if not message.strip():
         return
     answer = talk.answer(message)

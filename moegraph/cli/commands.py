@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from .typed import BLOCK
 
 _FORMAT, _VERSION = "moegraph conversation", 1
 _MAX_BYTES = 64 * MiB
+_COMMAND = re.compile(r"/([a-z]+|\?)")
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,18 @@ class ChatCommand:
 def find_command(message: str) -> tuple[ChatCommand, str] | None:
     """Return the command that a message holds, and its argument; None if it is a question.
 
-    A message is a command if it is one line that begins with a known command, and if that command
-    accepts the rest of the line as its argument.
+    A message is a command if it is one line that begins with a slash and a word of letters.
+
+    Raises:
+        RequestError: there is no such command, or it takes no argument.
     """
-    word, _, argument = message.strip().partition(" ")
-    command = COMMANDS.get(word)
-    argument = argument.strip()
-    if command is None or "\n" in argument or (argument and not command.takes):
+    word, _, argument = message.rstrip().partition(" ")
+    if "\n" in message.rstrip() or not _COMMAND.fullmatch(word):
         return None
+    command, argument = COMMANDS.get(word), argument.strip()
+    if command is None or (argument and not command.takes):
+        wrong = f"there is no {word}" if command is None else f"{word} takes no argument"
+        raise RequestError(f"{wrong}; see /help; a line that begins with a blank is a message")
     return command, argument
 
 
@@ -91,6 +97,8 @@ def _set(talk: Conversation, argument: str) -> None:
     if not name:
         return _list_sampling(talk)
     setting = _setting_named(name)
+    if not text.strip():
+        return ui.note(f"{setting.name} is {getattr(talk.sampling, setting.name)}")
     try:
         value: Any = (int if setting.kind == "int" else float)(text.strip())
     except ValueError:
@@ -222,7 +230,7 @@ COMMANDS: dict[str, ChatCommand] = {
     "/regen": ChatCommand("", "ask the last question again, with another seed", _again),
     "/read": ChatCommand("FILE [QUESTION]", "ask about the text of FILE", _read),
     "/system": ChatCommand("[TEXT]", 'show or set the system prompt, "" for none', _system),
-    "/set": ChatCommand("[NAME VALUE]", "show or change sampling settings", _set),
+    "/set": ChatCommand("[NAME [VALUE]]", "show or change sampling settings", _set),
     "/show": ChatCommand("", "show model, context and settings", _show),
     "/save": ChatCommand("FILE", "write the conversation to a file", _save),
     "/load": ChatCommand("FILE", "continue a saved conversation", _load),

@@ -33,22 +33,19 @@ _ANSWER_SHARE, _FREE_SHARE = 4, 2
 class Answer:
     """A model's answer to a question, and what it cost.
 
-    n_forgotten: turns that were forgotten to make room. hit_rate: of the expert cache, 0 to 1;
-    None without one. drafts: what was drafted for it; None if nothing drafts.
+    n_held: positions of the context that are in use. n_forgotten: turns that were forgotten to
+    make room. hit_rate: of the expert cache, 0 to 1; None without one. drafts: what was drafted
+    for it; None if nothing drafts.
     """
 
     question: str
     text: str
     reasoning: str
     event: GenerationEvent
+    n_held: int
     n_forgotten: int
     hit_rate: float | None
     drafts: SpecStats | None = None
-
-    @property
-    def n_held(self) -> int:
-        """Return the positions of the context that are in use."""
-        return self.event.n_prompt + self.event.n_generated
 
 
 @dataclass
@@ -90,17 +87,19 @@ class Conversation:
         except BaseException:
             self.history.restore(before)
             raise
+        # The last token of a full context is drawn, but needs no position any more.
+        n_held = min(event.n_prompt + event.n_generated, self.engine.n_ctx)
         if event.finish_reason == "cancelled" and not event.n_generated:
             # or else a message that was too long to wait for would be read with the next one
             self.history.restore(before)
         else:
             self.history.answer(opened + raw)
-            self.n_held = event.n_prompt + event.n_generated
+            self.n_held = n_held
         now = self.engine.expert_stats()
         rate = None if now is None or stats is None else now.since(stats).cache.hit_rate
         drafted = self.engine.spec_stats()
         drafted = None if drafted is None or drafts is None else drafted.since(drafts)
-        answer = Answer(question, text, reasoning, event, n_forgotten, rate, drafted)
+        answer = Answer(question, text, reasoning, event, n_held, n_forgotten, rate, drafted)
         if self.as_json:
             click.echo(json.dumps(self.report(answer), ensure_ascii=False, allow_nan=False))
         return answer

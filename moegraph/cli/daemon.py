@@ -36,7 +36,7 @@ _MAX_LINE = 64 << 10
 )  # fmt: skip
 @click.option(
     "-np", "--parallel", "--target-cache-slots", "n_slots", type=click.IntRange(1, 256), default=1,
-    show_default=True, metavar="N",
+    metavar="N",
     help="Requests that can be under way at a time; they share the context (-c).",
 )  # fmt: skip
 @options.engine_options

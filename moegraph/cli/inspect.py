@@ -67,7 +67,6 @@ _TEMPLATE = "tokenizer.chat_template"
     "n_ctx",
     type=click.INT,
     default=4096,
-    show_default=True,
     metavar="N",
     help="Context length that must fit, for --vram. 0: the model's training length.",
 )
@@ -77,7 +76,6 @@ _TEMPLATE = "tokenizer.chat_template"
     "type_k",
     type=click.Choice(KV_TYPES),
     default="f16",
-    show_default=True,
     help="Data type of the K cache, for --vram.",
 )
 @click.option(
@@ -86,7 +84,6 @@ _TEMPLATE = "tokenizer.chat_template"
     "type_v",
     type=click.Choice(KV_TYPES),
     default="f16",
-    show_default=True,
     help="Data type of the V cache, for --vram.",
 )
 @click.option(

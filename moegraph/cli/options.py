@@ -117,7 +117,7 @@ def length_options(command: Command) -> Command:
     return _apply(command, [
         click.option(
             "-n", "--predict", "--n-predict", "--max-tokens", "n_predict", type=click.INT,
-            default=-1, metavar="N", show_default=True,
+            default=-1, metavar="N",
             help="Maximum number of tokens to generate. -1: until an end token or a full context.",
         ),
         click.option(
@@ -183,7 +183,7 @@ def chosen_sampling(ctx: click.Context) -> frozenset[str]:
 def warn_beyond_training(engine: Engine, n_prompt: int) -> None:
     """Warn, before the work begins, of a prompt longer than the model's training length."""
     n_trained = engine.hparams.n_ctx_train
-    if n_prompt > n_trained:
+    if n_trained < n_prompt <= engine.n_ctx:
         ui.note(f"warning: {n_prompt} positions; the model was trained on only {n_trained}")
 
 

@@ -89,7 +89,6 @@ def _plan_options(command: Any) -> Any:
     "--context",
     "context",
     default="512MiB",
-    show_default=True,
     metavar="SIZE",
     help="Part of --vram that the driver takes for itself.",
 )
@@ -114,7 +113,6 @@ def _plan_options(command: Any) -> Any:
 @click.option(
     "--machine",
     default="desktop",
-    show_default=True,
     metavar="NAME|FILE",
     help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
 )

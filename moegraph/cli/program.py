@@ -156,8 +156,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 @click.group(
-    cls=Program, name="moegraph", context_settings={"help_option_names": ["-h", "--help"]},
-    invoke_without_command=True,
+    cls=Program, name="moegraph", invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )  # fmt: skip
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,

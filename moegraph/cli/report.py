@@ -22,13 +22,14 @@ def stats_line(
     read = f"{event.n_computed} "
     if event.n_computed + event.n_reused < event.n_prompt:
         read += f"of {event.n_prompt} "
-    line = f"prefill {read}tokens in {format_duration(event.prefill_s)}"
+    line = f"prefill {read}{_tokens(event.n_prompt)} in {format_duration(event.prefill_s)}"
     if event.n_computed:
         line += f", {event.prefill_tps:.1f} tok/s"
     if event.n_generated > 1:
         # The first token comes with the prompt; decode_s covers the steps after it.
+        n_more = event.n_generated - 1
         line += (
-            f"; decode {event.n_generated - 1} tokens in {format_duration(event.decode_s)}, "
+            f"; decode {n_more} {_tokens(n_more)} in {format_duration(event.decode_s)}, "
             f"{event.decode_tps:.1f} tok/s"
         )
     if sampling is not None and not sampling.is_greedy:
@@ -36,6 +37,10 @@ def stats_line(
     if memory["device_peak_bytes"]:
         line += f"; peak {format_bytes(memory['device_peak_bytes'])} on the device"
     return f"{line}; peak {format_bytes(memory['host_peak_bytes'])} on the host"
+
+
+def _tokens(n: int) -> str:
+    return "token" if n == 1 else "tokens"
 
 
 def model_report(engine: Engine) -> dict[str, Any]:

@@ -21,7 +21,6 @@ _OPTIONS = (
     _option(
         "--host",
         default="127.0.0.1",
-        show_default=True,
         metavar="NAME",
         help="Address to listen on.",
     ),
@@ -29,7 +28,6 @@ _OPTIONS = (
         "--port",
         type=click.IntRange(0, 65535),
         default=8080,
-        show_default=True,
         metavar="N",
         help="Port to listen on; 0 takes a free one.",
     ),
@@ -39,7 +37,6 @@ _OPTIONS = (
         "n_parallel",
         type=click.IntRange(1, 256),
         default=4,
-        show_default=True,
         metavar="N",
         help="Most requests that are computed at a time; others wait. They share the context: "
         "one request may use all of it.",
@@ -49,7 +46,6 @@ _OPTIONS = (
         "n_waiting",
         type=click.IntRange(0, 65536),
         default=128,
-        show_default=True,
         metavar="N",
         help="Most requests that wait; others are refused with status 429.",
     ),
@@ -93,7 +89,6 @@ _OPTIONS = (
         type=click.INT,
         default=-1,
         metavar="N",
-        show_default=True,
         help="Maximum number of tokens of an answer, if a request says nothing. -1: no limit.",
     ),
     _option(
@@ -107,7 +102,6 @@ _OPTIONS = (
         "--reasoning",
         type=click.Choice(["on", "off", "auto"]),
         default="auto",
-        show_default=True,
         help="Ask for reasoning, or not, if a request says nothing. auto: the template's default.",
     ),
     _option(
@@ -122,7 +116,6 @@ _OPTIONS = (
         "drain_s",
         type=click.FloatRange(0),
         default=30.0,
-        show_default=True,
         metavar="SECONDS",
         help="How long requests may go on after SIGTERM or Ctrl-C.",
     ),
@@ -145,7 +138,6 @@ _OPTIONS = (
         "--cache-disk",
         type=click.IntRange(1, 1 << 24),
         default=16384,
-        show_default=True,
         metavar="MIB",
         help="Most disk space of --cache-dir, in MiB.",
     ),
@@ -153,7 +145,6 @@ _OPTIONS = (
         "--log-format",
         type=click.Choice(["text", "json", "off"]),
         default="text",
-        show_default=True,
         help="Form of the log on stderr: a line for each request, without prompts and answers.",
     ),
 )

@@ -74,7 +74,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 def heat_options(command: Any) -> Any:
     """Add the options of a heat map."""
     order = click.option(
-        "--heat-order", type=click.Choice(HEAT_ORDERS), default="rank", show_default=True,
+        "--heat-order", type=click.Choice(HEAT_ORDERS), default="rank",
         help="Order of the experts in the heat map: by how often they were chosen, or by id.",
     )  # fmt: skip
     path = options.svg_option(
@@ -91,7 +91,6 @@ def heat_options(command: Any) -> Any:
     "--resident",
     callback=_percentages,
     default="10,25,40,60,80,100",
-    show_default=True,
     metavar="LIST",
     help="Percentages of the experts that have a slot; each is replayed.",
 )
@@ -100,7 +99,6 @@ def heat_options(command: Any) -> Any:
     "policies",
     multiple=True,
     default=("lfu", "lru"),
-    show_default=True,
     metavar="NAME[:PARAMETER=N]",
     help="Policy to replay, such as lru or lfu:half_life=64,hysteresis=1.5; repeatable.",
 )
@@ -108,7 +106,6 @@ def heat_options(command: Any) -> Any:
 @click.option(
     "--machine",
     default="desktop",
-    show_default=True,
     metavar="NAME|FILE",
     help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
 )
@@ -127,7 +124,6 @@ def heat_options(command: Any) -> Any:
     "--skip",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     metavar="N",
     help="Tokens after the prompt that warm the cache and are not counted.",
 )

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     default=256,
     metavar="N",
-    show_default=True,
     help="Maximum number of tokens to generate; end tokens do not stop the run.",
 )
 @click.option(
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
 @click.option(
     "--profile-class",
     default="default",
-    show_default=True,
     metavar="NAME",
     help="Class of prompts in the profile to add to.",
 )

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -253,12 +252,7 @@ class Bars:
     def __enter__(self) -> Bars:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clear()
 
     def _draw_late(self, stage: str, total: int) -> None:

@@ -53,14 +53,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
     "--device",
     "devices",
     default="auto",
-    show_default=True,
     metavar="NAME,...",
     help="Devices to lend, with commas: auto, cpu, cuda or cuda:N.",
 )
 @click.option(
     "--listen",
     default=f"127.0.0.1:{_PORT}",
-    show_default=True,
     metavar="HOST:PORT",
     help="Address to listen on; port 0 takes a free one. Any other than loopback needs --keys.",
 )

@@ -349,7 +349,7 @@ class Passes:
         self, seq: int, ids: Sequence[int], n_kept: int, rows: Sequence[tuple[int, RowsCopy]],
         states: StatesCopy, source: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Have a sequence hold ids, from copies in host memory; see `State.put_back`.
+        """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`.
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.

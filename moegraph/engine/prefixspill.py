@@ -75,7 +75,9 @@ class PrefixSpill:
         for entry in found:
             if not self._read_rows(entry, path):
                 return
-        states = self._copies.memory.new_states(found[-1].end)
+        memory = self._copies.memory
+        states = memory.new_states(found[-1].end)
+        memory.wait()  # a device may still be reading what this memory held before
         if self.disk.states(found[-1], states):
             path[-1].states = states
             self._tree.touch(path)

@@ -95,7 +95,7 @@ class SequenceCopies:
         states: StatesCopy,
         source: tuple[int, int] | None = None,
     ) -> None:
-        """Have a sequence hold ids, from copies; see `State.put_back`.
+        """Have a sequence hold ids, from copies; see `Sequences.put_back`.
 
         Raises:
             RequestError: there is no such sequence, or a pass is in flight.

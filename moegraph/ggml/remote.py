@@ -87,7 +87,7 @@ class RemoteLink:
         self._connection = connect(address, this_build())
         self.devices: list[RemoteDevice] = self._connection.devices
         # of its own, because ggml never forgets a name
-        self._endpoint = f"{self.worker}#{next(_serial)}".encode()
+        self._endpoint = f"worker:{next(_serial)}".encode()
         self.n_users = 0
         # ggml closes its copy; ours ends the connection early
         n = C.mg_remote_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))

@@ -43,15 +43,10 @@ def kv_length(state: State, n_used: int) -> int:
     return min(state.n_ctx, round_up(n_used, step))
 
 
-def input_bytes(n_embd: int, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> int:
-    """Return the device bytes that `ChunkInputs` takes."""
-    return 4 * (_Sizes(n_embd, n_ctx, n_seq, max_rows, n_rows).total) + 2 * PAGE * (PAGE + 1)
-
-
 class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
-    def __init__(self, n_embd: int, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> None:
+    def __init__(self, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> None:
         self.row = 3 + n_ctx // PAGE
         self.current = round_up(max_rows * self.row + 3 * _ALIGN, _ALIGN)
         self.slot = _ALIGN
@@ -72,7 +67,7 @@ class ChunkInputs:
     def __init__(self, stage: Stage, max_rows: int, n_rows: int) -> None:
         device, hp, state = stage.device, stage.hp, stage.state
         self._device, self._state, self._n_embd = device, state, hp.n_embd
-        sizes = self._sizes = _Sizes(hp.n_embd, state.n_ctx, state.n_seq, max_rows, n_rows)
+        sizes = self._sizes = _Sizes(state.n_ctx, state.n_seq, max_rows, n_rows)
         self.n_chunks = sizes.n_chunks
         self._slot_at = sizes.current
         self._draws_at = self._slot_at + sizes.slot

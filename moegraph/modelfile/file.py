@@ -15,7 +15,6 @@ import re
 import stat
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -73,12 +72,7 @@ class GgufFile:
     def __enter__(self: Opened) -> Opened:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -321,6 +315,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
 def _check_arch(path: Path, meta: Metadata) -> None:
     arch = meta.string(_ARCHITECTURE)
+    if "dflash" in arch:
+        raise UnsupportedModel(
+            f"{path}: this is a drafter; give the model for which it was made, and the drafter "
+            "with --draft"
+        )
     if arch != ARCH:
         raise UnsupportedModel(
             f"{path}: architecture {arch!r} is not supported; moegraph runs {ARCH!r} "

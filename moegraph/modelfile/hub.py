@@ -84,7 +84,9 @@ def download(
     progress, say = progress or _no_progress, say or _silent
     with _one_line_errors(hub, name):
         api = hub.HfApi(library_name="moegraph")
-        files = choose_files(api.list_repo_files(name.repo), name)
+        # One request that the library does not repeat: without a network, the error comes at once.
+        there = [file.rfilename for file in api.model_info(name.repo).siblings or ()]
+        files = choose_files(there, name)
         remotes = [_look_up(hub, name.repo, file) for file in files]
         if verify:
             for remote in remotes:

@@ -96,17 +96,12 @@ def summarize(hp: HParams, tensors: Mapping[str, TensorInfo]) -> ModelSummary:
     )
 
 
-def kv_bytes_per_token(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
-    """Return the bytes that one position takes in the KV caches of all full-attention layers.
+def kv_bytes_per_layer(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
+    """Return the bytes that one position takes in the KV cache of one full-attention layer.
 
     Raises:
         ConfigError: an unknown cache type, or one whose blocks do not divide a row.
     """
-    return (hp.n_layer - hp.n_layer_recurrent) * kv_bytes_per_layer(hp, type_k, type_v)
-
-
-def kv_bytes_per_layer(hp: HParams, type_k: str = "f16", type_v: str = "f16") -> int:
-    """Return the bytes that one position takes in the KV cache of one layer; errors as above."""
     k = _row_bytes("type_k", type_k, hp.n_embd_head_k * hp.n_head_kv)
     v = _row_bytes("type_v", type_v, hp.n_embd_head_v * hp.n_head_kv)
     return k + v

@@ -98,7 +98,7 @@ class ExpertCopies:
             taken += size
             rows = block.array.reshape(self._n_expert, layer.packing.stride)
             if not self._registers:  # what the driver gives may hold anything
-                rows[:, layer.packing.n_bytes :] = 0  # copies are rounded up to 16 bytes
+                layer.packing.clear_gaps(rows)
             begun.append((il, block, readers.read_experts(layer.infos, layer.packing, rows)))
         while begun and self._finish(begun):
             pass

@@ -177,6 +177,8 @@ class HostCopies:
     def new_states(self, n_past: int) -> StatesCopy:
         """Return memory for the states after n_past positions; `take_layer` fills it.
 
+        A device may still read what it held before. Who fills it on the host waits for that first.
+
         Raises:
             NativeError: there is no host memory.
         """

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
 from ..modelfile import ModelFile, TensorInfo
@@ -42,6 +44,8 @@ MTP_TAKEN = 128
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
 _PART_ALIGNMENT = 128
+# Numbers of a quantized row that CUDA's tiles read at once, at most.
+_ROW_PIECE = 512
 
 
 def zeros_bytes(hp: HParams) -> int:
@@ -118,9 +122,13 @@ def stack_kind(infos: dict[str, TensorInfo]) -> Hashable:
 class Packing:
     """Where the parts of one expert are inside a slot, in bytes.
 
-    offsets, sizes: by part. n_bytes: from the start of the first part to the end of the last.
-    stride: from slot to slot, a multiple of every part's block size, because kernels count strides
-    in blocks.
+    offsets, sizes: by part. n_bytes: from the start of the first part to the end of the last, with
+    what kernels read behind it. stride: from slot to slot, a multiple of every part's block size,
+    because kernels count strides in blocks.
+
+    CUDA's tiles multiply whole pieces of a row, also where the row ends before: what comes then is
+    multiplied by zero. It must be finite, so there are zeros behind a part, not the next part,
+    whose bytes can mean anything in this part's type.
     """
 
     offsets: dict[str, int]
@@ -135,9 +143,19 @@ class Packing:
         for part, info in infos.items():
             offsets[part] = round_up(end, _PART_ALIGNMENT)
             sizes[part] = info.nbytes // info.ne[2]
-            end = offsets[part] + sizes[part]
-            unit = math.lcm(unit, GGML_QUANT_SIZES[info.type][1])
+            block, block_bytes = GGML_QUANT_SIZES[info.type]
+            behind = round_up(info.ne[0], _ROW_PIECE) - info.ne[0] if block > 1 else 0
+            end = offsets[part] + sizes[part] + behind // block * block_bytes
+            unit = math.lcm(unit, block_bytes)
         return cls(offsets, sizes, end, round_up(end, unit))
+
+    def clear_gaps(self, rows: npt.NDArray[np.uint8]) -> None:
+        """Write zeros wherever there is no part; rows: numpy [..., bytes of a packed expert]."""
+        at = 0
+        for part, offset in self.offsets.items():
+            rows[..., at:offset] = 0
+            at = offset + self.sizes[part]
+        rows[..., at:] = 0
 
 
 def group_size(n_expert: int) -> int:

@@ -144,6 +144,7 @@ class ExpertStore:
         for part, info in self._infos[il].items():
             at, size = packing.offsets[part], packing.sizes[part]
             self._model.read(info, target[at : at + size], expert * size)
+        packing.clear_gaps(target[: packing.n_bytes])  # there was another expert before
 
     def source(self, il: int, expert: int) -> Any:
         """Return the address of a packed expert; after at most N_STAGING calls, call `copied`."""

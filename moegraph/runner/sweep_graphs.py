@@ -184,9 +184,10 @@ class SweepGraphs:
         token, slot, at, target, *terms = memory.unit_leaves(b, n_padded)
         if self._ring is None:
             return
-        # CUDA makes tiles for as many rows of an expert as there are tokens. So a token here is as
-        # many places as there are experts, whichever those places chose.
-        n = self._ring.n_each if n_padded >= _MIN_TILED else 1
+        # CUDA makes tiles for as many rows of an expert as there are tokens. So a token here is
+        # about as many places as there are experts, whichever those places chose: a power of two,
+        # which divides the padded places.
+        n = 1 << self._ring.n_each.bit_length() - 1 if n_padded >= _MIN_TILED else 1
         cur = b.get_rows(memory.tensor("post_norm"), token)
         cur = b.reshape(cur, n_embd, n, n_padded // n)
         weights = b.reshape(b.get_rows(memory.tensor("weights"), at), 1, n, n_padded // n)

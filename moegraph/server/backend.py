@@ -82,27 +82,3 @@ def unavailable(condition: str, reason: str) -> ApiError:
     """Return the error of a request that comes while nothing is served."""
     retry = None if condition == "failed" else RETRY_S
     return ApiError(503, reason, code=condition, retry_after_s=retry)
-
-
-class FixedBackend:
-    """A model that is ready and stays so."""
-
-    condition, reason = "ready", ""
-
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        self.facts = loaded.facts
-
-    async def loaded(self) -> Loaded:
-        """Return it."""
-        return self._loaded
-
-    def peek(self) -> Loaded | None:
-        """Return it."""
-        return self._loaded
-
-    def enter(self) -> None:
-        """Nothing counts the requests."""
-
-    def leave(self) -> None:
-        """Nothing counts the requests."""

@@ -1,4 +1,4 @@
-"""What OpenAI's two kinds of completions share: seeds of choices, usage, timings, probabilities."""
+"""What interfaces share: seeds and biases of choices, usage, timings, probabilities."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 
 class Mailbox:
@@ -16,17 +15,24 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = ref(loop)  # else it would never leave `_MAILBOXES`
         self._calls: deque[Callable[[], None]] = deque()
         self._is_due = False
 
     def put(self, call: Callable[[], None]) -> None:
         """Have the loop make a call soon; drop it if the loop has ended."""
         self._calls.append(call)
-        if not self._is_due:
-            self._is_due = True
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._empty)
+        if self._is_due:
+            return
+        self._is_due = True
+        try:
+            if loop := self._loop():
+                loop.call_soon_threadsafe(self._empty)
+                return
+        except RuntimeError:
+            pass  # it is closed
+        self._calls.clear()
+        self._is_due = False
 
     def _empty(self) -> None:
         # before the calls are taken: what comes from now on wakes the loop again

@@ -127,8 +127,9 @@ class _Process:
 
     async def _drain(self, host: ModelHost) -> None:
         if host.n_users:
+            requests = "1 request" if host.n_users == 1 else f"{host.n_users} requests"
             self._ways.say(
-                f"ending; waiting up to {self._ways.drain_s:g} s for {host.n_users} requests "
+                f"ending; waiting up to {self._ways.drain_s:g} s for {requests} "
                 "(again to end at once)"
             )
         self._is_drained = await host.drain(self._ways.drain_s)

@@ -28,8 +28,8 @@ from ..link.relay import relay, watch
 # Connections that have not proved themselves yet; more are closed at once.
 MAX_STRANGERS = 16
 _READY_S = 120.0
-# The process that served the last client needs a moment to end.
-_BUSY_S = 20.0
+# The process that served the last client needs a moment to end, and the next one longer to start.
+_LEAVING_S, _STARTING_S = 2.0, 20.0
 _RETRY_S = 2.0
 _MAX_REPORT = 65536
 
@@ -157,7 +157,8 @@ class Worker:
 
     def _ended(self, child: Child, status: int) -> None:
         with self._changed:
-            self._free = None
+            self._free, self._serving = None, ""
+            self._changed.notify_all()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         if status == 0:
             self._say(f"client {child.client} has left")
@@ -258,7 +259,9 @@ class Worker:
     def _take(self, name: str) -> Child | None:
         """Take the child that is free; wait a moment for one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free is not None, _BUSY_S)
+            self._changed.wait_for(lambda: self._free or not self._serving, _LEAVING_S)
+            if not self._serving:
+                self._changed.wait_for(lambda: self._free, _STARTING_S)
             child, self._free = self._free, None
             if child:
                 child.client = self._serving = name

@@ -1,17 +1,18 @@
 #include "remote.h"
 
 #include "ggml-rpc.h"
+#include "moegraph-rpc.h"
 
 #include <dlfcn.h>
 #include <stddef.h>
 
 // Not linked: a program that uses no other machine does not load the library.
 static struct {
-    __typeof__(ggml_backend_rpc_adopt)      * adopt;
     __typeof__(ggml_backend_rpc_add_server) * add_server;
-    __typeof__(ggml_backend_rpc_failure)    * failure;
-    __typeof__(ggml_backend_rpc_get_counts) * get_counts;
-    __typeof__(ggml_backend_rpc_serve)      * serve;
+    __typeof__(moegraph_rpc_adopt)          * adopt;
+    __typeof__(moegraph_rpc_failure)        * failure;
+    __typeof__(moegraph_rpc_count)          * count;
+    __typeof__(moegraph_rpc_serve)          * serve;
 } rpc;
 
 const char * mg_remote_load(const char * path) {
@@ -23,11 +24,11 @@ const char * mg_remote_load(const char * path) {
         return dlerror();
     }
     const struct { const char * name; void ** to; } functions[] = {
-        { "ggml_backend_rpc_adopt",      (void **) &rpc.adopt },
         { "ggml_backend_rpc_add_server", (void **) &rpc.add_server },
-        { "ggml_backend_rpc_failure",    (void **) &rpc.failure },
-        { "ggml_backend_rpc_get_counts", (void **) &rpc.get_counts },
-        { "ggml_backend_rpc_serve",      (void **) &rpc.serve },
+        { "moegraph_rpc_adopt",          (void **) &rpc.adopt },
+        { "moegraph_rpc_failure",        (void **) &rpc.failure },
+        { "moegraph_rpc_count",          (void **) &rpc.count },
+        { "moegraph_rpc_serve",          (void **) &rpc.serve },
     };
     for (size_t i = 0; i < sizeof(functions)/sizeof(functions[0]); i++) {
         *functions[i].to = dlsym(library, functions[i].name);
@@ -56,8 +57,8 @@ int mg_remote_failure(const char * endpoint) {
 }
 
 void mg_remote_count(const char * endpoint, struct mg_remote_counts * counts) {
-    struct ggml_backend_rpc_counts found;
-    rpc.get_counts(endpoint, &found);
+    struct moegraph_rpc_counts found;
+    rpc.count(endpoint, &found);
     *counts = (struct mg_remote_counts) { found.n_sent, found.n_received, found.n_graphs_sent, found.n_graphs_stored };
 }
 

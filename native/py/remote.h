@@ -11,7 +11,7 @@ extern "C" {
 // Load libggml-rpc from `path`. NULL, or what the dynamic linker says.
 const char * mg_remote_load(const char * path);
 
-// Use a connected socket, closed in the end, as the connection to an endpoint of a new name. Returns how many devices it
+// Use a connected socket, closed after a failure, as the connection to an endpoint of a new name, NAME:NUMBER. Returns how many devices it
 // has; 0 if the exchange failed. Time limits are those of the socket (SO_RCVTIMEO, SO_SNDTIMEO).
 int mg_remote_adopt(const char * endpoint, int fd);
 ggml_backend_dev_t mg_remote_device(const char * endpoint, int index);

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from helpers.shared import model_writer
 
-if TYPE_CHECKING:  # the fixture imports it: it needs the native libraries
+from moegraph.config import EngineConfig
+
+if TYPE_CHECKING:  # the fixtures import them: they need the native libraries
+    from moegraph.engine import Engine
     from moegraph.ggml.device import Device
 
 
@@ -18,6 +21,25 @@ if TYPE_CHECKING:  # the fixture imports it: it needs the native libraries
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from preset name to a model file written once per session."""
     return model_writer(tmp_path_factory.mktemp("cuda-models"), seed=7)
+
+
+@pytest.fixture
+def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+    """Return a function that loads a random model on the GPU and closes it after the test."""
+    from moegraph.engine import Engine
+
+    opened: list[Engine] = []
+
+    def load(preset: str = "mini35b", **settings: object) -> Engine:
+        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
+        if "cache_slots" in settings:  # or the planner would pin all other layers
+            chosen.setdefault("pin_layers", 0)
+        opened.append(Engine.load(model_file(preset), EngineConfig(**chosen)))
+        return opened[-1]
+
+    yield load
+    for engine in opened:
+        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from helpers.scripted_drafts import AnyController, ScriptedDrafter
 from helpers.shared import prompt
 
-from moegraph.config import EngineConfig
 from moegraph.draft.lookup import LookUp
 from moegraph.engine import Engine
 from moegraph.engine.speculation import Speculation
@@ -29,21 +27,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "penalties": {"repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": 20, "seed": 3},
     "typical": {"temperature": 1.0, "top_k": 0, "typical_p": 0.9, "seed": 5},
 }
-
-
-@pytest.fixture
-def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Open]:
-    """Return a function that loads a random model on the GPU and closes it after the test."""
-    opened: list[Engine] = []
-
-    def load(**settings: object) -> Engine:
-        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
-        opened.append(Engine.load(model_file("mini35b"), EngineConfig(**chosen)))
-        return opened[-1]
-
-    yield load
-    for engine in opened:
-        engine.close()
 
 
 def speculate(engine: Engine, *drafters: Any, seed: int = 0) -> AnyController:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,23 +26,6 @@ PLACEMENTS = [
     {"cache_slots": 0, "miss": "auto"},
     {"cache_slots": 20, "policy": "lru", "miss": "auto"},
 ]
-
-
-@pytest.fixture
-def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """Return a function that loads a random model on the GPU and closes it after the test."""
-    opened: list[Engine] = []
-
-    def load(preset: str = "mini35b", **settings: object) -> Engine:
-        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
-        if "cache_slots" in settings:  # or the planner would pin all other layers
-            chosen.setdefault("pin_layers", 0)
-        opened.append(Engine.load(model_file(preset), EngineConfig(**chosen)))
-        return opened[-1]
-
-    yield load
-    for engine in opened:
-        engine.close()
 
 
 def run(engine: Engine) -> np.ndarray:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.tree_shapes import TREES, path
 
-from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.handles import Context
 from moegraph.ggml.lib import C, ffi
@@ -30,21 +28,6 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"cache_slots": 60, "pin_layers": 0, "miss": "cpu"},
 ]
 NAMES = ["whole", "q8_0", "stream", "cpu"]
-
-
-@pytest.fixture
-def open_cuda(model_file: Callable[[str], Path]) -> Iterator[Open]:
-    """Return a function that loads a random model on the GPU and closes it after the test."""
-    opened: list[Engine] = []
-
-    def load(**settings: object) -> Engine:
-        chosen = {"device": "cuda", "n_ctx": 512, "n_ubatch": 64, "n_threads": 4, **settings}
-        opened.append(Engine.load(model_file("mini35b"), EngineConfig(**chosen)))
-        return opened[-1]
-
-    yield load
-    for engine in opened:
-        engine.close()
 
 
 def nmse(a: np.ndarray, b: np.ndarray) -> float:

@@ -60,7 +60,7 @@ def test_pinned_pages_are_seen_by_the_device_until_they_are_freed(device) -> Non
 
 def check_blocks(engine: Engine) -> None:
     """Compare the experts in host memory with the file."""
-    store = engine._misses.store
+    store = engine.stages[0].store
     assert store.layers == list(range(engine.hparams.n_layer)) == list(store._pinned)
     for il, block in store._pinned.items():
         packing = store.packing(il)
@@ -79,11 +79,12 @@ def test_an_engine_keeps_experts_in_pages_that_the_device_reads(model_file, monk
     with monkeypatch.context() as patch:
         patch.setattr(expertcopies, "_registers", lambda device: False)
         with Engine.load(path, config) as engine:
-            assert not any(isinstance(b, HostPages) for b in engine._misses.store._pinned.values())
+            blocks = engine.stages[0].store._pinned
+            assert not any(isinstance(block, HostPages) for block in blocks.values())
             check_blocks(engine)
             expected = engine.forward_logits(np.arange(9))
     with Engine.load(path, config) as engine:
-        blocks = engine._misses.store._pinned
+        blocks = engine.stages[0].store._pinned
         for block in blocks.values():
             assert isinstance(block, HostPages)
             assert device_address(block.base) == block.base

@@ -1,4 +1,9 @@
-"""Prompts on CUDA with few experts on the device are near those with all of them."""
+"""Prompts on CUDA with few experts on the device are near those with all of them.
+
+How near two results must be is measured: kernels for few rows round activations in another way
+than tiles do, and which rows they get depends on how a prompt is cut. So two ways to cut it with
+all experts on the device give the yardstick.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,9 @@ from moegraph.runner.sweep_batch import SweepBatch
 Open = Callable[..., Engine]
 Rows = npt.NDArray[np.float32]
 DEVICE = "cuda"
-# Squared error over squared outputs of the first layer, where no router has parted yet.
-LIMIT = 1e-6
+# Squared error over squared outputs of the first layer, where no router has parted yet: what is
+# always allowed, and how many times the yardstick.
+LIMIT, TIMES = 1e-6, 2
 
 
 @pytest.fixture
@@ -56,22 +62,27 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
     return rows[0], sweep.output.require_logits()
 
 
+def error(found: Rows, expected: Rows) -> float:
+    """Return the squared error over the squared outputs."""
+    return float(((found - expected) ** 2).sum() / (expected**2).sum())
+
+
 @pytest.mark.parametrize("min_tiled", [32, 1024, 1 << 20])
 @pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32"])
 def test_a_layer_with_missing_experts_is_near_the_whole_one(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, min_tiled: int
 ) -> None:
     monkeypatch.setattr(sweep_graphs, "_MIN_TILED", min_tiled)
-    whole = open_engine(preset, mode="whole")
+    whole, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
     for slots, pin in ((0, "auto"), (60, "all"), (60, "none")):
         missing = open_engine(preset, pin_layers=0, cache_slots=slots, miss="stream", host_pin=pin)
         for n in (40, 300, 1000):
             expected, _ = first_layer(whole, n)
+            limit = max(LIMIT, TIMES * error(first_layer(uncut, n)[0], expected))
             found, logits = first_layer(missing, n)
-            error = ((found - expected) ** 2).sum() / (expected**2).sum()
-            assert error < LIMIT, (slots, pin, n)
+            assert error(found, expected) < limit, (slots, pin, n)
             assert np.isfinite(logits).all()
             # the second time, experts are sent ahead of their router
             again, _ = first_layer(missing, n)
-            assert ((again - expected) ** 2).sum() / (expected**2).sum() < LIMIT, (slots, pin, n)
+            assert error(again, expected) < limit, (slots, pin, n)
         missing.close()

@@ -99,12 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _list(self, repo: str) -> None:
-        entries = [
-            {"type": "file", "path": name, "size": len(data), "oid": "0" * 40,
-             "lfs": {"oid": self.hub.etag(repo, name), "size": len(data), "pointerSize": 134}}
-            for name, data in self.hub.files[repo].items()
-        ]  # fmt: skip
-        self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
+        files = [{"rfilename": name} for name in self.hub.files[repo]]
+        body = json.dumps({"id": repo, "siblings": files}).encode()
+        self._send(200, body, {"Content-Type": "application/json"})
 
     def _file(self, repo: str, name: str) -> None:
         data = self.hub.files[repo].get(name)

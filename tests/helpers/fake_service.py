@@ -16,7 +16,7 @@ from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.engine.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.errors import ContextOverflow, MoegraphError, RequestError
-from moegraph.server.backend import FixedBackend, Loaded, ModelFacts
+from moegraph.server.backend import Loaded, ModelFacts
 from moegraph.text.chat import AnswerParser
 
 N_CTX = 4096
@@ -204,6 +204,30 @@ class FakeChatModel:
 
     def piece(self, token: int) -> bytes:
         return bytes([token])
+
+
+class FixedBackend:
+    """A model that is ready and stays so."""
+
+    condition, reason = "ready", ""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self.facts = loaded.facts
+
+    async def loaded(self) -> Loaded:
+        """Return it."""
+        return self._loaded
+
+    def peek(self) -> Loaded | None:
+        """Return it."""
+        return self._loaded
+
+    def enter(self) -> None:
+        """Nothing counts the requests."""
+
+    def leave(self) -> None:
+        """Nothing counts the requests."""
 
 
 def fake_backend(service: FakeService | None = None) -> FixedBackend:

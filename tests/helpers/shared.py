@@ -30,6 +30,12 @@ def greedy_tokens(engine: Engine, ids: object, n: int) -> list[int]:
     return [event.token for event in engine.generate(ids, max_tokens=n, text=False)]
 
 
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
 def empty(cache: ExpertCache, il: int, *experts: int) -> None:
     """Take the slots of resident experts away."""
     for expert in experts:

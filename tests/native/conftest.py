@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import pytest
 from helpers.shared import model_writer
 
 from moegraph.config import EngineConfig
+from moegraph.modelfile import ModelFile, open_model
 
 if TYPE_CHECKING:  # the fixtures import it: it needs the native libraries
     from moegraph.engine import Engine
@@ -46,6 +47,12 @@ def stack() -> Iterator[ExitStack]:
     """Close what a test opened."""
     with ExitStack() as opened:
         yield opened
+
+
+@pytest.fixture
+def opened(model_path: Callable[[str], Path], stack: ExitStack) -> Callable[[str], ModelFile]:
+    """Return a function that opens a model file, which is closed after the test."""
+    return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from helpers.shared import prompt
+from helpers.shared import prompt, resident_bytes
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine, prefixes
@@ -106,12 +106,6 @@ def test_200_requests_of_mixed_lengths_leave_memory_flat(
         assert (books.peak, books.n_bytes, graphs.n_bytes) == (loaded, loaded, reserved)
         sizes.append(resident_bytes() - graphs.n_host_bytes)
     assert max(sizes[150:]) - max(sizes[80:100]) < 4 << 20
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def test_a_prompt_of_32768_positions_stays_within_the_budget(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from helpers.shared import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt, resident_bytes
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -14,12 +14,6 @@ from moegraph.modelfile import open_model
 from moegraph.placement.footprint import needed_bytes
 
 N_CTX, N_UBATCH = 512, 64
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def config(**settings: object) -> EngineConfig:

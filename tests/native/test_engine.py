@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from helpers.shared import greedy_tokens, prompt
+from helpers.shared import greedy_tokens, prompt, resident_bytes
 
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
@@ -177,12 +177,6 @@ def test_200_requests_leave_handles_and_memory_flat(open_engine, mode):
     assert len(set(handles[60:])) == 1
     assert max(sizes[150:]) - max(sizes[80:100]) < 4 << 20
     assert engine.memory()["compute_bytes"] < 64 << 20
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def test_reuse_continues_a_sequence_with_the_same_result(open_engine):

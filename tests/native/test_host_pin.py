@@ -162,7 +162,7 @@ def test_all_is_refused_before_anything_is_taken(open_engine, monkeypatch, no_le
 def test_an_engine_reports_what_it_holds_and_says_why_not_all(open_engine, monkeypatch):
     settings = {"pin_layers": 0, "cache_slots": 80, "miss": "stream"}
     plain = open_engine(PRESET, host_pin="none", **settings)
-    assert 0 < plain.memory()["host_pinned_bytes"] <= MiB, "only the ring"
+    assert 0 < plain.memory()["host_pinned_bytes"] <= 2 * MiB, "only the ring"
     expected = greedy_tokens(plain, prompt(plain, 20), 16)
     assert open_engine(PRESET).memory()["host_pinned_bytes"] == 0
 

@@ -63,7 +63,10 @@ def test_the_error_is_at_most_that_of_ggmls_op(device: Device) -> None:
             assert error(got[i], expected[i]) <= error(upstream, expected[i])
 
 
-@pytest.mark.parametrize("n_keys", [1, 15, 16, 17, 32, 33, 511, 512, 513, 2047, 2048, 2049, 8200])
+ENDS = [1, 15, 16, 17, 32, 33, 511, 512, 513, 2047, 2048, 2049, 8200, 262144]
+
+
+@pytest.mark.parametrize("n_keys", ENDS)
 def test_contexts_may_end_anywhere(n_keys: int, device: Device) -> None:
     """Around the ends of splits and pages, and with scores far apart."""
     case = make_case(

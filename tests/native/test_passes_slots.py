@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.shared import prompt
+from helpers.shared import prompt, resident_bytes
 
 from moegraph.engine import Engine
 from moegraph.errors import ConfigError, ContextOverflow, RequestError
+from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.resident.kvpool import PAGE
 from moegraph.resident.poolshape import PoolShape
@@ -138,8 +139,10 @@ def test_sequences_that_take_turns_plan_nothing_when_warm(
 def test_sequences_in_and_out_at_random_keep_memory_flat(open_engine: Open) -> None:
     n, rng = 64, np.random.default_rng(4)
     engine = open_engine("legacy32", n_seq=n, n_ctx=512, n_ubatch=250)
-    pool, longest = engine.state.pool, 0
+    pool, longest, sizes, handles = engine.state.pool, 0, [], []
     for turn in range(150):
+        sizes.append(resident_bytes())
+        handles.append(live_handles())
         slot = int(rng.integers(0, n))
         if engine.held(slot) and rng.random() < 0.5:
             engine.reset(slot)
@@ -150,6 +153,8 @@ def test_sequences_in_and_out_at_random_keep_memory_flat(open_engine: Open) -> N
         assert pool.n_pages - pool.n_free == sum(needed), f"turn {turn}"
         longest = max(longest, sum(needed))
     assert longest > 20
+    assert all(found == handles[40] for found in handles[40:])
+    assert max(sizes[40:]) - sizes[40] < 1 << 20
     for slot in range(n):
         engine.reset(slot)
     assert pool.n_free == pool.n_pages == n * 512 // PAGE

@@ -24,7 +24,7 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder, Tensor
 from moegraph.ggml.remote import RemoteLink, Traffic
 from moegraph.graphs.cache import BuiltGraph, GraphCache
-from moegraph.modelfile import ModelFile, open_model
+from moegraph.modelfile import ModelFile
 
 ModelPath = Callable[[str], Path]
 KiB = 1 << 10
@@ -35,12 +35,6 @@ def worker() -> Iterator[WorkerProcess]:
     """Yield a worker that lends the CPU."""
     with working() as running:
         yield running
-
-
-@pytest.fixture
-def opened(model_path: ModelPath, stack: ExitStack) -> Callable[[str], ModelFile]:
-    """Return a function that opens a model file."""
-    return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
 
 
 def link_of(device: Device) -> RemoteLink:

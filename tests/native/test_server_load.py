@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 ROOT = Path(__file__).resolve().parents[2]
-# CI has a minute of it; MOEGRAPH_LOAD_S asks for more.
+# CI has some seconds of it; MOEGRAPH_LOAD_S asks for more.
 SECONDS = os.environ.get("MOEGRAPH_LOAD_S", "10")
 
 

@@ -71,8 +71,7 @@ def test_in_reference_mode_each_answer_is_that_of_the_request_alone(
 
 
 def test_stops_end_tokens_and_texts_are_those_of_the_request_alone(shipped_engine: Engine) -> None:
-    engine = shipped_engine
-    encode = engine.tokenizer.encode
+    engine, encode = shipped_engine, shipped_engine.tokenizer.encode
     requests = [
         {"prompt": encode("def fibonacci(n):"), "max_tokens": 60, "stop": ("return",)},
         {"prompt": encode("import os\n"), "max_tokens": 40},

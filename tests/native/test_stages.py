@@ -15,16 +15,10 @@ from moegraph.engine import Engine
 from moegraph.engine.runners import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
 from moegraph.kinds import Kind
-from moegraph.modelfile import ModelFile, open_model
+from moegraph.modelfile import ModelFile
 from moegraph.runner import Batch, LayeredRunner, WholeRunner
 
 ModelPath = Callable[[str], Path]
-
-
-@pytest.fixture
-def opened(model_path: ModelPath, stack: ExitStack) -> Callable[[str], ModelFile]:
-    """Return a function that opens a model file."""
-    return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,10 @@ def test_a_second_client_is_told_that_another_one_is_served(
 ) -> None:
     device = Device(worker.url, 1)
     monkeypatch.setattr(remote, "_open", {})  # as in another process
+    began = time.monotonic()
     with pytest.raises(NativeError, match=r"refused: it serves another client, 127.0.0.1:\d+"):
         Device(worker.url, 1)
+    assert time.monotonic() - began < 15  # 2 s, on an idle machine
     device.close()
     Device(worker.url, 1).close()
 

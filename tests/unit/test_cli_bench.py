@@ -312,3 +312,12 @@ class TestTtft:
         silent = 'print(\'{"timings": {"first_token_s": null}}\')'
         with pytest.raises(NativeError, match="does not tell when a process started"):
             ttft._first_token([sys.executable, "-c", silent])
+
+
+@pytest.mark.parametrize(
+    ("device", "backends"),
+    [("cpu", "CPU"), ("cpu,cpu", "CPU"), ("cuda:0,cuda:1", "CUDA"), ("cuda:0, cpu", "CUDA,CPU"),
+     ("cpu,rpc://127.0.0.1:50052/1", "CPU,RPC")],
+)  # fmt: skip
+def test_the_backends_are_those_of_all_devices(device: str, backends: str) -> None:
+    assert bench._device_facts(device, "")["backends"] == backends

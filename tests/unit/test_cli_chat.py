@@ -366,7 +366,9 @@ class TestTyped:
         assert "context 4096 tokens; /help" in shown
         assert "note: the answer was cut at 2 tokens (-n)\ncontext 20 of 4096; read 18" in shown
         cli.engine = FakeEngine("abcdef", kv=KV, n_ctx=20)
-        assert "cut: the context of 20 tokens is full; your next" in type_lines("a").stderr
+        shown = type_lines("a").stderr
+        assert "cut: the context of 20 tokens is full; your next" in shown
+        assert "context 20 of 20; read 18" in shown
 
     def test_a_failure_of_the_engine_ends_it(self, cli: Cli, type_lines: Type) -> None:
         def fail(at: int) -> None:

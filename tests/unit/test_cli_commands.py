@@ -74,11 +74,22 @@ def test_help_names_every_command(cli: Cli, talk: Talk, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["/etc/passwd is what?", "/help me", "/dance", "/clear\nthe table", "/save\nme"]
+    "line", ["/etc/passwd is what?", "/2 is a half?", "/clear\nthe table", " /dance", " /help me"]
 )
-def test_only_known_commands_are_commands(cli: Cli, talk: Talk, line: str) -> None:
+def test_a_message_may_begin_with_a_slash(cli: Cli, talk: Talk, line: str) -> None:
     talk(line)
-    assert prompts(cli) == [f"[user]{line}[assistant]"]
+    assert prompts(cli) == [f"[user]{line.strip()}[assistant]"]
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [("/dance", "there is no /dance"), ("/exit now", "there is no /exit"),
+     ("/help me", "/help takes no argument")],
+)  # fmt: skip
+def test_a_wrong_command_is_no_message(cli: Cli, talk: Talk, line: str, wrong: str) -> None:
+    shown = talk(line).stderr
+    assert f"error: {wrong}; see /help; a line that begins with a blank is a message" in shown
+    assert prompts(cli) == []
 
 
 def test_an_argument_that_is_missing_is_told(cli: Cli, talk: Talk) -> None:
@@ -106,10 +117,12 @@ def test_system_replaces_the_system_prompt(cli: Cli, talk: Talk) -> None:
 
 
 def test_set_changes_how_tokens_are_drawn(cli: Cli, talk: Talk) -> None:
-    shown = talk("/set temp 0.5", "/set top-k 7", "/set repeat_penalty 1.2", "/set", "a").stderr
+    lines = "/set temp 0.5", "/set top-k 7", "/set repeat_penalty 1.2", "/set", "/set top_p", "a"
+    shown = talk(*lines).stderr
     sampling = cli.engine.calls[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.repeat_penalty) == (0.5, 7, 1.2)
     assert "temperature is 0.5\n" in shown and "of the model file" not in shown
+    assert "top_p is 0.95\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,6 @@ def test_set_changes_how_tokens_are_drawn(cli: Cli, talk: Talk) -> None:
     [
         ("/set heat 1", "no setting 'heat'; there are temperature, top_k"),
         ("/set temp warm", "temperature is 'warm'; allowed: -100 to 100"),
-        ("/set temp", "temperature is ''"),
         ("/set top_p 2", "top_p is 2.0 (--top-p); allowed: 0 to 1"),
     ],
 )

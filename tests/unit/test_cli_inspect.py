@@ -155,6 +155,9 @@ class TestInspect:
         for option in (("--vram", "8"), ("--check",)):
             result = invoke("inspect", path, *option)
             assert result.exit_code == 3 and "'llama' is not supported" in result.stderr
+        pairs["general.architecture"] = kv("general.architecture", T.STRING, "dflash")
+        path.write_bytes(model_file(pairs=pairs).build())
+        assert "m.gguf: this is a drafter; give the model" in invoke("inspect", path).stderr
 
     def test_hostile_metadata_cannot_reach_the_terminal(self, tmp_path: Path) -> None:
         pairs = {**model_pairs(Shape()), **vocab_pairs(Shape().n_vocab)}

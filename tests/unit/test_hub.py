@@ -294,8 +294,11 @@ def test_without_the_network_the_cache_serves(
 
 def test_a_hub_that_does_not_answer(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     with pytest.raises(ModelFileError, match="cannot download from http://127.0.0.1:9 "):
         get_model(HubName(REPO))
+    assert waits == []  # the user tries again, not the library
 
 
 def test_a_repository_that_does_not_exist(hub: FakeHub) -> None:

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from helpers.fake_service import FixedBackend
 from helpers.server_case import CHAT, Case
 
-from moegraph.server.backend import FixedBackend
 from moegraph.server.listening import listen, web_server
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,14 +93,18 @@ def test_if_one_choice_is_refused_none_runs() -> None:
 
 
 def test_steps_after_the_loop_has_gone_are_dropped() -> None:
-    hold = threading.Event()
-    service = FakeService([["a"]], hold=hold)
+    async def go() -> tuple[Mailbox, weakref.ref[asyncio.AbstractEventLoop]]:
+        return mailbox(), weakref.ref(asyncio.get_running_loop())
 
-    async def go() -> None:
-        Talk(service, prepared("x"))
-
-    asyncio.run(go())
-    hold.set()
+    box, loop = asyncio.run(go())
+    done: list[int] = []
+    for n in range(3):
+        box.put(partial(done.append, n))
+    assert not box._calls and not done
+    gc.collect()
+    assert loop() is None  # nor does the mailbox keep the loop
+    box.put(partial(done.append, 3))
+    assert not box._calls and not done
 
 
 def test_usages_of_choices_add_up() -> None:

@@ -12,7 +12,7 @@ from moegraph.errors import ConfigError
 from moegraph.modelfile import open_model
 from moegraph.modelfile.hparams import HParams
 from moegraph.modelfile.scan import TensorInfo
-from moegraph.modelfile.summary import kv_bytes_per_token, state_bytes, summarize
+from moegraph.modelfile.summary import kv_bytes_per_layer, state_bytes, summarize
 from moegraph.modelfile.tensors import expected_tensors
 from moegraph.units import MiB
 
@@ -134,8 +134,8 @@ def test_the_35b_shape_has_the_published_sizes() -> None:
     s = summarize(hp, tensors)
     assert round(s.n_params / 1e9) == 35 and round(s.active_params / 1e9) == 3
     assert s.bytes_per_expert == 3 * 2048 * 512 // 256 * 144
-    assert kv_bytes_per_token(hp) == 10 * 2 * (2 * 256) * 2
-    assert kv_bytes_per_token(hp, "q8_0", "q4_0") == 10 * (512 // 32) * (34 + 18)
+    assert kv_bytes_per_layer(hp) == 2 * (2 * 256) * 2
+    assert kv_bytes_per_layer(hp, "q8_0", "q4_0") == (512 // 32) * (34 + 18)
     # 96 KiB of convolution and 2 MiB of DeltaNet state in each of 30 layers.
     assert state_bytes(hp) == 30 * (96 * 1024 + 2 * MiB)
     assert state_bytes(hp, 4) == 4 * state_bytes(hp)
@@ -144,6 +144,6 @@ def test_the_35b_shape_has_the_published_sizes() -> None:
 def test_cache_types_that_cannot_hold_a_row_are_refused(tmp_path: Path) -> None:
     hp, _ = load(tmp_path, Shape(head_dim=8, n_rot=8))
     with pytest.raises(ConfigError, match="type_k is 'q8_0', whose blocks of 32"):
-        kv_bytes_per_token(hp, "q8_0")
+        kv_bytes_per_layer(hp, "q8_0")
     with pytest.raises(ConfigError, match="type_v is 'bf17'; allowed: f16"):
-        kv_bytes_per_token(hp, "f16", "bf17")
+        kv_bytes_per_layer(hp, "f16", "bf17")

@@ -1,4 +1,4 @@
-"""The page that follows a token names files and functions; all of them must exist."""
+"""The page that follows a token: its stops exist, and each is named once on a way."""
 
 from __future__ import annotations
 
@@ -26,3 +26,19 @@ def test_every_stop_exists() -> None:
     assert len(stops) > 20
     for file, name in stops:
         assert name in names_of(ROOT / "moegraph" / file), f"{file} has no {name}"
+
+
+def test_a_name_without_a_file_is_in_a_file_of_the_page() -> None:
+    page = (ROOT / "docs/token.md").read_text(encoding="utf-8")
+    files = {ROOT / "moegraph" / file for file, _ in STOP.findall(page)}
+    known = set().union(*map(names_of, files))
+    methods = re.findall(r"`([A-Z]\w*\.\w+)`", page)
+    assert len(methods) > 20 and [name for name in methods if name not in known] == []
+
+
+def test_a_way_names_each_stop_once() -> None:
+    """Where a way comes back to a function, the page names it without its file, and says why."""
+    page = (ROOT / "docs/token.md").read_text(encoding="utf-8")
+    for way in page.split("\n## ")[1:]:
+        stops = STOP.findall(way)
+        assert len(stops) > 2 and sorted(set(stops)) == sorted(stops), way.splitlines()[0]

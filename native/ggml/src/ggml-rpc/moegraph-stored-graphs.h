@@ -16,15 +16,15 @@
 #include <vector>
 
 // For each device, in bytes of the server's memory.
-static constexpr size_t RPC_STORED_GRAPHS_SIZE = 256ull * 1024 * 1024;
+static constexpr size_t MOEGRAPH_STORED_SIZE = 256ull * 1024 * 1024;
 
-static inline size_t rpc_stored_graph_size(size_t n_nodes, size_t n_tensors) {
+static inline size_t moegraph_stored_size(size_t n_nodes, size_t n_tensors) {
     return ggml_tensor_overhead()*(n_nodes + n_tensors) + ggml_graph_overhead_custom(n_nodes, false);
 }
 
 // The buffers that serialized tensors are in, as the server knows them.
 template <typename Tensor>
-static std::unordered_set<uint64_t> rpc_buffers_of(const Tensor * tensors, size_t n_tensors) {
+static std::unordered_set<uint64_t> moegraph_buffers_of(const Tensor * tensors, size_t n_tensors) {
     std::unordered_set<uint64_t> found;
     for (size_t i = 0; i < n_tensors; i++) {
         if (tensors[i].buffer != 0) {
@@ -35,7 +35,7 @@ static std::unordered_set<uint64_t> rpc_buffers_of(const Tensor * tensors, size_
 }
 
 // The client's book. Buffers may be freed by any thread.
-class rpc_known_graphs {
+class moegraph_known_graphs {
 public:
     // Whether the server has this graph, which becomes the one used last.
     bool use(uint32_t device, uint64_t uid) {
@@ -50,7 +50,7 @@ public:
     }
 
     static bool fits(size_t size) {
-        return size <= RPC_STORED_GRAPHS_SIZE;
+        return size <= MOEGRAPH_STORED_SIZE;
     }
 
     // Adds a graph that fits. Returns those of its device that the server has to forget first: the ones that were not
@@ -62,7 +62,7 @@ public:
         for (const auto & graph : graphs) {
             total += graph.device == device ? graph.size : 0;
         }
-        for (auto it = graphs.begin(); total > RPC_STORED_GRAPHS_SIZE;) {
+        for (auto it = graphs.begin(); total > MOEGRAPH_STORED_SIZE;) {
             if (it->device != device) {
                 ++it;
                 continue;
@@ -93,7 +93,7 @@ private:
 };
 
 // The server's book, of one device.
-class rpc_graph_store {
+class moegraph_graph_store {
 public:
     struct stored_graph {
         std::vector<uint8_t>         memory; // of the graph and its tensors
@@ -102,7 +102,7 @@ public:
     };
 
     bool has_room(uint64_t uid, size_t size) const {
-        return graphs.count(uid) == 0 && size <= RPC_STORED_GRAPHS_SIZE - total;
+        return graphs.count(uid) == 0 && size <= MOEGRAPH_STORED_SIZE - total;
     }
 
     // Keeps a graph there is room for; its nodes stay where they are.

@@ -1,0 +1,144 @@
+// The server's side of what we add to the RPC backend. A part of ggml-rpc.cpp, which includes it at its end.
+
+#include "moegraph-messages.h"
+#include "moegraph-rpc.h"
+
+struct moegraph_session {
+    rpc_server       & server;
+    const socket_ptr & sock;
+
+    bool serve(const uint8_t cmd) {
+        std::vector<uint8_t> graph;
+        moegraph_graph_id    id;
+        switch (cmd) {
+            case MOEGRAPH_CMD_FEATURES: return recv_msg(sock, nullptr, 0) && features();
+            case MOEGRAPH_CMD_STORE:    return recv_msg(sock, graph) && store(graph);
+            case MOEGRAPH_CMD_RUN:      return recv_msg(sock, &id, sizeof(id)) && run(id);
+            case MOEGRAPH_CMD_FORGET:   return recv_msg(sock, &id, sizeof(id)) && forget(id);
+            case MOEGRAPH_CMD_OPTIMIZE: return recv_msg(sock, graph) && optimize(graph);
+            case MOEGRAPH_CMD_DEPS:     return recv_msg(sock, nullptr, 0)
+                    && send_msg(sock, server.graphs.deps.data(), server.graphs.deps.size()*sizeof(moegraph_dep_id));
+        }
+        GGML_LOG_ERROR("Unknown command: %d\n", cmd);
+        return false;
+    }
+
+private:
+    bool features() {
+        moegraph_features found = { 0, server.cache_dir != nullptr };
+        for (size_t i = 0; i < server.backends.size() && i < 64; ++i) {
+            found.optimizes |= (uint64_t) (server.backends[i]->iface.graph_optimize != nullptr) << i;
+        }
+        return send_msg(sock, &found, sizeof(found));
+    }
+
+    bool read(const std::vector<uint8_t> & message, moegraph_graph_view & view) {
+        if (!view.read(message.data(), message.size()) || view.device >= server.backends.size()) {
+            return false;
+        }
+        for (const uint64_t weights : view.weights) {
+            auto * buffer = (ggml_backend_buffer_t) weights;
+            if (server.buffers.count(buffer) == 0) {
+                return false;
+            }
+            ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        }
+        return true;
+    }
+
+    bool store(const std::vector<uint8_t> & message) {
+        moegraph_graph_view view;
+        if (!read(message, view)) {
+            return false;
+        }
+        moegraph_graph_store & store = server.graphs.stored[view.device];
+        if (!store.has_room(view.uid, moegraph_stored_size(view.n_nodes, view.n_tensors))) {
+            GGML_LOG_ERROR("[%s] no room for graph %" PRIu64 "\n", __func__, view.uid);
+            return false;
+        }
+        if (!server.graph_compute(message)) {
+            return false;
+        }
+        rpc_server::stored_graph & computed = server.stored_graphs[view.device];
+        store.add(view.uid, {std::move(computed.buffer), computed.graph, moegraph_buffers_of(view.tensors, view.n_tensors)});
+        computed = {};
+        return true;
+    }
+
+    bool run(const moegraph_graph_id & id) {
+        ggml_cgraph * graph = id.device < server.backends.size() ? server.graphs.stored[id.device].find(id.uid) : nullptr;
+        if (graph == nullptr) {
+            GGML_LOG_ERROR("[%s] graph %" PRIu64 " is not stored\n", __func__, id.uid);
+            return false;
+        }
+        return ggml_backend_graph_compute(server.backends[id.device], graph) == GGML_STATUS_SUCCESS;
+    }
+
+    bool forget(const moegraph_graph_id & id) {
+        server.graphs.stored[id.device].forget(id.uid);
+        return true;
+    }
+
+    bool optimize(const std::vector<uint8_t> & message) {
+        moegraph_graph_view       view;
+        std::vector<moegraph_dep> wanted;
+        if (!read(message, view) || server.backends[view.device]->iface.graph_optimize == nullptr) {
+            return false;
+        }
+        server.graphs.wanted = &wanted;
+        const bool made_it = server.graph_compute(message);
+        server.graphs.wanted = nullptr;
+        if (!made_it) {
+            return false;
+        }
+        rpc_server::stored_graph & made = server.stored_graphs[view.device];
+        server.graphs.deps = numbered(wanted, view, made.graph);
+        made = {};
+        const uint64_t n = server.graphs.deps.size();
+        return send_msg(sock, &n, sizeof(n));
+    }
+
+    // What the client calls the tensors of a graph that was made from its message.
+    static std::vector<moegraph_dep_id> numbered(
+            const std::vector<moegraph_dep> & wanted, const moegraph_graph_view & view, const ggml_cgraph * graph) {
+        std::unordered_map<uint64_t, uint32_t> places; // by id
+        for (uint32_t i = 0; i < view.n_tensors; ++i) {
+            places.emplace(view.tensors[i].id, i);
+        }
+        std::unordered_map<const ggml_tensor *, uint32_t>     numbers;
+        std::vector<std::pair<const ggml_tensor *, uint64_t>> open;
+        for (uint32_t i = 0; i < view.n_nodes; ++i) {
+            open.emplace_back(graph->nodes[i], view.node(i));
+        }
+        while (!open.empty()) {
+            const auto [tensor, id] = open.back();
+            open.pop_back();
+            if (tensor == nullptr || !numbers.emplace(tensor, places.at(id)).second) {
+                continue;
+            }
+            const rpc_tensor & sent = view.tensors[places.at(id)];
+            for (int i = 0; i < GGML_MAX_SRC; ++i) {
+                open.emplace_back(tensor->src[i], sent.src[i]);
+            }
+            open.emplace_back(tensor->view_src, sent.view_src);
+        }
+        std::vector<moegraph_dep_id> found;
+        for (const auto & dep : wanted) {
+            // upstream may look one node past the end
+            if (numbers.count(dep.first) && numbers.count(dep.second)) {
+                found.push_back({numbers[dep.first], numbers[dep.second]});
+            }
+        }
+        return found;
+    }
+};
+
+static bool moegraph_serve(rpc_server & server, const uint8_t cmd, const socket_ptr & sock) {
+    return moegraph_session{server, sock}.serve(cmd);
+}
+
+void moegraph_rpc_serve(const int fd, const char * cache_dir, const size_t n_backends, ggml_backend_t * backends) {
+    moegraph_endpoint::add("client:0", fd);
+    rpc_serve_client(std::vector<ggml_backend_t>(backends, backends + n_backends), cache_dir,
+        socket_t::connect("client", 0));
+}
