@@ -21,6 +21,7 @@ from ..resident.state import State
 from ..resident.taps import TapRows
 from ..units import round_up
 from .hidden import HiddenRows
+from .joint import JointRows
 from .length import spans
 from .paged import ROW_WORDS, fill_rows
 from .rows import Tree, fill_mask, gathered_rows
@@ -68,9 +69,9 @@ class PassInputs:
     I32 [n_seq_tokens, n_seqs]. With padding: padding I32 [n_tokens], the rows that are padding, of
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
     results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
-    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With taps
-    and without trees: taps I32 [n_tokens], where rows go in their ring. What a pass does not need
-    is None.
+    of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
+    sequences of which each has its own number of rows: joint. With taps and without trees: taps
+    I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
     """
 
     embd: Tensor
@@ -87,6 +88,7 @@ class PassInputs:
     pages: Tensor | None
     rows: Tensor | None
     taps: Tensor | None
+    joint: JointRows | None = None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class MtpModel:
         from moegraph.runner.sweep import Sweep
 
         assert self.runner.sweeps
-        sweep = Sweep([self.runner.sweeps], batch)
+        sweep = Sweep([self.runner.sweeps], [batch])
         sweep.begin()
         while sweep.step():
             pass

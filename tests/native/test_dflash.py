@@ -101,7 +101,7 @@ class Pair:
         """Read a prompt with a sweep."""
         ids, first = self.tokens(n), self.engine.state.n_past[0]
         taps = self.drafter.prompt_taps(0, ids, first)
-        sweep = self.engine.passes.begin_prompt(SweepBatch(ids, taps=taps, greedy=True))
+        sweep = self.engine.passes.begin_prompts([SweepBatch(ids, taps=taps, greedy=True)])
         while self.engine.passes.step_prompt(sweep):
             pass
         self._note(ids)
@@ -282,7 +282,7 @@ def test_sequences_have_rings_of_their_own(pair: Callable[..., Pair]) -> None:
     first = both.drafter.draft(0, 7, 7, 4)
     ids = np.arange(20, dtype=np.int32)
     taps = both.drafter.prompt_taps(1, ids, 0)
-    sweep = both.engine.passes.begin_prompt(SweepBatch(ids, slot=1, taps=taps, greedy=True))
+    sweep = both.engine.passes.begin_prompts([SweepBatch(ids, slot=1, taps=taps, greedy=True)])
     while both.engine.passes.step_prompt(sweep):
         pass
     other = both.drafter.draft(1, 7, 7, 4)

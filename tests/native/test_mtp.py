@@ -215,7 +215,7 @@ def test_a_cancelled_prompt_changes_nothing(model_path: ModelPath) -> None:
         model.read(ids[:30])
         wanted = model.cache()
         taps = model.drafter.prompt_taps(0, ids[30:], 30)
-        sweep = Sweep([model.runner.sweeps], SweepBatch(ids[30:], 0, taps=taps))
+        sweep = Sweep([model.runner.sweeps], [SweepBatch(ids[30:], 0, taps=taps)])
         sweep.begin()
         for _ in range(sweep.n_steps - 1):
             sweep.step()
