@@ -39,7 +39,7 @@ PURE = (
     "placement.tracestats",
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.plan",
     "draft.race", "draft.rates", "draft.scripted", "draft.shapes", "draft.stats", "draft.stepcost",
-    "draft.taken", "draft.tree",
+    "draft.tree",
     "engine.chat", "engine.costs", "engine.ownership", "engine.prefixtree", "engine.proposal",
     "engine.requests", "engine.scheduler", "engine.sequence", "engine.servicestatus",
     "engine.speculation", "engine.stepclock",
