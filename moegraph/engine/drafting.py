@@ -33,6 +33,11 @@ class Drafting:
         # what there is to learn from the last pass, while the device computes
         self._done: list[tuple[Proposal | None, list[int], StepSeconds, int]] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there are drafters."""
+        return self._speculation is not None
+
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Have the drafters know what a sequence holds whose prompt begins."""
         if self._speculation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
@@ -90,7 +90,13 @@ class WholeRunner(Runner):
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.results)
 
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _launch(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterable[None]:
         if cancelled():
             raise Cancelled("cancelled")
         built = self._built
@@ -100,6 +106,7 @@ class WholeRunner(Runner):
         self._begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
+        return ()
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""
