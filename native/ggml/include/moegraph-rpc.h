@@ -9,19 +9,16 @@
 extern "C" {
 #endif
 
-// What a connection has carried: bytes in both directions, graphs sent, stored graphs computed again, and how often
-// answers were waited for.
+// What a connection has carried: bytes in both directions, graphs sent, and stored graphs computed again.
 struct moegraph_rpc_counts {
     uint64_t n_sent;
     uint64_t n_received;
     uint64_t n_graphs_sent;
     uint64_t n_graphs_stored;
-    uint64_t n_waits;
 };
 
-// Use a connected socket, which is closed after a failure, as the connection to an endpoint of a new name, NAME:NUMBER.
-// It stays that of the endpoint until the process ends. Returns whether the server has
-// answered.
+// Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. It stays that of the endpoint until
+// the process ends. Returns whether the server has answered.
 GGML_BACKEND_API bool moegraph_rpc_adopt(const char * endpoint, int fd);
 
 // 0, or the errno of the exchange that failed. Every later one fails at once: a graph has a failed status, an allocation

@@ -7,7 +7,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -52,8 +51,7 @@ moegraph_endpoint & moegraph_endpoint::find(const std::string & name) {
 bool moegraph_endpoint::fail(const int code) {
     int none = 0;
     if (failed.compare_exchange_strong(none, code != 0 ? code : EIO) && fd >= 0) {
-        shutdown(fd, SHUT_RDWR);
-        close(fd);
+        shutdown(fd, SHUT_RDWR); // not closed: the other thread may be using it
     }
     return false;
 }
