@@ -153,7 +153,7 @@ def host_text(plan: Plan, spare: int | None) -> str:
     spare: what they may take on this machine, None if unknown.
     """
     if not plan.host_bytes:
-        return "none for experts"
+        return "none"
     text = f"{format_bytes(plan.host_bytes)} pinned, for the experts of layers that are not full"
     if spare is None or plan.host_bytes <= spare:
         return text

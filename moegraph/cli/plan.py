@@ -114,7 +114,7 @@ def _plan_options(command: Any) -> Any:
     "--machine",
     default="desktop",
     metavar="NAME|FILE",
-    help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
+    help="Machine to predict for: h200, desktop, rtx3060, or the output of doctor --measure.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(

@@ -191,12 +191,12 @@ class Decoding:
                 continue
             anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
             self._answers.draw(answer, output, row)
-            self._took(answer, [anchor], [row])
+            self._took(answer, [anchor])
             self._drafting.drew(answer, answer.sequence.tokens[n:])
 
-    def _took(self, answer: Answer, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Note that a sequence has taken tokens; rows: theirs in the pass."""
-        self._drafting.took(answer.slot, tokens, rows)
+    def _took(self, answer: Answer, tokens: Sequence[int]) -> None:
+        """Note that a sequence has taken tokens."""
+        self._drafting.took(answer.slot, tokens)
         if tokens[-1] in answer.request.keep_after:
             save = partial(self._prefixes.save, answer.slot)
             if self.groups and self.groups.is_flying:
@@ -230,7 +230,7 @@ class Decoding:
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
             tokens = [one.tree.tokens[row] for row in one.path]
-            self._took(answer, tokens, [one.first + row for row in one.path])
+            self._took(answer, tokens)
             self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1

@@ -151,29 +151,35 @@ class Passes:
         self._to_truncate.clear()
         self._unfinished.difference_update(batch.slots)
 
-    def begin_prompt(self, batch: SweepBatch) -> Sweep:
-        """Begin a prompt of a sequence, of any length; `step_prompt` computes it.
+    def begin_prompts(self, batches: Sequence[SweepBatch], runs: bool = False) -> Sweep:
+        """Begin prompts of different sequences, which one sweep reads; `step_prompt` computes them.
 
-        Passes over other sequences may run between steps. If a step fails or is cancelled, the
-        sequence is what it was before the prompt.
+        Passes over other sequences may run between steps. A step that fails or is cancelled undoes
+        the prompts. `leave_prompt` gives up one of several, and if its results are not finite, the
+        error is in `Sweep.prompts` at the end. runs: all steps follow at once, or all is undone.
 
         Raises:
             RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
-            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
+            OutOfDeviceMemory: there is no memory to go back to what a sequence is now.
         """
-        return self._begin(batch, False)
-
-    def _begin(self, batch: SweepBatch, runs: bool) -> Sweep:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        require_seq(batch.slot, self.n_seq)
-        checked_ids(batch.tokens, self._n_vocab)
-        if batch.tokens.size == 0:
-            raise RequestError("the prompt is empty; give it at least one token")
-        self.room.require({batch.slot: batch.tokens.size})
-        return self._prompts.begin(batch, runs)
+        for batch in batches:
+            require_seq(batch.slot, self.n_seq)
+            if not checked_ids(batch.tokens, self._n_vocab).size:
+                raise RequestError("the prompt is empty; give it at least one token")
+        self.room.require({batch.slot: batch.tokens.size for batch in batches})
+        return self._prompts.begin(batches, runs)
+
+    def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
+        """Give up one of several prompts; return whether its sequence may be used already.
+
+        It may once the sweep has ended, and is what it was before.
+        """
+        self._clean_up()
+        return self._prompts.leave(sweep, seq)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more.
@@ -194,7 +200,7 @@ class Passes:
         progress: Callable[[int], None] = lambda n_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Output, list[StatesCopy]]:
-        """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
+        """Compute a prompt of any length and wait; errors as in `begin_prompts` and `submit`.
 
         Returns its results, and the states at the cuts, which the caller closes. progress:
         called with how many rows the work that is enqueued amounts to. meanwhile: called once,
@@ -205,7 +211,7 @@ class Passes:
             output = self._read_as_pass(batch, cancel, meanwhile)
             progress(n)
             return output, []
-        sweep = self._begin(batch, True)
+        sweep = self.begin_prompts([batch], True)
         todo = [meanwhile]
 
         def after_step() -> None:

@@ -64,6 +64,8 @@ class ServiceLoop:
         error: MoegraphError = ServiceClosed(CLOSED)
         try:
             self._engine.ownership.enter()
+            if self._engine.prefixes.is_on:
+                self._engine.copies.memory.pin_ahead()
             while self._turn():
                 pass
         except MoegraphError as caught:
@@ -127,12 +129,12 @@ class ServiceLoop:
             return
         self._decoding.land()
         if isinstance(work, Read):
-            self._read(work.key, work.seconds)
+            self._read(work.seconds)
         elif isinstance(work, Piece):
             seconds = self._reading.read_piece(work.key, work.n_rows)
             self.scheduler.took_piece(seconds)
         elif isinstance(work, Begin):
-            self._begin(work.key)
+            self._begin(work.key, work.others)
         elif isinstance(work, Preempt):
             self._preempt(work.key)
         elif isinstance(work, Restore):
@@ -140,22 +142,22 @@ class ServiceLoop:
         else:
             self._rest()
 
-    def _begin(self, answer: Answer) -> None:
+    def _begin(self, answer: Answer, others: Sequence[Answer]) -> None:
         self._answers.tell()
         try:
-            self._reading.begin(answer)
+            self._reading.begin(answer, others)
         except PoolFull:
             with self.lock:
                 self.scheduler.hold()
         with self.lock:
             if answer.sweep:
-                self.scheduler.began(answer, self._reading.n_rest(answer))
+                self.scheduler.began(answer, self._reading.n_left, self._answers.sweeping)
             elif answer.rest:
                 self.scheduler.in_pieces(answer)
 
-    def _read(self, answer: Answer, seconds: float) -> None:
-        took_s = self._reading.read(answer, seconds)
-        self.scheduler.swept(self._reading.n_rest(answer), took_s)
+    def _read(self, seconds: float) -> None:
+        took_s = self._reading.read(seconds)
+        self.scheduler.swept(self._reading.n_left, took_s)
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""

@@ -14,7 +14,13 @@ from ..ggml.ops import Builder, Tensor
 from ..resident.stage import Stage
 from .attention import build_attention
 from .deltanet import build_deltanet
-from .experts import build_expert_rows, build_expert_sum, build_shared_expert
+from .experts import (
+    build_expert_rows,
+    build_expert_sum,
+    build_grouped_experts,
+    build_shared_expert,
+    rows_together,
+)
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
 from .tree import build_tree_deltanet
@@ -56,6 +62,18 @@ def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> Non
         stage.taps.keep(b, norm, il)
 
 
+def build_last_tap(
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, norm: Tensor
+) -> None:
+    """Keep what a drafter wants of the head's input x and its norm, and the taps in their ring.
+
+    The rows of a verify pass come to the ring when some of them are committed.
+    """
+    build_tap(b, stage, x, norm, stage.hp.n_layer)
+    if inp.taps is not None:
+        stage.taps.append(b, inp.taps, shape.n_tokens)
+
+
 def build_mixer_router(
     b: Builder,
     stage: Stage,
@@ -74,7 +92,7 @@ def build_mixer_router(
     w, eps = stage.weights.layer(il), stage.hp.f_norm_rms_eps
     if stage.hp.is_recurrent(il):
         if inp.parents is None:
-            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il)
+            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il, inp.joint)
         else:
             args = (b, stage.hp, w, stage.state, shape, inp.slots, inp.parents)
             cur, rows = build_tree_deltanet(*args, cur, il)
@@ -83,7 +101,7 @@ def build_mixer_router(
         cur = build_attention(b, stage.hp, w, stage.state, inp, shape, cur, il)
     # a view, so that ggml's CUDA backend does not put a single row's product and this sum into one
     # kernel: ours for the product, and for the sum with the norm behind it, take less time
-    cur = b.reshape(cur, stage.hp.n_embd, shape.n_tokens)
+    cur = b.reshape(cur, stage.hp.n_embd, x.ne[1])
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)
@@ -106,7 +124,10 @@ def build_moe(
     slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
     """
     bank, moe = stage.banks.layer(il), None
-    if bank.n_slots:
+    n_group = rows_together(stage, slots.ne[1])
+    if bank.n_slots and n_group > 1:
+        moe = build_grouped_experts(b, bank, post_norm, slots, weights, n_group, il)
+    elif bank.n_slots:
         rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
         moe = build_expert_sum(b, rows, il)
     return build_layer_end(b, stage, residual, post_norm, moe, il)

@@ -181,10 +181,11 @@ class Runner(ABC):
             RequestError: a pass is in flight.
         """
         self.prepare(batch)
+        self.fill(batch)
         self.launch(batch, cancelled, begins)
 
     def prepare(self, batch: Batch) -> None:
-        """Build what a pass needs; `launch` follows. After an error nothing has changed."""
+        """Build what a pass needs; `fill` follows. After an error nothing has changed."""
         self.require_idle()
         shape = self.shape_of(batch)
         self._results.forget()
@@ -195,10 +196,14 @@ class Runner(ABC):
         self._prepare(shape, batch)
         self._shape = shape
 
+    def fill(self, batch: Batch) -> None:
+        """Enqueue the upload of the inputs of the pass that was prepared; `launch` follows."""
+        self.fill_inputs(batch, self._shape)
+
     def launch(
         self, batch: Batch, cancelled: Callable[[], bool], begins: Callable[[], object]
     ) -> None:
-        """Start the pass that was prepared; see `submit`."""
+        """Start the pass whose inputs are on their way; see `submit`."""
         for _ in self.launching(batch, cancelled, begins):
             pass
 
@@ -214,24 +219,25 @@ class Runner(ABC):
         may_pause: whether to pause rather than to wait; None: never. If the iterator is closed
         before its end, the pass has failed.
         """
-        self._begins, shape = begins, self._shape
-        self.fill_inputs(batch, shape)
-        yield from self._launch(shape, batch, cancelled, may_pause)
+        self._begins = begins
+        yield from self._launch(self._shape, batch, cancelled, may_pause)
         self.advance(batch)
         self._dropped.clear()
         self._pending = batch
         if batch.tree:
             self._commits.verified(batch)
 
-    def sweep(self, batch: SweepBatch) -> Sweep:
-        """Return a sweep over a prompt; `Sweep.begin` begins it.
+    def sweep(self, *batches: SweepBatch) -> Sweep:
+        """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
+
+        Several have neither taps nor results of all rows, and `may_join` is true of them.
 
         Raises:
             InternalError: there is no memory for sweeps.
         """
         if self.sweeps is None:
             raise InternalError("this runner has no memory for prompts")
-        return Sweep([self.sweeps], batch)
+        return Sweep([self.sweeps], batches)
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""

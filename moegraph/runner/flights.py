@@ -147,6 +147,7 @@ class Flights:
         self._leave(i)
         try:
             part.prepare(flight.batch)
+            part.fill(flight.batch)
             if i:
                 self._hand_over(i, flight.batch.tokens.size)
         except BaseException:

@@ -113,6 +113,8 @@ class StagedRunner:
         try:
             for part in self.parts:
                 part.prepare(batch)
+            for part in self.parts:  # before the host may have to wait for a stage
+                part.fill(batch)
             for i, part in enumerate(self.parts):
                 if i:
                     self.hand_over(i, batch.tokens.size)
@@ -155,16 +157,17 @@ class StagedRunner:
         """Return the logits of a row of the pass that was collected last; see `Runner.logits`."""
         return self._last.logits(row)
 
-    def sweep(self, batch: SweepBatch) -> Sweep:
-        """Return a sweep over a prompt; see `Runner.sweep`."""
+    def sweep(self, *batches: SweepBatch) -> Sweep:
+        """Return a sweep over prompts; see `Runner.sweep`."""
         each = [part.sweeps for part in self.parts if part.sweeps]
         if len(each) < len(self.parts):
             raise InternalError("a stage has no memory for prompts")
         taps: list[dict[int, Tap]] = [{} for _ in self.parts]
+        last = batches[0].taps
         for i, relay in self._relays.items():
             mine = self.parts[i].stage.layers
-            taps[i] = {il: relay.relayed(tap) for il, tap in batch.taps.items() if il in mine}
-        return Sweep(each, batch, self._boundaries, [*taps[:-1], batch.taps])
+            taps[i] = {il: relay.relayed(tap) for il, tap in last.items() if il in mine}
+        return Sweep(each, batches, self._boundaries, [*taps[:-1], last])
 
     def reserve_graphs(self, n_draft: int = 0) -> None:
         """Build the graphs of the largest passes; see `Runner.reserve_graphs`."""

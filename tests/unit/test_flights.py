@@ -44,6 +44,9 @@ class Part:
     def prepare(self, batch: Batch) -> None:
         assert self.is_idle, "a stage has one pass at a time"
 
+    def fill(self, batch: Batch) -> None:
+        pass
+
     def launching(
         self, batch: Batch, cancelled: object, begins: object, may_pause: Callable[[], bool]
     ) -> Iterator[None]:
