@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import debug_level
 from ..errors import NativeError
@@ -64,6 +65,16 @@ def _load_failure(error: ImportError) -> str:
 
 
 ffi, C = _load()
+
+
+def cpu_converter(name: str) -> Any:
+    """Return a function of ggml's CPU backend that converts numbers to F32, `ggml_to_float_t`.
+
+    They have the processor's instructions; those of ggml's base library work on any processor.
+    """
+    library = ctypes.CDLL(str(library_dir() / "libggml-cpu.so"))
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    return ffi.cast("ggml_to_float_t", address)
 
 
 def patchset() -> str:

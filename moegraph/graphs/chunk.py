@@ -348,6 +348,7 @@ class ChunkInputs:
             absent=None,
             pages=None,
             rows=None,
+            taps=None,
             joint=joint,
         )
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from ..errors import InternalError
 from ..ggml.ops import Builder, Tensor
 from ..resident.bank import Bank, ExpertBanks
+from ..resident.stage import Stage
 from ..resident.weights import LayerWeights
+from ..units import round_up
+
+# Rows of a pass from which CUDA's tiles are worth being narrowed, for how many times as many rows
+# as an expert has on average tiles are made (popular experts have more), and the narrowest: fewer
+# tokens go to kernels that multiply vectors.
+_MIN_GROUPED = 96
+_TILE_SPREAD = 2
+_MIN_TILE = 16
 
 
 def build_slots(b: Builder, table: Tensor, ids: Tensor) -> Tensor:
@@ -85,6 +94,61 @@ def build_expert_sum(b: Builder, rows: Tensor, il: int) -> Tensor:
     if k == 1:
         out = b.cont(out)
     return b.name(out, "ffn_moe_out", il)
+
+
+def rows_together(stage: Stage, n_tokens: int) -> int:
+    """Return how many rows `build_grouped_experts` should take as one; 1: it is of no use.
+
+    CUDA makes tiles for as many rows of an expert as there are tokens, and leaves most of a tile
+    empty where there are many experts.
+    """
+    if stage.device.can.exact_sums or n_tokens < _MIN_GROUPED:
+        return 1
+    most = stage.hp.n_expert // (_TILE_SPREAD * stage.hp.n_expert_used)
+    return max(1, min(most, n_tokens // _MIN_TILE))
+
+
+def build_grouped_experts(
+    b: Builder, bank: Bank, cur: Tensor, slots: Tensor, weights: Tensor, n_group: int, il: int
+) -> Tensor:
+    """Append the weighted sum of each row's experts in routing order: F32 [n_embd, n_tokens].
+
+    n_group rows count as one token that chose n_group * n_expert_used experts, so that CUDA's tiles
+    are for fewer rows. Its kernels cope with an expert that a token chose several times. If the
+    last group is not full, the first rows are computed in it again.
+
+    cur F32 [n_embd, n_tokens]; slots I32 [n_expert_used, n_tokens], where a slot < 0 adds nothing;
+    weights F32 [1, n_expert_used, n_tokens].
+    """
+    n_embd, k, n = cur.ne[0], slots.ne[0], slots.ne[1]
+    n_full = round_up(n, n_group)
+    n_groups = n_full // n_group
+
+    def full(rows: Tensor) -> Tensor:
+        if n == n_full:
+            return rows
+        first = b.view(rows, (rows.ne[0], n_full - n), (rows.nb[1],))
+        return b.concat(rows, first, 1)
+
+    def grouped(rows: Tensor) -> Tensor:
+        """[k, n_tokens] -> [n_group * k, n_groups]: the rows of a group next to each other."""
+        rows = full(rows)
+        one = b.view(rows, (k, n_group, n_groups), (rows.nb[1], n_group * rows.nb[1]))
+        return b.cont(b.permute(one, 1, 0, 2, 3), n_group * k, n_groups)
+
+    slots, weights = grouped(slots), grouped(b.reshape(weights, k, n))
+    weights = b.reshape(weights, 1, n_group * k, n_groups)
+    cur = b.reshape(full(cur), n_embd, n_group, n_groups)
+    rows = build_expert_rows(b, bank, cur, slots, weights, il)
+    shape, strides = (n_embd, n_group, n_groups), (rows.nb[1], rows.nb[2])
+    parts = [b.expand(b.view(rows, shape, strides, i * n_group * rows.nb[1])) for i in range(k)]
+    out = parts[0]
+    for part in parts[1:]:
+        out = b.expand(b.add(out, part))
+    if k == 1:
+        out = b.cont(out)
+    out = b.reshape(out, n_embd, n_full)
+    return b.name(b.view(out, (n_embd, n), (out.nb[1],)), "ffn_moe_out", il)
 
 
 def build_shared_expert(b: Builder, w: LayerWeights, cur: Tensor, il: int) -> Tensor:

@@ -14,7 +14,13 @@ from ..ggml.ops import Builder, Tensor
 from ..resident.stage import Stage
 from .attention import build_attention
 from .deltanet import build_deltanet
-from .experts import build_expert_rows, build_expert_sum, build_shared_expert
+from .experts import (
+    build_expert_rows,
+    build_expert_sum,
+    build_grouped_experts,
+    build_shared_expert,
+    rows_together,
+)
 from .inputs import PassInputs, PassShape
 from .router import Routing, build_router
 from .tree import build_tree_deltanet
@@ -54,6 +60,18 @@ def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> Non
         stage.taps.keep(b, x, il - 1)
     if il == stage.hp.n_layer:
         stage.taps.keep(b, norm, il)
+
+
+def build_last_tap(
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, norm: Tensor
+) -> None:
+    """Keep what a drafter wants of the head's input x and its norm, and the taps in their ring.
+
+    The rows of a verify pass come to the ring when some of them are committed.
+    """
+    build_tap(b, stage, x, norm, stage.hp.n_layer)
+    if inp.taps is not None:
+        stage.taps.append(b, inp.taps, shape.n_tokens)
 
 
 def build_mixer_router(
@@ -106,7 +124,10 @@ def build_moe(
     slots I32 [n_expert_used, n_tokens]; weights F32 [1, n_expert_used, n_tokens].
     """
     bank, moe = stage.banks.layer(il), None
-    if bank.n_slots:
+    n_group = rows_together(stage, slots.ne[1])
+    if bank.n_slots and n_group > 1:
+        moe = build_grouped_experts(b, bank, post_norm, slots, weights, n_group, il)
+    elif bank.n_slots:
         rows = build_expert_rows(b, bank, post_norm, slots, weights, il)
         moe = build_expert_sum(b, rows, il)
     return build_layer_end(b, stage, residual, post_norm, moe, il)

@@ -19,6 +19,7 @@ import pytest
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
 from moegraph.ggml.ops import Tensor
+from moegraph.graphs import experts
 from moegraph.runner import sweep_graphs
 from moegraph.runner.inspect import read_tensor
 from moegraph.runner.sweep_batch import SweepBatch
@@ -87,6 +88,24 @@ def test_a_layer_with_missing_experts_is_near_the_whole_one(
             again, _ = first_layer(missing, n)
             assert error(again, expected) < limit, (slots, pin, n)
         missing.close()
+
+
+@pytest.mark.parametrize("spread", [1, 2, 4])
+@pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32", "iq64", "mxfp256"])
+def test_rows_that_are_taken_together_are_near_rows_alone(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, preset: str, spread: int
+) -> None:
+    monkeypatch.setattr(experts, "_MIN_GROUPED", 1 << 20)
+    plain, uncut = (open_engine(preset, mode="whole", n_ubatch=n) for n in (256, 1000))
+    lengths = 128, 300, 1000
+    wanted = [(first_layer(plain, n)[0], first_layer(uncut, n)[0]) for n in lengths]
+    monkeypatch.setattr(experts, "_MIN_GROUPED", 64)
+    monkeypatch.setattr(experts, "_TILE_SPREAD", spread)
+    grouped = open_engine(preset, mode="whole")
+    for n, (expected, other) in zip(lengths, wanted):
+        found, logits = first_layer(grouped, n)
+        assert error(found, expected) < max(LIMIT, TIMES * error(other, expected)), n
+        assert np.isfinite(logits).all()
 
 
 def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:

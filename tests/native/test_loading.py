@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf.constants import GGMLQuantizationType
 from helpers.shared import greedy_tokens, prompt
 
 from moegraph.config import EngineConfig
@@ -23,6 +24,7 @@ from moegraph.engine import Engine
 from moegraph.errors import ModelFileError
 from moegraph.ggml import device as device_module
 from moegraph.ggml.handles import live_handles
+from moegraph.ggml.lib import C, cpu_converter, ffi
 from moegraph.modelfile import ModelFile, open_model
 from moegraph.resident import reading, weights
 
@@ -209,3 +211,14 @@ def test_the_engine_says_how_many_rows_it_computes_at_a_time(model_path) -> None
         config = EngineConfig(device="cpu", n_ctx=256, n_ubatch=n_ubatch)
         with Engine.load(model_path("legacy32"), config) as engine:
             assert engine.config.n_ubatch == found and engine.runner.n_ubatch <= found
+
+
+def test_the_cpu_backend_converts_every_number_as_ggmls_base_library() -> None:
+    """Embeddings in F16 go through it."""
+    halves, kind = np.arange(1 << 16, dtype=np.uint16), int(GGMLQuantizationType.F16)
+    found, expected = (np.empty(halves.size, dtype=np.float32) for _ in range(2))
+    slow = C.ggml_get_type_traits(kind).to_float
+    for convert, out in ((cpu_converter("ggml_cpu_fp16_to_fp32"), found), (slow, expected)):
+        convert(ffi.from_buffer(halves), ffi.cast("float *", ffi.from_buffer(out)), halves.size)
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    assert np.isnan(found).any() and np.isinf(found).any()
