@@ -174,7 +174,7 @@ class Passes:
         return self._prompts.begin(batches, runs)
 
     def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
-        """Give up one of several prompts; return whether the sweep has ended: until then it goes on."""
+        """Give up one of several prompts; return whether the sweep has ended. It may go on."""
         self._clean_up()
         return self._prompts.leave(sweep, seq)
 
