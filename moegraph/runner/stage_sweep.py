@@ -73,6 +73,7 @@ class StageSweep:
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
         self.n_done = 0
+        self._upcoming: tuple[int, Chunk] | None = None  # layer and chunk of the next step
 
     def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
         """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
@@ -168,7 +169,21 @@ class StageSweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
+    def build_ahead(self) -> None:
+        """Build the graphs of the next step, if it is a chunk; also while a pass is in flight."""
+        if self._upcoming is None:
+            return
+        s, (il, chunk) = self._s, self._upcoming
+        n, shape = self._shape_of(chunk)
+        if s.stage.banks.n_slots[il] == s.stage.hp.n_expert:
+            s.graphs.layer(il, n, shape)
+        else:
+            s.graphs.mixer(il, n, shape)
+            s.graphs.experts(il, n)
+        self._upcoming = None
+
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
+        self._upcoming = il, chunk
         if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
         return SweepStep("attention", chunk.n, self._shape_of(chunk)[1].n_kv)

@@ -136,6 +136,11 @@ class Sweep:
         self.upcoming = next(self._work, None)
         return self.upcoming is not None
 
+    def build_ahead(self) -> None:
+        """Build the graphs of the next step of each stage; also while a pass is in flight."""
+        for stage in self._stages:
+            stage.build_ahead()
+
     def _run(self) -> Generator[SweepStep]:
         """Do all the work; before each step, yield what it is."""
         parts, n = self._parts, len(self._stages)
