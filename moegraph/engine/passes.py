@@ -173,10 +173,7 @@ class Passes:
         return self._prompts.begin(batches, runs)
 
     def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
-        """Give up one of several prompts; return whether its sequence may be used already.
-
-        It may once the sweep has ended, and is what it was before.
-        """
+        """Give up one of several prompts; return whether the sweep has ended. It may go on."""
         self._clean_up()
         return self._prompts.leave(sweep, seq)
 
