@@ -14,7 +14,6 @@ from ..sampling import settings as sampling_settings
 from ..setting import Setting
 from .command import Option
 from .options import Command, setting_option
-from .refused import refused_options
 
 MAX_TOKENS = 1 << 20
 MAX_TESTS = 1000
@@ -166,7 +165,7 @@ def setting_lists(command: Command) -> Command:
     """Add the options of engine and sampler, as lists."""
     ours = [s for s in engine_settings() if s.flags and s.name not in _USELESS]
     chosen = [_listed(s) for s in (*ours, *sampling_settings())]
-    for option in reversed([*chosen, *refused_options([f for s in ours for f in s.flags])]):
+    for option in reversed(chosen):
         command = option(command)
     return command
 

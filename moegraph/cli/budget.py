@@ -89,7 +89,7 @@ def plan_budget(
     if usable < 0:
         return Budget(n_bytes, reserve, None, None, n_rows, (
             f"--vram {format_bytes(n_bytes)} is less than the {format_bytes(reserve)} that the "
-            "driver takes for itself (--context of `moegraph plan`); allow more memory"
+            "driver takes for itself (--driver-memory of `moegraph plan`); allow more memory"
         ))  # fmt: skip
     upstream = upstream_cpu_layers(need, usable)
     try:
@@ -153,7 +153,7 @@ def host_text(plan: Plan, spare: int | None) -> str:
     spare: what they may take on this machine, None if unknown.
     """
     if not plan.host_bytes:
-        return "none for experts"
+        return "none"
     text = f"{format_bytes(plan.host_bytes)} pinned, for the experts of layers that are not full"
     if spare is None or plan.host_bytes <= spare:
         return text

@@ -22,13 +22,14 @@ _FLAGS = {
     "--fast-rollback": "accepted rows are taken without another pass, always",
     "--seq-verify": "a draft is verified in one pass",
     "--draft-feature-mirror": "the drafter reads the model's features where they were computed",
-    "--peer-access": "model and drafter are on one device",
-    "--target-split-load-draft": "model and drafter are on one device",
-    "--target-split-dflash": "model and drafter are on one device",
+    "--peer-access": "what crosses from device to device goes through host memory",
+    "--target-split-load-draft": "the drafter is on the last device of the model",
+    "--target-split-dflash": "the drafter is on the last device of the model",
 }
 _VALUES = {
-    ("--target-gpu", "--draft-gpu"): "--device chooses the device of model and drafter",
-    ("--target-gpus", "--target-layer-split"): "the model is on one device",
+    ("--target-gpu", "--draft-gpu"): "--device chooses the devices; the drafter is on the last one",
+    ("--target-gpus", "--target-layer-split"): "--device cuda:0,cuda:1 divides the layers, and "
+    "--split N,... sets their shares",
 }
 _KEY = f"{__name__}.taken"
 

@@ -24,7 +24,6 @@ from ..text.tokenizer import MAX_PROMPT_BYTES, Tokenizer, open_soon
 from ..units import format_bytes
 from . import ui
 from .command import Option
-from .refused import refused_options
 from .target import local_path
 
 if TYPE_CHECKING:
@@ -83,9 +82,8 @@ def engine_options_but(
     chosen = [s for s in engine_settings() if s.flags and s.name not in names]
     chosen = [replace(s, default=defaults.get(s.name, s.default)) for s in chosen]
     chosen = [s for s in chosen if drafts or s.group != DRAFT_GROUP]
-    taken = [flag for s in chosen for flag in s.flags]
     chosen = [spec_by_draft(s) if s.name == "spec" else s for s in chosen]
-    found = [setting_option(s) for s in chosen] + refused_options(taken)
+    found = [setting_option(s) for s in chosen]
     return lambda command: _apply(command, found)
 
 

@@ -22,7 +22,7 @@ from .doctor import doctor
 from .inspect import inspect
 from .plan import plan_command
 from .pull import pull
-from .refused import refuse_clusters, with_close_guesses
+from .refused import refuse_foreign, with_close_guesses
 from .run import run
 from .serve import serve
 from .simulate import simulate_command
@@ -66,11 +66,11 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; refuse option letters that are run together."""
+        """Find the command; refuse options of other programs, and letters that are run together."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not ctx.resilient_parsing:
             own = click.Context(command, info_name=name, parent=ctx)
-            refuse_clusters(command, own, rest)
+            refuse_foreign(command, own, rest)
         return name, command, rest
 
     def _run(self, args: Any, name: str, complete_var: str | None, extra: dict[str, Any]) -> int:

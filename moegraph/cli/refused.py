@@ -4,111 +4,107 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
 _PLACED = "moegraph places experts automatically; --vram SIZE limits its device memory"
-_ONE_GPU = "moegraph uses one device; --device cuda:N chooses it"
+_DEVICES = "--device names one device, or several with commas, such as cuda:0,cuda:1"
 _DOWNLOAD = "moegraph downloads only from Hugging Face: -hf OWNER/REPO:FILE.gguf"
-_FREE_TEXT = "moegraph cannot constrain an answer to a grammar or a schema"
-_CHAIN = "the order of the samplers is fixed"
+_FREE_TEXT = "only a request to moegraph serve can ask for a grammar or a schema"
 _CHAT = "use moegraph chat for a conversation, moegraph chat -p TEXT for one question"
+_KEPT = (
+    "chat and serve always go on from the beginnings of earlier prompts; --cache-ram N limits them"
+)
+_ROPE = "the model file says how positions are encoded"
+_LOG = "notes go to stderr; -q drops them, and the server's log depends on --log-format"
+_TLS = "put a proxy that does TLS before the server (docs/operation.md)"
+_SHARED = "requests always share passes and the context; -np N limits how many"
+_ALWAYS = "these paths are always there"
+_DRAFTER = "the drafter has the devices, threads and context of the model"
 # Options of llama.cpp that people try, by the reason why they do not exist here. Without this
-# list, click would read -ngl 99 as -n gl.
-NOT_HERE: dict[tuple[str, ...], str] = {
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): f"{_PLACED}, --device cpu uses no GPU",
-    ("-ncmoe", "--n-cpu-moe"): _PLACED,
-    ("-cmoe", "--cpu-moe"): f"{_PLACED}, --cache-slots 0 keeps no experts there",
-    ("-ot", "--override-tensor"): _PLACED,
-    ("-fa", "--flash-attn"): "flash attention is always on",
-    ("-b", "--batch-size"): "-ub N sets the number of prompt tokens in one pass",
-    ("-tb", "--threads-batch"): "-t N sets the threads for prompts and for decode",
-    ("--mlock",): "--host-pin all keeps the experts in memory",
-    (
-        "-nommap",
-        "--no-mmap",
-    ): "the file is always mapped; moegraph copies what the device needs when it loads",
-    (
-        "--keep",
-    ): "when the context is full, run stops, and chat forgets the oldest turns but keeps the "
-    "system prompt",
-    ("--samplers", "--sampling-seq", "--sampler-seq"): _CHAIN,
-    ("--mirostat", "--mirostat-lr", "--mirostat-ent"): "there is no Mirostat; see --temp, --top-p",
-    ("--grammar", "--grammar-file"): _FREE_TEXT,
-    (
-        "-j",
-        "--json-schema",
-        "--json-schema-file",
-    ): f"{_FREE_TEXT}; --json sets the format of the report",
-    ("-hff", "--hf-file"): _DOWNLOAD,
-    ("-mu", "--model-url"): _DOWNLOAD,
-    ("-hft", "--hf-token"): "set HF_TOKEN, which other users of the machine cannot read",
-    (
-        "--prompt-cache",
-        "--prompt-cache-all",
-        "--prompt-cache-ro",
-    ): "moegraph does not save prompts to disk",
-    ("-cram", "--cache-ram"): "only moegraph chat goes on from earlier prompts",
-    ("-mg", "--main-gpu"): _ONE_GPU,
-    ("-sm", "--split-mode"): _ONE_GPU,
-    ("-ts", "--tensor-split"): _ONE_GPU,
-    ("-dev",): "write --device cpu, cuda or cuda:N",
-    ("-nkvo", "--no-kv-offload"): "the KV cache is always on the device",
-    ("-md", "--model-draft", "--draft"): "only run, chat and bench draft",
-    ("--draft-min", "--spec-draft-n-min"): "--draft-p-min ends drafts early; short ones are used",
-    ("--spec-type",): "--spec chooses what drafts",
-    (
-        "-ngld",
-        "--gpu-layers-draft",
-        "--n-gpu-layers-draft",
-        "--spec-draft-ngl",
-    ): "the drafter is on the device of the model",
-    ("-st", "--single-turn"): _CHAT,
-    ("-cnv", "--conversation"): _CHAT,
-    ("-no-cnv", "--no-conversation"): "moegraph run never uses a chat template",
-    ("-i", "--interactive"): _CHAT,
-    ("--jinja", "--no-jinja"): "chat templates are always Jinja",
-    ("--chat-template",): "--chat-template-file FILE replaces the template of the model",
-    ("-lv", "--verbosity"): "MOEGRAPH_DEBUG=1 shows tracebacks of errors, 2 also native logs",
+# list, click would read -ngl 99 as -n gl. An option that a command has is not looked up.
+_NOT_HERE: dict[str, str] = {
+    "-ngl --gpu-layers --n-gpu-layers": f"{_PLACED}, --device cpu uses no GPU",
+    "-ncmoe --n-cpu-moe -ot --override-tensor -fit --fit": _PLACED,
+    "-cmoe --cpu-moe": f"{_PLACED}, --cache-slots 0 keeps no experts there",
+    "-fa --flash-attn": "flash attention is always on",
+    "-b --batch-size": "-ub N sets the number of prompt tokens that are computed at a time",
+    "-tb --threads-batch": "-t N sets the threads for prompts and for decode",
+    "--mlock": "--host-pin all keeps the experts in memory",
+    "-nommap --no-mmap -mmp --mmap": "the file is always mapped; moegraph copies what the device "
+    "needs when it loads",
+    "--keep": "when the context is full, run stops, and chat forgets the oldest turns but keeps "
+    "the system prompt",
+    "--samplers --sampling-seq --sampler-seq": "the order of the samplers is fixed",
+    "--mirostat --mirostat-lr --mirostat-ent": "there is no Mirostat; see --temp, --top-p",
+    "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "
+    "--dry-sequence-breaker": "there is no DRY sampler; see --repeat-penalty",
+    "--xtc-probability --xtc-threshold --top-nsigma --top-n-sigma --dynatemp-range "
+    "--dynatemp-exp": "there is no such sampler; see --temp, --top-p, --min-p",
+    "--grammar --grammar-file": _FREE_TEXT,
+    "-j --json-schema --json-schema-file": f"{_FREE_TEXT}; --json sets the format of the report",
+    "-hff --hf-file -mu --model-url": _DOWNLOAD,
+    "-hft --hf-token": "set HF_TOKEN, which other users of the machine cannot read",
+    "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path": "moegraph serve "
+    "--cache-dir DIR keeps beginnings of prompts on disk; nothing else does",
+    "-cram --cache-ram --cache-reuse --cache-prompt --no-cache-prompt -ctxcp --ctx-checkpoints "
+    "-sps --slot-prompt-similarity": _KEPT,
+    "-mg --main-gpu -dev --list-devices": f"{_DEVICES}; moegraph doctor lists them",
+    "-sm --split-mode -ts --tensor-split": f"{_DEVICES}, which divide the layers; --split N,... "
+    "sets their shares",
+    "-nkvo --no-kv-offload": "the KV cache is always on the device",
+    "-md --model-draft --draft": "only run, chat, serve, daemon and bench draft",
+    "--draft-min --spec-draft-n-min": "--draft-p-min ends drafts early; short ones are used",
+    "--spec-type": "--spec chooses what drafts",
+    "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": "--spec lookup drafts from the text",
+    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -devd --device-draft "
+    "-td --threads-draft -cd --ctx-size-draft": _DRAFTER,
+    "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft": "the caches of a drafter have a "
+    "fixed type",
+    "-st --single-turn -cnv --conversation -i --interactive": _CHAT,
+    "-no-cnv --no-conversation": "moegraph run never uses a chat template",
+    "--jinja --no-jinja": "chat templates are always Jinja",
+    "--chat-template": "--chat-template-file FILE replaces the template of the model",
+    "--chat-template-kwargs": "--reasoning on|off sets enable_thinking; a request to the server "
+    "may have chat_template_kwargs",
+    "--reasoning-budget": "--reasoning off asks the template for no reasoning; -n N ends an answer",
+    "--reasoning-format": "reasoning is always apart from the answer",
+    "--lora --lora-scaled --control-vector": "adapters are not applied; merge them into the file",
+    "-mm --mmproj --mmproj-url --image": "moegraph reads text only",
+    "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
+    "--yarn-ext-factor": _ROPE,
+    "--override-kv": "metadata are what the model file says",
+    "--numa --prio --cpu-mask --cpu-strict": "start moegraph with numactl, nice or taskset",
+    "--warmup --no-warmup": "loading builds and measures what is needed; nothing else warms up",
+    "-lv --verbosity -v --verbose": "MOEGRAPH_DEBUG=1 shows tracebacks of errors, 2 also native "
+    "logs",
+    "--log-disable --log-file --log-colors --log-prefix --log-timestamps": _LOG,
+    "-co --color": "colours appear on a terminal; NO_COLOR turns them off",
+    "--perf --no-perf": "-q drops the line about speed",
+    "-cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified": _SHARED,
+    "--metrics --slots --props --webui": _ALWAYS,
+    "--no-slots --no-webui --path --api-prefix": f"{_ALWAYS}; a proxy can hide or rename them",
+    "--ssl-key-file --ssl-cert-file": _TLS,
+    "--threads-http": "HTTP needs no threads of its own",
+    "-to": "--timeout SECONDS ends each answer after that time",
+    "--embedding --embeddings --rerank --reranking --pooling": "the model makes no embeddings",
+    "--models-dir --models-preset --models-max": "a server has one model; start one for each",
 }
+NOT_HERE = {flag: reason for flags, reason in _NOT_HERE.items() for flag in flags.split()}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.I | re.A)
 # An option is suggested if its similarity to the unknown one, without dashes, is at least this.
 _ALIKE = 0.75
 
 
-def refused_options(taken: Collection[str]) -> list[Callable[[Any], Any]]:
-    """Return hidden options that only say why the option does not exist.
+def refuse_foreign(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
+    """Refuse options of llama.cpp that do not exist here, and letters run together.
 
-    taken: spellings that the command uses for its own options.
-    """
-    return [
-        _refused_option(flags, reason)
-        for flags, reason in NOT_HERE.items()
-        if not set(flags) & set(taken)
-    ]
-
-
-def _refused_option(flags: tuple[str, ...], reason: str) -> Callable[[Any], Any]:
-    def refuse(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-        if value is not None and not ctx.resilient_parsing:
-            names = f"{flags[0]} ({flags[-1]})" if len(flags) > 1 else flags[0]
-            raise click.UsageError(f"there is no {names}: {reason}", ctx)
-
-    return click.option(
-        *flags, "_refused", hidden=True, expose_value=False, is_eager=True, callback=refuse,
-        is_flag=False, flag_value="", help=f"Not here: {reason}.",
-    )  # fmt: skip
-
-
-def refuse_clusters(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse letters run together, such as -pg, which click would read as -p with the value g.
-
-    A number may follow its letter (-n128). args: the arguments after the command's name.
+    click would read -pg as -p with the value g. A number may follow its letter (-n128). args: the
+    arguments after the command's name.
 
     Raises:
-        UsageError: names the letters, and what to write instead.
+        UsageError: names the option or the letters, and what to write instead.
     """
     options = {
         flag: param
@@ -125,6 +121,8 @@ def refuse_clusters(command: click.Command, ctx: click.Context, args: Sequence[s
         elif arg in options:
             option = options[arg]
             is_value = not option.is_flag and not option.count and not option.hidden
+        elif (name := arg.partition("=")[0]) in NOT_HERE and name not in options:
+            raise click.UsageError(f"there is no {name}: {NOT_HERE[name]}", ctx)
         elif len(arg) > 2 and arg[0] == "-" and arg[1] != "-":
             _refuse_cluster(arg, options, ctx)
 

@@ -107,7 +107,7 @@ def heat_options(command: Any) -> Any:
     "--machine",
     default="desktop",
     metavar="NAME|FILE",
-    help="Machine to predict for: h200, desktop, or the output of doctor --measure.",
+    help="Machine to predict for: h200, desktop, rtx3060, or the output of doctor --measure.",
 )
 @click.option(
     "--model",

@@ -22,9 +22,9 @@ _PORT = 50052
 
 
 def _split(listen: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, HOST or :PORT."""
+    """Return host and port of HOST:PORT, HOST or :PORT; IPv6 with a port has brackets."""
     host, colon, port = listen.rpartition(":")
-    if not colon or listen.endswith("]"):
+    if not colon or listen.endswith("]") or (":" in host and not host.endswith("]")):
         host, port = listen, str(_PORT)
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen {listen}: expected HOST:PORT, such as 127.0.0.1:{_PORT}")

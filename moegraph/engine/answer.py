@@ -12,6 +12,7 @@ from ..errors import MoegraphError
 from ..events import CancelToken
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
+from ..runner.swept import SweptPrompt
 from .drawing import Drawing
 from .logprobs import token_logprobs
 from .requests import Request, Step, Usage
@@ -26,9 +27,10 @@ _PROGRESS_S = 0.25
 class Answer:
     """A request from its submission to its last step. Only the engine's thread changes it.
 
-    ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, while
-    that is under way; rest: what comes after it, or, without one, is read in pieces; marks: where
-    beginnings of the prompt are to be kept. swapped: its sequence, while that is in host memory.
+    ids: the prompt. slot: the sequence that computes it; -1 without. sweep: of its prompt, perhaps
+    together with others, while that is under way; swept: its part of that; rest: what comes after
+    it, or, without one, is read in pieces; marks: where beginnings of the prompt are to be kept.
+    swapped: its sequence, while that is in host memory.
     n_cached, n_read: as in `Usage`.
     n_rest: how much of the prompt is left to compute, as far as is known; None: not known.
     may_draft: whether the next step may draft. is_over: its last step was delivered. problem: why
@@ -45,6 +47,7 @@ class Answer:
         self.cancel = CancelToken()
         self.slot = -1
         self.sweep: Sweep | None = None
+        self.swept: SweptPrompt | None = None
         self.rest: SweepBatch | None = None
         self.marks: list[int] = []
         self.swapped: SwappedSequence | None = None

@@ -24,7 +24,8 @@ _MOST_FAILURES = 3
 class Answers:
     """Requests by slot, and what is to be told of them.
 
-    sweeping: the request whose prompt's sweep is under way.
+    sweeping: the requests whose prompts a sweep reads. One that ends meanwhile keeps its slot until
+    the sweep has ended, unless it is alone in it.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Answers:
     ) -> None:
         self._passes, self._devices = passes, devices
         self.tally = tally
-        self.sweeping: Answer | None = None
+        self.sweeping: list[Answer] = []
         self._slots: list[Answer | None] = [None] * n_slots
         self._given_back = [0] * n_slots  # when, as a running number
         self._clock = 0
@@ -101,7 +102,7 @@ class Answers:
         if not answer.is_over:
             self._to_tell.append(answer)
             if answer.is_drawn:
-                self._leave(answer)
+                self.leave(answer)
 
     def guard(self, answer: Answer, work: Callable[[], object]) -> None:
         """Do something for one request; if it fails, only that request ends."""
@@ -132,25 +133,37 @@ class Answers:
         """End a request, wherever it is; its sequence keeps what it holds."""
         if answer.is_over:
             return
-        if answer.sweep and self.sweeping is answer:
-            self._undo(answer)
+        is_undone = answer not in self.sweeping or self._undo(answer)
         answer.end(reason, error)
         self.tally.ended(answer, answer.sequence.finish_reason or reason)
-        self._leave(answer)
+        if is_undone:
+            for one in [answer, *(one for one in self.sweeping if one.is_over)]:
+                self.leave(one)
 
-    def _undo(self, answer: Answer) -> None:
-        """Have a sequence be what it was before the prompt that is under way."""
+    def _undo(self, answer: Answer) -> bool:
+        """Have a sequence be what it was before the prompt that is under way; False: not yet."""
         answer.cancel.set()
+        sweep = answer.sweep
         try:
-            if answer.sweep and answer.sweep.is_open:
-                self._passes.step_prompt(answer.sweep, answer.cancel)
+            if sweep and sweep.is_open and len(sweep.prompts) > 1:
+                return self._passes.leave_prompt(sweep, answer.slot)
+            if sweep and sweep.is_open:
+                self._passes.step_prompt(sweep, answer.cancel)
         except MoegraphError:
             pass  # that was asked for; anything else comes up again with the next work
+        return True
 
-    def _leave(self, answer: Answer) -> None:
-        """Note that a request needs no more work."""
-        if self.sweeping is answer:
-            self.sweeping = answer.sweep = self.tally.costs.upcoming = None
+    def swept(self, answer: Answer) -> None:
+        """Note that the sweep of a request's prompt is over."""
+        if answer in self.sweeping:
+            self.sweeping.remove(answer)
+            answer.sweep = answer.swept = None
+            if not self.sweeping:
+                self.tally.costs.upcoming = None
+
+    def leave(self, answer: Answer) -> None:
+        """Note that a request needs no more work, and that nothing of it is under way."""
+        self.swept(answer)
         if answer.swapped:
             answer.swapped.close()
             answer.swapped = None
@@ -203,7 +216,7 @@ class Answers:
         answer, n_held = self._slots[slot], len(self._passes.held(slot))
         if answer is None:
             return SlotStatus(slot, n_held=n_held)
-        state = "reading" if answer is self.sweeping else "answering"
+        state = "reading" if answer in self.sweeping else "answering"
         return SlotStatus(
             slot, state, n_held, answer.request.name, len(answer.ids), answer.n_read,
             answer.n_cached, answer.sequence.n_generated,

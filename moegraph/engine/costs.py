@@ -22,8 +22,8 @@ PIECES = (32, 128, 512)
 class Costs:
     """Running means, in seconds; None where nothing was measured.
 
-    upcoming: the next step of the sweep under way; None without one. request_s: a request from the
-    start of its prompt to its end.
+    upcoming: the next step of the sweep under way; None without one. row_s: a row of a prompt in
+    all layers. request_s: a request from the start of its prompt to its end.
 
     Work is enqueued, so only a *round* can be measured: what ran from one moment when the device
     had nothing to do to the next.
@@ -32,6 +32,7 @@ class Costs:
     def __init__(self) -> None:
         self.upcoming: SweepStep | None = None
         self.request_s: float | None = None
+        self.row_s: float | None = None
         self._steps = StepCosts()
         self._pass_s: dict[int, float] = {}  # by number of rows
         self._piece_s: dict[int, float] = {}
@@ -82,6 +83,11 @@ class Costs:
                 self._steps.note(steps, max(0.0, seconds - pass_s))
         elif n_rows and (not has_built or pass_s is None):
             self._pass_s[n_rows] = _mean(self._pass_s.get(n_rows), seconds, _LONGER)
+
+    def note_rows(self, n_rows: int, seconds: float) -> None:
+        """Learn from steps that amount to so many rows in all layers."""
+        if n_rows > 0:
+            self.row_s = _mean(self.row_s, seconds / n_rows, _NEWEST)
 
     # pieces of prompts
 

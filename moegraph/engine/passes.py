@@ -135,11 +135,14 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
+        self._start(batch, cancel, self._runner.submit)
+
+    def _start(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
         cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
-            self._run(batch, cancelled)
-            for slot, row in zip(batch.slots, rows.tolist()):
+            self._run(batch, cancelled, submit)
+            for slot, row in zip(batch.slots, batch.tokens.tolist()):
                 self._held[slot].extend(row)
         except BaseException:
             self._clean_up()
@@ -148,29 +151,35 @@ class Passes:
         self._to_truncate.clear()
         self._unfinished.difference_update(batch.slots)
 
-    def begin_prompt(self, batch: SweepBatch) -> Sweep:
-        """Begin a prompt of a sequence, of any length; `step_prompt` computes it.
+    def begin_prompts(self, batches: Sequence[SweepBatch], runs: bool = False) -> Sweep:
+        """Begin prompts of different sequences, which one sweep reads; `step_prompt` computes them.
 
-        Passes over other sequences may run between steps. If a step fails or is cancelled, the
-        sequence is what it was before the prompt.
+        Passes over other sequences may run between steps. A step that fails or is cancelled undoes
+        the prompts. `leave_prompt` gives up one of several, and if its results are not finite, the
+        error is in `Sweep.prompts` at the end. runs: all steps follow at once, or all is undone.
 
         Raises:
             RequestError: wrong ids or sequence, a pass is in flight, or a prompt is under way.
             ContextOverflow, PoolFull: the rows do not fit into the context, or the pool.
-            OutOfDeviceMemory: there is no memory to go back to what the sequence is now.
+            OutOfDeviceMemory: there is no memory to go back to what a sequence is now.
         """
-        return self._begin(batch, False)
-
-    def _begin(self, batch: SweepBatch, runs: bool) -> Sweep:
         self._clean_up()
         self._runner.require_idle()
         self._files.check()
-        require_seq(batch.slot, self.n_seq)
-        checked_ids(batch.tokens, self._n_vocab)
-        if batch.tokens.size == 0:
-            raise RequestError("the prompt is empty; give it at least one token")
-        self.room.require({batch.slot: batch.tokens.size})
-        return self._prompts.begin(batch, runs)
+        for batch in batches:
+            require_seq(batch.slot, self.n_seq)
+            if not checked_ids(batch.tokens, self._n_vocab).size:
+                raise RequestError("the prompt is empty; give it at least one token")
+        self.room.require({batch.slot: batch.tokens.size for batch in batches})
+        return self._prompts.begin(batches, runs)
+
+    def leave_prompt(self, sweep: Sweep, seq: int) -> bool:
+        """Give up one of several prompts; return whether its sequence may be used already.
+
+        It may once the sweep has ended, and is what it was before.
+        """
+        self._clean_up()
+        return self._prompts.leave(sweep, seq)
 
     def step_prompt(self, sweep: Sweep, cancel: CancelToken | None = None) -> bool:
         """Enqueue the next step of a prompt; return whether there are more.
@@ -191,7 +200,7 @@ class Passes:
         progress: Callable[[int], None] = lambda n_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Output, list[StatesCopy]]:
-        """Compute a prompt of any length and wait; errors as in `begin_prompt` and `submit`.
+        """Compute a prompt of any length and wait; errors as in `begin_prompts` and `submit`.
 
         Returns its results, and the states at the cuts, which the caller closes. progress:
         called with how many rows the work that is enqueued amounts to. meanwhile: called once,
@@ -202,7 +211,7 @@ class Passes:
             output = self._read_as_pass(batch, cancel, meanwhile)
             progress(n)
             return output, []
-        sweep = self._begin(batch, True)
+        sweep = self.begin_prompts([batch], True)
         todo = [meanwhile]
 
         def after_step() -> None:
@@ -270,7 +279,7 @@ class Passes:
         cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
-            self._run(batch, cancelled)
+            self._run(batch, cancelled, self._runner.submit)
         except BaseException:
             self._clean_up()
             self._files.check()
@@ -343,14 +352,9 @@ class Passes:
         self._prompts.require_read(seq)
 
     def put_back(
-        self,
-        seq: int,
-        ids: Sequence[int],
-        n_kept: int,
-        rows: Sequence[tuple[int, RowsCopy]],
-        states: StatesCopy,
-        source: tuple[int, int] | None = None,
-    ) -> None:
+        self, seq: int, ids: Sequence[int], n_kept: int, rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy, source: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`.
 
         Raises:
@@ -368,7 +372,9 @@ class Passes:
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
-    def _run(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _run(
+        self, batch: Batch, cancelled: Callable[[], bool], submit: Callable[..., None]
+    ) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
         n_built = self._runner.n_built
@@ -377,7 +383,7 @@ class Passes:
         begins: Callable[[], object] = (
             bool if batch.tree else partial(self._unfinished.update, batch.slots)
         )
-        self._runner.submit(batch, cancelled, begins)
+        submit(batch, cancelled, begins)
         if self._runner.n_built == n_built:  # building a graph says nothing of threads
             self._threads.end()
 
@@ -413,8 +419,11 @@ class Passes:
                 others keep what they hold, and their results are in the error's `output`.
             ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
+        return self._collected(self._runner.collect, locates)
+
+    def _collected(self, collect: Callable[[], Output], locates: bool) -> Output:
         try:
-            output = self._runner.collect()
+            output = collect()
             self._require_files()
             return output
         except NotFinite as error:

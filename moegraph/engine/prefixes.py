@@ -13,6 +13,7 @@ the first place to go on from, until its slot or its pages are needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -34,6 +35,8 @@ Ids = npt.NDArray[np.int32]
 # A mark costs a pass more, for the tokens behind it; that takes about as long as so many tokens of
 # a longer pass.
 _WORTH = 64
+# Seconds for which it is known how much memory is free: to ask takes a dozen files.
+_FRESH_S = 1.0
 
 
 # Tokens between marks that nobody asked for, in a long prompt.
@@ -54,6 +57,8 @@ class Prefixes:
         self._passes = passes
         self._copies = copies
         self._max_bytes = max_bytes
+        self._looked = -_FRESH_S  # when
+        self._free: int | None = None  # then, what is kept included
         passes.keep_cancelled(self._keep_read)
         self._spill: PrefixSpill | None = None
 
@@ -210,17 +215,18 @@ class Prefixes:
         return self._save_ids(seq, states, self._passes.held(seq)[:n_held])
 
     def _keep_read(self, sweep: Sweep) -> None:
-        """Save what a prompt that is cancelled has computed, up to the last mark in it."""
-        whole = [copy for copy in sweep.saved if copy.n_past <= sweep.n_whole]
-        sweep.saved = [copy for copy in sweep.saved if copy not in whole]
-        self._copies.memory.wait()
-        for states in whole:
-            n_new = states.n_past - sweep.n_past
-            ids = [*self._passes.held(sweep.slot), *sweep.batch.tokens[:n_new].tolist()]
-            if states.is_finite:  # nobody else looks
-                self._save_ids(sweep.slot, states, ids)
-            else:
-                states.close()
+        """Save what prompts that are cancelled have computed, up to the last mark in each."""
+        for prompt in sweep.prompts:
+            whole = [copy for copy in prompt.saved if copy.n_past <= prompt.n_whole]
+            prompt.saved = [copy for copy in prompt.saved if copy not in whole]
+            self._copies.memory.wait()
+            for states in whole:
+                n_new = states.n_past - prompt.n_past
+                ids = [*self._passes.held(prompt.slot), *prompt.batch.tokens[:n_new].tolist()]
+                if states.is_finite:  # nobody else looks
+                    self._save_ids(prompt.slot, states, ids)
+                else:
+                    states.close()
 
     def _save_ids(self, seq: int, states: StatesCopy | None, held: list[int]) -> bool:
         ids = np.asarray(held, dtype=np.int32)
@@ -282,10 +288,14 @@ class Prefixes:
 
     def _limit(self) -> int:
         """Return how many bytes the tree may have now."""
-        memory, limit = host_memory(), self._max_bytes
-        if memory.available is not None:
-            free = max(0, self.n_bytes + memory.available - memory.reserve)
-            limit = free if limit is None else min(limit, free)
+        now, limit = time.monotonic(), self._max_bytes
+        if now - self._looked >= _FRESH_S:
+            memory, self._looked = host_memory(), now
+            self._free = None
+            if memory.available is not None:
+                self._free = max(0, self.n_bytes + memory.available - memory.reserve)
+        if self._free is not None:
+            limit = self._free if limit is None else min(limit, self._free)
         return 1 << 62 if limit is None else limit
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ step its sequence is what it was before; a failed or cancelled prompt leaves it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import Cancelled, InternalError, MoegraphError, RequestError
 from ..events import CancelToken
@@ -16,6 +16,7 @@ from ..runner import AnyRunner, NotFinite, Output
 from ..runner.inspect import first_bad_place
 from ..runner.sweep import Sweep
 from ..runner.sweep_batch import SweepBatch
+from ..runner.swept import SweptPrompt
 from .cputhreads import CpuThreads
 
 
@@ -27,7 +28,7 @@ def is_short(batch: SweepBatch, n_ubatch: int) -> bool:
 
 
 class Prompts:
-    """The prompt under way, if there is one, and what undoes it.
+    """The prompts under way, which one sweep reads, if there are any, and what undoes them.
 
     held: the token ids of every sequence; a finished prompt extends its list.
     """
@@ -47,21 +48,32 @@ class Prompts:
         Raises:
             RequestError: one is.
         """
-        if self._sweep and self._sweep.slot in slots:
-            raise RequestError(
-                f"the prompt of sequence {self._sweep.slot} is under way; finish it first"
-            )
+        found = self._sweep.slots.intersection(slots) if self._sweep else ()
+        for slot in found:
+            raise RequestError(f"the prompt of sequence {slot} is under way; finish it first")
 
     def clean_up(self, slots: set[int]) -> None:
-        """Undo the prompt if a step failed, or if its sequence is one of slots."""
+        """Undo the prompts if a step failed, or if a sequence of theirs is one of slots."""
         sweep = self._sweep
-        if sweep and (self._is_stepping or sweep.slot in slots):
-            self._runner.drop(sweep.slot)
+        if sweep and (self._is_stepping or not sweep.slots.isdisjoint(slots)):
+            for slot in sweep.slots:
+                self._runner.drop(slot)
             sweep.cancel()
             self._sweep, self._is_stepping = None, False
 
-    def begin(self, batch: SweepBatch, runs: bool = False) -> Sweep:
-        """Begin a prompt; the caller has checked its arguments.
+    def leave(self, sweep: Sweep, slot: int) -> bool:
+        """Note that nobody wants a prompt of several; return whether that undid them all.
+
+        Its sequence is what it was once the sweep has ended.
+        """
+        for prompt in sweep.prompts:
+            prompt.has_left = prompt.has_left or prompt.slot == slot
+        if sweep is self._sweep and all(prompt.has_left for prompt in sweep.prompts):
+            self.clean_up({slot})
+        return not sweep.is_open
+
+    def begin(self, batches: Sequence[SweepBatch], runs: bool = False) -> Sweep:
+        """Begin prompts that one sweep reads; the caller has checked its arguments.
 
         runs: `run` follows at once; if it does not come to that, the prompt is undone.
 
@@ -73,8 +85,9 @@ class Prompts:
             raise RequestError(
                 f"the prompt of sequence {self._sweep.slot} is under way; finish or cancel it first"
             )
-        self._runner.drop(batch.slot)  # verified rows cannot be committed after these
-        sweep = self._runner.sweep(batch)
+        for batch in batches:
+            self._runner.drop(batch.slot)  # verified rows cannot be committed after these
+        sweep = self._runner.sweep(*batches)
         self._sweep, self._is_stepping = sweep, True
         try:
             sweep.begin()
@@ -112,11 +125,15 @@ class Prompts:
 
     def _step(self, sweep: Sweep, cancel: CancelToken | None) -> bool:
         self._runner.recover()
-        self._threads.begin(len(sweep.batch.tokens))
+        self._threads.begin(sum(len(prompt.batch.tokens) for prompt in sweep.prompts))
         more = sweep.step(cancel.is_set if cancel else bool)
         if not more:
             self._files.check()
-            self._held[sweep.slot].extend(sweep.batch.tokens.tolist())
+            for prompt in sweep.prompts:
+                if prompt.output and not prompt.has_left:
+                    self._held[prompt.slot].extend(prompt.batch.tokens.tolist())
+                elif prompt.error:
+                    prompt.error = self._located(prompt.error, prompt)
             self._sweep = None
         return more
 
@@ -130,7 +147,7 @@ class Prompts:
         except NotFinite as error:
             self.clean_up(set())
             self._files.check()
-            raise self._located(error, sweep) from error
+            raise self._located(error, sweep.prompts[0]) from error
         except Cancelled:
             self._files.check()
             self.keep(sweep)
@@ -141,17 +158,14 @@ class Prompts:
             self._files.check()  # a file that was cut short explains the failure: raise that
             raise
 
-    def _located(self, error: NotFinite, sweep: Sweep) -> NotFinite:
+    def _located(self, error: NotFinite, prompt: SweptPrompt) -> NotFinite:
         """Return an error that names the layer, as far as the sequence may be computed again."""
-        n_held, n, name = (
-            len(self._held[sweep.slot]),
-            len(sweep.batch.tokens),
-            self._runner.device.name,
-        )
+        tokens, slot, name = prompt.batch.tokens, prompt.slot, self._runner.device.name
+        n_held, n = len(self._held[slot]), len(tokens)
         where = f"in one of the last {n}"
         if not n_held:
-            where = where_not_finite(self._runner, sweep.batch.tokens.tolist(), sweep.slot)
-            self._runner.sequences.reset(sweep.slot)
+            where = where_not_finite(self._runner, tokens.tolist(), slot)
+            self._runner.sequences.reset(slot)
         message = (
             f"{name} computed logits that are not finite after {n_held + n} positions, {where}"
         )

@@ -12,14 +12,13 @@ from ..errors import InternalError, MoegraphError, PoolFull
 from ..kinds import SHORT_PROMPT
 from ..resident.hostcopies import StatesCopy
 from ..runner import Output
-from ..runner.sweep import Sweep
+from ..runner.sweep import Sweep, may_join
 from ..runner.sweep_batch import SweepBatch
 from .answer import Answer
 from .answers import Answers
 from .costs import PIECES
 from .drafting import Drafting
 from .prefixtree import n_common
-from .prompts import finished
 from .swapping import Swapping
 
 if TYPE_CHECKING:
@@ -31,8 +30,15 @@ if TYPE_CHECKING:
 _CHUNK, _CHUNK_STREAMS = 8, 512
 
 
+# A sweep reads several prompts only if they have as many rows at most: so many chunks if experts
+# may be missing, which then cross once for all, else one chunk.
+_JOINT_CHUNKS = 4
+# A prompt that shares more than so many tokens with another one waits until that is read.
+_SHARED = 64
+
+
 class Reading:
-    """The prompts of a service: one may be under way as a sweep, and one in pieces.
+    """The prompts of a service: one sweep may be under way, and one prompt in pieces.
 
     Every method is called on the engine's thread.
     """
@@ -46,6 +52,11 @@ class Reading:
         self._taps = engine.stage.taps
         self._n_sweep = sweeps.memory.n_rows if sweeps else self._n_ubatch
         self._n_chunks = sweeps.memory.inputs.n_chunks if sweeps else 1
+        self._memory = sweeps.memory if sweeps else None
+        self._sequences = engine.state
+        may_lack = any(part.sweeps and part.sweeps.ring for part in engine.runner.parts)
+        self._n_joint = min(self._n_ubatch * (_JOINT_CHUNKS if may_lack else 1), self._n_sweep)
+        self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
@@ -72,73 +83,146 @@ class Reading:
         goes_on = len(held) < len(answer.ids) and n_common(held, answer.ids) == len(held)
         return len(held) if goes_on else 0
 
-    def begin(self, answer: Answer) -> None:
+    @property
+    def n_left(self) -> int:
+        """Return how many rows of the prompts in the sweep are left."""
+        return sum(self.n_rest(answer) for answer in self._answers.sweeping)
+
+    def begin(self, answer: Answer, others: Sequence[Answer] = ()) -> None:
         """Give a request a slot and begin its prompt, as a sweep or in pieces.
 
-        A prompt that is longer than it seemed waits, if another sweep is under way.
+        others: wait too; the sweep takes along what fits of them. A prompt that is longer than it
+        seemed waits, if another sweep is under way.
 
         Raises:
             PoolFull: there is no memory for it now; it waits.
             MoegraphError: nothing more can be computed.
         """
+        group: dict[Answer, SweepBatch] = {}
+        is_sweeping = bool(self._answers.sweeping)
         try:
-            known = answer.ids if answer.request.reuse else answer.ids[:0]
-            slot = self._prefixes.choose(known, self._answers.idle_slots())
-            self._swapping.make_room(answer, slot)
-            batch, marks = self._batch(answer, slot)
-            answer.n_rest = n = len(batch.tokens)
-            is_sweeping = self._answers.sweeping is not None
-            if is_sweeping and n > PIECES[-1]:
+            batch = self._enter(answer, PIECES[-1] if is_sweeping else len(answer.ids))
+            if batch is None:
                 return
-            answer.marks = marks
-            self._answers.enter_slot(answer, slot)
-            answer.begin(len(answer.ids) - n)
-            self._drafting.begin(slot, self._passes.held(slot))
-            self._swapping.reserve(answer)
-            if is_sweeping or n <= SHORT_PROMPT:
+            group[answer] = batch
+            if not is_sweeping:
+                self._join(group, others)
+            if is_sweeping or (len(group) == 1 and len(batch.tokens) <= SHORT_PROMPT):
                 answer.rest = batch
                 return
-            with self._answers.cancelling(answer):
-                if self._answers.n_busy > 1:
-                    batch = replace(batch, max_rows=self._chunk_rows(batch))
-                self._answers.sweeping = answer
-                self._begin_sweep(answer, batch)
+            with self._answers.cancelling(*group):
+                self._answers.sweeping = list(group)
+                self._begin_sweep(group)
         except PoolFull as error:
-            self._answers.leave_slot(answer)
+            if not is_sweeping:
+                self._answers.sweeping = []
+            for one in group or [answer]:
+                self._answers.leave_slot(one)
             if self._answers.n_busy:
                 raise
             self._answers.failed([answer], error)
         except MoegraphError as error:
-            self._answers.failed([answer], error)
+            self._answers.failed(list(group) or [answer], error)
 
-    def _chunk_rows(self, batch: SweepBatch) -> int:
+    def _enter(self, answer: Answer, most: int) -> SweepBatch | None:
+        """Give a request a slot, which holds what is known of its prompt; return the rest of it.
+
+        None: the rest has more than `most` tokens, and the request has no slot.
+
+        Raises:
+            PoolFull: there is no memory for it now; the request has no slot.
+            MoegraphError: the device failed.
+        """
+        known = answer.ids if answer.request.reuse else answer.ids[:0]
+        slot = self._prefixes.choose(known, self._answers.idle_slots())
+        self._swapping.make_room(answer, slot)
+        batch, marks = self._batch(answer, slot)
+        answer.n_rest = n = len(batch.tokens)
+        if n > most:
+            return None
+        answer.marks = marks
+        self._answers.enter_slot(answer, slot)
+        answer.begin(len(answer.ids) - n)
+        try:
+            self._drafting.begin(slot, self._passes.held(slot))
+            self._swapping.reserve(answer)
+        except PoolFull:
+            self._answers.leave_slot(answer)
+            raise
+        return batch
+
+    def _join(self, group: dict[Answer, SweepBatch], others: Sequence[Answer]) -> None:
+        """Add others to a group whose prompts one sweep is going to read, as far as they fit."""
+        memory = self._memory
+        if memory is None or not self._joins:
+            return
+        for other in others:
+            n_left = self._n_joint - sum(len(batch.tokens) for batch in group.values())
+            if self.n_rest(other) > n_left or any(self._shares(other, one) for one in group):
+                continue
+            try:
+                batch = self._enter(other, n_left)
+            except PoolFull:
+                return
+            except MoegraphError as error:
+                self._answers.failed([other], error)
+                continue
+            if batch is None:
+                continue
+            if may_join(memory, [*group.values(), batch], self._sequences):
+                group[other] = batch
+            else:
+                self._answers.leave_slot(other)
+
+    def _shares(self, answer: Answer, other: Answer) -> bool:
+        """Return whether a prompt can go on from what is read of another one."""
+        if not (answer.request.reuse and other.request.reuse and self._prefixes.is_on):
+            return False
+        n_cached = len(answer.ids) - self.n_rest(answer)
+        return n_common(answer.ids, other.ids) > n_cached + _SHARED
+
+    def _chunk_rows(self, batches: Sequence[SweepBatch]) -> int:
         """Return the rows of a chunk beside other requests: so few that steps take a short time.
 
         But not so few that the chunks would need one more sweep.
         """
-        n_chunks = self._n_chunks - len(batch.cuts) - 1
+        n_rows = sum(len(batch.tokens) for batch in batches)
+        n_chunks = self._n_chunks - sum(len(batch.cuts) + 1 for batch in batches)
         fewest = _CHUNK_STREAMS if self._streams else _CHUNK
-        least = max(fewest, -(-min(len(batch.tokens), self._n_sweep) // max(n_chunks, 1)))
-        n_busy, n_kv = self._answers.n_busy - 1, len(self._passes.held(batch.slot))
-        n_kv += len(batch.tokens)
-        most = min(self._n_ubatch, len(batch.tokens))
+        least = max(fewest, -(-min(n_rows, self._n_sweep) // max(n_chunks, 1)))
+        n_busy = self._answers.n_busy - len(batches)
+        n_kv = max(len(self._passes.held(one.slot)) + len(one.tokens) for one in batches)
+        most = min(self._n_ubatch, n_rows)
         return self._tally.costs.chunk_rows(most, least, n_busy, n_kv)
 
-    def _begin_sweep(self, answer: Answer, batch: SweepBatch) -> None:
-        """Begin the sweep of as much of a prompt as one sweep can have; the rest comes after it.
+    def _begin_sweep(self, group: dict[Answer, SweepBatch]) -> None:
+        """Begin the sweep of some prompts.
 
-        A prompt that is cancelled leaves its sequence with what earlier sweeps have read.
+        Of a single one it reads as much as one sweep can have; the rest comes after it. A prompt
+        that is cancelled leaves its sequence with what earlier sweeps have read.
         """
+        batches = list(group.values())
+        if self._answers.n_busy > len(group):
+            max_rows = self._chunk_rows(batches)
+            batches = [replace(batch, max_rows=max_rows) for batch in batches]
+        if len(group) == 1:
+            (answer,) = group
+            batches = [self._drafting.tapped(self._first_part(answer, batches[0]))]
+        sweep = self._passes.begin_prompts(batches)
+        for answer, swept in zip(group, sweep.prompts):
+            answer.sweep, answer.swept = sweep, swept
+        self._tally.costs.upcoming = sweep.upcoming
+
+    def _first_part(self, answer: Answer, batch: SweepBatch) -> SweepBatch:
+        """Return as much of a prompt as one sweep can have; `answer.rest` is what comes later."""
         n, n_past = self._n_sweep, len(self._passes.held(answer.slot))
         answer.rest = None
-        if len(batch.tokens) > n:
-            later = tuple(cut for cut in batch.cuts if cut > n_past + n)
-            cuts = tuple(cut for cut in batch.cuts if cut < n_past + n)
-            answer.rest = replace(batch, tokens=batch.tokens[n:], cuts=later)
-            first = batch.tokens[:n]
-            batch = replace(batch, tokens=first, cuts=cuts, greedy=True, draws=None)
-        answer.sweep = self._passes.begin_prompt(self._drafting.tapped(batch))
-        self._tally.costs.upcoming = answer.sweep.upcoming
+        if len(batch.tokens) <= n:
+            return batch
+        later = tuple(cut for cut in batch.cuts if cut > n_past + n)
+        cuts = tuple(cut for cut in batch.cuts if cut < n_past + n)
+        answer.rest = replace(batch, tokens=batch.tokens[n:], cuts=later)
+        return replace(batch, tokens=batch.tokens[:n], cuts=cuts, greedy=True, draws=None)
 
     def _batch(self, answer: Answer, slot: int) -> tuple[SweepBatch, list[int]]:
         """Have a slot hold what is known of a prompt; return the rest of it, and its marks."""
@@ -155,7 +239,7 @@ class Reading:
         draws = None if words is None else words[None]
         return SweepBatch(ids[n_cached:], slot, False, drawing.greedy, draws, cuts), marks
 
-    def read(self, answer: Answer, seconds: float) -> float | None:
+    def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.
 
         Return what such steps take; None: not known.
@@ -163,15 +247,16 @@ class Reading:
         Raises:
             MoegraphError: nothing more can be computed.
         """
-        sweep, costs = answer.sweep, self._tally.costs
+        group, costs = list(self._answers.sweeping), self._tally.costs
+        sweep = group[0].sweep if group else None
         if sweep is None:
             raise InternalError("a prompt that is not under way was to be read")
         expected_s, more = costs.step_s, True
         took_s = expected_s or 0.0
         try:
-            with self._answers.cancelling(answer):
+            with self._answers.cancelling(*group):
                 while more:
-                    more = self._step(sweep, answer)
+                    more = self._step(sweep, group)
                     costs.upcoming = step = sweep.upcoming
                     next_s = costs.step_s if step else None
                     if next_s is None or took_s + next_s > seconds:
@@ -179,32 +264,55 @@ class Reading:
                     took_s += next_s
                 if not (more and self._streams):
                     self._tally.end_round()
-                if not more and answer.rest:
-                    self._keep(answer, sweep.saved, answer.marks)
-                    self._begin_sweep(answer, answer.rest)
+                if not more and (rest := group[0].rest):
+                    self._keep(group[0], sweep.saved, group[0].marks)
+                    self._begin_sweep({group[0]: rest})
                     more = True
-            if more and answer.sweep:
-                self._note_progress(answer, answer.sweep)
-            else:
-                self._was_read(answer, finished(sweep), sweep.saved)
+            for answer in group:
+                if more:
+                    self._note_progress(answer)
+                else:
+                    self._end_swept(answer)
         except MoegraphError as error:
-            self._answers.failed([answer], error)
+            self._answers.failed(group, error)
         return None if expected_s is None else took_s
 
-    def _step(self, sweep: Sweep, answer: Answer) -> bool:
+    def _step(self, sweep: Sweep, group: Sequence[Answer]) -> bool:
         """Run a step; return whether there are more."""
         step = sweep.upcoming
-        more = self._passes.step_prompt(sweep, answer.cancel)
+        more = self._passes.step_prompt(sweep, group[0].cancel if len(group) == 1 else None)
         if step:
             self._tally.stepped(step)
+        for answer in group:
+            output = answer.swept.output if answer.swept and not answer.rest else None
+            if output and not answer.sequence.tokens:
+                self._pick(answer, output)
         self._answers.tell()  # the device may be computing by now
         return more
 
-    def _note_progress(self, answer: Answer, sweep: Sweep) -> None:
-        n_new = len(sweep.batch.tokens)
-        answer.n_read = sweep.n_past + n_new * sweep.n_done // sweep.n_steps
+    def _pick(self, answer: Answer, output: Output) -> None:
+        """Draw the first token, before other results take the place of these."""
+        if not answer.is_drawn:  # otherwise nothing is to be generated
+            self._answers.guard(answer, lambda: self._answers.pick(answer, output, 0))
+
+    def _note_progress(self, answer: Answer) -> None:
+        sweep, swept = answer.sweep, answer.swept
+        if not (sweep and swept):
+            return
+        n_new = len(swept.batch.tokens)
+        answer.n_read = swept.n_past + n_new * sweep.n_done // sweep.n_steps
         answer.n_rest = len(answer.ids) - answer.n_read
         answer.tell_progress()
+
+    def _end_swept(self, answer: Answer) -> None:
+        """Note that the sweep of a prompt has ended."""
+        swept = answer.swept
+        if answer.is_over:  # meanwhile
+            self._answers.leave(answer)
+        elif swept and swept.error:
+            self._answers.end(answer, "error", swept.error)
+        elif swept:
+            self._was_read(answer, swept.saved)
 
     def read_piece(self, answer: Answer, n_rows: int) -> float:
         """Read some rows of a prompt as one pass, up to the next mark; return what it took.
@@ -226,7 +334,7 @@ class Reading:
         try:
             with self._answers.cancelling(answer):
                 output, _ = self._passes.read(piece, answer.cancel)
-            self._drafting.took(slot, piece.tokens.tolist(), range(n))
+            self._drafting.took(slot, piece.tokens.tolist())
         except MoegraphError as error:
             self._answers.failed([answer], error)
             return 0.0
@@ -234,23 +342,20 @@ class Reading:
         answer.rest = None if is_last else replace(batch, tokens=batch.tokens[n:], cuts=cuts)
         answer.n_read, answer.n_rest = n_held + n, len(batch.tokens) - n
         if is_last:
-            self._was_read(answer, output, [])
+            self._pick(answer, output)
+            self._was_read(answer, [])
         else:
             self._keep(answer, [], answer.marks)
             answer.tell_progress()
         return self._tally.end_piece(n)
 
-    def _was_read(self, answer: Answer, output: Output, saved: list[StatesCopy]) -> None:
-        """Draw the first token, and keep beginnings of the prompt."""
+    def _was_read(self, answer: Answer, saved: list[StatesCopy]) -> None:
+        """Note that a prompt is read, and keep beginnings of it."""
         answers = self._answers
         answers.succeeded()
-        if answers.sweeping is answer:
-            answers.sweeping = answer.sweep = self._tally.costs.upcoming = None
+        answers.swept(answer)
         answer.n_read = len(answer.ids)
-        if answer.is_drawn:  # nothing is to be generated
-            answers.keep(answer)
-        else:
-            answers.draw(answer, output, 0)
+        answers.keep(answer)
         self._keep(answer, saved, answer.marks)
         self._read.append(answer)
 

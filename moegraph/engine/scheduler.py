@@ -2,8 +2,9 @@
 
 Requests wait in the order of their arrival until one of a fixed number of slots is free. A prompt
 is read layer by layer, as a *sweep* that may be suspended between its steps; only one sweep can be
-under way. A short prompt is read in *pieces* instead, each a pass of its own; so is one of medium
-length beside a sweep that has much more left. Sweep and pieces share the time for prompts equally.
+under way. It takes along the prompts of requests that wait then, as far as they fit. A short prompt
+that is alone is read in *pieces* instead, each a pass of its own; so is one of medium length beside
+a sweep that has much more left. Sweep and pieces share the time for prompts equally.
 Requests whose prompts are read decode together, one pass after another.
 
 Decode passes earn time for prompts, two thirds of what they take themselves, and hardly more is
@@ -17,8 +18,9 @@ the order of their arrival, and before that no prompt begins.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -34,8 +36,9 @@ _ALONE_S = 0.02
 # behind a prompt that has at most so many rows left. A little more than one pass earns is kept.
 _SHARE, _SHARE_WAITING, _KEPT = 0.65, 12.0, 0.05
 _SOON = 1024
-# A prompt is read in pieces beside a sweep that has this many times as many rows left.
-_MUCH_MORE = 2
+# A prompt is read in pieces beside a sweep that has this many times as many rows left, and that
+# takes as many seconds at least: otherwise it waits, to be read together with others.
+_MUCH_MORE, _LASTS_S = 2, 0.15
 # Seconds that a sweep may be ahead of prompts in pieces that come later.
 _AHEAD_S = 0.25
 # After so many decode passes beside a sweep, one without a step before it is measured.
@@ -46,9 +49,13 @@ _SOONEST, _LATEST = 1.0, 120.0
 
 @dataclass(frozen=True)
 class Begin(Generic[T]):
-    """Give a request a slot and begin its prompt."""
+    """Give a request a slot and begin its prompt.
+
+    others: wait too, in the order of their arrival; their prompts may be read together with it.
+    """
 
     key: T
+    others: tuple[T, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Scheduler(Generic[T]):
         self.costs = Costs()
         self._n_slots, self._n_waiting = n_slots, n_waiting
         self._waiting: dict[T, None] = {}  # in the order of arrival
-        self._sweeping: T | None = None
+        self._sweeping: dict[T, None] = {}
         self._n_left = 0  # rows of the sweep
         self._in_pieces: T | None = None
         self._decoding: dict[T, None] = {}
@@ -131,8 +138,14 @@ class Scheduler(Generic[T]):
     @property
     def n_running(self) -> int:
         """Return how many requests have a slot."""
-        n_reading = (self._sweeping is not None) + (self._in_pieces is not None)
+        n_reading = len(self._sweeping) + (self._in_pieces is not None)
         return len(self._decoding) + n_reading
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether requests decode, and nothing else can run before one of them ends."""
+        is_full = self.n_running >= self._n_slots
+        return len(self._decoding) == self.n_running and (is_full or not self._waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -197,10 +210,11 @@ class Scheduler(Generic[T]):
             del self._deadlines[key]
         return found
 
-    def began(self, key: T, n_rows: int) -> None:
-        """Note that the sweep of a request is under way, of a prompt with n_rows rows left."""
-        self._waiting.pop(key, None)
-        self._sweeping, self._n_left = key, n_rows
+    def began(self, key: T, n_rows: int, others: Iterable[T] = ()) -> None:
+        """Note that the sweep of a request, and of others, is under way; n_rows rows are left."""
+        self._sweeping, self._n_left = dict.fromkeys((key, *others)), n_rows
+        for one in self._sweeping:
+            self._waiting.pop(one, None)
         self._lead_s, self._n_beside = 0.0, 0
 
     def in_pieces(self, key: T) -> None:
@@ -217,8 +231,7 @@ class Scheduler(Generic[T]):
 
     def _left(self, key: T) -> None:
         """Note that the prompt of a request is not under way any more."""
-        if self._sweeping == key:
-            self._sweeping = None
+        self._sweeping.pop(key, None)
         if self._in_pieces == key:
             self._in_pieces = None
 
@@ -245,7 +258,7 @@ class Scheduler(Generic[T]):
             if work:
                 return work
         elif (key := self._to_begin(n_rest)) is not None and fits(key):
-            return Begin(key)
+            return Begin(key, self._may_join(key))
         return self._to_read(n_rest) or self._to_decode()
 
     def _to_decode(self) -> Work[T]:
@@ -262,9 +275,14 @@ class Scheduler(Generic[T]):
         if self._in_pieces is not None or (self._decoding and self._credit_s <= 0.0):
             return None
         first = next(iter(self._waiting))
-        if self._sweeping is None:
+        if not self._sweeping:
             return first
         return self._first_short(n_rest) if self._lead_s <= 0.0 else None
+
+    def _may_join(self, key: T) -> tuple[T, ...]:
+        """Return which others may begin with a request; none if a sweep is under way."""
+        n = 0 if self._sweeping else self._n_slots - self.n_running - 1
+        return tuple(itertools.islice((one for one in self._waiting if one != key), n))
 
     def _for_preempted(self, fits: Callable[[T], bool]) -> Work[T] | None:
         """Return how the oldest request in host memory comes back; None: not now."""
@@ -281,6 +299,8 @@ class Scheduler(Generic[T]):
 
         None takes the last slot from an older prompt.
         """
+        if self.costs.row_s is not None and self._n_left * self.costs.row_s < _LASTS_S:
+            return None
         most = max(SHORT_PROMPT, min(self._n_left // _MUCH_MORE, PIECES[-1]))
         found = next((key for key in self._waiting if n_rest(key) <= most), None)
         is_last = self.n_running == self._n_slots - 1
@@ -288,15 +308,15 @@ class Scheduler(Generic[T]):
 
     def _to_read(self, n_rest: Callable[[T], int]) -> Work[T] | None:
         """Return what is read now of the prompts that are under way; None: nothing."""
-        key, is_turn = self._in_pieces, self._sweeping is None or self._lead_s <= 0.0
+        key, is_turn = self._in_pieces, not self._sweeping or self._lead_s <= 0.0
         if key is not None and is_turn:
             most_s = math.inf
             if self._decoding:
                 most_s = self._share * (self.costs.pass_s(len(self._decoding)) or 0.0)
             if not self._decoding or self._credit_s > 0.0:
                 return Piece(key, self.costs.piece_rows(n_rest(key), most_s))
-        if self._sweeping is not None and (seconds := self._for_sweep()) is not None:
-            return Read(self._sweeping, seconds)
+        if self._sweeping and (seconds := self._for_sweep()) is not None:
+            return Read(next(iter(self._sweeping)), seconds)
         return None
 
     def _for_sweep(self) -> float | None:
@@ -312,7 +332,7 @@ class Scheduler(Generic[T]):
 
     @property
     def _share(self) -> float:
-        is_soon = self._sweeping is None or self._n_left <= _SOON
+        is_soon = not self._sweeping or self._n_left <= _SOON
         others_wait = self._waiting and self.n_running < self._n_slots
         return _SHARE_WAITING if others_wait and is_soon else _SHARE
 
@@ -321,6 +341,8 @@ class Scheduler(Generic[T]):
 
         seconds: what such steps take; None if that was not known.
         """
+        if seconds is not None:
+            self.costs.note_rows(self._n_left - n_left, seconds)
         self._n_left = n_left
         self._lead_s = max(self._lead_s - (seconds or 0.0), -_AHEAD_S)
         if self._decoding:
@@ -328,7 +350,7 @@ class Scheduler(Generic[T]):
 
     def took_piece(self, seconds: float) -> None:
         """Note that a piece of a prompt was read, in so many seconds."""
-        if self._sweeping is not None:
+        if self._sweeping:
             self._lead_s += seconds
         if self._decoding:
             self._credit_s -= seconds
@@ -338,4 +360,4 @@ class Scheduler(Generic[T]):
         pass_s, step_s = self.costs.pass_s(n_rows) or 0.0, self.costs.step_s or 0.0
         most = max((self._share + _KEPT) * pass_s, step_s)
         self._credit_s = min(self._credit_s + self._share * pass_s, most)
-        self._n_beside += self._sweeping is not None
+        self._n_beside += bool(self._sweeping)

@@ -64,6 +64,8 @@ class ServiceLoop:
         error: MoegraphError = ServiceClosed(CLOSED)
         try:
             self._engine.ownership.enter()
+            if self._engine.prefixes.is_on:
+                self._engine.copies.memory.pin_ahead()
             while self._turn():
                 pass
         except MoegraphError as caught:
@@ -77,6 +79,7 @@ class ServiceLoop:
     def _end_all(self, error: MoegraphError) -> None:
         with self.lock:
             self.is_closing = True
+        self._decoding.give_up()
         self._answers.tell()
         for answer in self.scheduler.requests():
             self._answers.end(answer, "error", error)
@@ -123,13 +126,15 @@ class ServiceLoop:
         self.busy_since = time.perf_counter()
         if isinstance(work, Decode):
             self._decode(work.keys)
-        elif isinstance(work, Read):
-            self._read(work.key, work.seconds)
+            return
+        self._decoding.land()
+        if isinstance(work, Read):
+            self._read(work.seconds)
         elif isinstance(work, Piece):
             seconds = self._reading.read_piece(work.key, work.n_rows)
             self.scheduler.took_piece(seconds)
         elif isinstance(work, Begin):
-            self._begin(work.key)
+            self._begin(work.key, work.others)
         elif isinstance(work, Preempt):
             self._preempt(work.key)
         elif isinstance(work, Restore):
@@ -137,26 +142,32 @@ class ServiceLoop:
         else:
             self._rest()
 
-    def _begin(self, answer: Answer) -> None:
+    def _begin(self, answer: Answer, others: Sequence[Answer]) -> None:
         self._answers.tell()
         try:
-            self._reading.begin(answer)
+            self._reading.begin(answer, others)
         except PoolFull:
             with self.lock:
                 self.scheduler.hold()
         with self.lock:
             if answer.sweep:
-                self.scheduler.began(answer, self._reading.n_rest(answer))
+                self.scheduler.began(answer, self._reading.n_left, self._answers.sweeping)
             elif answer.rest:
                 self.scheduler.in_pieces(answer)
 
-    def _read(self, answer: Answer, seconds: float) -> None:
-        took_s = self._reading.read(answer, seconds)
-        self.scheduler.swept(self._reading.n_rest(answer), took_s)
+    def _read(self, seconds: float) -> None:
+        took_s = self._reading.read(seconds)
+        self.scheduler.swept(self._reading.n_left, took_s)
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""
-        batch = list(keys)
+        if self.scheduler.only_decodes:
+            if self._decoding.decode_groups(keys):
+                self.scheduler.decoded(len(keys))
+                return
+        else:
+            self._decoding.land()
+        batch = [answer for answer in keys if not (answer.is_over or answer.is_drawn)]
         while batch and not self._swapping.has_room(batch):
             youngest = max(batch, key=lambda answer: answer.submitted)
             batch.remove(youngest)
@@ -208,6 +219,7 @@ class ServiceLoop:
         """Return what the service is doing."""
         engine, scheduler = self._engine, self.scheduler
         self._status_at = time.perf_counter()
+        flights = self._decoding.flight_counts
         return ServiceStatus(
             self._answers.slots(),
             n_running=scheduler.n_running,
@@ -219,4 +231,6 @@ class ServiceLoop:
             memory={} if engine.ownership.is_closed else engine.memory(),
             experts=engine.expert_stats(),
             spec=engine.spec_stats(),
+            group_passes=flights.passes,
+            stage_idle=flights.bubbles,
         )

@@ -118,7 +118,8 @@ def _line(first: float, slope: float) -> Curve:
 # Times of a 35B-A3B with experts of 1.9 MB. h200: fitted to speeds measured with 16 threads of a
 # Xeon; it predicts them within 3 % where graphs fetched the missing experts and within 10 % where
 # the host handled them (docs/benchmarks.md). desktop: computed for 24 GB at 936 GB/s, PCIe 4.0 at
-# 25 GB/s and DDR5 at 60 GB/s; prompts guessed, from what users of such cards report.
+# 25 GB/s and DDR5 at 60 GB/s; prompts guessed, from what users of such cards report. rtx3060: the
+# same with 12 GB at 360 GB/s, and prompts by the ratio of the cards' arithmetic, 1 to 2.8.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -134,8 +135,15 @@ MACHINES = {
             "desktop", 40, 1_900_000, whole=7.0e-3, host_layer=8e-6, fixed=45e-6, overlap=30e-6,
             stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
             fetch_layer=2e-6, fetch=_line(86e-6, 76e-6),
-            about="24 GB card, PCIe 4.0, DDR5; computed from data sheets",
+            about="24 GB card with 936 GB/s, PCIe 4.0, DDR5; computed from data sheets",
             prompt=Curve(((32, 27e-3), (512, 190e-3), (2048, 680e-3))),
+        ),
+        Machine(
+            "rtx3060", 40, 1_900_000, whole=18.2e-3, host_layer=8e-6, fixed=45e-6, overlap=78e-6,
+            stream=_line(86e-6, 76e-6), cpu=_line(62e-6, 32e-6),
+            fetch_layer=5e-6, fetch=_line(86e-6, 76e-6),
+            about="12 GB card with 360 GB/s, PCIe 4.0, DDR5; computed from data sheets",
+            prompt=Curve(((32, 76e-3), (512, 530e-3), (2048, 1.9))),
         ),
     )
 }  # fmt: skip

@@ -12,6 +12,7 @@ from ..resident.layout import PAGE
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .inputs import PassInputs, PassShape
+from .joint import gather, spread
 from .length import spans
 from .project import project
 
@@ -32,7 +33,7 @@ def build_attention(
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn.
     """
-    d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, shape.n_tokens
+    d, n_head, n_tokens = hp.n_embd_head_k, hp.n_head, cur.ne[1]
 
     q_full, k, v = project(b, w, ("attn_q.weight", *_KV), cur)
     q_full = b.name(q_full, "Qcur_full", il)
@@ -134,6 +135,9 @@ def _attend_by_mask(
     if inp.kq_mask is None:
         raise InternalError("a pass has neither pages nor a mask")
     d, n_head, n_seq_tokens, n_seqs = hp.n_embd_head_k, hp.n_head, shape.n_seq_tokens, shape.n_seqs
+    if inp.joint:
+        q = spread(b, b.reshape(q, d * n_head, q.ne[2]), inp.joint)
+        q = b.reshape(q, d, n_head, shape.n_tokens)
     q = b.view(q, (d, n_head, n_seq_tokens, n_seqs), (q.nb[1], q.nb[2], q.nb[2] * n_seq_tokens))
     if inp.kv_rows is None:  # the engine's only sequence: its positions are in order
         cached_k, cached_v = state.k[il], state.v[il]
@@ -148,7 +152,8 @@ def _attend_by_mask(
         scale,
         state.n_attention_parts,
     )
-    return b.reshape(out, d * n_head, n_seq_tokens * n_seqs)
+    out = b.reshape(out, d * n_head, n_seq_tokens * n_seqs)
+    return gather(b, out, inp.joint) if inp.joint else out
 
 
 def _merge_heads(b: Builder, t: Tensor) -> Tensor:

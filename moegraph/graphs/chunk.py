@@ -7,11 +7,15 @@ graphs read them.
 The mask of n rows over n_kv positions is made on the device. Within a page, a row sees the first
 positions and not the others, so each piece of the mask is one of PAGE + 1 patterns, and the host
 sends the numbers of the patterns.
+
+A chunk may have rows of several sequences (joint.py). Then the sequences and the KV rows that they
+attend to are inputs of the chunk too; otherwise all chunks share them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +30,17 @@ from ..resident.stage import Stage
 from ..resident.state import State
 from ..resident.weights import TokenEmbedding
 from ..units import round_up
-from .inputs import PassInputs
+from .inputs import PassInputs, PassShape
+from .joint import JointRows
 from .rows import gathered_rows
 
 _ALIGN = 64  # words
+# Sequences of a chunk, at most.
+MAX_SEQS = _ALIGN
 # Chunks that a sweep may have beyond the fewest: those beside other requests are short.
 _MORE_CHUNKS = 512
+# Chunks whose KV rows have room, if each attends to a whole context.
+_JOINT_CHUNKS = 4
 
 
 def kv_length(state: State, n_used: int) -> int:
@@ -43,19 +52,59 @@ def kv_length(state: State, n_used: int) -> int:
     return min(state.n_ctx, round_up(n_used, step))
 
 
+class Segment(NamedTuple):
+    """Rows of one sequence in a chunk: n of them, from position `first` on."""
+
+    slot: int
+    first: int
+    n: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.first + self.n
+
+
+def shape_of(state: State, segments: Sequence[Segment]) -> PassShape:
+    """Return the rectangle of a chunk: as many rows of each sequence as of the one with most."""
+    n_kv = max(kv_length(state, segment.end) for segment in segments)
+    return PassShape(max(segment.n for segment in segments), len(segments), n_kv, 0)
+
+
 class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
     def __init__(self, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> None:
-        self.row = 3 + n_ctx // PAGE
-        self.current = round_up(max_rows * self.row + 3 * _ALIGN, _ALIGN)
+        n_parts = 6 if n_seq > 1 else 3  # of a chunk; each is rounded up
+        self.row = n_parts - (n_seq > 1) + n_ctx // PAGE
+        self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN
         self.slot = _ALIGN
         self.draws = round_up(DRAW_WORDS, _ALIGN)
         self.kv_rows = n_ctx if n_seq > 1 else 0
-        # every chunk is rounded up
         self.n_chunks = -(-n_rows // max_rows) + _MORE_CHUNKS
-        self.all = round_up(n_rows * self.row, _ALIGN) + 3 * _ALIGN * self.n_chunks
+        self.all = round_up(n_rows * self.row, _ALIGN) + n_parts * _ALIGN * self.n_chunks
+        # sequences and KV rows of chunks of several sequences
+        self.all += _JOINT_CHUNKS * (self.slot + self.kv_rows) if n_seq > 1 else 0
         self.total = self.current + self.slot + self.draws + self.kv_rows + self.all
+
+
+class _Parts(NamedTuple):
+    """Where the inputs of a chunk begin, in words; the patterns of its mask come last."""
+
+    pos: int
+    idx: int
+    places: int
+    rows: int
+    lengths: int
+    mask: int
+
+    @classmethod
+    def of(cls, n: int, t: int, n_seqs: int) -> _Parts:
+        """Return those of n rows, in a rectangle of t places for each of n_seqs sequences."""
+        offsets = [0]
+        for words in (n, 2 * n, *((t * n_seqs, n, n_seqs) if n_seqs > 1 else (0, 0, 0))):
+            offsets.append(offsets[-1] + round_up(words, _ALIGN))
+        return cls(*offsets)
 
 
 class ChunkInputs:
@@ -85,14 +134,16 @@ class ChunkInputs:
         patterns = np.where(sees, np.float16(0), np.float16(-np.inf))
         C.ggml_backend_tensor_set(self._patterns, ffi.from_buffer(patterns), 0, n_bytes)
         self.n_bytes = 4 * sizes.total + n_bytes
-        self._host = device.host_buffer(4 * max(sizes.current, sizes.kv_rows, sizes.draws))
+        most = max(sizes.current + sizes.slot + sizes.kv_rows, sizes.draws)
+        self._host = device.host_buffer(4 * most)
         self._rows = device.host_buffer(4 * hp.n_embd * max_rows)
         self._uploaded = device.event()
         self._at: list[tuple[int, int]] = []  # (first word, words) of each chunk
+        self._joint: list[tuple[int, int]] = []  # sequences and KV rows after that, if it has any
 
     def begin(self, slot: int, n_kv: int) -> None:
         """Upload what all chunks of a sequence share; n_kv: the longest of its chunks."""
-        self._at = []
+        self._at, self._joint = [], []
         self._send(np.array([slot], dtype=np.int32), self._slot_at)
         if self._sizes.kv_rows:
             rows = gathered_rows(self._state.pool, (slot,), n_kv)[0]
@@ -116,14 +167,24 @@ class ChunkInputs:
         places = first + np.arange(n)
         n_pages = kv_length(state, first + n) // PAGE
         seen = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
-        words = np.zeros(self._n_words(n, n_pages), dtype=np.int32)
-        pos, idx, mask = self._parts(n)
-        words[pos : pos + n] = places
-        words[idx : idx + 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
-        words[mask : mask + seen.size] = seen.reshape(-1)
+        parts = _Parts.of(n, n, 1)
+        words = np.zeros(round_up(parts.mask + seen.size, _ALIGN), dtype=np.int32)
+        words[parts.pos :][:n] = places
+        words[parts.idx :][: 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
+        words[parts.mask :][: seen.size] = seen.reshape(-1)
         at = sum(self._at[-1]) if self._at else self._chunks_at
         self._at.append((at, len(words)))
         self._send(words, at)
+        self._embed(tokens, embedding, hidden, row)
+
+    def _embed(
+        self,
+        tokens: npt.NDArray[np.int32],
+        embedding: TokenEmbedding | None,
+        hidden: Tensor,
+        row: int,
+    ) -> None:
+        n = len(tokens)
         if embedding is None:
             return
         rows = self._rows.array[: 4 * self._n_embd * n].view(np.float32)
@@ -137,13 +198,68 @@ class ChunkInputs:
         )
         self._record()
 
-    def _parts(self, n: int) -> tuple[int, int, int]:
-        """Return where positions, KV rows and patterns of a chunk of n rows begin, in words."""
-        idx = round_up(n, _ALIGN)
-        return 0, idx, idx + round_up(2 * n, _ALIGN)
+    # chunks of several sequences
 
-    def _n_words(self, n: int, n_pages: int) -> int:
-        return round_up(self._parts(n)[2] + n * n_pages, _ALIGN)
+    def begin_joint(self) -> None:
+        """Begin a sweep of several sequences: its chunks come from `add_joint`."""
+        self._at, self._joint = [], []
+
+    def fits(self, segments: Sequence[Segment]) -> bool:
+        """Return whether there is room for what a chunk of several sequences attends to."""
+        shape = shape_of(self._state, segments)
+        return shape.n_kv * shape.n_seqs <= self._sizes.kv_rows
+
+    def fit(self, chunks: Sequence[Sequence[Segment]]) -> bool:
+        """Return whether there is room for the inputs of such chunks together."""
+        n = sum(sum(self._joint_words(shape_of(self._state, each), each)) for each in chunks)
+        return n <= self._sizes.all
+
+    def _joint_words(self, shape: PassShape, segments: Sequence[Segment]) -> tuple[int, int]:
+        """Return the words of a chunk that graphs read at the start of the block, and of others."""
+        n = sum(segment.n for segment in segments)
+        mask = _Parts.of(n, shape.n_seq_tokens, shape.n_seqs).mask
+        words = round_up(mask + shape.n_kv // PAGE * shape.n_tokens, _ALIGN)
+        return words, _ALIGN + (shape.n_kv * shape.n_seqs if self._sizes.kv_rows else 0)
+
+    def add_joint(
+        self,
+        segments: Sequence[Segment],
+        tokens: npt.NDArray[np.int32],
+        embedding: TokenEmbedding | None,
+        hidden: Tensor,
+        row: int,
+    ) -> None:
+        """Upload the inputs of the next chunk, whose rows are those of all segments.
+
+        Each sequence has one segment. Others: as in `add`.
+        """
+        state, shape, n = self._state, shape_of(self._state, segments), len(tokens)
+        n_first, n_rest = self._joint_words(shape, segments)
+        t, n_pages = shape.n_seq_tokens, shape.n_kv // PAGE
+        places = np.concatenate([np.arange(s.first, s.end) for s in segments])
+        slots = np.concatenate([np.full(s.n, s.slot) for s in segments])
+        in_rect = np.concatenate([np.arange(s.n) + i * t for i, s in enumerate(segments)])
+        words = np.zeros(n_first + n_rest, dtype=np.int32)
+        parts = _Parts.of(n, t, shape.n_seqs)
+        words[parts.pos :][:n] = places
+        words[parts.idx :][: 2 * n].view(np.int64)[:] = state.pool.rows(slots, places)
+        seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)  # a mask leaves something
+        seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
+        words[parts.mask :][: seen.size] = seen.reshape(-1)
+        if shape.n_seqs > 1:
+            words[parts.places + in_rect] = np.arange(n)
+            words[parts.rows :][:n] = in_rect
+            words[parts.lengths :][: len(segments)] = [s.n for s in segments]
+        own = tuple(segment.slot for segment in segments)
+        words[n_first : n_first + len(own)] = own
+        if self._sizes.kv_rows:
+            rows = gathered_rows(state.pool, own, shape.n_kv)
+            words[n_first + _ALIGN :] = rows.reshape(-1)
+        at = sum(self._joint[-1]) if self._joint else self._chunks_at
+        self._at.append((at, n_first))
+        self._joint.append((at + n_first, n_rest))
+        self._send(words, at)
+        self._embed(tokens, embedding, hidden, row)
 
     def _send(self, words: npt.NDArray[np.int32], at: int) -> None:
         if self._uploaded:
@@ -163,6 +279,13 @@ class ChunkInputs:
         at, n = self._at[chunk]
         words = self._words
         C.mg_copy_bytes(self._device.compute.ptr, words, 4 * at, words, 0, 4 * n)
+        if self._joint:
+            at, n = self._joint[chunk]
+            stream = self._device.compute.ptr
+            C.mg_copy_bytes(stream, words, 4 * at, words, 4 * self._slot_at, 4 * _ALIGN)
+            if n > _ALIGN:
+                size = 4 * (n - _ALIGN)
+                C.mg_copy_bytes(stream, words, 4 * (at + _ALIGN), words, 4 * self._kv_rows_at, size)
 
     def send_draws(self, draws: npt.NDArray[np.int32]) -> None:
         """Upload what the candidates of one row depend on, I32 numpy [1, DRAW_WORDS]."""
@@ -172,37 +295,48 @@ class ChunkInputs:
         """Return the leaf that reads them, I32 [DRAW_WORDS, 1]."""
         return self._leaf(b, I32, (DRAW_WORDS, 1), "inp_draws", self._draws_at)
 
-    def slots(self, b: Builder) -> Tensor:
-        """Return the leaf that names the sequence, I32 [1]."""
-        slots = self._leaf(b, I32, (1,), "inp_slots", self._slot_at)
+    def slots(self, b: Builder, n_seqs: int = 1) -> Tensor:
+        """Return the leaf that names the sequences, I32 [n_seqs]."""
+        slots = self._leaf(b, I32, (n_seqs,), "inp_slots", self._slot_at)
         C.ggml_set_input(slots)  # kernels read it early
         return slots
 
-    def leaves(self, b: Builder, x: Tensor, n_kv: int) -> PassInputs:
-        """Return the inputs of an attention layer for rows x [n_embd, n] over n_kv positions."""
-        n = x.ne[1]
-        pos, idx, mask = self._parts(n)
-        n_pages = n_kv // PAGE
-        seen = self._leaf(b, I32, (n_pages * n,), "inp_seen", mask)
+    def leaves(self, b: Builder, x: Tensor, shape: PassShape) -> PassInputs:
+        """Return the inputs of a layer for rows x [n_embd, n]; shape: the rectangle of the chunk.
+
+        n_kv matters to attention only.
+        """
+        n, (t, n_seqs, n_kv) = x.ne[1], shape[:3]
+        parts, n_kv = _Parts.of(n, t, n_seqs), n_kv or PAGE
+        n_seen = n_kv // PAGE * shape.n_tokens
+        seen = self._leaf(b, I32, (n_seen,), "inp_seen", parts.mask)
         patterns = b.retype(b.get_rows(self._patterns, seen), F16, PAGE)
         leaf = self._leaf
-        kv_rows = None
+        kv_rows = joint = None
         if self._sizes.kv_rows:
-            kv_rows = leaf(b, I32, (n_kv,), "inp_kv_rows", self._kv_rows_at)
+            kv_rows = leaf(b, I32, (n_kv * n_seqs,), "inp_kv_rows", self._kv_rows_at)
+        if n_seqs > 1:
+            joint = JointRows(
+                leaf(b, I32, (t * n_seqs,), "inp_places", parts.places),
+                leaf(b, I32, (n,), "inp_rows", parts.rows),
+                leaf(b, I32, (n_seqs,), "inp_lengths", parts.lengths),
+            )
         return PassInputs(
             embd=x,
-            pos=leaf(b, I32, (n,), "inp_pos", pos),
-            kv_idx=leaf(b, I64, (n,), "inp_kv_idx", idx),
+            pos=leaf(b, I32, (n,), "inp_pos", parts.pos),
+            kv_idx=leaf(b, I64, (n,), "inp_kv_idx", parts.idx),
             out_ids=None,
             draws=None,
-            kq_mask=b.reshape(patterns, n_kv, n, 1, 1),
-            slots=self.slots(b),
+            kq_mask=b.reshape(patterns, n_kv, t, 1, n_seqs),
+            slots=self.slots(b, n_seqs),
             kv_rows=kv_rows,
             parents=None,
             padding=None,
             absent=None,
             pages=None,
             rows=None,
+            taps=None,
+            joint=joint,
         )
 
     def _leaf(self, b: Builder, dtype: int, ne: tuple[int, ...], name: str, at: int) -> Tensor:

@@ -14,6 +14,7 @@ from ..modelfile.hparams import HParams
 from ..resident.state import State
 from ..resident.weights import LayerWeights
 from .inputs import PassShape
+from .joint import JointRows, gather, spread
 from .project import project
 
 _PROJECTIONS = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight")
@@ -34,16 +35,38 @@ class DeltaRows:
 
 def build_deltanet(
     b: Builder, hp: HParams, w: LayerWeights, state: State, shape: PassShape, slots: Tensor,
-    cur: Tensor, il: int,
+    cur: Tensor, il: int, joint: JointRows | None = None,
 ) -> Tensor:  # fmt: skip
     """Append one DeltaNet mixer: F32 [n_embd, n_tokens] in and out.
+
+    joint: the rows of the sequences are not equally many; shape has the rectangle.
 
     Source: mirrors llama.cpp src/models/qwen35moe.cpp build_layer_attn_linear, except that states
     are read and written in place; upstream copies them.
     """
-    rows, z = project_rows(b, hp, w, shape, cur, il)
-    out = build_recurrence(b, hp, w, state, rows, slots, il)
-    return build_output(b, hp, w, shape, out, z, il)
+    if joint is None:
+        rows, z = project_rows(b, hp, w, shape, cur, il)
+        out = build_recurrence(b, hp, w, state, rows, slots, il)
+        return build_output(b, hp, w, shape, out, z, il)
+    n, flat = cur.ne[1], PassShape(cur.ne[1], 1, shape.n_kv, 0)
+    rows, z = project_rows(b, hp, w, flat, cur, il)
+    rows = _spread_rows(b, rows, shape, joint)
+    out = build_recurrence(b, hp, w, state, rows, slots, il, lengths=joint.lengths)
+    out = gather(b, b.reshape(out, hp.value_dim, shape.n_tokens), joint)
+    out = b.reshape(out, hp.head_v_dim, hp.n_v_heads, n, 1)
+    return build_output(b, hp, w, flat, out, z, il)
+
+
+def _spread_rows(b: Builder, rows: DeltaRows, shape: PassShape, joint: JointRows) -> DeltaRows:
+    """Append copies of rows of several sequences to their places in the rectangle of shape."""
+    n, t, s = rows.qkv.ne[1], shape.n_seq_tokens, shape.n_seqs
+    n_channels, n_v = rows.qkv.ne[0], rows.gate.ne[1]
+    qkv = b.reshape(spread(b, b.reshape(rows.qkv, n_channels, n), joint), n_channels, t, s)
+    gate, beta = (
+        b.expand(b.reshape(spread(b, b.reshape(one, n_v, n), joint), 1, n_v, t, s))
+        for one in (rows.gate, rows.beta)
+    )
+    return DeltaRows(qkv, gate, beta)
 
 
 def project_rows(

@@ -62,6 +62,18 @@ def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> Non
         stage.taps.keep(b, norm, il)
 
 
+def build_last_tap(
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, norm: Tensor
+) -> None:
+    """Keep what a drafter wants of the head's input x and its norm, and the taps in their ring.
+
+    The rows of a verify pass come to the ring when some of them are committed.
+    """
+    build_tap(b, stage, x, norm, stage.hp.n_layer)
+    if inp.taps is not None:
+        stage.taps.append(b, inp.taps, shape.n_tokens)
+
+
 def build_mixer_router(
     b: Builder,
     stage: Stage,
@@ -80,7 +92,7 @@ def build_mixer_router(
     w, eps = stage.weights.layer(il), stage.hp.f_norm_rms_eps
     if stage.hp.is_recurrent(il):
         if inp.parents is None:
-            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il)
+            cur = build_deltanet(b, stage.hp, w, stage.state, shape, inp.slots, cur, il, inp.joint)
         else:
             args = (b, stage.hp, w, stage.state, shape, inp.slots, inp.parents)
             cur, rows = build_tree_deltanet(*args, cur, il)
@@ -89,7 +101,7 @@ def build_mixer_router(
         cur = build_attention(b, stage.hp, w, stage.state, inp, shape, cur, il)
     # a view, so that ggml's CUDA backend does not put a single row's product and this sum into one
     # kernel: ours for the product, and for the sum with the norm behind it, take less time
-    cur = b.reshape(cur, stage.hp.n_embd, shape.n_tokens)
+    cur = b.reshape(cur, stage.hp.n_embd, x.ne[1])
     residual = b.name(b.add(cur, x), "attn_residual", il)
     post_norm = b.norm(residual, w["post_attention_norm.weight"], eps)
     b.name(post_norm, "attn_post_norm", il)

@@ -128,4 +128,8 @@ def greet(sock: socket.socket, build: Build, worker: str) -> list[RemoteDevice]:
     sock.settimeout(HELLO_S)
     sock.sendall(question_of(build))
     # the worker may have to start the process that serves us
-    return read_answer(read_line(sock, MAX_ANSWER, 6 * HELLO_S), worker)
+    try:
+        line = read_line(sock, MAX_ANSWER, 6 * HELLO_S)
+    except HelloRefused as refused:
+        raise HelloRefused(f"{worker} is no moegraph worker: {refused}") from None
+    return read_answer(line, worker)

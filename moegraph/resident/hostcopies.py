@@ -12,11 +12,13 @@ MiB in 1.7 ms, 4.9 ms to ordinary memory, 23 ms to new pinned memory.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
+from ..errors import InternalError, NativeError
 from ..ggml.device import Device, HostBuffer
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
@@ -27,6 +29,8 @@ from .state import State
 Parts = list[npt.NDArray[np.uint8]]
 # Blocks that wait for the next copies.
 _MAX_SPARE = 2
+# Blocks that a thread keeps ready where several sequences take turns.
+_AHEAD = 4
 
 
 class StatesCopy:
@@ -140,6 +144,8 @@ class HostCopies:
         self._pool = pool
         self._parts: list[State] = []
         self._spare: list[HostBuffer] = []
+        self._pinner: ThreadPoolExecutor | None = None
+        self._pinning: Future[HostBuffer] | None = None
         self._at: dict[Tensor, int] = {}  # where each state is in a copy
         self.states_bytes = self.row_bytes = 0
 
@@ -182,11 +188,24 @@ class HostCopies:
         Raises:
             NativeError: there is no host memory.
         """
-        try:
-            buffer = self._spare.pop()
-        except IndexError:
-            buffer = self._new_buffer()
+        if self._pinning and (self._pinning.done() or not self._spare):
+            self._take_pinned()
+        buffer = self._spare.pop() if self._spare else self._new_buffer()
+        if self._pinner and not self._pinning and len(self._spare) < _AHEAD:
+            self._pinning = self._pinner.submit(self._new_buffer)
         return StatesCopy(n_past, buffer, self._spare)
+
+    def pin_ahead(self) -> None:
+        """From now on have a thread pin memory for the next copies, until `close`."""
+        if self._parts[0].device.can.streams and not self._pinner:
+            self._pinner = ThreadPoolExecutor(1, "pin")
+
+    def _take_pinned(self) -> None:
+        """Take what the thread has pinned, once it has."""
+        pinning, self._pinning = self._pinning, None
+        with suppress(NativeError):  # whoever needs a block asks again
+            if pinning:
+                self._spare.append(pinning.result())
 
     def take_layer(
         self, copy: StatesCopy, slot: int, device: Device, states: Iterable[Tensor]
@@ -274,6 +293,7 @@ class HostCopies:
 
     def close(self) -> None:
         """Free the memory of closed copies; those that are not closed stay."""
+        self._take_pinned()
         for buffer in self._spare:
             buffer.close()
         self._spare.clear()

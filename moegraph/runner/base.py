@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,19 @@ class Runner(ABC):
     def n_built(self) -> int:
         """Return how many graphs were built."""
         return self.graphs.n_built
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass is in flight."""
+        return self._pending is None
+
+    def watch_results(self) -> None:
+        """Have `has_results` know the results of the passes from now on."""
+        self._results.is_watched = True
+
+    def has_results(self) -> bool:
+        """Whether `collect` would not wait; may be false although it would not."""
+        return self._results.have_arrived()
 
     @property
     def compute_bytes(self) -> int:
@@ -168,10 +181,11 @@ class Runner(ABC):
             RequestError: a pass is in flight.
         """
         self.prepare(batch)
+        self.fill(batch)
         self.launch(batch, cancelled, begins)
 
     def prepare(self, batch: Batch) -> None:
-        """Build what a pass needs; `launch` follows. After an error nothing has changed."""
+        """Build what a pass needs; `fill` follows. After an error nothing has changed."""
         self.require_idle()
         shape = self.shape_of(batch)
         self._results.forget()
@@ -182,28 +196,48 @@ class Runner(ABC):
         self._prepare(shape, batch)
         self._shape = shape
 
+    def fill(self, batch: Batch) -> None:
+        """Enqueue the upload of the inputs of the pass that was prepared; `launch` follows."""
+        self.fill_inputs(batch, self._shape)
+
     def launch(
         self, batch: Batch, cancelled: Callable[[], bool], begins: Callable[[], object]
     ) -> None:
-        """Start the pass that was prepared; see `submit`."""
-        self._begins, shape = begins, self._shape
-        self.fill_inputs(batch, shape)
-        self._launch(shape, batch, cancelled)
+        """Start the pass whose inputs are on their way; see `submit`."""
+        for _ in self.launching(batch, cancelled, begins):
+            pass
+
+    def launching(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        begins: Callable[[], object],
+        may_pause: Callable[[], bool] | None = None,
+    ) -> Generator[None, None, None]:
+        """Do `launch`, with pauses: the host would wait for the device, and may do other work.
+
+        may_pause: whether to pause rather than to wait; None: never. If the iterator is closed
+        before its end, the pass has failed.
+        """
+        self._begins = begins
+        yield from self._launch(self._shape, batch, cancelled, may_pause)
         self.advance(batch)
         self._dropped.clear()
         self._pending = batch
         if batch.tree:
             self._commits.verified(batch)
 
-    def sweep(self, batch: SweepBatch) -> Sweep:
-        """Return a sweep over a prompt; `Sweep.begin` begins it.
+    def sweep(self, *batches: SweepBatch) -> Sweep:
+        """Return a sweep over prompts of different sequences; `Sweep.begin` begins it.
+
+        Several have neither taps nor results of all rows, and `may_join` is true of them.
 
         Raises:
             InternalError: there is no memory for sweeps.
         """
         if self.sweeps is None:
             raise InternalError("this runner has no memory for prompts")
-        return Sweep([self.sweeps], batch)
+        return Sweep([self.sweeps], batches)
 
     def _reserve_drafts(self, n_rows: int) -> None:
         """Make room for what a verify pass keeps of its rows."""
@@ -329,8 +363,14 @@ class Runner(ABC):
         """Build every graph of the pass that is not built yet."""
 
     @abstractmethod
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
-        """Enqueue the graphs of the pass and the copies of its results."""
+    def _launch(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterable[None]:
+        """Enqueue the graphs of the pass and the copies of its results; see `launching`."""
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""

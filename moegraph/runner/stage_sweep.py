@@ -12,7 +12,7 @@ is sent once, through a ring of groups of slots, and then computed for all rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,14 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
-from ..graphs.chunk import kv_length
+from ..graphs.chunk import Segment, kv_length, shape_of
+from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
 from .results import NotFinite, Output
-from .sweep_batch import Chunk, SweepBatch
+from .sweep_batch import Chunk, SweepBatch, Tap
 from .sweeps import MAX_AHEAD, Sweeps
+from .swept import SweptPrompt
 
 # Steps of a prompt of several chunks that may be enqueued ahead of the device: they are long, and
 # whoever else wants to compute waits for them. So it is if the caller wants chunks of few rows.
@@ -49,19 +51,22 @@ class _Book(NamedTuple):
 class StageSweep:
     """What one stage does of a sweep.
 
-    first, n_rows: position of the prompt's first row, and its rows. saved: where the states at the
-    cuts go. n_done: chunks of layers that are enqueued.
+    prompts: what is computed; their states at the cuts go to `saved`. taps: of the only prompt, as
+    the stage calls them. n_done: chunks of layers that are enqueued.
     """
 
     def __init__(
-        self, sweeps: Sweeps, batch: SweepBatch, first: int, saved: Sequence[StatesCopy]
+        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap]
     ) -> None:
-        self._s, self.batch, self.slot, self.n_past = sweeps, batch, batch.slot, first
-        self._state, self.saved = sweeps.stage.state, saved
+        self._s, self._taps = sweeps, taps
+        self._prompts = {prompt.slot: prompt for prompt in prompts}
+        self._state = sweeps.stage.state
+        self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
+        self._is_cut_short = any(prompt.batch.max_rows for prompt in prompts)
         ring = sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         # the layer that it foresees comes second
-        self._forecast, self._foreseen = Forecast(len(batch.tokens)), -1
+        self._forecast, self._foreseen = Forecast(self._n_rows), -1
         self._plan: PassPlan | None = None
         self._is_entering = False
         self._books: list[_Book] = []  # not recorded yet
@@ -74,7 +79,7 @@ class StageSweep:
         is_last: no part comes after this one.
         """
         work = self._layers(part)
-        is_long = len(part) > 1 or not is_last or self.batch.max_rows > 0
+        is_long = len(part) > 1 or not is_last or self._is_cut_short
         n_ahead = _AHEAD if is_long else MAX_AHEAD
         step = next(work, None)
         while step:
@@ -98,15 +103,19 @@ class StageSweep:
         self._foreseen = -1  # experts may have gained or lost slots
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
-        n_tokens = max(len(self.batch.tokens), SHORT_PROMPT + 1)
+        n_tokens = max(self._n_rows, SHORT_PROMPT + 1)
         self._plan = residency.begin_pass(Kind.PREFILL, n_tokens)
         if misses:
             misses.begin_pass(self._plan)
         self._is_entering = False
 
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
-        s, last = self._s, part[-1]
-        s.memory.inputs.begin(self.slot, kv_length(self._state, last.first + last.n))
+        s = self._s
+        if len(self._prompts) == 1:
+            last = part[-1].segments[0]
+            s.memory.inputs.begin(last.slot, kv_length(self._state, last.end))
+        else:
+            s.memory.inputs.begin_joint()
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -116,23 +125,32 @@ class StageSweep:
     def _send_inputs(self, chunk: Chunk) -> None:
         """Upload the inputs of a chunk, when its turn in the stage's first layer comes."""
         memory, embedding = self._s.memory, self._s.stage.weights.embedding
-        tokens = self.batch.tokens[chunk.first - self.n_past :][: chunk.n]
-        memory.inputs.add(self.slot, chunk.first, tokens, embedding, memory.hidden, chunk.row)
+        segments, inputs = chunk.segments, self._s.memory.inputs
+        tokens = np.concatenate([self._tokens(segment) for segment in segments])
+        to = embedding, memory.hidden, chunk.row
+        if len(self._prompts) == 1:
+            inputs.add(segments[0].slot, segments[0].first, tokens, *to)
+        else:
+            inputs.add_joint(segments, tokens, *to)
+
+    def _tokens(self, segment: Segment) -> npt.NDArray[np.int32]:
+        prompt = self._prompts[segment.slot]
+        return prompt.batch.tokens[segment.first - prompt.n_past :][: segment.n]
 
     def _launch(self, built: BuiltGraph, what: str, reads: object = ffi.NULL, n: int = 0) -> None:
         status = C.mg_launch(self._s.device.compute.ptr, built.graph, reads, n)
         if status:
             self._s.device.check(status, what)
 
-    def _load(self, il: int, at: int, chunk: Chunk) -> int:
-        """Copy a chunk to where graphs read it; return its KV length."""
+    def _load(self, il: int, at: int, chunk: Chunk) -> PassShape:
+        """Copy a chunk to where graphs read it; return the shape of its rectangle."""
         s = self._s
         if il == s.stage.layers.start:
             self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if not s.stage.hp.is_recurrent(il):
+        if not s.stage.hp.is_recurrent(il) or len(self._prompts) > 1:
             s.memory.inputs.select(at)
-        return kv_length(self._state, chunk.first + chunk.n)
+        return shape_of(self._state, chunk.segments)
 
     def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
         """Return the copies of a chunk's choice to the host."""
@@ -146,15 +164,15 @@ class StageSweep:
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
         if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
-        return SweepStep("attention", chunk.n, kv_length(self._state, chunk.first + chunk.n))
+        return SweepStep("attention", chunk.n, shape_of(self._state, chunk.segments).n_kv)
 
     def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
             start = time.perf_counter()
-            n_kv = self._load(il, at, chunk)
-            built = s.graphs.layer(il, chunk.n, n_kv)
+            shape = self._load(il, at, chunk)
+            built = s.graphs.layer(il, chunk.n, shape)
             start = s.spent("build", start)
             reads, n_reads = self._read_ids(built.outputs, turn, chunk)
             self._launch(built, f"layer {il}", reads, n_reads)
@@ -166,7 +184,7 @@ class StageSweep:
             self.n_done += 1
 
     def _lacking_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
-        s, turn, n_rows = self._s, il % 2, part[-1].row + part[-1].n
+        s, turn, n_rows = self._s, il % 2, part[-1].end
         k = s.stage.hp.n_expert_used
         ids = s.memory.ids[turn, : k * n_rows]
         absent = np.zeros(k * n_rows, dtype=bool)
@@ -217,8 +235,8 @@ class StageSweep:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         start = time.perf_counter()
-        n_kv = self._load(il, at, chunk)
-        mixer, experts = s.graphs.mixer(il, n, n_kv), s.graphs.experts(il, n)
+        shape = self._load(il, at, chunk)
+        mixer, experts = s.graphs.mixer(il, n, shape), s.graphs.experts(il, n)
         start = s.spent("build", start)
         self._launch(mixer, f"layer {il}", *self._read_ids(mixer.outputs, il % 2, chunk))
         event = s.routed[at % 2]
@@ -253,7 +271,7 @@ class StageSweep:
         if event:
             event.wait()
         start = s.spent("wait", start)
-        rows = slice(chunk.row * k, (chunk.row + chunk.n) * k)
+        rows = slice(chunk.row * k, chunk.end * k)
         chosen = ids[rows]
         if chosen.min() < 0 or chosen.max() >= len(table):
             raise InternalError(f"layer {il}: router chose ids outside 0..{len(table) - 1}")
@@ -344,23 +362,24 @@ class StageSweep:
         memory.copy(s.carried("l_out"), 0, memory.hidden, chunk.row, n)
 
     def _copy_state(self, il: int, chunk: Chunk) -> None:
-        """Copy the recurrent states after a chunk to the host, if it ends at a cut."""
+        """Copy the recurrent states after a chunk to the host, if one ends at a cut."""
         state = self._state
         if il not in state.ssm:
             return
-        for copy in self.saved:
-            if copy.n_past == chunk.first + chunk.n:
-                self._save(copy, [state.conv[il], state.ssm[il]])
+        for segment in chunk.segments:
+            for copy in self._prompts[segment.slot].saved:
+                if copy.n_past == segment.end:
+                    self._save(copy, segment.slot, [state.conv[il], state.ssm[il]])
 
-    def _save(self, copy: StatesCopy, states: list[Tensor]) -> None:
+    def _save(self, copy: StatesCopy, slot: int, states: list[Tensor]) -> None:
         s = self._s
-        s.stage.sequences.copies.take_layer(copy, self.slot, s.device, states)
+        s.stage.sequences.copies.take_layer(copy, slot, s.device, states)
 
     def _end_layer(self, il: int, part: list[Chunk], lacks: bool) -> None:
-        s, n_rows = self._s, part[-1].row + part[-1].n
-        tap = self.batch.taps.get(il)
+        s, n_rows = self._s, part[-1].end
+        tap = self._taps.get(il)
         if tap:
-            tap(s.memory.hidden, n_rows, part[0].first)
+            tap(s.memory.hidden, n_rows, part[0].segments[0].first)
         if self._state.last_out is not None and il == s.stage.layers[-1]:
             self._keep_last_out(self._state.last_out, part)
         if s.residency is not None:
@@ -370,16 +389,19 @@ class StageSweep:
             self._books.append(_Book(il, n_rows, done))
 
     def _keep_last_out(self, last_out: Tensor, part: list[Chunk]) -> None:
-        """Enqueue copies of the output of the part's last row, and of those before cuts."""
+        """Enqueue copies of the output of each sequence's last row, and of those before cuts."""
         memory = self._s.memory
-        cuts = {copy.n_past: copy for copy in self.saved}
+        ends = {segment.slot: segment.end for chunk in part for segment in chunk.segments}
         for chunk in part:
-            copy = cuts.get(chunk.first + chunk.n)
-            if copy or chunk is part[-1]:
-                row = chunk.row + chunk.n - 1
-                memory.copy(memory.hidden, row, last_out, self.slot, 1)
-            if copy:
-                self._save(copy, [last_out])
+            row = chunk.row - 1
+            for slot, first, n in chunk.segments:
+                row += n
+                copies = self._prompts[slot].saved
+                copy = next((copy for copy in copies if copy.n_past == first + n), None)
+                if copy or ends[slot] == first + n:
+                    memory.copy(memory.hidden, row, last_out, slot, 1)
+                if copy:
+                    self._save(copy, slot, [last_out])
 
     def _record_books(self) -> None:
         """Record the choice in the last layer, while the device computes the next one."""
@@ -393,9 +415,13 @@ class StageSweep:
             self._books.remove(book)
             s.spent("resolve", start)
 
-    def head(self, row: int, n: int) -> Output:
-        """Compute the head for rows of the part, and wait for it."""
-        s, kind, draws = self._s, self.batch.results, self.batch.draws
+    def head(self, batch: SweepBatch, row: int, n: int) -> Output:
+        """Compute the head for rows of the part, which are of one prompt, and wait for it.
+
+        Raises:
+            NotFinite: results are NaN or infinite.
+        """
+        s, kind, draws = self._s, batch.results, batch.draws
         built = s.graphs.head(n, kind)
         s.memory.copy(s.memory.hidden, row, s.carried("l_out"), 0, n)
         if draws is not None:
@@ -407,7 +433,7 @@ class StageSweep:
         output, finite = s.results.read(kind, n)
         if not finite.all():
             message = f"{s.device.name} computed logits that are not finite"
-            raise NotFinite(message, (self.slot,), output)
+            raise NotFinite(message, (batch.slot,), output)
         return output
 
     def cancel(self) -> None:

@@ -14,19 +14,20 @@ chunks at once. Otherwise parts are as long as possible, so that experts are sen
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from ..errors import Cancelled, NativeError, RequestError
+from ..errors import Cancelled, RequestError
 from ..kinds import SweepStep
 from ..resident.hostcopies import StatesCopy
-from ..resident.snapshots import Snapshot
+from ..resident.sequences import Sequences
 from .boundary import Boundary
-from .results import Output
+from .results import NotFinite, Output
 from .stage_sweep import StageSweep
-from .sweep_batch import Chunk, SweepBatch, Tap, cut_chunks, cut_parts
+from .sweep_batch import Chunk, Cut, SweepBatch, Tap, cut_chunks, cut_parts, cut_together
+from .sweep_memory import SweepMemory
 from .sweeps import Sweeps
+from .swept import SweptPrompt
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -38,51 +39,68 @@ def _joined(outputs: Sequence[Output]) -> Output:
 
 
 class Sweep:
-    """One prompt under way; `Runner.sweep` makes it.
+    """Prompts under way, each of its own sequence; `Runner.sweep` makes it.
 
-    n_steps, n_done: steps in total as far as is known, and those that are enqueued. upcoming: the
-    next step, from `begin` on; None after the last one. output: the results; valid after the last
-    step. saved: the states at the cuts, in host memory; they are complete after the last step, and
-    the caller closes them. n_whole: positions of the sequence that all layers have; those of the
-    last part come with the last step.
+    prompts: what is computed. n_steps, n_done: steps in total as far as is known, and those that
+    are enqueued. upcoming: the next step, from `begin` on; None after the last one.
     """
 
     def __init__(
         self,
         each: Sequence[Sweeps],
-        batch: SweepBatch,
+        batches: Sequence[SweepBatch],
         boundaries: Sequence[Boundary] = (),
         taps: Sequence[Mapping[int, Tap]] = (),
     ) -> None:
-        """each: of the stages, in order of layers. boundaries: between them. taps: of the batch, as
-        each stage calls them; empty if there is one stage.
+        """each: of the stages, in order of layers. boundaries: between them. taps: of the only
+        batch, as each stage calls them; empty if there is one stage.
 
-        The caller has checked token ids and context length.
+        The caller has checked token ids and context length. Several batches have neither taps nor
+        results of all rows, and `may_join` was true of them.
         """
-        self.batch, self.slot = batch, batch.slot
         self._each, self._boundaries = each, boundaries
-        self._sequences = sequences = each[0].stage.sequences
-        self.n_past = self.n_whole = sequences.n_past[self.slot]
+        sequences = each[0].stage.sequences
+        self.prompts = [SweptPrompt(batch, sequences) for batch in batches]
         memory = each[0].memory
-        max_rows = min(batch.max_rows or memory.max_rows, memory.max_rows)
-        chunks = cut_chunks(len(batch.tokens), self.n_past, max_rows, batch.cuts)
-        taps = taps or [batch.taps]
+        chunks = cut(memory, batches, sequences)
+        taps = taps or [batches[0].taps]
         # a drafter takes the taps of one part after another
         self._is_tapped = any(taps[:-1])
         flows = len(each) > 1 and not self._is_tapped and all(one.ring is None for one in each)
-        n_rows = max_rows if flows else memory.n_rows
+        n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
-        self._before: Snapshot | None = None
-        self.saved: list[StatesCopy] = []
         self.is_open = False
-        self.output: Output | None = None
-        self._stages = [
-            StageSweep(one, replace(batch, taps=mine), self.n_past, self.saved)
-            for one, mine in zip(each, taps)
-        ]
+        self._stages = [StageSweep(one, self.prompts, mine) for one, mine in zip(each, taps)]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
+
+    # of the only prompt, or the first one
+
+    @property
+    def batch(self) -> SweepBatch:
+        """Return what is computed of the first prompt."""
+        return self.prompts[0].batch
+
+    @property
+    def slot(self) -> int:
+        """Return the sequence of the first prompt."""
+        return self.prompts[0].slot
+
+    @property
+    def saved(self) -> list[StatesCopy]:
+        """Return the states at the cuts of the first prompt; see `SweptPrompt`."""
+        return self.prompts[0].saved
+
+    @property
+    def output(self) -> Output | None:
+        """Return the results of the first prompt."""
+        return self.prompts[0].output
+
+    @property
+    def slots(self) -> set[int]:
+        """Return the sequences of all prompts."""
+        return {prompt.slot for prompt in self.prompts}
 
     @property
     def n_done(self) -> int:
@@ -90,23 +108,16 @@ class Sweep:
         return sum(stage.n_done for stage in self._stages)
 
     def begin(self) -> None:
-        """Copy the state of the sequence, to go back to; after any error call `cancel`.
+        """Copy the states of the sequences, to go back to; after any error call `cancel`.
 
         Raises:
             OutOfDeviceMemory: there is no memory for a snapshot.
         """
-        sequences = self._sequences
         self.is_open = True
         for one in self._each:
             one.results.forget()
-        if self.n_past:
-            self._before = sequences.snapshot(self.slot)
-        for cut in self.batch.cuts:
-            try:
-                self.saved.append(sequences.copies.new_states(cut))
-            except NativeError:  # nothing but this copy depends on it
-                break
-        sequences.pool.grow(self.slot, self.n_past + len(self.batch.tokens))
+        for prompt in self.prompts:
+            prompt.begin()
         self.upcoming = next(self._work, None)
 
     def step(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
@@ -164,49 +175,89 @@ class Sweep:
         """Enqueue the copy of the rows of a part from the stage before."""
         if i:
             source, to = (one.memory.hidden for one in self._each[i - 1 : i + 1])
-            n_rows = part[-1].row + part[-1].n
+            n_rows = part[-1].end
             self._boundaries[i - 1].copy(source, to, source.nb[1] * n_rows)
 
     def _results(self, part: list[Chunk], outputs: list[Output]) -> Iterator[SweepStep]:
         """Compute the results of a part, which all layers have."""
-        last, head = part[-1], self._stages[-1].head
-        self.n_whole = last.first + last.n
-        if self.batch.all_rows:
+        head, batch = self._stages[-1].head, self.batch
+        for chunk in part:
+            for segment in chunk.segments:
+                self._prompt(segment.slot).n_whole = segment.end
+        if batch.all_rows:
             for chunk in part:
                 yield SweepStep("head", chunk.n)
-                outputs.append(head(chunk.row, chunk.n))
-        elif part is self._parts[-1]:
-            yield SweepStep("head", 1)
-            outputs.append(head(last.row + last.n - 1, 1))
+                outputs.append(head(batch, chunk.row, chunk.n))
+            return
+        for chunk in part:
+            row = chunk.row - 1
+            for segment in chunk.segments:
+                row += segment.n
+                prompt = self._prompt(segment.slot)
+                if segment.end < prompt.n_end or prompt.has_left:
+                    continue
+                yield SweepStep("head", 1)
+                self._finish(prompt, row)
+
+    def _prompt(self, slot: int) -> SweptPrompt:
+        return next(prompt for prompt in self.prompts if prompt.slot == slot)
+
+    def _finish(self, prompt: SweptPrompt, row: int) -> None:
+        """Compute the results of a prompt; if they are not finite, others go on."""
+        try:
+            prompt.output = self._stages[-1].head(prompt.batch, row, 1)
+        except NotFinite as error:
+            if len(self.prompts) == 1:
+                raise
+            prompt.error = error
 
     def _end(self, outputs: list[Output]) -> None:
-        """Close the sweep; its sequence has all rows."""
-        self.output = outputs[0] if len(outputs) == 1 else _joined(outputs)
-        self._sequences.n_past[self.slot] = self.n_past + len(self.batch.tokens)
+        """Close the sweep; its sequences have all rows."""
+        if outputs:
+            self.prompts[0].output = outputs[0] if len(outputs) == 1 else _joined(outputs)
+        for prompt in self.prompts:
+            prompt.end()
         self.is_open = False
-        if self._before:
-            self._before.close()
+        for prompt in self.prompts:
+            if prompt.error or prompt.has_left:
+                prompt.close()
 
     def cancel(self) -> None:
-        """Make the sequence what it was before the sweep; does nothing after the last step.
+        """Make the sequences what they were before the sweep; does nothing after the last step.
 
         Safe to call again if it was interrupted.
         """
         if not self.is_open:
             return
-        sequences = self._sequences
         self._work.close()  # it holds graphs
         self.upcoming = None
         for stage in self._stages:
             stage.cancel()
-        if self._before:
-            sequences.restore(self._before)
-        elif self.n_past:
-            sequences.truncate(self.slot, self.n_past)  # it failed before anything was computed
-        else:
-            sequences.reset(self.slot)
+        for prompt in self.prompts:
+            prompt.undo()
         self.is_open = False
-        for copy in self.saved:
-            copy.close()
-        if self._before:
-            self._before.close()
+        for prompt in self.prompts:
+            prompt.close()
+
+
+def max_rows_of(memory: SweepMemory, batches: Sequence[SweepBatch]) -> int:
+    """Return the most rows of a chunk."""
+    return min([memory.max_rows, *(batch.max_rows for batch in batches if batch.max_rows)])
+
+
+def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> list[Cut]:
+    """Return the chunks of prompts."""
+    most, n_past = max_rows_of(memory, batches), sequences.n_past
+    if len(batches) == 1:
+        batch = batches[0]
+        return cut_chunks(len(batch.tokens), n_past[batch.slot], most, batch.cuts, batch.slot)
+    prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
+    return cut_together(prompts, most, memory.inputs.fits)
+
+
+def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> bool:
+    """Return whether one sweep, as one part, has room for all these prompts."""
+    if sum(len(batch.tokens) for batch in batches) > memory.n_rows:
+        return False
+    chunks, inputs = cut(memory, batches, sequences), memory.inputs
+    return len(batches) == 1 or (len(chunks) <= inputs.n_chunks and inputs.fit(chunks))

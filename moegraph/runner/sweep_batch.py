@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ggml.ops import Tensor
+from ..graphs.chunk import MAX_SEQS, Segment
 from ..graphs.head import Results
 
 Tap = Callable[[Tensor, int, int], None]
@@ -49,32 +50,94 @@ class SweepBatch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [row, row + n) of a part of the prompt; first: position of the first."""
+    """Rows [row, row + n) of a part: those of each segment, one segment after the other."""
 
     row: int
-    n: int
-    first: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def n(self) -> int:
+        """Return the rows of all segments."""
+        return sum(segment.n for segment in self.segments)
+
+    @property
+    def end(self) -> int:
+        """Return the row after the last one."""
+        return self.row + self.n
 
 
-def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (position, rows) of the chunks of n tokens from position first on."""
-    ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
-    found, at = [], first
-    for end in ends:
-        while at < end:
-            found.append((at, min(max_rows, end - at)))
-            at += found[-1][1]
+Cut = tuple[Segment, ...]
+
+
+def cut_chunks(n: int, first: int, max_rows: int, cuts: Sequence[int], slot: int = 0) -> list[Cut]:
+    """Return the chunks of n tokens of one sequence from position first on."""
+    found: list[Cut] = []
+    for start, end in _spans(n, first, cuts):
+        for at in range(start, end, max_rows):
+            found.append((Segment(slot, at, min(max_rows, end - at)),))
     return found
 
 
-def cut_parts(chunks: Sequence[tuple[int, int]], n_rows: int, n_chunks: int) -> list[list[Chunk]]:
+def _spans(n: int, first: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and end of what is between two cuts, of n positions from first on."""
+    ends = sorted({cut for cut in cuts if first < cut < first + n} | {first + n})
+    return list(zip([first, *ends], ends))
+
+
+def cut_together(
+    prompts: Sequence[tuple[int, int, int, Sequence[int]]],
+    max_rows: int,
+    fits: Callable[[Cut], bool],
+) -> list[Cut]:
+    """Return chunks that have the rows of several prompts.
+
+    prompts: slot, first position, tokens and cuts of each. fits: whether there is memory for such a
+    chunk; there is for one segment. The rows of a chunk, and the places of its rectangle (see
+    `JointRows`), are at most max_rows.
+    """
+    left = {slot: _spans(n, first, cuts) for slot, first, n, cuts in prompts}
+    found: list[Cut] = []
+    while left:
+        firsts = {slot: (spans[0][0], spans[0][1] - spans[0][0]) for slot, spans in left.items()}
+        cut = _widest(firsts, max_rows, fits)
+        for segment in cut:
+            spans = left[segment.slot]
+            spans[0] = (segment.end, spans[0][1])
+            if spans[0][0] == spans[0][1]:
+                spans.pop(0)
+            if not spans:
+                del left[segment.slot]
+        found.append(cut)
+    return found
+
+
+def _widest(
+    firsts: Mapping[int, tuple[int, int]], max_rows: int, fits: Callable[[Cut], bool]
+) -> Cut:
+    """Return the chunk with most rows; firsts: slot -> position and number of the next rows."""
+    longest = sorted(firsts, key=lambda slot: -firsts[slot][1])
+    best: Cut = ()
+    for n_seqs in range(1, min(len(longest), MAX_SEQS, max_rows) + 1):
+        most = max_rows // n_seqs
+        cut = tuple(
+            Segment(slot, firsts[slot][0], min(firsts[slot][1], most)) for slot in longest[:n_seqs]
+        )
+        if n_seqs > 1 and not fits(cut):
+            break
+        if sum(one.n for one in cut) > sum(one.n for one in best):
+            best = cut
+    return best
+
+
+def cut_parts(chunks: Sequence[Cut], n_rows: int, n_chunks: int) -> list[list[Chunk]]:
     """Return the chunks of as few parts as possible, of at most n_rows rows in n_chunks chunks."""
     parts: list[list[Chunk]] = []
     n_used = n_rows
-    for first, n in chunks:
+    for segments in chunks:
+        n = sum(segment.n for segment in segments)
         if n_used + n > n_rows or len(parts[-1]) == n_chunks:
             parts.append([])
             n_used = 0
-        parts[-1].append(Chunk(n_used, n, first))
+        parts[-1].append(Chunk(n_used, segments))
         n_used += n
     return parts

@@ -22,7 +22,6 @@ from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, PassShape
 from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
-from ..resident.layout import PAGE
 from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
@@ -62,26 +61,29 @@ class SweepGraphs:
             raise InternalError("a full layer has no carry buffers")
         return self._layer_graphs.carry
 
-    def _length(self, il: int, n_kv: int) -> int:
-        """Return what of the KV length matters to a layer: one graph of a DeltaNet serves all."""
-        return PAGED if self._stage.hp.is_recurrent(il) else n_kv
+    def _of_layer(self, il: int, shape: PassShape) -> PassShape:
+        """Return what of a shape matters to a layer: a graph of a DeltaNet serves any length."""
+        return shape._replace(n_kv=PAGED) if self._stage.hp.is_recurrent(il) else shape
 
-    def mixer(self, il: int, n: int, n_kv: int) -> BuiltGraph:
-        """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host."""
-        length = self._length(il, n_kv)
+    def mixer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
+        """Return `mixer` for n rows; its outputs: the ids I32 [n_used, n] for the host.
+
+        shape: of the rectangle of the chunk.
+        """
+        shape = self._of_layer(il, shape)
         return self._graphs.get(
-            ("sweep mixer", il, n, length),
+            ("sweep mixer", il, n, shape),
             self._n_nodes_mixer,
-            lambda b: self._build_mixer(b, il, n, length),
+            lambda b: self._build_mixer(b, il, n, shape),
         )
 
-    def layer(self, il: int, n: int, n_kv: int) -> BuiltGraph:
+    def layer(self, il: int, n: int, shape: PassShape) -> BuiltGraph:
         """Return `layer` for n rows; its outputs: the ids, or None if nobody reads them."""
-        length = self._length(il, n_kv)
+        shape = self._of_layer(il, shape)
         return self._graphs.get(
-            ("sweep layer", il, n, length),
+            ("sweep layer", il, n, shape),
             self._n_nodes_mixer + self._n_nodes_moe,
-            lambda b: self._build_layer(b, il, n, length),
+            lambda b: self._build_layer(b, il, n, shape),
         )
 
     def experts(self, il: int, n: int) -> BuiltGraph:
@@ -135,11 +137,11 @@ class SweepGraphs:
         """Return a leaf F32 [n_embd, n] that reads the carry buffer of that name."""
         return self._carry.leaf(b, name, F32, self._stage.hp.n_embd, n)
 
-    def _mixer_router(self, b: Builder, il: int, n: int, n_kv: int) -> Routed:
+    def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
         m, x = self._stage, self._hidden.leaf(b, n)
-        inputs = self._memory.inputs.leaves(b, x, n_kv or PAGE)
+        inputs = self._memory.inputs.leaves(b, x, shape)
         norm = build_input_norm(b, m, x, il)
-        return build_mixer_router(b, m, inputs, PassShape(n, 1, n_kv, 0), x, norm, il)
+        return build_mixer_router(b, m, inputs, shape, x, norm, il)
 
     def _ids(self, b: Builder, topk: Tensor) -> Tensor:
         """Append a copy of the choice; return its leaf, I32 [n_used, n]."""
@@ -147,15 +149,15 @@ class SweepGraphs:
         b.expand(b.cpy(topk, ids))
         return ids
 
-    def _build_mixer(self, b: Builder, il: int, n: int, n_kv: int) -> Tensor:
-        r = self._mixer_router(b, il, n, n_kv)
+    def _build_mixer(self, b: Builder, il: int, n: int, shape: PassShape) -> Tensor:
+        r = self._mixer_router(b, il, n, shape)
         self._carry.put(r.residual, "residual")
         self._carry.put(r.post_norm, "post_norm")
         self._carry.put(r.routing.weights_data, "weights")
         return self._ids(b, r.routing.topk)
 
-    def _build_layer(self, b: Builder, il: int, n: int, n_kv: int) -> Tensor | None:
-        r = self._mixer_router(b, il, n, n_kv)
+    def _build_layer(self, b: Builder, il: int, n: int, shape: PassShape) -> Tensor | None:
+        r = self._mixer_router(b, il, n, shape)
         ids = self._ids(b, r.routing.topk) if self._reads_ids else None
         topk, weights = r.routing.topk, r.routing.weights
         x = build_moe(b, self._stage, r.residual, r.post_norm, topk, weights, il)

@@ -18,7 +18,8 @@ from ..ggml.ops import F32, Tensor
 from ..graphs.cache import GraphCache
 from ..graphs.chunk import kv_length
 from ..graphs.hidden import HiddenRows
-from ..resident.layout import N_GROUPS, group_size
+from ..graphs.inputs import PassShape
+from ..resident.layout import N_GROUPS, PAGE, group_size
 from ..resident.ring import Ring
 from ..resident.stage import Stage
 from .layer_graphs import CarryBuffers, LayerGraphs
@@ -158,7 +159,10 @@ class Sweeps:
             OutOfDeviceMemory: the intermediates do not fit.
         """
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
-        n_kv = kv_length(self.stage.state, self.stage.state.n_ctx)
+        state = self.stage.state
+        shapes = [PassShape(n, 1, kv_length(state, state.n_ctx), 0)]
+        if state.n_seq > 1 and n > 1 and state.n_ctx >= 2 * PAGE:
+            shapes.append(PassShape(n // 2, 2, kv_length(state, state.n_ctx // 2), 0))
         seen = set()
         for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert
@@ -166,10 +170,13 @@ class Sweeps:
             if kind in seen:
                 continue
             seen.add(kind)
+            for shape in shapes:
+                if full:
+                    self.graphs.layer(il, n, shape)
+                else:
+                    self.graphs.mixer(il, n, shape)
             if full:
-                self.graphs.layer(il, n, n_kv)
                 continue
-            self.graphs.mixer(il, n, n_kv)
             self.graphs.experts(il, n)
             self.graphs.sum_rows(il, n)
             self.graphs.unit(il, 0, padded(self.memory.most - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ _MAX_REMAINDERS = 20_000
 _MAX_OPTIONAL, _ITEMS_PER_ROW = 2_000, 40_000
 # Grammars of which the first uses the others, in llguidance's own form.
 _SEVERAL = '{"grammars":'
+_JSON = json.JSONDecoder(parse_float=Decimal)
+_OBJECT, _MAX_OTHERS = re.compile(r'\{(?=\s*["}])'), 256
 # llguidance's mark of a token that no text can be.
 _SPECIAL = b"\xff"
 
@@ -172,8 +175,10 @@ class _Tokens:
                 text, defaults={"whitespace_pattern": _SPACE}
             )
             return found
-        if kind == "lark" and text.startswith(_SEVERAL):
-            return text
+        if kind == "lark":
+            _check_lark(text)
+            if text.startswith(_SEVERAL):
+                return text
         return str(self._library.grammar_from(kind, text))
 
 
@@ -220,9 +225,36 @@ def _check_schema(text: str) -> None:
             has too many optional properties.
     """
     try:
-        common, left = 1, [json.loads(text, parse_float=Decimal)]
+        schema = _JSON.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    _check_states(schema)
+
+
+def _check_lark(text: str) -> None:
+    """Refuse a Lark grammar, or several of them, for a schema in it; errors as in `_check_schema`.
+
+    A schema follows the word %json. So every object after it is taken for one.
+    """
+    texts, n_others = [text], 0
+    if text.startswith(_SEVERAL):
+        texts = [str(one.get("lark_grammar")) for one in json.loads(text)["grammars"]]
+    for one in texts:
+        at = one.find("%json")
+        while at >= 0 and (found := _OBJECT.search(one, at)):
+            try:
+                schema, at = _JSON.raw_decode(one, found.start())
+            except (ValueError, RecursionError):  # it is no JSON, or llguidance refuses it
+                at, n_others = found.end(), n_others + 1
+                if n_others > _MAX_OTHERS:
+                    raise ValueError("it has too many braces that begin no JSON") from None
+            else:
+                _check_states(schema)
+
+
+def _check_states(schema: object) -> None:
+    """Refuse a JSON schema, parsed; errors as in `_check_schema`."""
+    common, left = 1, [schema]
     while left:
         value = left.pop()
         if isinstance(value, dict):

@@ -8,6 +8,7 @@ all experts on the device give the yardstick.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def first_layer(engine: Engine, n: int) -> tuple[Rows, Rows]:
 
     ids = np.random.default_rng(n).integers(0, engine.hparams.n_vocab, n).astype(np.int32)
     engine.reset()
-    sweep = engine.passes.begin_prompt(SweepBatch(ids, taps={0: tap}))
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, taps={0: tap})])
     while engine.passes.step_prompt(sweep):
         pass
     assert sweep.output is not None
@@ -105,3 +106,56 @@ def test_rows_that_are_taken_together_are_near_rows_alone(
         found, logits = first_layer(grouped, n)
         assert error(found, expected) < max(LIMIT, TIMES * error(other, expected)), n
         assert np.isfinite(logits).all()
+
+
+def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:
+    """Compute prompts in one sweep; return the outputs of its first layer, of each prompt."""
+    rows: list[Rows] = []
+
+    def tap(hidden: Tensor, m: int, first: int) -> None:
+        engine.device.synchronize()
+        rows.append(read_tensor(hidden)[:m].copy())
+
+    sweep = engine.passes.begin_prompts([replace(batches[0], taps={0: tap}), *batches[1:]])
+    while engine.passes.step_prompt(sweep):
+        pass
+    found: list[list[Rows]] = [[] for _ in batches]
+    for part, of_part in zip(sweep._parts, rows, strict=True):
+        for chunk in part:
+            row = chunk.row
+            for segment in chunk.segments:
+                at = [batch.slot for batch in batches].index(segment.slot)
+                found[at].append(of_part[row : row + segment.n])
+                row += segment.n
+    for batch, swept in zip(batches, sweep.prompts, strict=True):
+        assert swept.output is not None and np.isfinite(swept.output.require_logits()).all()
+        engine.forward([5], batch.slot)  # it goes on from there
+    return [np.concatenate(each) for each in found]
+
+
+@pytest.mark.parametrize("slots", [None, 60], ids=["whole", "missing"])
+@pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32"])
+def test_prompts_read_together_are_near_each_alone(
+    open_engine: Open, preset: str, slots: int | None
+) -> None:
+    place: dict[str, Any] = {"mode": "whole"}
+    if slots is not None:
+        place = {"pin_layers": 0, "cache_slots": slots, "miss": "stream"}
+    engine = open_engine(preset, n_seq=6, n_ctx=2048, **place)
+    cut, uncut = (
+        open_engine(preset, mode="whole", n_seq=6, n_ctx=2048, n_ubatch=n) for n in (64, 1000)
+    )
+    rng = np.random.default_rng(1)
+    ids = [
+        rng.integers(0, engine.hparams.n_vocab, n).astype(np.int32)
+        for n in (200, 7, 90, 333, 1, 60)
+    ]
+    for one in (engine, cut, uncut):
+        one.prefill(ids[3], 4, greedy=True)  # a sequence that goes on
+    batches = [SweepBatch(each, i, cuts=(20,) if i == 2 else ()) for i, each in enumerate(ids)]
+    together = layer_rows(engine, batches)
+    for batch, found in zip(batches, together, strict=True):
+        alone = replace(batch, cuts=())
+        expected, other = layer_rows(uncut, [alone])[0], layer_rows(cut, [alone])[0]
+        limit = max(LIMIT, TIMES * error(other, expected))
+        assert error(found, expected) <= limit, (batch.slot, error(found, expected), limit)

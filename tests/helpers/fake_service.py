@@ -16,6 +16,7 @@ from moegraph.engine.chat import ChatRequest, Prepared, TextRequest
 from moegraph.engine.requests import Request, Step, TokenLogprobs, Usage
 from moegraph.engine.servicestatus import ServiceCounts, ServiceStatus, SlotStatus
 from moegraph.errors import ContextOverflow, MoegraphError, RequestError
+from moegraph.sampling import SamplingParams
 from moegraph.server.backend import Loaded, ModelFacts
 from moegraph.text.chat import AnswerParser
 
@@ -228,6 +229,17 @@ class FixedBackend:
 
     def leave(self) -> None:
         """Nothing counts the requests."""
+
+
+@dataclass
+class PlainDefaults:
+    """What a server was started with that was given nothing."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    deadline_s: float | None = None
+    ignore_eos: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fake_backend(service: FakeService | None = None) -> FixedBackend:

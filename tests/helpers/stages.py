@@ -100,6 +100,16 @@ class Stages:
         }
 
 
+def batch_of(kind: str) -> Batch:
+    """Return a pass of sequence 0: 'prefill', 'decode' or 'verify'."""
+    tokens = np.arange(4, dtype=np.int32)[None, :]
+    if kind == "prefill":
+        return Batch(tokens, (0,), Kind.PREFILL)
+    if kind == "decode":
+        return Batch(tokens[:, :1], (0,))
+    return Batch.verify(tokens, (0,), [[-1, 0, 1, 1]], [4])
+
+
 def batches(n_vocab: int) -> Iterator[tuple[Batch, dict[int, list[int]]]]:
     """Yield passes of all kinds, and the paths to commit after each."""
     rng = np.random.default_rng(5)

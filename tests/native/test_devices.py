@@ -102,7 +102,7 @@ def test_saved_beginnings_of_prompts_are_used_again(
 def test_a_prompt_flows_through_the_stages_chunk_by_chunk(open_engine: Open) -> None:
     """Stages work on different chunks at once where no expert can be missing."""
     cut = open_engine(device=TWO, n_ubatch=32)
-    sweep = cut.passes.begin_prompt(SweepBatch(prompt(cut, 128)))
+    sweep = cut.passes.begin_prompts([SweepBatch(prompt(cut, 128))])
     seen = []
     while cut.passes.step_prompt(sweep):
         seen.append(tuple(stage.n_done for stage in sweep._stages))
@@ -110,7 +110,7 @@ def test_a_prompt_flows_through_the_stages_chunk_by_chunk(open_engine: Open) -> 
     assert seen[-1] == tuple(4 * n for n in n_layers)
     assert any(0 < a < 4 * n_layers[0] and b > 0 for a, b in seen)
     lacking = open_engine(device=TWO, n_ubatch=32, **MODES["stream"])
-    sweep = lacking.passes.begin_prompt(SweepBatch(prompt(cut, 128)))
+    sweep = lacking.passes.begin_prompts([SweepBatch(prompt(cut, 128))])
     while lacking.passes.step_prompt(sweep):
         a, b = (stage.n_done for stage in sweep._stages)
         assert a == 4 * n_layers[0] or b == 0
@@ -124,7 +124,7 @@ def test_a_cancelled_prompt_leaves_what_was(open_engine: Open, mode: str, at: in
     wanted = [cut.prefill(ids[:20]).require_logits(), cut.prefill(ids[20:]).require_logits()]
     cut.reset()
     cut.prefill(ids[:20])
-    sweep = cut.passes.begin_prompt(SweepBatch(ids[20:]))
+    sweep = cut.passes.begin_prompts([SweepBatch(ids[20:])])
     for _ in range(at):
         cut.passes.step_prompt(sweep)
     cancel.set()

@@ -60,7 +60,7 @@ def test_what_finds_no_page_says_so_and_changes_nothing(
         lambda: engine.prefill(ids[:300], 2),
         lambda: engine.prefill(ids[:300], 1),
         lambda: engine.passes.verify(ids[:2], 2),
-        lambda: engine.passes.begin_prompt(SweepBatch(ids[:200], 2)),
+        lambda: engine.passes.begin_prompts([SweepBatch(ids[:200], 2)]),
         lambda: engine.forward(ids[:3].reshape(3, 1), seq=(0, 1, 2)),
     )
     for call in calls:
@@ -173,7 +173,7 @@ def test_an_empty_sequence_is_swapped_too(open_engine: Open) -> None:
 def test_what_is_under_way_is_not_swapped(open_engine: Open) -> None:
     engine = open_engine(**SHARED)
     ids = prompt(engine, 200)
-    sweep = engine.passes.begin_prompt(SweepBatch(ids, 0))
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, 0)])
     engine.passes.step_prompt(sweep)
     engine.forward(ids[:4], seq=1)
     swapped = engine.copies.swap_out(1)  # another one may go while a prompt waits

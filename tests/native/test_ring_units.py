@@ -42,7 +42,7 @@ def first_layer(engine: Engine, ids: np.ndarray) -> np.ndarray:
     def tap(hidden: Tensor, n: int, first: int) -> None:
         rows.append(read_tensor(hidden)[:n].copy())
 
-    sweep = engine.passes.begin_prompt(SweepBatch(ids, greedy=True, taps={0: tap}))
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, greedy=True, taps={0: tap})])
     while engine.passes.step_prompt(sweep):
         pass
     return rows[0]

@@ -420,10 +420,10 @@ def test_chunks_beside_other_requests_do_not_change_an_answer(
 ) -> None:
     engine = open_engine(n_seq=2, n_ctx=1024, n_ubatch=256, cpu_reference=True)
     chunks: list[int] = []
-    real = engine.passes.begin_prompt
+    real = engine.passes.begin_prompts
     monkeypatch.setattr(costs.Costs, "chunk_rows", lambda self, most, *given: most // 4)
     monkeypatch.setattr(
-        engine.passes, "begin_prompt", lambda batch: (chunks.append(batch.max_rows), real(batch))[1]
+        engine.passes, "begin_prompts", lambda b: (chunks.append(b[0].max_rows), real(b))[1]
     )
     with serving(engine) as service:
         first = Client(service, prompt(engine, 300), max_tokens=500)

@@ -166,8 +166,8 @@ def test_a_cancelled_prompt_leaves_what_all_layers_have(
         cuts = tuple(engine.prefixes.begin(ids, (690,), n))
         assert cuts[-1] == 690
         cancel = CancelToken()
-        sweep = engine.passes.begin_prompt(SweepBatch(ids[n:], 0, cuts=cuts))
-        while sweep.n_whole < n_whole:
+        sweep = engine.passes.begin_prompts([SweepBatch(ids[n:], 0, cuts=cuts)])
+        while sweep.prompts[0].n_whole < n_whole:
             engine.passes.step_prompt(sweep, cancel)
         engine.passes.step_prompt(sweep, cancel)
         engine.forward(ids[:1], seq=1)  # others go on meanwhile
@@ -175,7 +175,7 @@ def test_a_cancelled_prompt_leaves_what_all_layers_have(
         with pytest.raises(Cancelled):
             engine.passes.step_prompt(sweep, cancel)
         assert engine.held(0) == ids[:n].tolist()
-        whole = [cut for cut in cuts if cut <= sweep.n_whole]
+        whole = [cut for cut in cuts if cut <= sweep.prompts[0].n_whole]
         n_known = max([n_known, *whole])
         assert n_known >= n_whole - 128
         engine.reset(0)
@@ -192,8 +192,8 @@ def test_what_is_not_finite_is_not_kept(open_engine: Open, monkeypatch: pytest.M
     engine = open_engine(**ONE)
     ids, cancel = prompt(engine, 500), CancelToken()
     cuts = tuple(engine.prefixes.begin(ids, (490,), 0))
-    sweep = engine.passes.begin_prompt(SweepBatch(ids, 0, cuts=cuts))
-    while sweep.n_whole < 256:
+    sweep = engine.passes.begin_prompts([SweepBatch(ids, 0, cuts=cuts)])
+    while sweep.prompts[0].n_whole < 256:
         engine.passes.step_prompt(sweep)
     cancel.set()
     with pytest.raises(Cancelled):

@@ -52,7 +52,7 @@ def swept(engine: Engine, ids: npt.NDArray[np.int32], seq: int = 0, **more: Any)
 def begin(engine: Engine, ids: Any, slot: int, all_rows: bool, greedy: bool, **more: Any) -> Sweep:
     """Begin a prompt that goes on step by step."""
     batch = SweepBatch(np.asarray(ids, dtype=np.int32), slot, all_rows, greedy, **more)
-    return engine.passes.begin_prompt(batch)
+    return engine.passes.begin_prompts([batch])
 
 
 def sent_bytes(engine: Engine) -> int:
@@ -370,12 +370,12 @@ def test_the_books_hold_after_a_failure_at_any_upload(open_engine: Open, monkeyp
 
 
 def test_chunks_and_parts() -> None:
-    assert cut_chunks(10, 5, 4, (7, 40)) == [(5, 2), (7, 4), (11, 4)]
+    assert cut_chunks(10, 5, 4, (7, 40)) == [((0, 5, 2),), ((0, 7, 4),), ((0, 11, 4),)]
     chunks = cut_chunks(100, 0, 16, ())
     assert len(cut_parts(chunks, 48, 2)) == 4
     parts = cut_parts(chunks, 48, 9)
     assert [sum(c.n for c in part) for part in parts] == [48, 48, 4]
-    assert [c.first for part in parts for c in part] == [first for first, _ in chunks]
+    assert [c.segments for part in parts for c in part] == chunks
     assert all(part[0].row == 0 for part in parts)
 
 

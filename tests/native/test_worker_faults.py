@@ -11,18 +11,15 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers.stages import Stages, new_config
+from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
 
 from moegraph.errors import DeviceLost, MoegraphError, NativeError
 from moegraph.ggml import remote
 from moegraph.ggml.device import Device
-from moegraph.kinds import Kind
 from moegraph.link.hello import question_of
 from moegraph.modelfile import ModelFile, open_model
-from moegraph.runner import Batch
 
 ModelPath = Callable[[str], Path]
 TIMEOUT_S = 2
@@ -42,15 +39,6 @@ def worker() -> Iterator[WorkerProcess]:
 def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
     """Return a small model."""
     return stack.enter_context(closing(open_model(model_path("mini35b"))))
-
-
-def batch_of(kind: str) -> Batch:
-    tokens = np.arange(4, dtype=np.int32)[None, :]
-    if kind == "prefill":
-        return Batch(tokens, (0,), Kind.PREFILL)
-    if kind == "decode":
-        return Batch(tokens[:, :1], (0,))
-    return Batch.verify(tokens, (0,), [[-1, 0, 1, 1]], [4])
 
 
 def split(worker: WorkerProcess, file: ModelFile, stack: ExitStack) -> Stages:
@@ -99,14 +87,15 @@ def test_a_worker_that_is_frozen(
     split(worker, file, stack).run(batch_of(kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_worker_is_waited_for(
-    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
 ) -> None:
     """Half of the time limit without an answer is no error."""
     stages = split(worker, file, stack)
-    wanted = stages.run(batch_of("decode"))
+    wanted = stages.run(batch_of(kind))
     worker.signal(signal.SIGSTOP)
-    stages.runner.submit(batch_of("decode"))
+    stages.runner.submit(batch_of(kind))
     time.sleep(TIMEOUT_S / 2)
     worker.signal(signal.SIGCONT)
     assert type(stages.runner.collect()) is type(wanted)
@@ -219,17 +208,20 @@ def test_strangers_that_say_nothing_do_not_keep_a_client_out(
 
 
 def test_bytes_after_the_hello_end_the_process_at_most(worker: WorkerProcess) -> None:
-    """Whatever a trusted client sends: the worker lives, and serves the next client."""
+    """Whatever a trusted client sends: the worker lives, and serves the next client.
+
+    Commands below 19 are upstream's, and those from 20 on ours.
+    """
     hello, rng = question_of(remote.this_build()), random.Random(9)
     begin = b"\x0e" + (24).to_bytes(8, "little") + b"\0" * 24
-    for turn in range(6):
+    for turn in range(16):
         with closing(socket.create_connection(worker.address, 60)) as sock:
             sock.sendall(hello)
             assert b"devices" in sock.recv(4096)
-            command = bytes([rng.randrange(20)])
+            command = bytes([rng.randrange(20) if turn < 6 else 14 + turn])
             size = rng.choice([0, 12, 16, 400, 1 << 62]).to_bytes(8, "little")
             with suppress(OSError):  # the process may end at any byte
-                sock.sendall((begin if turn % 2 else b"") + command + size + rng.randbytes(400))
+                sock.sendall((begin if turn % 4 else b"") + command + size + rng.randbytes(400))
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass

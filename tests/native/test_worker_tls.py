@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.logged_process import ROOT
+from helpers.stages import Stages, batch_of, new_config
 from helpers.workers import WorkerProcess, working
 
 from moegraph.config import EngineConfig
@@ -28,6 +29,7 @@ from moegraph.ggml import remote
 from moegraph.ggml.device import Device
 from moegraph.link.hello import question_of
 from moegraph.link.tls import tls_context
+from moegraph.modelfile import open_model
 
 
 def new_keys(folder: Path) -> Path:
@@ -213,3 +215,25 @@ def test_engines_take_the_spelling_with_keys(keys: Path) -> None:
     EngineConfig(device=f"cpu,rpc://10.0.0.2:50052?keys={keys}&timeout=5").validate()
     with pytest.raises(ConfigError):
         EngineConfig(device="rpc://").validate()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_a_connection_that_is_cut_while_a_pass_waits(
+    worker: WorkerProcess, keys: Path, model_path: Callable[[str], Path], stack: ExitStack,
+    kind: str,
+) -> None:  # fmt: skip
+    """The error comes at once, without the timeout."""
+    file = stack.enter_context(closing(open_model(model_path("mini35b"))))
+    url = url_of(worker, keys / "client", timeout=60)
+    stages = Stages(file, [], new_config(device=url), stack)
+    link = stages.runner.device.link
+    assert link
+    stages.run(batch_of(kind))
+    worker.signal(signal.SIGSTOP)
+    stages.runner.submit(batch_of(kind))
+    begin = time.monotonic()
+    os.kill(link.forwarder_pid, signal.SIGKILL)
+    with pytest.raises(NativeError, match=f"worker {worker.url[6:]} is lost"):
+        stages.runner.collect()
+    assert time.monotonic() - begin < 20
+    worker.signal(signal.SIGCONT)

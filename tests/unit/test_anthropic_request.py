@@ -6,22 +6,24 @@ import json
 from typing import Any
 
 import pytest
+from helpers.fake_service import PlainDefaults
 
 from moegraph.engine.chat import ChatRequest, Format
-from moegraph.sampling import SamplingParams
 from moegraph.server.anthropic.errors import anthropic_body
 from moegraph.server.anthropic.request import read_request, shows_thinking
 from moegraph.server.errors import ApiError
 from moegraph.server.schemas.anthropic import CountBody, MessagesBody
+from moegraph.server.schemas.fields import Defaults
 
+PLAIN = PlainDefaults()
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA}
 
 
-def read(**fields: Any) -> ChatRequest:
+def read(defaults: Defaults = PLAIN, **fields: Any) -> ChatRequest:
     body = MessagesBody.model_validate({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
-    return read_request(body, SamplingParams())
+    return read_request(body, defaults)
 
 
 def messages(*given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,13 +126,21 @@ def test_settings_of_the_answer() -> None:
 def test_reasoning_is_switched_and_shown(
     thinking: Any, variables: dict[str, bool], shown: bool
 ) -> None:
-    assert read(thinking=thinking).variables == variables
+    assert read(thinking=thinking).variables == {"enable_thinking": False, **variables}
     body = CountBody.model_validate({"messages": HELLO, "thinking": thinking})
     assert shows_thinking(body.thinking) is shown
 
 
+def test_the_server_says_what_the_request_does_not() -> None:
+    server = PlainDefaults(deadline_s=3.0, ignore_eos=True, variables={"enable_thinking": True})
+    found = read(server)
+    assert found.ignore_eos and found.variables["enable_thinking"] and found.deadline_s == 3.0
+    found = read(server, ignore_eos=False, thinking={"type": "disabled"})
+    assert not found.ignore_eos and not found.variables["enable_thinking"]
+
+
 def test_a_count_needs_no_limit_of_tokens() -> None:
-    found = read_request(CountBody.model_validate({"messages": HELLO}), SamplingParams())
+    found = read_request(CountBody.model_validate({"messages": HELLO}), PLAIN)
     assert found.messages == HELLO and found.max_tokens is None
 
 

@@ -98,7 +98,8 @@ class TestSettings:
         assert options.idle_drafts(EngineConfig(spec="dflash", draft="d.gguf")) == []
 
     def test_what_is_measured_or_recorded_is_not_drafted(self, cli: Cli) -> None:
-        assert "only run, chat and bench draft" in cli.refused("trace", "m", "-md", "d.gguf")
+        line = cli.refused("trace", "m", "-md", "d.gguf")
+        assert "only run, chat, serve, daemon and bench draft" in line
         assert "--spec-type" in cli.refused("run", "m", "-p", "x", "--spec-type", "draft-mtp")
 
     @pytest.mark.parametrize(

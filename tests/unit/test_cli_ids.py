@@ -97,8 +97,7 @@ class TestIds:
     ) -> None:
         for command in ("run", "chat", "bench"):
             line = cli.refused(command, "m", flag, *value)
-            assert line.startswith("error: there is no ") and f"{flag} " in line.replace(")", " ")
-        assert "_refused" not in cli("run", "-h").stdout
+            assert line.startswith(f"error: there is no {flag}: ")
 
 
 class TestOutputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,11 +34,20 @@ def options_of(name: str) -> list[click.Option]:
 class TestRefused:
     @pytest.mark.parametrize("name", COMMANDS)
     def test_options_of_llama_cpp_say_why_they_are_not_here(self, cli: Cli, name: str) -> None:
-        own = {flag for s in engine_settings() for flag in s.flags}
-        for flags, reason in NOT_HERE.items():
-            for flag in () if own & set(flags) else flags:
-                line = cli.refused(name, "m", flag, "x")
-                assert f"there is no {flags[0]}" in line and reason in line
+        own = {flag for p in options_of(name) for flag in (*p.opts, *p.secondary_opts)}
+        for flag in NOT_HERE.keys() - own:
+            for typed in ((flag, "x"), (f"{flag}=x",), (flag,)):
+                assert f"there is no {flag}: {NOT_HERE[flag]}" in cli.refused(name, "m", *typed)
+
+    def test_what_an_option_takes_is_none_of_them(self, cli: Cli) -> None:
+        assert cli("run", "m", "-p", "-ngl", "-n", "1").exit_code == 0
+        assert cli.engine.calls[0].prompt == "-ngl"
+
+    def test_what_they_name_instead_is_there(self) -> None:
+        there = {flag for name in main.commands for p in options_of(name) for flag in p.opts}
+        for reason in NOT_HERE.values():
+            for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", reason):
+                assert flag in there or f"moegraph{flag}" in reason, reason
 
     def test_none_of_them_hides_an_option_that_is_here(self) -> None:
         for name in COMMANDS:
@@ -72,7 +82,7 @@ class TestRefused:
     def test_a_near_miss_is_named(self, cli: Cli, typed: str, guess: str) -> None:
         assert guess in cli.refused("run", "m", typed, "1")
 
-    @pytest.mark.parametrize("typed", ["--dry-base", "--xtc", "--lora", "--numa", "--parallel"])
+    @pytest.mark.parametrize("typed", ["--dry", "--xtc", "--lorax", "--parallel"])
     def test_a_far_one_is_not(self, cli: Cli, typed: str) -> None:
         assert "Did you mean" not in cli.refused("run", "m", typed, "1")
 

@@ -18,6 +18,8 @@ from moegraph.text.grammar import MAX_GBNF_CHARS, Grammars
 VOCABULARY = TagTokenizer()
 GRAMMARS = Grammars(VOCABULARY)
 END = VOCABULARY.eos
+# It has a state for each remainder: llguidance would take minutes and gigabytes.
+PRIME = '{"type": "integer", "multipleOf": 99999989}'
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}},
@@ -200,6 +202,15 @@ class TestRefused:
             ),
             ("json_schema", {"type": "number", "multipleOf": 0.0000123457}, "multipleOf"),
             ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 101}]}', "multipleOf"),
+            ("lark", f"%llguidance {{}}\nstart: %json {PRIME}", "multipleOf"),
+            ("lark", f"%llguidance {{}}\nstart: x | {{\nx: %json // a\n {PRIME}", "multipleOf"),
+            ("lark", 'start: "" %json {"multipl\\u0065Of": 99999989}', "multipleOf"),
+            (
+                "lark",
+                json.dumps({"grammars": [{"name": "a", "lark_grammar": f"start: %json {PRIME}"}]}),
+                "multipleOf",
+            ),
+            ("lark", 'start: "" %json ' + '{"a":' * 1000, "too many braces"),
             ("json_schema", {"x": {1, 2}}, "not JSON serializable"),
             ("json_schema", False, "not valid|nothing"),
         ],
@@ -219,6 +230,11 @@ class TestRefused:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(ConfigError, match="pip install llguidance"):
             Grammars(VOCABULARY).compile("regex", "a")
+
+
+def test_braces_in_a_lark_grammar_are_no_schemas() -> None:
+    source = '%llguidance {}\nstart: "{x}" "{\\"a\\":" %json {"const": {"b": 1}} /}{2}/'
+    take(begin("lark", source), '{x}{"a":{"b":1}}}')
 
 
 @pytest.mark.parametrize("step", [0.01, 0.25, 1, 7, 60, 1e6])

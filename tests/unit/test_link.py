@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegraph.cli.worker import _split
 from moegraph.config import EngineConfig
 from moegraph.errors import ConfigError
 from moegraph.link.address import Address, is_loopback, parse_address
@@ -179,3 +180,14 @@ def test_a_relay_ends_when_either_side_does(side: int) -> None:
         assert ends[1 - side].recv(1) == b""
 
     piped(use)
+
+
+@pytest.mark.parametrize(
+    ("listen", "wanted"),
+    [
+        ("127.0.0.1:5", ("127.0.0.1", 5)), (":7", ("127.0.0.1", 7)), ("box", ("box", 50052)),
+        ("[::1]:7", ("::1", 7)), ("[::1]", ("::1", 50052)), ("::1", ("::1", 50052)),
+    ],
+)  # fmt: skip
+def test_an_address_to_listen_on_is_read(listen: str, wanted: tuple[str, int]) -> None:
+    assert _split(listen) == wanted

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from helpers.fake_service import PlainDefaults
 
 from moegraph.engine.chat import Format
 from moegraph.sampling import SamplingParams
@@ -13,14 +14,25 @@ from moegraph.server.errors import ApiError
 from moegraph.server.responses.request import ReadRequest, read_request
 from moegraph.server.responses.store import ResponseStore
 from moegraph.server.responses.tools import ToolName
+from moegraph.server.schemas.fields import Defaults
 from moegraph.server.schemas.responses import ResponsesBody
 
-PLAIN = SamplingParams()
+PLAIN = PlainDefaults()
 
 
-def read(store: ResponseStore | None = None, **fields: Any) -> ReadRequest:
+def read(
+    store: ResponseStore | None = None, defaults: Defaults = PLAIN, **fields: Any
+) -> ReadRequest:
     body = ResponsesBody.model_validate({"model": "m", "input": "hello", **fields})
-    return read_request(body, store or ResponseStore(), PLAIN)
+    return read_request(body, store or ResponseStore(), defaults)
+
+
+def test_the_server_says_what_the_request_does_not() -> None:
+    server = PlainDefaults(max_tokens=7, ignore_eos=True, variables={"a": 1})
+    chat = read(defaults=server).chat
+    assert (chat.max_tokens, chat.ignore_eos, chat.variables) == (7, True, {"a": 1})
+    chat = read(defaults=server, max_output_tokens=3, ignore_eos=False).chat
+    assert (chat.max_tokens, chat.ignore_eos) == (3, False)
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
@@ -50,7 +62,7 @@ def test_a_text_is_a_message_of_the_user_behind_the_instructions() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hello"},
     ]
-    assert found.tools == [] and found.tool_choice == "auto" and found.sampling == PLAIN
+    assert found.tools == [] and found.tool_choice == "auto" and found.sampling == SamplingParams()
 
 
 def test_messages_need_no_type_and_their_parts_are_joined() -> None:
@@ -178,7 +190,7 @@ def test_settings_of_the_answer() -> None:
         reasoning={"effort": "none"}, include=["message.output_text.logprobs"], top_logprobs=3,
     ).chat  # fmt: skip
     assert (found.sampling.temperature, found.sampling.top_p, found.max_tokens) == (0, 0.5, 7)
-    assert found.sampling.top_k == PLAIN.top_k and not found.parallel_tool_calls
+    assert found.sampling.top_k == SamplingParams().top_k and not found.parallel_tool_calls
     assert found.format == Format("json_schema", schema) and found.n_logprobs == 3
     assert found.variables["enable_thinking"] is False
 

@@ -188,7 +188,7 @@ def test_wrong_machine_files_are_refused(tmp_path: Path, change: dict[str, Any],
 
 def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        RequestError, match="not a built-in machine .h200, desktop., and cannot read"
+        RequestError, match="not a built-in machine .h200, desktop, rtx3060., and cannot read"
     ):
         find_machine("z80")
     for text in ("", "[]", "{", "[" * 70_000, " " * 70_000 + "{}"):

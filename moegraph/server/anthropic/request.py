@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.chat import ChatRequest, Format
-from ...sampling import SamplingParams
 from ..schemas.anthropic import CountBody, MessagesBody, Thinking, Tool, ToolChoice
+from ..schemas.fields import Defaults
 from ..schemas.parts import read, refuse
 from .blocks import read_message, system_text
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def read_request(body: CountBody, sampling: SamplingParams) -> ChatRequest:
+def read_request(body: CountBody, defaults: Defaults, name: str = "") -> ChatRequest:
     """Return what a request asks for; one that only counts has no limit of tokens.
 
-    sampling: what holds where the body says nothing.
+    In this interface a model reasons only if it is asked to. name: for logs.
 
     Raises:
         ApiError: something in it is malformed or not supported.
@@ -26,21 +26,23 @@ def read_request(body: CountBody, sampling: SamplingParams) -> ChatRequest:
     tools = [_tool(value, f"tools[{at}]") for at, value in enumerate(body.tools or ())]
     chat = ChatRequest(
         messages=_messages(body),
-        sampling=sampling,
+        sampling=defaults.sampling,
         tools=tools,
         tool_choice=_choice(body.tool_choice, tools),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         format=_format(body),
-        variables=_variables(body.thinking),
+        variables={"enable_thinking": False, **defaults.variables, **_variables(body.thinking)},
+        deadline_s=defaults.deadline_s,
+        name=name,
     )
     if not isinstance(body, MessagesBody):
         return chat
     return replace(
         chat,
-        sampling=body.sampling(sampling),
+        sampling=body.sampling(defaults.sampling),
         max_tokens=body.max_tokens,
         stop=(*(body.stop_sequences or ()), *body.stops),
-        ignore_eos=bool(body.ignore_eos),
+        ignore_eos=body.ignores_eos(defaults),
     )
 
 

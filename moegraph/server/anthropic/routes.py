@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...engine.chat import ChatRequest
 from ..app import RouteTable
 from ..body import read_schema
 from ..choices import prepared
@@ -21,7 +20,7 @@ from ..reply import reply
 from ..requestlog import note_usage, request_id
 from ..schemas.anthropic import CountBody, MessagesBody
 from ..sse import named
-from ..state import ServerState, state_of
+from ..state import state_of
 from ..talk import Said
 from .errors import anthropic_body
 from .request import read_request, shows_thinking
@@ -69,7 +68,7 @@ async def create(request: HttpRequest) -> Response:
     """Make a message, at once or as it is written."""
     body = await read_schema(request, MessagesBody)
     state, name = state_of(request), request_id(request)
-    chat = replace(_chat(body, state), deadline_s=state.deadline_s, name=name)
+    chat = read_request(body, state, name)
 
     def made(opened: Opened) -> _Run:
         thinking = shows_thinking(body.thinking)
@@ -81,18 +80,11 @@ async def create(request: HttpRequest) -> Response:
     return await run.respond(body.stream, headers={"request-id": name})
 
 
-def _chat(body: CountBody, state: ServerState) -> ChatRequest:
-    """Return what a body asks for; in this interface a model reasons only if it is asked to."""
-    chat = read_request(body, state.sampling)
-    variables = {"enable_thinking": False, **state.variables, **chat.variables}
-    return replace(chat, variables=variables, ignore_eos=chat.ignore_eos or state.ignore_eos)
-
-
 async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a message would have."""
     body = await read_schema(request, CountBody)
     state = state_of(request)
-    chat = _chat(body, state)
+    chat = read_request(body, state)
     async with state.model() as loaded:
         found = await state.work(partial(loaded.chat.prepare, chat))
     return reply({"input_tokens": len(found.request.prompt)})

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...engine.chat import ChatRequest, Format
-from ...sampling import SamplingParams
 from ..limits import LIMITS
+from ..schemas.fields import Defaults
 from ..schemas.parts import read, refuse
 from ..schemas.responses import ItemReference, ResponsesBody, TextFormat
 from ..thinking import template_variables
@@ -33,11 +33,11 @@ class ReadRequest:
 
 
 def read_request(
-    body: ResponsesBody, store: ResponseStore, sampling: SamplingParams
+    body: ResponsesBody, store: ResponseStore, defaults: Defaults, name: str = ""
 ) -> ReadRequest:
     """Return what a request asks for.
 
-    store: has the responses before this one. sampling: what holds where the body says nothing.
+    store: has the responses before this one. name: for logs.
 
     Raises:
         ApiError: something in it is malformed or not supported.
@@ -60,12 +60,17 @@ def read_request(
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=_format(body.text.format if body.text else None),
-        variables=template_variables(body.reasoning.effort if body.reasoning else None),
-        sampling=body.sampling(sampling),
-        max_tokens=body.max_output_tokens,
+        variables={
+            **defaults.variables,
+            **template_variables(body.reasoning.effort if body.reasoning else None),
+        },
+        sampling=body.sampling(defaults.sampling),
+        max_tokens=body.max_output_tokens or defaults.max_tokens,
         stop=body.stops,
-        ignore_eos=bool(body.ignore_eos),
+        ignore_eos=body.ignores_eos(defaults),
         n_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        deadline_s=defaults.deadline_s,
+        name=name,
     )
     return ReadRequest(chat, tools, items)
 

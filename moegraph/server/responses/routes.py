@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,15 +74,8 @@ async def create(request: HttpRequest) -> Response:
     """Make a response, at once or as it is written."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, state.sampling)
-    chat = replace(
-        read.chat,
-        max_tokens=read.chat.max_tokens or state.max_tokens,
-        ignore_eos=read.chat.ignore_eos or state.ignore_eos,
-        variables={**state.variables, **read.chat.variables},
-        deadline_s=state.deadline_s,
-        name=request_id(request),
-    )
+    read = read_request(body, state.responses, state, request_id(request))
+    chat = read.chat
 
     def made(opened: Opened) -> _Run:
         name = opened.loaded.facts.name
@@ -98,10 +91,9 @@ async def count(request: HttpRequest) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await read_schema(request, ResponsesBody)
     state = state_of(request)
-    read = read_request(body, state.responses, state.sampling)
-    chat = replace(read.chat, variables={**state.variables, **read.chat.variables})
+    read = read_request(body, state.responses, state)
     async with state.model() as loaded:
-        found = await state.work(partial(loaded.chat.prepare, chat))
+        found = await state.work(partial(loaded.chat.prepare, read.chat))
     n_tokens = len(found.request.prompt)
     return reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

@@ -6,6 +6,18 @@
 // Answers that may be under way together: few enough that a server never waits for room to write them.
 static constexpr size_t MOEGRAPH_MAX_WAITING = 64, MOEGRAPH_MAX_ANSWERS = 32 * 1024;
 
+// A part whose bytes are where the caller has them; the caller waits until they are sent.
+struct moegraph_borrowed {
+    moegraph_part part;
+    const void  * data;
+};
+
+static constexpr int MOEGRAPH_BORROWED = 255; // never sent
+
+static bool moegraph_write(const socket_ptr & sock, const uint8_t cmd, const size_t size) {
+    return sock->send_data(&cmd, sizeof(cmd)) && sock->send_data(&size, sizeof(size));
+}
+
 // Requests go out as long as there are some, and then their answers are read: several reads take one round trip.
 void rpc_dispatcher::work() {
     std::vector<rpc_msg_ptr> waiting;
@@ -33,9 +45,12 @@ void rpc_dispatcher::work() {
         if (!queue.pop(&msg)) {
             break;
         }
-        if (msg->cmd != RPC_CMD_NONE) {
-            const uint8_t cmd = (uint8_t) msg->cmd;
-            (void) (sock->send_data(&cmd, sizeof(cmd)) && sock->send_data(&msg->input_size, sizeof(msg->input_size))
+        if ((int) msg->cmd == MOEGRAPH_BORROWED) {
+            const auto & set = *(const moegraph_borrowed *) msg->input.get();
+            (void) (moegraph_write(sock, MOEGRAPH_CMD_SET, sizeof(set.part) + set.part.size)
+                && sock->send_data(&set.part, sizeof(set.part)) && sock->send_data(set.data, set.part.size));
+        } else if (msg->cmd != RPC_CMD_NONE) {
+            (void) (moegraph_write(sock, (uint8_t) msg->cmd, msg->input_size)
                 && sock->send_data(msg->input.get(), msg->input_size));
         }
         n_answers += msg->output_size;
@@ -142,6 +157,35 @@ static void moegraph_graph_optimize(
     }
 }
 
+static void moegraph_set(const std::shared_ptr<rpc_dispatcher> & dispatcher, const moegraph_part & part, const void * data) {
+    if (part.size > MOEGRAPH_SHORT) {
+        const auto set = std::make_shared<moegraph_borrowed>(moegraph_borrowed{part, data});
+        dispatcher->send((rpc_cmd) MOEGRAPH_BORROWED, set, sizeof(*set));
+        return;
+    }
+    auto message = std::make_shared<std::vector<uint8_t>>(sizeof(part) + part.size);
+    memcpy(message->data(), &part, sizeof(part));
+    memcpy(message->data() + sizeof(part), data, part.size);
+    dispatcher->send_async((rpc_cmd) MOEGRAPH_CMD_SET, {message, message->data()}, message->size());
+}
+
+static void moegraph_set_tensor_async(
+        ggml_backend_t backend, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    const auto & ctx = *(ggml_backend_rpc_context *) backend->context;
+    if (rpc_use_hash_cache(tensor, size)) {
+        ggml_backend_rpc_set_tensor_async(backend, tensor, data, offset, size);
+    } else {
+        moegraph_set(ctx.dispatcher, {ctx.device, serialize_tensor(tensor), offset, size}, data);
+    }
+}
+
+static void moegraph_get_tensor_async(
+        ggml_backend_t backend, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const auto & ctx = *(ggml_backend_rpc_context *) backend->context;
+    auto part = std::make_shared<moegraph_part>(moegraph_part{ctx.device, serialize_tensor(tensor), offset, size});
+    ctx.dispatcher->send_async((rpc_cmd) MOEGRAPH_CMD_GET, part, sizeof(*part), data, size);
+}
+
 // After a failure ggml would abort, because a base is NULL.
 static void * moegraph_buffer_get_base(ggml_backend_buffer_t buffer) {
     void * base = ggml_backend_rpc_buffer_get_base(buffer);
@@ -154,6 +198,8 @@ static size_t moegraph_get_alignment(ggml_backend_buffer_type_t buft) {
 }
 
 static const bool moegraph_is_hooked = [] {
+    ggml_backend_rpc_interface.set_tensor_async          = moegraph_set_tensor_async;
+    ggml_backend_rpc_interface.get_tensor_async          = moegraph_get_tensor_async;
     ggml_backend_rpc_interface.graph_compute             = moegraph_graph_compute;
     ggml_backend_rpc_interface.graph_optimize            = moegraph_graph_optimize;
     ggml_backend_rpc_buffer_interface.get_base           = moegraph_buffer_get_base;

@@ -29,6 +29,8 @@ struct moegraph_server_graphs {
     std::vector<moegraph_dep> *  wanted = nullptr;
     std::vector<moegraph_dep_id> deps; // of the last one
 
+    std::vector<uint8_t> spare; // memory for a message
+
     // A new graph. Its uid lets the backend replay it without comparing nodes.
     enum ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
         if (wanted == nullptr) {
@@ -40,6 +42,27 @@ struct moegraph_server_graphs {
         return GGML_STATUS_SUCCESS;
     }
 
+    // Bytes that a backend may still read; afterwards their memory serves the next message.
+    void hold(std::vector<uint8_t> && bytes, const std::vector<ggml_backend_t> & backends) {
+        n_held += bytes.size();
+        held.push_back(std::move(bytes));
+        if (n_held > MOEGRAPH_MAX_HELD) {
+            finish(backends);
+        }
+    }
+
+    // Waits for what was begun. Upstream's commands do not.
+    void finish(const std::vector<ggml_backend_t> & backends) {
+        for (ggml_backend_t backend : backends) {
+            ggml_backend_synchronize(backend);
+        }
+        if (!held.empty()) {
+            spare.swap(held.back());
+        }
+        held.clear();
+        n_held = 0;
+    }
+
     void free_buffer(const uint64_t buffer) {
         for (auto & store : stored) {
             store.second.free_buffer(buffer);
@@ -47,6 +70,11 @@ struct moegraph_server_graphs {
     }
 
 private:
+    static constexpr size_t MOEGRAPH_MAX_HELD = 1024 * 1024;
+
+    std::vector<std::vector<uint8_t>> held;
+    size_t                            n_held = 0;
+
     static void add_dep(void * wanted, ggml_tensor * tensor, ggml_tensor * until) {
         ((std::vector<moegraph_dep> *) wanted)->emplace_back(tensor, until);
     }

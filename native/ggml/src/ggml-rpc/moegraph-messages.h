@@ -10,7 +10,12 @@ enum moegraph_cmd : uint8_t {
     MOEGRAPH_CMD_FORGET,                       // moegraph_graph_id
     MOEGRAPH_CMD_OPTIMIZE,                     // a graph that has no memory yet; answer: the number of its dependencies
     MOEGRAPH_CMD_DEPS,                         // answer: those dependencies, as moegraph_dep_id
+    MOEGRAPH_CMD_SET,                          // moegraph_part, then its bytes
+    MOEGRAPH_CMD_GET,                          // moegraph_part; answer: its bytes
 };
+
+// Longer ones are uploads.
+static constexpr size_t MOEGRAPH_SHORT = 64 * 1024;
 
 #pragma pack(push, 1)
 struct moegraph_features {
@@ -21,6 +26,14 @@ struct moegraph_features {
 struct moegraph_graph_id {
     uint32_t device;
     uint64_t uid;
+};
+
+// Bytes of a tensor, in the order of its device's graphs.
+struct moegraph_part {
+    uint32_t   device;
+    rpc_tensor tensor;
+    uint64_t   offset;
+    uint64_t   size;
 };
 #pragma pack(pop)
 

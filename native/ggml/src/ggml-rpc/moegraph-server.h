@@ -10,6 +10,7 @@ struct moegraph_session {
     bool serve(const uint8_t cmd) {
         std::vector<uint8_t> graph;
         moegraph_graph_id    id;
+        moegraph_part        part;
         switch (cmd) {
             case MOEGRAPH_CMD_FEATURES: return recv_msg(sock, nullptr, 0) && features();
             case MOEGRAPH_CMD_STORE:    return recv_msg(sock, graph) && store(graph);
@@ -18,6 +19,8 @@ struct moegraph_session {
             case MOEGRAPH_CMD_OPTIMIZE: return recv_msg(sock, graph) && optimize(graph);
             case MOEGRAPH_CMD_DEPS:     return recv_msg(sock, nullptr, 0)
                     && send_msg(sock, server.graphs.deps.data(), server.graphs.deps.size()*sizeof(moegraph_dep_id));
+            case MOEGRAPH_CMD_SET:      return set();
+            case MOEGRAPH_CMD_GET:      return recv_msg(sock, &part, sizeof(part)) && get(part);
         }
         GGML_LOG_ERROR("Unknown command: %d\n", cmd);
         return false;
@@ -71,11 +74,57 @@ private:
             GGML_LOG_ERROR("[%s] graph %" PRIu64 " is not stored\n", __func__, id.uid);
             return false;
         }
-        return ggml_backend_graph_compute(server.backends[id.device], graph) == GGML_STATUS_SUCCESS;
+        return ggml_backend_graph_compute_async(server.backends[id.device], graph) == GGML_STATUS_SUCCESS;
     }
 
     bool forget(const moegraph_graph_id & id) {
         server.graphs.stored[id.device].forget(id.uid);
+        return true;
+    }
+
+    // The bytes are kept until the backend has them.
+    bool set() {
+        std::vector<uint8_t> message;
+        message.swap(server.graphs.spare);
+        moegraph_part part;
+        if (!recv_msg(sock, message) || message.size() < sizeof(part)) {
+            return false;
+        }
+        memcpy(&part, message.data(), sizeof(part));
+        if (part.size != message.size() - sizeof(part)) {
+            return false;
+        }
+        const bool ok = with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
+            ggml_backend_tensor_set_async(backend, tensor, message.data() + sizeof(part), part.offset, part.size);
+        });
+        server.graphs.hold(std::move(message), server.backends);
+        return ok;
+    }
+
+    bool get(const moegraph_part & part) {
+        std::vector<uint8_t> answer(part.size);
+        const bool ok = with(part, [&](ggml_backend_t backend, ggml_tensor * tensor) {
+            ggml_backend_tensor_get_async(backend, tensor, answer.data(), part.offset, part.size);
+        });
+        server.graphs.finish(server.backends);
+        return ok && send_msg(sock, answer.data(), answer.size());
+    }
+
+    template <typename Use>
+    bool with(const moegraph_part & part, const Use & use) {
+        ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, true }) };
+        ggml_tensor * tensor = server.deserialize_tensor(ctx.get(), &part.tensor);
+        if (tensor == nullptr || tensor->buffer == nullptr || part.device >= server.backends.size()) {
+            GGML_LOG_ERROR("[%s] no such tensor\n", __func__);
+            return false;
+        }
+        const uint64_t at   = part.tensor.data - (uint64_t) ggml_backend_buffer_get_base(tensor->buffer);
+        const uint64_t size = ggml_backend_buffer_get_size(tensor->buffer);
+        if (at > size || part.offset > size - at || part.size > size - at - part.offset) {
+            GGML_LOG_ERROR("[%s] not in the buffer\n", __func__);
+            return false;
+        }
+        use(server.backends[part.device], tensor);
         return true;
     }
 

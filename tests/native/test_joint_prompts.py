@@ -1,0 +1,325 @@
+"""Prompts of several sequences that one sweep reads: each as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers.clients import Client, alone, serving
+from helpers.shared import prompt
+
+from moegraph.engine import Engine
+from moegraph.engine.service import Service
+from moegraph.errors import Cancelled, RequestError
+from moegraph.events import CancelToken
+from moegraph.runner import NotFinite, stage_sweep
+from moegraph.runner.sweep_batch import SweepBatch, cut_together
+from moegraph.sampling import SamplingParams
+
+Open = Callable[..., Engine]
+Floats = npt.NDArray[np.float32]
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"mode": "whole"},
+    {"mode": "layered"},
+    {"cache_slots": 0, "pin_layers": 0, "miss": "stream"},
+    {"cache_slots": 60, "miss": "stream", "host_pin": "all"},
+    {"cache_slots": 40, "pin_layers": 0, "miss": "cpu"},
+]
+
+
+def mixed(engine: Engine, n_held: int = 300) -> list[SweepBatch]:
+    """Return prompts of mixed lengths, of which one continues n_held rows and one has a cut."""
+    engine.prefill(prompt(engine, n_held, seed=50), 3, greedy=True)
+    lengths = (40, 7, 150, 33, 90, 1)
+    cuts = {0: (20,), 3: (n_held + 9,)}
+    return [
+        SweepBatch(prompt(engine, n, seed=60 + i), i, cuts=cuts.get(i, ()))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def read_alone(engine: Engine, batch: SweepBatch) -> list[Floats]:
+    """Return the logits of a prompt's last row, and of a row after it."""
+    last = engine.prefill(batch.tokens, batch.slot).require_logits().copy()
+    return [last, engine.forward([5], batch.slot).require_logits().copy()]
+
+
+def open_joint(open_engine: Open, preset: str, **settings: Any) -> Engine:
+    """Open an engine of six sequences in reference mode."""
+    settings = {"n_seq": 6, "n_ctx": 2048, "n_ubatch": 128, "cpu_reference": True, **settings}
+    return open_engine(preset, **settings)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("preset", ["kquant40", "mini35b"])
+def test_prompts_read_together_have_the_bits_of_each_alone(
+    open_engine: Open, preset: str, placement: dict[str, Any]
+) -> None:
+    engine = open_joint(open_engine, preset, **placement)
+    other = open_joint(open_engine, preset)
+    batches = mixed(engine)
+    mixed(other)
+    sweep = engine.passes.begin_prompts(batches)
+    assert any(len(chunk.segments) > 2 for part in sweep._parts for chunk in part)
+    while engine.passes.step_prompt(sweep):
+        pass
+    for batch, swept in zip(batches, sweep.prompts):
+        last, after = read_alone(other, batch)
+        assert swept.output is not None and not swept.error
+        np.testing.assert_array_equal(swept.output.require_logits(), last)
+        np.testing.assert_array_equal(engine.forward([5], batch.slot).require_logits(), after)
+        # the states at the cuts are complete
+        assert [copy.n_past for copy in swept.saved] == list(batch.cuts)
+        for copy in swept.saved:
+            alone = SweepBatch(batch.tokens, batch.slot, cuts=batch.cuts)
+            other.reset(batch.slot)
+            if batch.slot == 3:
+                other.prefill(prompt(other, 300, seed=50), 3, greedy=True)
+            expected = other.passes.read(alone, None)[1][0]
+            assert copy.buffer and expected.buffer
+            np.testing.assert_array_equal(copy.buffer.array, expected.buffer.array)
+            expected.close()
+            copy.close()
+    engine.state.pool.check()
+
+
+def test_experts_cross_once_for_all_prompts_of_a_sweep(open_engine: Open) -> None:
+    engine = open_joint(open_engine, "mini35b", **PLACEMENTS[2])
+    batches = mixed(engine)
+
+    def sent_bytes() -> int:
+        stats = engine.expert_stats()
+        return stats.n_bytes_to_device if stats else 0
+
+    before = sent_bytes()
+    sweep = engine.passes.begin_prompts(batches)
+    while engine.passes.step_prompt(sweep):
+        pass
+    together, before = sent_bytes() - before, sent_bytes()
+    for batch in batches:
+        engine.reset(batch.slot)
+        engine.prefill(batch.tokens, batch.slot, greedy=True)
+    assert together < 0.5 * (sent_bytes() - before)
+
+
+def test_one_of_several_prompts_is_given_up(open_engine: Open) -> None:
+    engine, other = (open_joint(open_engine, "mini35b") for _ in range(2))
+    batches = mixed(engine)
+    mixed(other)
+    sweep = engine.passes.begin_prompts(batches)
+    engine.passes.step_prompt(sweep)
+    assert not engine.passes.leave_prompt(sweep, 0)
+    assert not engine.passes.leave_prompt(sweep, 3)
+    while engine.passes.step_prompt(sweep):
+        pass
+    assert (len(engine.held(0)), len(engine.held(3)), len(engine.held(2))) == (0, 300, 150)
+    for batch in (batches[2], batches[3], batches[0]):  # the others were not touched
+        last, after = read_alone(other, batch)
+        if batch.slot != 2:
+            np.testing.assert_array_equal(read_alone(engine, batch), [last, after])
+        else:
+            np.testing.assert_array_equal(engine.forward([5], 2).require_logits(), after)
+    # a sweep that nobody wants ends at once
+    for slot in (1, 4):
+        engine.reset(slot)
+    sweep = engine.passes.begin_prompts([batches[1], batches[4]])
+    assert not engine.passes.leave_prompt(sweep, 1) and engine.passes.leave_prompt(sweep, 4)
+    assert engine.held(1) == engine.held(4) == []
+    with pytest.raises(RequestError, match="begin another"):
+        engine.passes.step_prompt(sweep)
+    engine.state.pool.check()
+
+
+def test_a_fault_undoes_all_prompts_of_a_sweep(open_engine: Open) -> None:
+    engine = open_joint(open_engine, "mini35b")
+    batches = mixed(engine)
+    sweep = engine.passes.begin_prompts(batches)
+    cancel = CancelToken()
+    engine.passes.step_prompt(sweep)
+    cancel.set()
+    with pytest.raises(Cancelled):
+        engine.passes.step_prompt(sweep, cancel)
+    assert [len(engine.held(slot)) for slot in range(6)] == [0, 0, 0, 300, 0, 0]
+    sweep = engine.passes.begin_prompts(batches)
+    while engine.passes.step_prompt(sweep):
+        pass
+    assert [len(engine.held(batch.slot)) for batch in batches] == [40, 7, 150, 333, 90, 1]
+    engine.state.pool.check()
+
+
+def test_a_prompt_whose_results_are_not_finite_ends_alone(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b")
+    batches = mixed(engine)
+    real = stage_sweep.StageSweep.head
+
+    def head(self: Any, batch: SweepBatch, row: int, n: int) -> Any:
+        output = real(self, batch, row, n)
+        if batch.slot in (1, 3):
+            raise NotFinite("not finite", (batch.slot,), output)
+        return output
+
+    monkeypatch.setattr(stage_sweep.StageSweep, "head", head)
+    sweep = engine.passes.begin_prompts(batches)
+    while engine.passes.step_prompt(sweep):
+        pass
+    assert [bool(swept.error) for swept in sweep.prompts] == [False, True] * 2 + [False] * 2
+    assert "unstable" in str(sweep.prompts[1].error)  # it is finite when computed again
+    assert [len(engine.held(slot)) for slot in range(6)] == [40, 0, 150, 300, 90, 1]
+
+
+@pytest.mark.parametrize("max_rows", [7, 64, 1000])
+def test_rows_of_prompts_are_cut_into_few_chunks(max_rows: int) -> None:
+    prompts = [(0, 0, 400, (100,)), (3, 50, 30, ()), (1, 0, 1, ()), (2, 7, 200, (10, 206))]
+    chunks = cut_together(prompts, max_rows, lambda cut: len(cut) < 4)
+    found: dict[int, list[int]] = {}
+    for chunk in chunks:
+        slots = [segment.slot for segment in chunk]
+        assert len(set(slots)) == len(slots) < 4
+        assert max(segment.n for segment in chunk) * len(chunk) <= max_rows
+        for segment in chunk:
+            found.setdefault(segment.slot, []).extend(range(segment.first, segment.end))
+    for slot, first, n, cuts in prompts:
+        assert found[slot] == list(range(first, first + n))
+        ends = {segment.end for chunk in chunks for segment in chunk if segment.slot == slot}
+        assert ends.issuperset(cuts)
+    n_rows = sum(n for _, _, n, _ in prompts)
+    assert len(chunks) <= 1.6 * n_rows / max_rows + 4
+
+
+# in a service
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=5, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.7),
+    SamplingParams(seed=3),
+)
+
+
+def held(service: Service, *clients: Callable[[], Client]) -> list[Client]:
+    """Send requests while the engine's thread is busy, so that all of them wait."""
+    gate = threading.Event()
+    first = Client(service, [1, 2, 3], max_tokens=1, on_step=lambda step: gate.wait(30))
+    while not first.steps:
+        time.sleep(0.0005)
+    found = [client() for client in clients]
+    gate.set()
+    return found
+
+
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return the numbers of rows of the prompts of each sweep that begins from now on."""
+    real, found = engine.passes.begin_prompts, list[list[int]]()
+
+    def begin(batches: Any, *more: Any) -> Any:
+        found.append([len(batch.tokens) for batch in batches])
+        return real(batches, *more)
+
+    monkeypatch.setattr(engine.passes, "begin_prompts", begin)
+    return found
+
+
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[3]], ids=str)
+def test_requests_that_wait_are_read_together(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any]
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=512, **placement)
+    swept = watched(engine, monkeypatch)
+    lengths = (140, 35, 20, 90, 3, 60)
+    with serving(engine) as service:
+        requests = [
+            partial(Client, service, prompt(engine, n, seed=n), max_tokens=12,
+                    n_logprobs=i % 2 or None, sampling=SAMPLINGS[i % 3],
+                    marks=(n // 2,) if n > 100 else ())
+            for i, n in enumerate(lengths)
+        ]  # fmt: skip
+        clients = held(service, *requests)
+        for client in clients:
+            client.wait()
+        again = Client(service, [*clients[0].request.prompt[:70], 5, 6], max_tokens=4).wait()
+        assert again.last.usage.n_cached == 70
+    assert swept[0] == [140, 35, 20, 90, 3, 60]
+    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
+    for client in (*clients, again):
+        assert client.tokens == alone(single, client.request)[0]
+        for step in client.steps:
+            assert [one.token for one in step.logprobs] in ([], list(step.tokens))
+    engine.state.pool.check()
+
+
+def test_a_cancelled_request_leaves_those_that_are_read_with_it(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=512)
+    swept = watched(engine, monkeypatch)
+    with serving(engine) as service:
+        one = partial(Client, service, max_tokens=6)
+        clients = held(service, *(partial(one, prompt(engine, 80, seed=n)) for n in range(5)))
+        while not swept:
+            time.sleep(0.0002)
+        clients[1].ticket.cancel()
+        clients[3].ticket.cancel()
+        for client in clients:
+            client.wait()
+        more = [Client(service, prompt(engine, 80, seed=n), max_tokens=6) for n in range(9)]
+        for client in more:
+            client.wait()
+    assert len(swept[0]) == 5
+    assert [client.reason for client in clients] == ["length", "cancelled"] * 2 + ["length"]
+    assert not clients[1].tokens and not clients[3].tokens
+    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
+    for client in (clients[0], clients[2], clients[4], *more):
+        assert client.tokens == alone(single, client.request)[0]
+    engine.state.pool.check()
+
+
+def test_a_request_whose_results_are_not_finite_ends_alone(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=512)
+    swept, real = watched(engine, monkeypatch), stage_sweep.StageSweep.head
+
+    def head(self: Any, batch: SweepBatch, row: int, n: int) -> Any:
+        output = real(self, batch, row, n)
+        if len(batch.tokens) == 83:
+            raise NotFinite("not finite", (batch.slot,), output)
+        return output
+
+    monkeypatch.setattr(stage_sweep.StageSweep, "head", head)
+    with serving(engine) as service:
+        one = partial(Client, service, max_tokens=6)
+        clients = held(service, *(partial(one, prompt(engine, 80 + n, seed=n)) for n in range(5)))
+        for client in clients:
+            client.wait()
+        assert [client.reason for client in clients] == ["length"] * 3 + ["error", "length"]
+        assert "not finite" in str(clients[3].last.error)
+        last = Client(service, prompt(engine, 40), max_tokens=6).wait()
+    assert len(swept[0]) == 5
+    single = open_engine("mini35b", cpu_reference=True, n_ctx=2048)
+    for client in (*clients[:3], clients[4], last):
+        assert client.tokens == alone(single, client.request)[0]
+
+
+def test_a_prompt_that_can_go_on_from_another_one_waits_for_it(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_joint(open_engine, "mini35b", n_ubatch=1024)
+    swept = watched(engine, monkeypatch)
+    shared = prompt(engine, 150, seed=8).tolist()
+    with serving(engine) as service:
+        one = partial(Client, service, max_tokens=4)
+        requests = [partial(one, [*shared, *range(n, n + 20)], marks=(150,)) for n in range(1, 4)]
+        *clients, other = held(service, *requests, partial(one, prompt(engine, 50, seed=9)))
+        for client in (other, *clients):
+            client.wait()
+    assert swept[0] == [170, 50]
+    assert [client.last.usage.n_cached for client in clients] == [0, 150, 150]

@@ -1,0 +1,171 @@
+"""Workers that are lost, and connections that are cut, while a pass or a prompt is on its way."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.stages import Stages, batch_of, new_config
+from helpers.workers import WorkerProcess, working
+
+from moegraph.config import EngineConfig
+from moegraph.engine import Engine
+from moegraph.errors import NativeError
+from moegraph.ggml import remote
+from moegraph.ggml.device import Device
+from moegraph.link import hello
+from moegraph.link.relay import relay
+from moegraph.modelfile import ModelFile, open_model
+
+ModelPath = Callable[[str], Path]
+TIMEOUT_S = 20
+# Until an error that does not wait for the timeout, on a busy machine.
+SOON_S = 10
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    """Yield a worker that lends the CPU."""
+    with working() as running:
+        yield running
+
+
+@pytest.fixture
+def file(model_path: ModelPath, stack: ExitStack) -> ModelFile:
+    """Return a small model."""
+    return stack.enter_context(closing(open_model(model_path("mini35b"))))
+
+
+class Cable:
+    """A connection to a worker that can be cut; `url` leads through it."""
+
+    def __init__(self, worker: WorkerProcess, stack: ExitStack) -> None:
+        self._worker = worker
+        self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._ends: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+        stack.callback(self._thread.join)
+        stack.callback(self.cut)
+        port = self._listening.getsockname()[1]
+        self.url = f"rpc://127.0.0.1:{port}?timeout={TIMEOUT_S}"
+
+    def _carry(self) -> None:
+        near, _ = self._listening.accept()
+        far = socket.create_connection(self._worker.address)
+        self._ends = [near, far]
+        relay(near, far)
+
+    def cut(self) -> None:
+        """End the connection on both sides, as a machine between them does that restarts."""
+        for end in self._ends:
+            if end.fileno() >= 0:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_a_connection_that_is_cut_while_a_pass_waits(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack, kind: str
+) -> None:
+    """The error comes at once, without the timeout; the worker serves the next client."""
+    with ExitStack() as inner:
+        cable = Cable(worker, inner)
+        stages = Stages(file, [], new_config(device=cable.url), inner)
+        stages.run(batch_of(kind))
+        worker.signal(signal.SIGSTOP)
+        stages.runner.submit(batch_of(kind))
+        cutting = threading.Timer(0.3, cable.cut)
+        cutting.start()
+        begin = time.monotonic()
+        with pytest.raises(NativeError, match=r"worker 127.0.0.1:\d+ is lost"):
+            stages.runner.collect()
+        assert 0.2 < time.monotonic() - begin < SOON_S
+        cutting.join()
+        worker.signal(signal.SIGCONT)
+    Stages(file, [], new_config(device=worker.url), stack).run(batch_of(kind))
+
+
+def test_a_worker_that_is_lost_before_a_commit(
+    worker: WorkerProcess, file: ModelFile, stack: ExitStack
+) -> None:
+    """A commit has no answer of its own: the next pass, or the copy of a state, says it."""
+    with ExitStack() as inner:
+        stages = Stages(file, [], new_config(device=worker.url), inner)
+        stages.run(batch_of("verify"))
+        worker.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(NativeError, match=rf"worker {worker.url[6:]} is lost"):
+            stages.runner.commit({0: [0, 1]})
+            stages.run(batch_of("decode"))
+        assert time.monotonic() - begin < SOON_S
+    Stages(file, [], new_config(device=worker.url), stack).run(batch_of("decode"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_worker_that_is_lost_while_a_prompt_is_read(
+    worker: WorkerProcess, open_engine: Callable[..., Engine], first: bool
+) -> None:
+    """In a sweep, with the worker as the first stage or the last; the engine is of no more use."""
+    url = f"{worker.url}?timeout={TIMEOUT_S}"
+    engine = open_engine("mini35b", device=f"{url},cpu" if first else f"cpu,{url}")
+    list(engine.generate(np.arange(300, dtype=np.int32), max_tokens=1, text=False))
+    worker.signal(signal.SIGSTOP)
+    killing = threading.Timer(0.3, worker.signal, (signal.SIGKILL,))
+    killing.start()
+    begin = time.monotonic()
+    with pytest.raises(NativeError, match=rf"worker {worker.url[6:]} is lost"):
+        list(engine.generate(np.arange(300, dtype=np.int32)[::-1], max_tokens=1, text=False))
+    assert time.monotonic() - begin < SOON_S
+    killing.join()
+
+
+def test_a_worker_that_is_lost_while_taps_are_read(worker: WorkerProcess, stack: ExitStack) -> None:
+    """The drafter is here and reads rows of layers that were there."""
+    config = EngineConfig(
+        device=f"{worker.url},cpu", n_threads=1, n_ctx=512, n_ubatch=64, spec="dflash"
+    )
+    engine = stack.enter_context(Engine.load("tiny", config))
+    prompt = engine.tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n" * 3)
+    events = engine.generate(prompt, max_tokens=200, text=False, ignore_eos=True)
+    for _ in range(3):
+        next(events)
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(NativeError, match=rf"worker {worker.url[6:]} is lost"):
+        list(events)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("answer", [b"", b"\0" * 8, b"\xff" * 4096], ids=["none", "short", "ones"])
+def test_a_worker_that_answers_nonsense_is_refused(
+    answer: bytes, together: bool, stack: ExitStack
+) -> None:
+    """Whatever comes after its hello: an error, not the end of this process."""
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def work() -> None:
+        sock, _ = listening.accept()
+        with sock:
+            hello.read_line(sock, hello.MAX_QUESTION, hello.HELLO_S)
+            sock.sendall(hello.answer_of([hello.RemoteDevice("cpu", "cpu", "a liar")]))
+            if not together:
+                sock.recv(4096)
+            sock.sendall(answer)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    stack.callback(thread.join)
+    with pytest.raises(NativeError, match=r"127.0.0.1:\d+"):
+        Device(f"rpc://127.0.0.1:{listening.getsockname()[1]}", 1)
+    assert not remote._open
