@@ -15,6 +15,9 @@ MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
 _MAX_PREDICT_ROWS = 1
 # A longer piece of a prompt would evict much of what a layer holds.
 SHORT_PROMPT = 32
+# Tokens of a sequence that drafters need not have computed yet, at most: then one graph computes
+# them all.
+MOST_BEHIND = 64
 
 
 class Kind(Enum):

@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 import moegraph
 from moegraph.config import EngineConfig
 from moegraph.engine import Engine
+from moegraph.engine.grouppasses import GroupPasses
 from moegraph.kinds import Kind
 from moegraph.modelfile import open_model
 
@@ -103,6 +105,32 @@ def together(engine: Engine, rows: Ids, n: int) -> float:
     return (n - n // 4) * len(rows) / (time.perf_counter() - start)
 
 
+def in_groups(passes: GroupPasses, rows: Ids, n: int) -> tuple[float, float]:
+    """Return tokens a second with a group in each stage, and the share of time without work."""
+    flying: deque[npt.NDArray[np.intp]] = deque()
+    waiting = deque(np.array_split(np.arange(len(rows)), passes.most))
+    counts = passes.flights.counts
+    n_ended, n_first, start, before, busy = 0, 0, 0.0, 0.0, 0.0
+    while n_ended < n * passes.most:
+        while waiting:
+            slots = waiting.popleft()
+            passes.submit_group(rows[slots][:, None], slots.tolist(), True, None)
+            flying.append(slots)
+        slots = flying.popleft()
+        rows[slots] = passes.collect_group().argmax  # type: ignore[assignment]
+        waiting.append(slots)
+        n_ended += 1
+        if n_ended == n // 4 * passes.most:
+            start, n_first = time.perf_counter(), n_ended
+            before, busy = counts.seconds, sum(counts.busy_s)
+    seconds = time.perf_counter() - start
+    idle = 1 - (sum(counts.busy_s) - busy) / (passes.most * (counts.seconds - before))
+    while flying:
+        slots = flying.popleft()
+        rows[slots] = passes.collect_group().argmax  # type: ignore[assignment]
+    return (n_ended - n_first) * len(rows) / passes.most / seconds, idle
+
+
 def settings_of(model: Path, share: float) -> dict[str, Any]:
     """Return the settings that give all devices together a share of the experts."""
     if share >= 1:
@@ -135,6 +163,11 @@ def measure(args: argparse.Namespace, device: str, share: float) -> None:
             speeds = [together(engine, rows[:n], args.passes) for _ in range(2)]
             each = np.round(speeds, 1).tolist()
             lines.say(f"{n} sequences", round(max(speeds), 1), unit="tok/s", all=each)
+            if isinstance(engine.passes, GroupPasses) and n >= engine.passes.most:
+                found = [in_groups(engine.passes, rows[:n], args.passes) for _ in range(2)]
+                speed, idle = max(found)
+                more = {"unit": "tok/s", "idle": round(idle, 3), "all": found}
+                lines.say(f"{n} in groups", f"{speed:.1f} (idle {idle:.1%})", **more)
         for seq in range(n_seq):
             engine.reset(seq)
         for n in args.prompts:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Measure drafting with acceptance by a script: no drafts, fixed drafts, and --spec auto.
 
-Weights may be random: every pass costs what it costs, and the script says how many drafted tokens
-are accepted, by what was measured of trained drafters for kinds of text. For each limit of device
-memory, the speed without drafts is measured with an engine that has no drafter. Rows go to stdout
-as JSON lines with --json.
+Weights may be random: every draft and every pass costs what it costs, and the script says how many
+drafted tokens are right, by what was measured of trained drafters for kinds of text. The text is
+the model's own without drafts, whatever drafts it, so that all ways need the same experts. For each
+limit of device memory, the speed without drafts is measured with an engine that has no drafter.
+Rows go to stdout as JSON lines with --json.
 
 Example:
     scripts/bench_drafts.py model.gguf --draft dflash.gguf --vram auto 14 7.7
@@ -16,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import _bench as bench
 import numpy as np
+import numpy.typing as npt
 
 from moegraph.config import EngineConfig
-from moegraph.draft.drafter import Draft, Drafter
+from moegraph.draft.drafter import Draft, Drafter, Race
 from moegraph.draft.plan import Plan, Shape, Step
 from moegraph.draft.scripted import ScriptedAccept
 from moegraph.draft.stats import SpecStats
@@ -48,29 +50,63 @@ RATES = {
     "story": {"mtp": (0.62, 0.34, 0.19), "dflash": (0.50, 0.20, 0.08, 0.04, 0.02, 0.01, 0.0)},
     "hopeless": {"mtp": (0.25, 0.05, 0.01), "dflash": (0.20, 0.04, 0.01, 0.0)},
 }  # fmt: skip
+# How far from its place in the text a wrong token is taken.
+_ELSEWHERE = 41
 LENGTHS = {"mtp": [1, 2, 3, 4, 6], "dflash": [3, 5, 7, 11, 15]}
 
 
-class ByPlan:
-    """A controller that notes which drafter the last plan names, because each has its rates."""
+Ids = npt.NDArray[np.int32]
 
-    def __init__(self, controller: Controller, kind: str) -> None:
+
+class Scripted:
+    """A drafter that takes the time it takes, and whose drafts are right by a script.
+
+    Of the tokens of a draft, the first wrong one is another one of the text, and the others are
+    those of the text. n_right: how many of the last draft are right before the first wrong one.
+    """
+
+    def __init__(
+        self, drafter: Drafter, kind: str, text: Sequence[int], held: Callable[[], int]
+    ) -> None:
+        """text: the prompt and the answer. held: returns how many tokens the sequence holds."""
+        self._drafter, self._text, self._held = drafter, np.asarray(text, np.int32), held
+        self._script = ScriptedAccept(RATES[kind]["mtp" if drafter.name == "mtp" else "dflash"])
+        self.n_right = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
+        """Return a draft of as many tokens as the drafter makes."""
+        draft = self._drafter.draft(slot, anchor, n, n_top, race)
+        tokens, at = draft.tokens.copy(), self._held() + 1
+        self.n_right = self._script(draft.n_depth)
+        for depth in range(draft.n_depth):
+            place = at + depth if depth != self.n_right else at + depth + _ELSEWHERE
+            token = self._text[place % len(self._text)]
+            tokens[depth, tokens[depth] == token] = tokens[depth, 0]
+            tokens[depth, 0] = token
+        return replace(draft, tokens=tokens)
+
+
+class ByPlan:
+    """A controller that notes which drafter the last plan names, because each has its script."""
+
+    def __init__(self, controller: Controller, drafters: Sequence[Drafter]) -> None:
         self._controller = controller
-        self._scripts = {name: ScriptedAccept(rates) for name, rates in RATES[kind].items()}
-        self._scripts["dspark"] = self._scripts["dflash"]
+        self._scripted = {one.name: one for one in drafters if isinstance(one, Scripted)}
         self._source = ""
 
     def begin(self) -> None:
         self._controller.begin()
 
     def choose(self, n_left: int, without: Collection[str] = ()) -> Plan:
-        # look-up has no rates of its own: random tokens repeat nothing
-        plan = self._controller.choose(n_left, {*without, "lookup"})
+        plan = self._controller.choose(n_left, without)
         self._source = plan.source or self._source
         return plan
 
     def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
-        return self._controller.choose_for(n_seqs, n_left, {*without, "lookup"})
+        return self._controller.choose_for(n_seqs, n_left, without)
 
     def observe_shared(self, n_seqs: int, seconds: float) -> None:
         self._controller.observe_shared(n_seqs, seconds)
@@ -91,7 +127,8 @@ class ByPlan:
 
     def accept(self, n_spine: int) -> int:
         """Return how many tokens of a spine are accepted."""
-        return self._scripts.get(self._source, int)(n_spine)
+        drafter = self._scripted.get(self._source)
+        return min(drafter.n_right, n_spine) if drafter else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,22 +152,32 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def speeds(engine: Engine, args: argparse.Namespace) -> list[float]:
-    """Return tokens a second of several texts; the first one may build graphs."""
-    ids = np.random.default_rng(1).integers(0, engine.hparams.n_vocab, args.depth, dtype=np.int32)
-    found = []
+def prompt(engine: Engine, args: argparse.Namespace) -> Ids:
+    """Return the prompt of all texts."""
+    rng = np.random.default_rng(1)
+    ids: Ids = rng.integers(0, engine.hparams.n_vocab, args.depth, dtype=np.int32)
+    return ids
+
+
+def texts(engine: Engine, args: argparse.Namespace) -> tuple[list[float], list[int]]:
+    """Return tokens a second of several texts, and the last of them with its prompt.
+
+    The first text may build graphs.
+    """
+    ids, found, text = prompt(engine, args), [], list[int]()
     for _ in range(args.repeat + 1):
-        events = engine.generate(
+        events = [*engine.generate(
             ids, SamplingParams(temperature=0.0), args.tokens, ignore_eos=True, text=False
-        )
-        found.append([event.decode_tps for event in events][-1])
-    return found
+        )]  # fmt: skip
+        found.append(events[-1].decode_tps)
+        text = [*ids.tolist(), *(e.token for e in events if e.token is not None)]
+    return found, text
 
 
 def row(engine: Engine, args: argparse.Namespace, **about: Any) -> dict[str, Any]:
     """Measure one way of drafting."""
     before = engine.spec_stats()
-    first, *samples = speeds(engine, args)
+    (first, *samples), _ = texts(engine, args)
     after = engine.spec_stats()
     drafts = after.since(before).report() if after and before else None
     tps = statistics.median(samples)
@@ -146,6 +193,7 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with Engine.load(args.model, config) as engine:
         rows.append(row(engine, args, vram=vram, kind="", way="off", slots=slots(engine)))
+        _, text = texts(engine, args)
     lengths = {"dflash": args.dflash if args.draft else [], "mtp": args.mtp, "auto": [0]}
     for source in [source for source, ns in lengths.items() if ns]:
         draft = args.draft if source != "mtp" else ""
@@ -156,11 +204,11 @@ def measure(vram: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             drafters = list(engine.speculation.drafters.values())
             more = {"vram": vram, "slots": slots(engine)}
             if source == "auto":
-                use(engine, drafters, replace(config, spec="off"), "code")
+                use(engine, drafters, replace(config, spec="off"))
                 rows.append(row(engine, args, **more, kind="", way="loaded, off"))
             for kind in args.kind:
                 for n in lengths[source]:
-                    use(engine, drafters, drafting(config, source, draft, n), kind)
+                    use(engine, drafters, drafting(config, source, draft, n), kind, text)
                     way = f"{source} {n}" if n else source
                     rows.append(row(engine, args, **more, kind=kind, way=way))
     return rows
@@ -171,14 +219,23 @@ def drafting(config: EngineConfig, spec: str, draft: str, n: int = 0) -> EngineC
     return replace(config, spec=spec, draft=draft, draft_max=n or None)
 
 
-def use(engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str) -> None:
-    """Have an engine draft by other settings, with the acceptance of a kind of text."""
+def use(
+    engine: Engine, drafters: Sequence[Drafter], config: EngineConfig, kind: str = "",
+    text: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Have an engine draft by other settings, with the acceptance of a kind of text.
+
+    text: the prompt and the answer, of which the drafts are right or wrong.
+    """
     engine.reset(0)  # what comes next computes over this sequence
     widths = first_widths(config, engine.runner.device.can.streams)
     times = time_verify(engine.runner, widths)
+    if kind:
+        told = [one for one in drafters if one.name != "lookup"]
+        drafters = [Scripted(one, kind, text, lambda: len(engine.held(0))) for one in told]
     speculation = open_speculation(drafters, config, engine.runner, times)
     assert speculation is not None
-    speculation.controller = by_plan = ByPlan(speculation.controller, kind)
+    speculation.controller = by_plan = ByPlan(speculation.controller, drafters)
     speculation.accept = by_plan.accept
     engine.speculation = speculation
 

@@ -1,6 +1,6 @@
 """Drafts with DFlash and DSpark: one graph proposes all tokens of a block at once.
 
-The drafter reads outputs of some of the target's layers, the taps. Of every token that a sequence
+The drafter reads outputs of some of the target's layers, the taps. Of the tokens that a sequence
 takes, it fuses the taps and makes K and V for each of its own layers (`DraftRings`). A draft is a
 block: the anchor, then mask tokens. Its rows attend to these K and V and to one another.
 """
@@ -28,7 +28,7 @@ from ..modelfile.drafter import DFlashHParams
 from ..modelfile.draftfile import DraftFile
 from ..resident import ringcopies
 from ..resident.drafthead import DraftHead
-from ..resident.draftlayout import CHUNK, N_WAITING
+from ..resident.draftlayout import CHUNK, N_TAKEN
 from ..resident.draftring import DraftRings
 from ..resident.draftweights import DraftWeights
 from ..resident.stage import Stage
@@ -80,7 +80,6 @@ class DFlashDrafter:
             self._embedding = self._weights.embedding or stage.weights.embedding or embedding
             self._memory.send_mask(self._embed(hp.mask_id))
         self._host: HostBuffer | None = None  # for results of the longest draft
-        self._waiting = 0  # the sequence whose tokens wait for K and V
         self._chunk = min(CHUNK, *(shape.n_cells for shape in self._rings.shapes))
 
     @property
@@ -134,7 +133,7 @@ class DFlashDrafter:
             OutOfDeviceMemory: the intermediates do not fit.
         """
         self._draft_graph(0, self.max_draft, self._full_lengths)
-        self._keys_graph(N_WAITING)
+        self._keys_graph(N_TAKEN)
         n = min(self._chunk, self._memory.features.ne[1])
         self._fuse_graph(self._memory.features, self.taps[-1], 0, n)
         self._prompt_graph(0, n)
@@ -146,11 +145,6 @@ class DFlashDrafter:
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget what a sequence held from position n_past on."""
         self._rings.truncate(slot, n_past)
-
-    def settle(self, slot: int) -> None:
-        """Enqueue K and V of the tokens that wait for them."""
-        if slot == self._waiting:
-            self._make_keys()
 
     @property
     def row_bytes(self) -> int:
@@ -167,8 +161,6 @@ class DFlashDrafter:
         span.truncate(n_kept)
         if span.n_past < n_kept:
             span.restart(n_kept)
-        if slot == self._waiting:
-            self._make_keys()
         ringcopies.put(self._device, self._rings, slot, n_kept, len(ids), pieces)
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
@@ -176,7 +168,6 @@ class DFlashDrafter:
         self._rings.truncate(slot, first)
         if self._rings.spans[slot].n_past < first:
             self._rings.restart(slot, first)
-        self._make_keys()
         return {il: partial(self._read_rows, slot, il) for il in self.taps}
 
     def _read_rows(self, slot: int, il: int, hidden: Tensor, n: int, first: int) -> None:
@@ -236,56 +227,38 @@ class DFlashDrafter:
         fused = self._memory.fused(b, row, n)
         build_context(b, self.hparams, self._weights, self._rings, fused, pos, cells)
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the taps of tokens that a sequence took; rows: theirs in the last pass.
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Enqueue K and V of tokens that a sequence took."""
+        most = min(N_TAKEN, self._chunk)
+        for at in range(0, len(tokens), most):
+            self._make_keys(slot, first + at, min(most, len(tokens) - at))
 
-        K and V are made of them before the next draft, or when there are many.
-        """
-        if slot != self._waiting:
-            self._make_keys()
-            self._waiting = slot
-        span, rows = self._rings.spans[slot], list(rows)
-        while rows:
-            if span.n_waiting == N_WAITING:
-                self._make_keys()
-            n = 1  # rows that follow one another are one copy
-            while n < min(len(rows), N_WAITING - span.n_waiting) and rows[n] == rows[0] + n:
-                n += 1
-            for il in self.taps:
-                self._stage.taps.copy(il, rows[0], n, self._memory.waiting[il], span.n_waiting)
-            span.grow(n)
-            span.n_waiting += n
-            del rows[:n]
-
-    def _make_keys(self) -> None:
-        """Enqueue K and V of the tokens that wait for them."""
-        span = self._rings.spans[self._waiting]
-        n = span.n_waiting
-        if not n:
-            return
-        n_padded = min(N_WAITING, 1 << (n - 1).bit_length())
+    def _make_keys(self, slot: int, first: int, n: int) -> None:
+        """Enqueue K and V of n positions, whose taps the ring has."""
+        n_padded = min(N_TAKEN, 1 << (n - 1).bit_length())
         built, places = self._keys_graph(n_padded), np.zeros(n_padded, np.int64)
-        places[:n] = span.n_past - n + np.arange(n)
-        cells = self._cells(self._waiting, places)
+        places[:n] = first + np.arange(n)
+        cells, taken = self._cells(slot, places), np.zeros(n_padded, np.int64)
         for kind, rows in enumerate(cells):
-            rows[n:] = self._rings.spare_row(kind, self._waiting)
-        self._memory.send_rows(places, cells)
+            rows[n:] = self._rings.spare_row(kind, slot)
+        taken[:n] = self._stage.taps.ring_rows(slot, first, n)
+        self._rings.spans[slot].grow(n)
+        self._memory.send_rows(places, taken, cells)
         self._launch(built, "the drafter over accepted tokens")
-        span.n_waiting = 0
 
     def _keys_graph(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of the first n tokens that wait for them."""
+        """Return the graph of K and V of n tokens that a sequence took."""
         n_nodes = _N_KEYS * self.hparams.n_layer + 4 * len(self._weights.fc) + 16
+        n_nodes += len(self._stage.taps.layers)
         return self._graphs.get(("keys", n), n_nodes, lambda b: self._build_keys(b, n))
 
     def _build_keys(self, b: Builder, n: int) -> None:
-        """Append: fuse the taps of waiting tokens, and make K and V of them."""
-        pos, cells = self._memory.row_leaves(b, n)
-        total = None
+        """Append: fuse the taps of tokens that a sequence took, and make K and V of them."""
+        pos, taken, cells = self._memory.row_leaves(b, n)
+        taps, total = self._stage.taps, None
+        kept = dict(zip(taps.layers, taps.kept(b, taken)))
         for il in self.taps:  # in the order of a prompt, so that sums are the same
-            waiting = self._memory.waiting[il]
-            x = b.view(waiting, (waiting.ne[0], n), (waiting.nb[1],))
-            total = self._add_tap(b, total, x, il)
+            total = self._add_tap(b, total, kept[il], il)
         if total is None:
             raise InternalError("a drafter without taps")
         build_context(b, self.hparams, self._weights, self._rings, total, pos, cells)
@@ -313,7 +286,6 @@ class DFlashDrafter:
         Raises:
             NativeError: the device failed.
         """
-        self._make_keys()
         memory, n_rows, lengths = self._memory, self._n_rows(n), self._rings.lengths(slot)
         built = graph(lengths)
         n_past = self._rings.spans[slot].n_past

@@ -113,8 +113,8 @@ class Drafter(Protocol):
     """Proposes tokens for the sequences of one target.
 
     It follows what each sequence holds: `restart` or `prompt_taps` tells it of tokens that a prompt
-    brings, `committed` of those that a pass brings. Its proposals may be as wrong as they like;
-    they cannot change the text.
+    brings, `committed` of those that passes brought, which may be some passes ago. Its proposals
+    may be as wrong as they like; they cannot change the text.
 
     Attributes:
         name: "mtp", "dflash", "dspark" or "lookup".
@@ -144,18 +144,18 @@ class Drafter(Protocol):
         followed by `truncate`.
         """
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Note that a sequence took tokens; enqueue what that needs, without waiting.
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Note that a sequence took tokens from position first on, the first that is not known.
 
-        rows: the rows of the last pass, and so of the `TapRows`, that belong to the tokens.
+        Their rows are in the ring of `TapRows`. What that needs is enqueued, without waiting.
         """
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor, and the n_top likeliest at each depth.
 
-        anchor: the last token of the text, which the sequence does not hold yet. n is at least 1
-        and at most max_draft; n_top is at least 1. The draft may be shorter than n, or empty, and
-        may list fewer tokens than n_top.
+        It was told of all that the sequence holds. anchor: the last token of the text, which the
+        sequence does not hold yet. n is at least 1 and at most max_draft; n_top is at least 1. The
+        draft may be shorter than n, or empty, and may list fewer tokens than n_top.
 
         race: the text is sampled so. What follows is best drafted after the token that will
         probably win; that token then comes first at its depth.
@@ -167,15 +167,12 @@ class Drafter(Protocol):
     def truncate(self, slot: int, n_past: int) -> None:
         """Forget what a sequence held from position n_past on."""
 
-    def settle(self, slot: int) -> None:
-        """Enqueue what waits of a sequence, because its state is about to be copied."""
-
     @property
     def row_bytes(self) -> int:
         """Return the bytes of a position in caches of its own; 0 if it has none."""
 
     def take_rows(self, slot: int, first: int, n: int) -> Parts:
-        """Copy its own caches' rows of n positions, of a settled sequence, and wait.
+        """Copy its own caches' rows of n positions, which it knows, and wait.
 
         Returns for each cache U8 numpy [m, bytes of a row], the rows of the last m positions; none
         if all that it has is in the target's caches and states.

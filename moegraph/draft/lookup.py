@@ -43,7 +43,7 @@ class LookUp:
         self._texts[slot].extend(ids.tolist())
         return {}
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Add tokens to a sequence."""
         self._texts[slot].extend(tokens)
 
@@ -69,9 +69,6 @@ class LookUp:
         text = self._texts[slot]
         if n_past < len(text.ids):
             self._texts[slot] = _Text(self._n_min, text.ids[:n_past])
-
-    def settle(self, slot: int) -> None:
-        """Do nothing: it keeps nothing on the device."""
 
     @property
     def row_bytes(self) -> int:

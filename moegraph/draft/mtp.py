@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ..errors import InternalError
 from ..ggml.choose import likeliest_rows
 from ..ggml.device import HostBuffer
-from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
@@ -25,12 +24,11 @@ from ..graphs.mtp import (
 )
 from ..graphs.mtp_memory import MtpMemory
 from ..graphs.paged import can_page
-from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, MTP_TAKEN
+from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import Tap
 from .drafter import Draft, Ids, Parts, Piece, Race, empty_draft
 from .drawn import drawn
-from .taken import Taken
 
 # Nodes of one step of a chain, without its experts, and more than those of known rows.
 _N_NODES = 128
@@ -46,8 +44,7 @@ class MtpDrafter:
     restore a beginning of a prompt, it does to the drafter's part too. Positions of passes that
     the drafter was not told of have zeros for K and V.
 
-    Where no tokens are drafted, an accepted token costs only a copy of its row: K and V are
-    computed when they are needed (`settle`).
+    K and V of tokens that the text takes are computed from what passes left in the ring of taps.
     """
 
     name = "mtp"
@@ -72,9 +69,6 @@ class MtpDrafter:
         self.memory = MtpMemory(block, max_rows, max_draft, self._is_paged)
         self._graphs = GraphCache(self._device)
         self._host: HostBuffer | None = None  # for results of the longest chain
-        self._taken = Taken(MTP_TAKEN)
-        self._context = Context(2, 1)
-        self._tap: Tensor | None = None  # once there is memory for it
 
     @property
     def n_bytes(self) -> int:
@@ -99,23 +93,17 @@ class MtpDrafter:
             for n in range(1, min(_USUAL, self.max_draft) + 1):
                 self.draft(0, 0, n, 1)
             for n in (1, 2, 4, _USUAL):  # sequence 0 has pages for as many by now
-                built = self._accepted(n)
-                tokens = np.zeros(n, dtype=np.int32)
-                self.memory.send_known(0, tokens, 0, n, range(n))
-                self._launch(built, "the MTP block over accepted tokens")
+                self._compute(0, 0, [0] * n)
         self._block.stage.sequences.reset(0)
 
     def restart(self, slot: int, ids: Ids) -> None:
-        """Forget what waits; what was restored has the drafter's K and V too."""
-        self._taken.cut(slot, 0)
+        """Do nothing: what was restored has the drafter's K and V too."""
 
     def truncate(self, slot: int, n_past: int) -> None:
-        """Forget what waits from n_past on; the target's state has done so with K and V."""
-        self._taken.cut(slot, n_past)
+        """Do nothing: the target's state has forgotten K and V from n_past on."""
 
     def prompt_taps(self, slot: int, ids: Ids, first: int) -> dict[int, Tap]:
         """Return what a sweep calls to extend K and V over a prompt."""
-        self.settle(slot)
         tokens = np.asarray(ids, dtype=np.int32)
         return {self._layer: partial(self._read_rows, slot, tokens, first)}
 
@@ -146,27 +134,24 @@ class MtpDrafter:
         if n:
             C.mg_copy_bytes(stream, source, size * row, to, size * to_row, size * n)
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Enqueue copies of the rows of tokens that the target's sequence has just taken."""
-        n = len(tokens)
-        first = self._state.n_past[slot] - n
-        if self._taken.room() < n:
-            for other in self._taken.slots:
-                self._compute(other, first if other == slot else self._state.n_past[other])
-        if not self._tap:
-            self._tap = self._tapped_rows()
-        to = self._taken.add(slot, first, list(tokens))
-        at = 0
-        while at < n:
-            end = at + 1
-            while end < n and rows[end] == rows[end - 1] + 1:
-                end += 1
-            self._copy(self._tap, rows[at], self.memory.taken, to + at, end - at)
-            at = end
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Enqueue K and V of tokens that a sequence took; copies of its state have them too.
 
-    def settle(self, slot: int) -> None:
-        """Enqueue K and V of the tokens that a sequence took; copies of its state have them too."""
-        self._compute(slot, self._state.n_past[slot])
+        Nothing is done if the target's sequence does not end with them: it has no pages for others.
+        """
+        if self._state.n_past[slot] == first + len(tokens):
+            self._compute(slot, first, tokens)
+
+    def _compute(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Enqueue K and V of tokens from position first on, for which there are pages."""
+        most = self.memory.max_rows
+        for at in range(0, len(tokens), most):
+            ids = np.array(tokens[at : at + most], dtype=np.int32)
+            n_padded = self._padded(len(ids))
+            built = self._accepted(n_padded)
+            rows = self._block.stage.taps.ring_rows(slot, first + at, len(ids))
+            self.memory.send_known(slot, ids, first + at, n_padded, rows)
+            self._launch(built, "the MTP block over accepted tokens")
 
     @property
     def row_bytes(self) -> int:
@@ -178,22 +163,7 @@ class MtpDrafter:
         return []
 
     def put_back(self, slot: int, ids: Ids, n_kept: int, pieces: Sequence[Piece]) -> None:
-        """Forget what waits; what was copied back has the drafter's K and V too."""
-        self.restart(slot, ids)
-
-    def _compute(self, slot: int, n_past: int) -> None:
-        """Enqueue K and V of what waits of a sequence, if that ends before position n_past."""
-        run, most = self._taken.take(slot, n_past), self.memory.max_rows
-        if run is None:
-            return
-        n = len(run.tokens)
-        for at in range(0, n, most):
-            m = min(most, n - at)
-            n_padded = self._padded(m)
-            built = self._accepted(n_padded)
-            ids, rows = np.array(run.tokens[at : at + m], dtype=np.int32), run.rows[at : at + m]
-            self.memory.send_known(slot, ids, run.first + at, n_padded, rows)
-            self._launch(built, "the MTP block over accepted tokens")
+        """Do nothing: what was copied back has the drafter's K and V too."""
 
     def draft(self, slot: int, anchor: int, n: int, n_top: int, race: Race | None = None) -> Draft:
         """Propose at most n tokens after the anchor: one chain, and one wait.
@@ -217,7 +187,6 @@ class MtpDrafter:
         if n < 1:
             return None
         length = PAGED if self._is_paged else state.n_kv(n_past + n)
-        self.settle(slot)
         built = self._chain(n, length, race is not None)
         built.set_length(length)
         state.pool.grow(slot, n_past + n)
@@ -254,24 +223,19 @@ class MtpDrafter:
             ("mtp rows", n),
             _N_NODES,
             lambda b: build_known_rows(
-                b, self._block, memory.known_leaves(b, n), memory.rows_leaf(b, "before", n)
+                b, self._block, memory.known_leaves(b, n), memory.before_leaf(b, n)
             ),
         )
 
     def _accepted(self, n: int) -> BuiltGraph:
-        """Return the graph of K and V of n accepted rows, whose outputs are in `taken`."""
+        """Return the graph of K and V of n accepted rows, whose outputs the ring of taps has."""
 
         def build(b: Builder) -> None:
-            taken = self.memory.rows_leaf(b, "taken", MTP_TAKEN)
-            rows = self.memory.known_leaves(b, n)
+            rows, taps = self.memory.known_leaves(b, n), self._block.stage.taps
+            taken = taps.kept(b, rows.sources)[taps.layers.index(self._layer)]
             build_taken_rows(b, self._block, rows, self._last_out, taken)
 
         return self._graphs.get(("mtp accepted", n), _N_NODES, build)
-
-    def _tapped_rows(self) -> Tensor:
-        """Return the tap of the last layer, F32 [n_embd, rows of a pass]."""
-        b = Builder(self._context, 1)
-        return self._block.stage.taps.leaf(b, self._layer)
 
     def _chain(self, n: int, length: int, races: bool = False) -> BuiltGraph:
         """Return a graph of a chain of n tokens over `length` positions or more.
@@ -324,7 +288,6 @@ class MtpDrafter:
         self._graphs.close()
         if self._host:
             self._host.close()
-        self._context.close()
         self.memory.close()
 
 

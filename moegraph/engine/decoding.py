@@ -15,15 +15,21 @@ from ..errors import MoegraphError, RequestError
 from ..ggml.choose import DRAW_ROWS, DRAW_WORDS
 from ..kinds import Kind
 from ..runner import NotFinite, Output
+from ..runner.flights import FlightCounts
 from .answer import Answer
 from .answers import Answers
 from .drafting import Drafting
+from .grouppasses import GroupPasses
+from .groups import Groups
 from .passes import Passes
 from .prefixes import Prefixes
 
 
 class Decoding:
-    """Runs passes and draws from their results, on the engine's thread."""
+    """Runs passes and draws from their results, on the engine's thread.
+
+    groups: runs passes of several groups at once; None if the model is in one stage.
+    """
 
     def __init__(
         self, passes: Passes, prefixes: Prefixes, answers: Answers, drafting: Drafting
@@ -31,6 +37,53 @@ class Decoding:
         self._passes, self._prefixes = passes, prefixes
         self._answers = answers
         self._drafting = drafting
+        self.groups: Groups | None = None
+        if isinstance(passes, GroupPasses):
+            draws = partial(self._draws, trees=None)
+            self.groups = Groups(passes, answers, draws, self._draw)
+
+    @property
+    def flight_counts(self) -> FlightCounts:
+        """Return how well the stages were used by groups."""
+        passes = self._passes
+        return passes.flights.counts if isinstance(passes, GroupPasses) else FlightCounts()
+
+    def decode_groups(self, batch: Sequence[Answer]) -> bool:
+        """Run the next row of some requests in groups, if that is faster than in one pass.
+
+        Otherwise nothing is in flight afterwards.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        groups = self.groups
+        if groups is None:
+            return False
+        n_rows, n = len(batch), groups.choice.n_groups(len(batch))
+        is_one_pass = len(self._passes.room.groups(answer.slot for answer in batch)) == 1
+        if n == 1 or not is_one_pass or self._drafting.is_on or not groups.has_room(batch):
+            self.land()
+            return False
+        groups.decode(batch, n)
+        self._note(n_rows, n)
+        return True
+
+    def land(self) -> None:
+        """Have no pass in flight, after `decode_groups`; errors as there."""
+        if self.groups and self.groups.is_flying:
+            self.groups.land()
+            self._answers.tally.begin_round()
+
+    def give_up(self) -> None:
+        """Have no pass in flight, whatever has happened; nothing is drawn."""
+        if self.groups and self.groups.is_flying:
+            self.groups.give_up()
+
+    def _note(self, n_rows: int, n_groups: int) -> None:
+        """Note that requests have got a token each."""
+        seconds = self._answers.tally.end_round(n_rows)
+        if self.groups and seconds is not None:
+            self.groups.choice.note(n_rows, n_groups, seconds)
 
     def decode(self, batch: Sequence[Answer]) -> None:
         """Run the next row of some requests; deliver what was drawn before while it runs.
@@ -53,7 +106,7 @@ class Decoding:
                     answers.guard(answer, partial(answer.drawing.prepare, tree))
                 self._drafting.launched()
                 output = self._collect(batch, trees)
-                answers.tally.end_round(len(batch))
+                self._note(len(batch), 1)
                 if trees:
                     self._take(batch, trees, output)
         except MoegraphError as error:
@@ -138,14 +191,18 @@ class Decoding:
                 continue
             anchor, n = answer.sequence.tokens[-1], answer.sequence.n_generated
             self._answers.draw(answer, output, row)
-            self._took(answer, [anchor], [row])
+            self._took(answer, [anchor])
             self._drafting.drew(answer, answer.sequence.tokens[n:])
 
-    def _took(self, answer: Answer, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Note that a sequence has taken tokens; rows: theirs in the pass."""
-        self._drafting.took(answer.slot, tokens, rows)
+    def _took(self, answer: Answer, tokens: Sequence[int]) -> None:
+        """Note that a sequence has taken tokens."""
+        self._drafting.took(answer.slot, tokens)
         if tokens[-1] in answer.request.keep_after:
-            self._prefixes.save(answer.slot)
+            save = partial(self._prefixes.save, answer.slot)
+            if self.groups and self.groups.is_flying:
+                self.groups.when_landed(save)
+            else:
+                save()
 
     # trees
 
@@ -173,7 +230,7 @@ class Decoding:
         self._passes.commit({answer.slot: one.path for answer, one in done.items()})
         for answer, one in done.items():
             tokens = [one.tree.tokens[row] for row in one.path]
-            self._took(answer, tokens, [one.first + row for row in one.path])
+            self._took(answer, tokens)
             self._drafting.drew(answer, one.drawn)
             answer.n_drafted += one.tree.n_rows - 1
             answer.n_accepted += len(one.path) - 1

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..config import EngineConfig
 from ..errors import ConfigError, MoegraphError
 from ..ggml.device import Device, gpu_names
-from ..placement.split import LINK_RATE, MEMORY_RATE, Place
+from ..placement.split import LINK_RATE, MEMORY_RATE, Place, evened
 from ..resident.rates import measure_rates
 from ..units import parse_bytes
 
 # Bytes a second out of host memory with two channels.
 _HOST_RATE = 50e9
+_RATES = ("memory_rate", "link_rate")
 # Device memory left free with --vram auto, for other programs and for CUDA graphs.
 _MARGIN_BYTES = 256 << 20
 
@@ -71,7 +73,8 @@ def places_of(devices: Sequence[Device], config: EngineConfig) -> list[Place]:
         elif len(set(names)) > 1 and not config.deterministic:
             rates = measure_rates(device)
         found.append(Place(budget, source, needs_all, *rates))
-    return found
+    memory, link = (evened([getattr(p, name) for p in found]) for name in _RATES)
+    return [replace(place, memory_rate=a, link_rate=b) for place, a, b in zip(found, memory, link)]
 
 
 def _budget(device: Device, size: str, n_stages: int) -> tuple[int | None, str]:

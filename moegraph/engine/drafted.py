@@ -99,7 +99,7 @@ class DraftedSteps(Steps):
         with suppress(Cancelled):
             if tree:
                 self._passes.commit({SEQ: path})
-            speculation.committed(SEQ, tokens, path)
+            speculation.committed(SEQ, tokens)
         n_missing = speculation.n_missing() - self._n_missing
         self._done = self._proposal, drawn, self._clock.end(), n_missing
         if self._sequence.finish_reason:

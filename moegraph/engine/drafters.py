@@ -10,9 +10,9 @@ from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
+from ..draft.missing import Experts
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
-from ..draft.stepcost import Experts
 from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile
@@ -51,11 +51,7 @@ def open_drafters(
         if sources.mtp:
             block = open_mtp(stage, file, config.draft_vocab, sources.n_kept)
             stack.enter_context(closing(block))
-            mtp = stack.enter_context(closing(MtpDrafter(block)))
-            mtp.reserve()
-            if stage.device.can.streams:
-                mtp.warm_up()
-            drafters.append(mtp)
+            drafters.append(stack.enter_context(closing(MtpDrafter(block))))
         if sources.draft:
             n_ctx = stage.state.n_ctx
             n_sweep = sweep_rows(min(config.n_rows, n_ctx), n_ctx)
@@ -72,16 +68,26 @@ def open_drafters(
             sources.draft.check_unchanged()
         if config.spec in ("auto", "lookup"):
             drafters.append(LookUp(config.n_seq))
-        taps = {il for drafter in drafters for il in drafter.taps}
-        if taps:
-            stage.taps.reserve(sorted(taps), tap_rows(config))
-        for before in stages[:-1]:  # the layer after it keeps a tap
-            mine = [il for il in sorted(taps) if il + 1 in before.layers]
-            if mine:
-                before.taps.reserve(mine, tap_rows(config))
-        if sources.draft:
-            dflash.reserve()
+        _reserve_taps(stages, drafters, config)
+        for drafter in drafters:
+            if isinstance(drafter, MtpDrafter | DFlashDrafter):
+                drafter.reserve()
+            if isinstance(drafter, MtpDrafter) and stage.device.can.streams:
+                drafter.warm_up()
     return tuple(drafters)
+
+
+def _reserve_taps(
+    stages: Sequence[Stage], drafters: Sequence[Drafter], config: EngineConfig
+) -> None:
+    """Make room for the taps of all drafters; the last stage keeps them of tokens, too."""
+    taps = sorted({il for drafter in drafters for il in drafter.taps})
+    if taps:
+        stages[-1].taps.reserve(taps, tap_rows(config), config.n_seq)
+    for before in stages[:-1]:  # the layer after it keeps a tap
+        mine = [il for il in taps if il + 1 in before.layers]
+        if mine:
+            before.taps.reserve(mine, tap_rows(config))
 
 
 def first_widths(config: EngineConfig, captures: bool) -> list[int]:

@@ -33,6 +33,11 @@ class Drafting:
         # what there is to learn from the last pass, while the device computes
         self._done: list[tuple[Proposal | None, list[int], StepSeconds, int]] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there are drafters."""
+        return self._speculation is not None
+
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Have the drafters know what a sequence holds whose prompt begins."""
         if self._speculation:
@@ -44,10 +49,10 @@ class Drafting:
             return batch
         return replace(batch, taps=self._speculation.prompt_taps(batch.slot, batch.tokens))
 
-    def took(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Tell the drafters that a sequence took tokens; rows: theirs in the last pass."""
+    def took(self, slot: int, tokens: Sequence[int]) -> None:
+        """Note that a sequence took tokens, whose rows the last pass computed."""
         if self._speculation:
-            self._speculation.committed(slot, tokens, rows)
+            self._speculation.committed(slot, tokens)
 
     def propose(self, batch: Sequence[Answer]) -> list[DraftTree] | None:
         """Return the rows of each request in the next pass; None if none of them drafts.

@@ -31,11 +31,11 @@ from ..units import MiB
 from .drafters import open_speculation
 from .expertuse import ExpertUse
 from .generation import Events, Generation
+from .grouppasses import passes_of
 from .ids import Cancel, Seqs, checked_ids
 from .loader import LoadedModel, load_model
 from .memoryuse import memory_use
 from .ownership import Ownership
-from .passes import Passes
 from .prefixes import Prefixes
 from .prefixidentity import open_disk
 from .requests import Constraint
@@ -125,7 +125,7 @@ class Engine:
         self.state = loaded.sequences
         self.threads = loaded.threads
         self.runner = loaded.runner
-        self.passes = Passes(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
+        self.passes = passes_of(loaded.runner, loaded.files, loaded.n_ctx, loaded.threads)
         self.speculation = open_speculation(
             loaded.drafters, loaded.config, loaded.runner, loaded.pass_times
         )

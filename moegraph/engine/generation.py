@@ -199,7 +199,7 @@ class Generation:
         output, saved = self.passes.read(batch, self.cancel, progress, meanwhile)
         self.is_reading = False
         if self.speculation and not is_sweep:
-            self.speculation.committed(SEQ, tokens.tolist(), range(len(tokens)))
+            self.speculation.committed(SEQ, tokens.tolist())
         if self.prefixes:
             for states in saved:
                 self.prefixes.save(SEQ, states)

@@ -135,11 +135,14 @@ class Passes:
         rows, slots = self._given(tokens, seq)
         kind = kind or (Kind.DECODE if rows.shape[1] == 1 else Kind.PREFILL)
         batch = self._checked(Batch(rows, slots, kind, all_rows, greedy, draws=draws))
+        self._start(batch, cancel, self._runner.submit)
+
+    def _start(self, batch: Batch, cancel: Cancel, submit: Callable[..., None]) -> None:
         cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until everything is recorded
         try:
-            self._run(batch, cancelled)
-            for slot, row in zip(batch.slots, rows.tolist()):
+            self._run(batch, cancelled, submit)
+            for slot, row in zip(batch.slots, batch.tokens.tolist()):
                 self._held[slot].extend(row)
         except BaseException:
             self._clean_up()
@@ -276,7 +279,7 @@ class Passes:
         cancelled = cancelled_of(cancel, len(batch.slots))
         self._to_truncate.update(batch.slots)  # until the pass is launched
         try:
-            self._run(batch, cancelled)
+            self._run(batch, cancelled, self._runner.submit)
         except BaseException:
             self._clean_up()
             self._files.check()
@@ -349,14 +352,9 @@ class Passes:
         self._prompts.require_read(seq)
 
     def put_back(
-        self,
-        seq: int,
-        ids: Sequence[int],
-        n_kept: int,
-        rows: Sequence[tuple[int, RowsCopy]],
-        states: StatesCopy,
-        source: tuple[int, int] | None = None,
-    ) -> None:
+        self, seq: int, ids: Sequence[int], n_kept: int, rows: Sequence[tuple[int, RowsCopy]],
+        states: StatesCopy, source: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """Have a sequence hold ids, from copies in host memory; see `Sequences.put_back`.
 
         Raises:
@@ -374,7 +372,9 @@ class Passes:
         self._held[seq] = list(ids)
         self._unfinished.discard(seq)
 
-    def _run(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _run(
+        self, batch: Batch, cancelled: Callable[[], bool], submit: Callable[..., None]
+    ) -> None:
         """Submit a pass to the runner, with the threads for it."""
         self._batch = batch
         n_built = self._runner.n_built
@@ -383,7 +383,7 @@ class Passes:
         begins: Callable[[], object] = (
             bool if batch.tree else partial(self._unfinished.update, batch.slots)
         )
-        self._runner.submit(batch, cancelled, begins)
+        submit(batch, cancelled, begins)
         if self._runner.n_built == n_built:  # building a graph says nothing of threads
             self._threads.end()
 
@@ -419,8 +419,11 @@ class Passes:
                 others keep what they hold, and their results are in the error's `output`.
             ModelFileError: the model file was cut short; the engine is unusable from then on.
         """
+        return self._collected(self._runner.collect, locates)
+
+    def _collected(self, collect: Callable[[], Output], locates: bool) -> Output:
         try:
-            output = self._runner.collect()
+            output = collect()
             self._require_files()
             return output
         except NotFinite as error:

@@ -334,7 +334,7 @@ class Reading:
         try:
             with self._answers.cancelling(answer):
                 output, _ = self._passes.read(piece, answer.cancel)
-            self._drafting.took(slot, piece.tokens.tolist(), range(n))
+            self._drafting.took(slot, piece.tokens.tolist())
         except MoegraphError as error:
             self._answers.failed([answer], error)
             return 0.0

@@ -142,6 +142,12 @@ class Scheduler(Generic[T]):
         return len(self._decoding) + n_reading
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether requests decode, and nothing else can run before one of them ends."""
+        is_full = self.n_running >= self._n_slots
+        return len(self._decoding) == self.n_running and (is_full or not self._waiting)
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is no request."""
         return not self._arrival

@@ -79,6 +79,7 @@ class ServiceLoop:
     def _end_all(self, error: MoegraphError) -> None:
         with self.lock:
             self.is_closing = True
+        self._decoding.give_up()
         self._answers.tell()
         for answer in self.scheduler.requests():
             self._answers.end(answer, "error", error)
@@ -125,7 +126,9 @@ class ServiceLoop:
         self.busy_since = time.perf_counter()
         if isinstance(work, Decode):
             self._decode(work.keys)
-        elif isinstance(work, Read):
+            return
+        self._decoding.land()
+        if isinstance(work, Read):
             self._read(work.seconds)
         elif isinstance(work, Piece):
             seconds = self._reading.read_piece(work.key, work.n_rows)
@@ -158,7 +161,13 @@ class ServiceLoop:
 
     def _decode(self, keys: Sequence[Answer]) -> None:
         """Run the next pass; if memory is short, the youngest requests are left out of it."""
-        batch = list(keys)
+        if self.scheduler.only_decodes:
+            if self._decoding.decode_groups(keys):
+                self.scheduler.decoded(len(keys))
+                return
+        else:
+            self._decoding.land()
+        batch = [answer for answer in keys if not (answer.is_over or answer.is_drawn)]
         while batch and not self._swapping.has_room(batch):
             youngest = max(batch, key=lambda answer: answer.submitted)
             batch.remove(youngest)
@@ -210,6 +219,7 @@ class ServiceLoop:
         """Return what the service is doing."""
         engine, scheduler = self._engine, self.scheduler
         self._status_at = time.perf_counter()
+        flights = self._decoding.flight_counts
         return ServiceStatus(
             self._answers.slots(),
             n_running=scheduler.n_running,
@@ -221,4 +231,6 @@ class ServiceLoop:
             memory={} if engine.ownership.is_closed else engine.memory(),
             experts=engine.expert_stats(),
             spec=engine.spec_stats(),
+            group_passes=flights.passes,
+            stage_idle=flights.bubbles,
         )

@@ -59,6 +59,8 @@ class ServiceStatus:
     n_running: requests with a slot. n_waiting: requests without. n_ctx: positions of a sequence.
     prefix_bytes, prefix_places: host memory of kept prompt beginnings, and how many there are.
     memory: as `Engine.memory`. experts, spec: as `Engine.expert_stats` and `Engine.spec_stats`.
+    group_passes, stage_idle: passes of groups, and the share of their time in which a stage had no
+    work, the mean of all stages; 0 without several devices.
     busy_s: since when the engine has been at one piece of work; 0.0 while it waits for requests.
     failure: why requests are not answered any more; None if they are.
     """
@@ -73,5 +75,7 @@ class ServiceStatus:
     memory: Mapping[str, int] = field(default_factory=dict)
     experts: ExpertStats | None = None
     spec: SpecStats | None = None
+    group_passes: int = 0
+    stage_idle: float = 0.0
     busy_s: float = 0.0
     failure: str | None = None

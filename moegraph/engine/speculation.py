@@ -1,14 +1,16 @@
 """What drafts for the sequences of an engine: the drafters, and who decides about them.
 
-Drafters follow what each sequence holds. A generation tells them of its prompt and of every token
-that its sequence takes. If it fails in between, they do not know what the sequence holds, and
-`begin` has them start anew.
+Drafters follow what each sequence holds. A generation says what its prompt is, and which tokens its
+sequence takes. A drafter is told of these tokens before it drafts, or when there are many, because
+it computes many at once nearly as fast as one. If that fails, it does not know what the sequence
+holds, and `begin` has it start anew.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,6 +23,7 @@ from ..draft.rejection import Odds, offer, offered_race
 from ..draft.stats import SpecStats
 from ..draft.tree import DraftTree, TreeDrafter, spine_tree
 from ..draft.watch import Watch, Watched
+from ..kinds import MOST_BEHIND
 from .prefixtree import n_common
 from .proposal import Proposal
 
@@ -64,6 +67,19 @@ class Controller(Protocol):
         """Learn from a pass of several sequences of which none drafted."""
 
 
+@dataclass
+class _Followed:
+    """What a sequence holds, as far as drafters may know, and how much of it each was told."""
+
+    ids: list[int]
+    known: dict[str, int]
+
+    @property
+    def least(self) -> int:
+        """Return how much every drafter was told."""
+        return min(self.known.values(), default=len(self.ids))
+
+
 class Speculation:
     """The drafters of an engine.
 
@@ -92,47 +108,59 @@ class Speculation:
         self._n_vocab = n_vocab
         self._failed: set[str] = set()
         self._said: set[str] = set()
-        self._told: dict[int, list[int]] = {}  # what the drafters know that sequences hold
+        self._followed: dict[int, _Followed] = {}
         self._watch = Watch()
 
     def begin(self, slot: int, held: Sequence[int]) -> None:
         """Begin another text: have the drafters know what a sequence holds."""
         self.controller.begin()
         self._watch.forget(slot)
-        told, n = self._told.pop(slot, None), len(held)
-        ids = np.asarray(held, dtype=np.int32)
-        goes_on = told is not None and n_common(np.asarray(told, dtype=np.int32), ids) == n
-        for drafter in self.drafters.values():
-            if goes_on:
-                drafter.truncate(slot, n)
-            else:
+        before, n = self._followed.pop(slot, None), len(held)
+        ids, known = np.asarray(held, dtype=np.int32), dict.fromkeys(self.drafters, n)
+        if before and n_common(np.asarray(before.ids, dtype=np.int32), ids) == n:
+            for name, drafter in self.drafters.items():
+                known[name] = min(before.known[name], n)
+                drafter.truncate(slot, known[name])
+        else:
+            for drafter in self.drafters.values():
                 drafter.restart(slot, ids)
-        self._told[slot] = list(held)
+        self._followed[slot] = _Followed(list(held), known)
 
     def prompt_taps(self, slot: int, ids: Ids) -> dict[int, Tap]:
         """Return the taps of a sweep that has a sequence hold these ids too."""
-        told = self._told.pop(slot)
+        self.settle(slot)
+        before = self._followed.pop(slot).ids
         found: dict[int, list[Tap]] = {}
         for drafter in self.drafters.values():
-            for il, tap in drafter.prompt_taps(slot, ids, len(told)).items():
+            for il, tap in drafter.prompt_taps(slot, ids, len(before)).items():
                 found.setdefault(il, []).append(tap)
-        self._told[slot] = [*told, *ids.tolist()]
+        held = [*before, *ids.tolist()]
+        self._followed[slot] = _Followed(held, dict.fromkeys(self.drafters, len(held)))
         return {il: _all_of(taps) for il, taps in found.items()}
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Tell the drafters that a sequence took tokens, whose rows the last pass computed."""
-        told = self._told.pop(slot)
-        for drafter in self.drafters.values():
-            drafter.committed(slot, tokens, rows)
-        told.extend(tokens)
-        self._told[slot] = told
-        for watched in self._watch.seen(slot, told):
+    def committed(self, slot: int, tokens: Sequence[int]) -> None:
+        """Note that a sequence took tokens, whose rows the last pass computed."""
+        followed = self._followed[slot]
+        followed.ids.extend(tokens)
+        if len(followed.ids) > followed.least + MOST_BEHIND:
+            self.settle(slot)
+        for watched in self._watch.seen(slot, followed.ids):
             self.controller.observe_watched(watched)
 
     def settle(self, slot: int) -> None:
-        """Have the drafters enqueue what waits of a sequence whose state is about to be copied."""
-        for drafter in self.drafters.values():
-            drafter.settle(slot)
+        """Tell the drafters all of a sequence, such as before its state is copied."""
+        if slot in self._followed:
+            self._tell(slot, self.drafters)
+
+    def _tell(self, slot: int, names: Collection[str]) -> None:
+        """Tell some drafters what a sequence took since they were told."""
+        followed = self._followed.pop(slot)
+        for name in names:
+            first, n = followed.known[name], len(followed.ids)
+            if first < n:
+                self.drafters[name].committed(slot, first, followed.ids[first:])
+                followed.known[name] = n
+        self._followed[slot] = followed
 
     @property
     def row_bytes(self) -> int:
@@ -145,7 +173,8 @@ class Speculation:
         held: what the sequence holds up to the last of these positions. Returns nothing if the
         drafters do not know of it.
         """
-        if self._told.get(slot, [])[: len(held)] != held:
+        followed = self._followed.get(slot)
+        if followed is None or followed.ids[: len(held)] != held:
             return {}
         found = {
             name: drafter.take_rows(slot, first, len(held) - first)
@@ -161,12 +190,12 @@ class Speculation:
         rows: the position of the first row in each copy, and the copy.
         """
         self._watch.forget(slot)
-        told = self._told.pop(slot, [])
-        n_kept = len(kept) if told[: len(kept)] == kept else 0
+        before = self._followed.pop(slot, _Followed([], {}))
+        n_kept = len(kept) if before.ids[: before.least][: len(kept)] == kept else 0
         for name, drafter in self.drafters.items():
             pieces = [(first, copy.n_rows, copy.drafted.get(name, [])) for first, copy in rows]
             drafter.put_back(slot, np.asarray(ids, dtype=np.int32), n_kept, pieces)
-        self._told[slot] = list(ids)
+        self._followed[slot] = _Followed(list(ids), dict.fromkeys(self.drafters, len(ids)))
 
     def propose(
         self,
@@ -195,7 +224,7 @@ class Speculation:
                 plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
-            drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows, race)
+            drafted = self._draft(slot, anchor, plan, most_rows, race)
             if drafted is None:
                 without.add(plan.source)
                 continue
@@ -206,11 +235,12 @@ class Speculation:
         return None
 
     def _draft(
-        self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int, race: Race | None
+        self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None
     ) -> tuple[Draft, DraftTree, tuple[Odds, ...]] | None:
-        """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
+        """Return a draft and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
-        n, tree = min(plan.n_draft, drafter.max_draft, most), None
+        self._tell(slot, [plan.source])
+        n, tree = min(plan.n_draft, drafter.max_draft), None
         rejects = self.rejects and race is not None and not plan.is_watched
         if race and rejects:
             draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))
@@ -244,8 +274,8 @@ class Speculation:
 
     def _begin_watch(self, slot: int, source: str, draft: Draft) -> None:
         if self.accept is None:
-            # the drafters have not been told of the anchor yet
-            self._watch.add(slot, source, len(self._told[slot]) + 1, draft)
+            # the sequence does not hold the anchor yet
+            self._watch.add(slot, source, len(self._followed[slot].ids) + 1, draft)
             return
         ranks = [0] * self.accept(draft.n_depth)
         ranks += [-1] * (len(ranks) < draft.n_depth)

@@ -43,8 +43,11 @@ class Tally:
         """Note that a step of a sweep was enqueued."""
         self._steps.append(step)
 
-    def end_round(self, n_rows: int = 0) -> None:
-        """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass."""
+    def end_round(self, n_rows: int = 0) -> float | None:
+        """Note that the device has done all its work, a pass of n_rows rows last; 0: no pass.
+
+        Return what the pass took in seconds; None: not known.
+        """
         seconds, n_steps = time.perf_counter() - self._since, len(self._steps)
         self.costs.note_round(self._steps, n_rows, seconds, self._built != self._n_built())
         pass_s = min(seconds, self.costs.pass_s(n_rows) or 0.0) if n_rows else 0.0
@@ -54,7 +57,9 @@ class Tally:
         if n_rows:
             self._sums["passes"] += 1
             self._sums["pass_rows"] += n_rows
+        is_known = not n_steps and self._built == self._n_built()
         self.begin_round()
+        return seconds if is_known else None
 
     def end_piece(self, n_rows: int) -> float:
         """Note that the device has read a piece of a prompt; return what it took in seconds."""

@@ -331,8 +331,9 @@ class Builder:
         return C.moegraph_fetch_rows(self.ctx, table, ids, victims, source, target)
 
     def set_rows(self, dst: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        """Write F32 rows [n, r] to rows ids I64 or I32 [r] of dst [n, m], as dst's type."""
+        """Write F32 rows [n, r, b] to rows ids I64 or I32 [r] of dst [n, m, b], as dst's type."""
         ok = dst.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0] and ids.type in (I64, I32)
+        ok = ok and dst.ne[2] == rows.ne[2] and dst.ne[3] == rows.ne[3]
         _require(ok and rows.type == F32, "set_rows", dst, rows, ids)
         return C.ggml_set_rows(self.ctx, dst, rows, ids)
 

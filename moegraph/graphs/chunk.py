@@ -335,6 +335,7 @@ class ChunkInputs:
             absent=None,
             pages=None,
             rows=None,
+            taps=None,
             joint=joint,
         )
 

@@ -15,7 +15,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, Builder, Tensor
 from ..modelfile.drafter import DFlashHParams
-from ..resident.draftlayout import N_WAITING
+from ..resident.draftlayout import N_TAKEN
 from ..resident.ringshape import Mask, RingShape
 from ..units import round_up
 from .dflash import BlockInputs
@@ -48,12 +48,11 @@ class _Layout:
         self.races = self.draws + 4 * DRAW_WORDS * self.n_draws
         self.n_races = n if hp.markov_rank else 0
         self.rows = self.races + 4 * DRAW_WORDS * self.n_races
-        self.n_row_words = (1 + len(shapes)) * N_WAITING
+        self.n_row_words = (2 + len(shapes)) * N_TAKEN
         self.prompt = self.rows + 4 * self.n_row_words
         self.n_prompt_words = (1 + len(shapes)) * n_sweep
         self.fused = round_up(self.prompt + 4 * self.n_prompt_words, _ALIGN)
-        self.waiting = self.fused + row * n_sweep
-        self.scratch = self.waiting + row * N_WAITING * len(hp.taps)
+        self.scratch = self.fused + row * n_sweep
         # before the table there are zeros, which a look-up of -1 reads: that is the argmax of NaN
         self.d2t = self.scratch + round_up(8 * n * BEAM, _ALIGN) + _ALIGN
         self.size = self.d2t + 4 * hp.n_vocab_draft
@@ -68,8 +67,7 @@ class DraftMemory:
     """Fixed memory for the inputs of a drafter's graphs, and for fused features of a prompt.
 
     features: F32 [n_embd, n_sweep], fused outputs of the taps for a part of a prompt.
-    waiting: for each tap, by layer, F32 [n_embd, N_WAITING]: outputs of tokens that wait for their
-    K and V. n_bytes: device memory.
+    n_bytes: device memory.
     """
 
     def __init__(
@@ -86,17 +84,11 @@ class DraftMemory:
         what = "the inputs of drafts and features of prompts"
         self._buffer = device.buffer(at.size, what, "lower -c or use --spec off")
         C.ggml_backend_buffer_clear(self._buffer.ptr, 0)
-        layers = sorted(set(hp.taps))
-        self._context = Context(3 + len(layers))
+        self._context = Context(3)
         self._all = C.ggml_new_tensor_1d(self._context.ptr, F32, at.size // 4)
         place(self._buffer, self._all, 0)
         self.features: Tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, n_sweep)
         place(self._buffer, self.features, at.fused)
-        self.waiting: dict[int, Tensor] = {}
-        for k, il in enumerate(layers):
-            tensor = C.ggml_new_tensor_2d(self._context.ptr, F32, hp.n_embd, N_WAITING)
-            place(self._buffer, tensor, at.waiting + 4 * hp.n_embd * N_WAITING * k)
-            self.waiting[il] = tensor
         self._host = device.host_buffer(at.masks)
         self._words_host = device.host_buffer(4 * max(at.n_row_words, at.n_prompt_words))
         self._words_sent = device.event()
@@ -167,14 +159,17 @@ class DraftMemory:
             self._device.compute.ptr, self._all, host.address(source), to, size
         )
 
-    def send_rows(self, places: Longs, cells: Sequence[Ints]) -> None:
-        """Enqueue the upload of positions of waiting tokens, and where their K and V go."""
-        self._send_words(self._at.rows, [places, *cells])
+    def send_rows(self, places: Longs, taken: Longs, cells: Sequence[Ints]) -> None:
+        """Enqueue the upload of positions of tokens that a sequence took.
 
-    def row_leaves(self, b: Builder, n: int) -> tuple[Tensor, list[Tensor]]:
+        taken: their rows in the ring of taps. cells: where their K and V go.
+        """
+        self._send_words(self._at.rows, [places, taken, *cells])
+
+    def row_leaves(self, b: Builder, n: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return what `send_rows` sends, I32 [n] each."""
-        pos, *cells = self._word_leaves(b, self._at.rows, n, n)
-        return pos, cells
+        pos, taken, *cells = self._word_leaves(b, self._at.rows, n, n, 2)
+        return pos, taken, cells
 
     def send_prompt(self, places: Longs, cells: Sequence[Ints]) -> None:
         """Enqueue the upload of positions of rows of a prompt, and where K and V go."""
@@ -184,7 +179,7 @@ class DraftMemory:
 
     def prompt_leaves(self, b: Builder, row: int, n: int) -> tuple[Tensor, list[Tensor]]:
         """Return what `send_prompt` sends of rows [row, row + n), I32 [n] each."""
-        pos, *cells = self._word_leaves(b, self._at.prompt + 4 * row, n, self._n_sweep)
+        pos, *cells = self._word_leaves(b, self._at.prompt + 4 * row, n, self._n_sweep, 1)
         return pos, cells
 
     def _send_words(self, to: int, parts: Sequence[npt.NDArray[Any]]) -> None:
@@ -196,9 +191,9 @@ class DraftMemory:
         if self._words_sent:
             C.ggml_backend_event_record(self._words_sent.ptr, self._device.compute.ptr)
 
-    def _word_leaves(self, b: Builder, at: int, n: int, stride: int) -> list[Tensor]:
-        """Return leaves of n words each: positions, and rows of each ring."""
-        return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(1 + self._n_rings)]
+    def _word_leaves(self, b: Builder, at: int, n: int, stride: int, n_more: int) -> list[Tensor]:
+        """Return leaves of n words each: n_more of them, and rows of each ring."""
+        return [self._leaf(b, at + 4 * i * stride, I32, n) for i in range(n_more + self._n_rings)]
 
     def races_leaf(self, b: Builder, n: int) -> Tensor:
         """Return what `send_races` sends, I32 [DRAW_WORDS, n]."""

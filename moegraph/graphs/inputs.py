@@ -18,6 +18,7 @@ from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
 from ..resident.layout import MAX_PAGED_ROWS
 from ..resident.stage import Stage
 from ..resident.state import State
+from ..resident.taps import TapRows
 from ..units import round_up
 from .hidden import HiddenRows
 from .joint import JointRows
@@ -69,7 +70,8 @@ class PassInputs:
     which some repeat; absent F32 [n_expert_used, n_tokens], ids of -1. With at most DRAW_ROWS
     results: draws I32 [DRAW_WORDS, n_out], for candidates (`RowSampler.draw`). With pages, in place
     of kq_mask and kv_rows: pages I32 [n_pages, n_seqs], rows I32 [ROW_WORDS, n_tokens]. With
-    sequences of which each has its own number of rows: joint. What a pass does not need is None.
+    sequences of which each has its own number of rows: joint. With taps and without trees: taps
+    I32 [n_tokens], where rows go in their ring. What a pass does not need is None.
     """
 
     embd: Tensor
@@ -85,6 +87,7 @@ class PassInputs:
     absent: Tensor | None
     pages: Tensor | None
     rows: Tensor | None
+    taps: Tensor | None
     joint: JointRows | None = None
 
 
@@ -102,6 +105,7 @@ class _Layout:
     out_ids: int
     slots: int
     parents: int
+    taps: int
     padding: int
     absent: int
     draws: int
@@ -115,7 +119,7 @@ class _Layout:
         """
         padding = (1, n_expert_used) if n_tokens > 1 else (0, 0)
         offsets = [0]
-        for n in (n_embd, 1, 2, 1, 1, 1, *padding):
+        for n in (n_embd, 1, 2, 1, 1, 1, 1, *padding):
             offsets.append(round_up(offsets[-1] + 4 * n * n_tokens, _ALIGN))
         n_draws = min(n_tokens, DRAW_ROWS)
         offsets.append(round_up(offsets[-1] + 4 * DRAW_WORDS * n_draws, _ALIGN))
@@ -151,6 +155,7 @@ class InputBlock:
         self._n_embd = stage.hp.n_embd if self._embedding else 0
         self._n_expert_used = stage.hp.n_expert_used
         self._state = state = stage.state
+        self._taps = stage.taps
         self._layouts: dict[int, _Layout] = {}
         n_rows = state.shape.n_rows
         at = self._layout(state.shape.pass_rows(n_ubatch))
@@ -226,7 +231,13 @@ class InputBlock:
             absent=absent,
             pages=pages,
             rows=rows,
+            taps=leaf(I32, (n_tokens,), "inp_taps", at.taps) if self._keeps(shape) else None,
         )
+
+    def _keeps(self, shape: PassShape) -> bool:
+        """Return whether the rows of a pass go to the ring of the taps."""
+        taps = self._taps
+        return taps.n_kept > 0 and not shape.is_tree and shape.n_tokens <= taps.n_rows
 
     def fill(
         self,
@@ -259,7 +270,7 @@ class InputBlock:
             one = self._one
             if one is None or one.shape != shape:
                 at = self._layout(1)
-                one = _OneRow(self._region, at, shape, self._n_embd, self._state)
+                one = _OneRow(self._region, at, shape, self._n_embd, self._state, self._taps)
                 self._one, one.end = one, self._end(at, shape)
             if self._embedding:
                 self._embedding.rows(tokens.reshape(-1), one.embd)
@@ -303,6 +314,9 @@ class InputBlock:
                 region(at.padding, n_tokens, np.int32)[:] = tree.padding
                 region(at.absent, self._n_expert_used * n_tokens, np.int32)[:] = -1
         region(at.slots, shape.n_seqs, np.int32)[:] = slots
+        if self._keeps(shape):
+            kept = [self._taps.ring_rows(slot, state.n_past[slot], n) for slot in slots]
+            region(at.taps, n_tokens, np.int32)[:] = np.concatenate(kept)
         if shape.is_paged:
             table = state.pool.table
             n_pages = table.shape[1]
@@ -352,9 +366,11 @@ class _OneRow:
         shape: PassShape,
         n_embd: int,
         state: State,
+        taps: TapRows,
     ) -> None:
         self.shape = shape
         self._state, self._pool = state, state.pool
+        self._taps, self._tap = taps, region(at.taps, 1, np.int32)
         self.embd = region(at.embd, n_embd, np.float32).reshape(1, n_embd)
         self.draws = region(at.draws, DRAW_WORDS, np.int32).reshape(1, DRAW_WORDS)
         self._pos, self._kv_idx = region(at.pos, 1, np.int32), region(at.kv_idx, 1, np.int64)
@@ -376,6 +392,9 @@ class _OneRow:
         pool, first = self._pool, self._state.n_past[slot]
         self._pos[0] = first
         self._kv_idx[0] = pool.row(slot, first)
+        n_kept = self._taps.n_kept
+        if n_kept:
+            self._tap[0] = slot * n_kept + first % n_kept
         goes_on = self._last == (first - 1, slot, pool.version)
         if not goes_on:
             self._slot[0] = slot

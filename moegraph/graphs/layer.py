@@ -62,6 +62,18 @@ def build_tap(b: Builder, stage: Stage, x: Tensor, norm: Tensor, il: int) -> Non
         stage.taps.keep(b, norm, il)
 
 
+def build_last_tap(
+    b: Builder, stage: Stage, inp: PassInputs, shape: PassShape, x: Tensor, norm: Tensor
+) -> None:
+    """Keep what a drafter wants of the head's input x and its norm, and the taps in their ring.
+
+    The rows of a verify pass come to the ring when some of them are committed.
+    """
+    build_tap(b, stage, x, norm, stage.hp.n_layer)
+    if inp.taps is not None:
+        stage.taps.append(b, inp.taps, shape.n_tokens)
+
+
 def build_mixer_router(
     b: Builder,
     stage: Stage,

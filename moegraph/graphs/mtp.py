@@ -41,6 +41,7 @@ class StepInputs:
             embd=x, pos=self.pos, kv_idx=self.kv_idx, out_ids=None, draws=None,
             kq_mask=self.kq_mask, slots=self.slots, kv_rows=self.kv_rows, parents=None,
             padding=None, absent=None, pages=self.pages, rows=self.rows,
+            taps=None,
         )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ class KnownRows:
     """The inputs of known positions.
 
     tokens I32 [n]; pos I32 [n]; kv_idx I64 [n], rows of the caches. Of accepted rows also: sources
-    I32 [n], the row of each; last I32 [1], that of the last position; slot I32 [1], the sequence.
+    I32 [n], the row of each in the ring of taps; last I32 [1], the number of the last of these
+    rows; slot I32 [1], the sequence.
     """
 
     tokens: Tensor
@@ -95,15 +97,14 @@ def build_known_rows(b: Builder, block: MtpBlock, inp: KnownRows, before: Tensor
 def build_taken_rows(
     b: Builder, block: MtpBlock, inp: KnownRows, last_out: Tensor, taken: Tensor
 ) -> None:
-    """Append the same for accepted rows; taken F32 [n_embd, n_rows]: l_out of the last layer there.
+    """Append the same for accepted rows; taken F32 [n_embd, n]: l_out of the last layer there.
 
     last_out F32 [n_embd, n_seq]: that of the position before these, and afterwards of the last.
     """
     n = inp.tokens.ne[0]
     before = b.get_rows(last_out, inp.slot)
     if n > 1:
-        others = b.get_rows(taken, b.view(inp.sources, (n - 1,)))
-        before = b.concat(before, others, 1)
+        before = b.concat(before, b.view(taken, (taken.ne[0], n - 1), (taken.nb[1],)), 1)
     build_known_rows(b, block, inp, b.expand(before))
     b.expand(b.set_rows(last_out, b.get_rows(taken, inp.last), inp.slot))
 

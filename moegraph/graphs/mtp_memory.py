@@ -13,7 +13,6 @@ from ..ggml.handles import Context
 from ..ggml.lib import C, ffi
 from ..ggml.memory import place
 from ..ggml.ops import F16, F32, I32, I64, Builder, Tensor
-from ..resident.layout import MTP_TAKEN
 from ..resident.mtp import MtpBlock
 from ..units import round_up
 from .inputs import PAGED
@@ -32,7 +31,6 @@ class MtpMemory:
     """Memory for graphs over at most max_rows known rows, and for chains of at most max_draft.
 
     before: F32 [n_embd, max_rows], l_out of the model at the position before each known row.
-    taken: F32 [n_embd, MTP_TAKEN], l_out of accepted rows whose K and V are not computed yet.
     logits: F32 [n_vocab, max_draft]; tokens: I32 [max_draft], their argmax; ids: I32
     [n_expert_used, max_draft], the experts of each step; draws: I32 [DRAW_WORDS, max_draft],
     constant, for candidates without a race; races: the same for races; listed: I32 [words,
@@ -52,12 +50,11 @@ class MtpMemory:
         self._gathers = stage.state.n_seq > 1
         longest = PAGED if is_paged else stage.state.n_ctx
         n_words = max(self._n_known(max_rows), self._n_chain(max_draft, longest))
-        self._context = Context(9)
+        self._context = Context(8)
         self._n_used = hp.n_expert_used
         shapes = {
             "inputs": (I32, (n_words,)),
             "before": (F32, (hp.n_embd, max_rows)),
-            "taken": (F32, (hp.n_embd, MTP_TAKEN)),
             "logits": (F32, (self._n_vocab, max_draft)),
             "tokens": (I32, (max_draft,)),
             "ids": (I32, (hp.n_expert_used, max_draft)),
@@ -77,7 +74,6 @@ class MtpMemory:
         for name, tensor in made.items():
             place(self._buffer, tensor, offsets[name])
         self.before: Tensor = made["before"]
-        self.taken: Tensor = made["taken"]
         self.logits: Tensor = made["logits"]
         self.tokens: Tensor = made["tokens"]
         self._inputs, self._races = made["inputs"], made["races"]
@@ -121,10 +117,10 @@ class MtpMemory:
         place(self._buffer, tensor, self._offsets["inputs"] + 4 * word)
         return tensor
 
-    def rows_leaf(self, b: Builder, name: str, n: int) -> Tensor:
-        """Return a leaf that reads the first n rows of `before` or `taken`, by name."""
-        rows = b.leaf(F32, (self.before.ne[0], n), f"mtp_{name}")
-        place(self._buffer, rows, self._offsets[name])
+    def before_leaf(self, b: Builder, n: int) -> Tensor:
+        """Return a leaf that reads the first n rows of `before`."""
+        rows = b.leaf(F32, (self.before.ne[0], n), "mtp_before")
+        place(self._buffer, rows, self._offsets["before"])
         return rows
 
     def known_leaves(self, b: Builder, n: int) -> KnownRows:
@@ -141,9 +137,12 @@ class MtpMemory:
 
     def send_known(
         self, slot: int, tokens: npt.NDArray[np.int32], first: int, n_padded: int,
-        sources: Sequence[int] = (0,),
+        sources: Sequence[int] | npt.NDArray[np.int64] = (0,),
     ) -> None:  # fmt: skip
-        """Upload the inputs of a sequence's known rows from position first on, and padding."""
+        """Upload the inputs of a sequence's known rows from position first on, and padding.
+
+        sources: of accepted rows, where their outputs are in the ring of taps.
+        """
         n, room, words = len(tokens), round_up(n_padded, _ALIGN), self._next_words()
         places = first + np.arange(n)
         words[: self._n_known(n_padded)] = 0
@@ -151,7 +150,7 @@ class MtpMemory:
         rows = words[2 * room : 2 * room + 2 * n_padded].view(np.int64)
         rows[:n], rows[n:] = self._state.pool.run(slot, first, n), self._state.spare_row
         words[4 * room : 4 * room + len(sources)] = sources
-        words[5 * room], words[5 * room + _ALIGN] = sources[-1], slot
+        words[5 * room], words[5 * room + _ALIGN] = n - 1, slot
         self._send(self._n_known(n_padded))
 
     def chain_leaves(

@@ -19,7 +19,6 @@ from ..resident.layout import (
     MAX_MTP_DRAFT,
     MAX_PAGED_ROWS,
     MTP_ROWS,
-    MTP_TAKEN,
     PAGE,
     Packing,
     draft_vocab,
@@ -156,7 +155,7 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
         seen = PoolShape.of(config, n_ctx).most_seen(config.draft_ctx_max)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
         total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
-        total += tap_bytes(hp.n_embd, n_taps, n_rows)
+        total += tap_bytes(hp.n_embd, n_taps, n_rows, config.n_seq)
         if sources.draft.takes_part:
             total += _head_bytes(model, config.draft_vocab)
     return total
@@ -188,8 +187,8 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
     else:
         weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
     kv = kv_bytes_per_layer(hp, config.type_k, config.type_v) * (shape.n_rows + 1)
-    outputs = 4 * hp.n_embd * (config.n_seq + 1 + MTP_TAKEN)
-    outputs += tap_bytes(hp.n_embd, 1, tap_rows(config))
+    outputs = 4 * hp.n_embd * (config.n_seq + 1)
+    outputs += tap_bytes(hp.n_embd, 1, tap_rows(config), config.n_seq)
     return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
 
 

@@ -24,6 +24,8 @@ from .planner import Demand, Footprint, Plan, make_plan, require_counts
 MEMORY_RATE, LINK_RATE = 450e9, 25e9
 # What a layer takes besides reading: its kernels follow one another.
 _LAYER_SECONDS = 50e-6
+# Rates that differ by no more than this factor are of equal devices, measured at another moment.
+_EQUAL = 1.3
 # What a token may take longer, at most, so that devices take equally long.
 _BALANCE = 0.02
 NeedOf = Callable[[int, range], Footprint]
@@ -64,6 +66,21 @@ class SplitSettings:
     cache_slots: int | None = None
     shares: Sequence[float] | None = None
     demand: Demand | None = None
+
+
+def evened(rates: Sequence[float]) -> list[float]:
+    """Return measured rates; those of devices that are probably equal are the same number.
+
+    Even a small difference would move nearly all layers that miss experts to one of the devices.
+    """
+    found = list(rates)
+    order = sorted(range(len(rates)), key=lambda i: rates[i])
+    while order:
+        alike = [i for i in order if rates[i] <= _EQUAL * rates[order[0]]]
+        for i in alike:
+            found[i] = max(rates[j] for j in alike)
+        order = order[len(alike) :]
+    return found
 
 
 def split_layers(

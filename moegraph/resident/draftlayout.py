@@ -20,9 +20,8 @@ _ALIGN = 128
 EMBEDDING = "token_embd.weight"
 # Rows of a prompt in one graph.
 CHUNK = 512
-# Tokens that wait for their K and V, at most. They wait for the next draft, because their weights
-# are read once for all.
-N_WAITING = 64
+# Tokens that a sequence took whose K and V one graph makes, at most.
+N_TAKEN = 64
 # Of inputs of candidates and alignment, for each row of a block, and in all.
 _ROW_BYTES, _SMALL = 4096, 16 << 10
 
@@ -93,8 +92,8 @@ def _memory_bytes(hp: DFlashHParams, n_ctx: int, n_sweep: int) -> int:
     shapes = ring_shapes(hp, n_ctx)
     masks = 2 * hp.block_size * sum(shape.n_rows for shape in shapes)
     block = hp.block_size * (4 * hp.n_embd + _ROW_BYTES)
-    words = 4 * (1 + len(shapes)) * (N_WAITING + n_sweep)
-    rows = 4 * hp.n_embd * (n_sweep + N_WAITING * len(hp.taps))
+    words = 4 * ((2 + len(shapes)) * N_TAKEN + (1 + len(shapes)) * n_sweep)
+    rows = 4 * hp.n_embd * n_sweep
     return masks + block + words + rows + 4 * hp.n_vocab_draft + _SMALL
 
 

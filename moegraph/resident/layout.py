@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
+from ..kinds import MOST_BEHIND
 from ..modelfile import ModelFile, TensorInfo
 from ..modelfile.hparams import HParams
 from ..units import round_up
@@ -38,8 +39,6 @@ UNIT_SHARE = 2
 MAX_MTP_DRAFT = 16
 # Known rows whose K and V the MTP block computes at a time.
 MTP_ROWS = 256
-# Accepted rows that may wait for that; no verify pass has more.
-MTP_TAKEN = 128
 # Embeddings that an MTP block has for itself, after `blk.N.`.
 NEXTN_EMBD = "nextn.embed_tokens.weight"
 # Of device buffers; CUDA kernels read matrices in pieces of up to 16 bytes.
@@ -66,9 +65,22 @@ def draft_widths(hp: HParams) -> tuple[int, int, int]:
     return hp.conv_dim, hp.n_v_heads, hp.n_v_heads
 
 
-def tap_bytes(n_embd: int, n_taps: int, n_rows: int) -> int:
-    """Return the bytes that taps of passes of n_rows rows take; see `TapRows`."""
-    return n_taps * round_up(4 * n_embd * n_rows, _PART_ALIGNMENT)
+def tap_bytes(n_embd: int, n_taps: int, n_rows: int, n_seq: int = 0) -> int:
+    """Return the bytes that `TapRows` take, with a ring for n_seq sequences if that is not 0."""
+    return 4 * n_embd * n_taps * (tap_room(n_rows) + ring_room(n_rows, n_seq))
+
+
+def tap_room(n_rows: int) -> int:
+    """Return the rows from one tap of passes of n_rows rows to the next: each is aligned."""
+    return round_up(n_rows, _PART_ALIGNMENT // 4)
+
+
+def ring_room(n_rows: int, n_seq: int) -> int:
+    """Return the rows of a tap that a ring keeps: of each sequence what waits, and a pass.
+
+    One more is for padding.
+    """
+    return n_seq * (MOST_BEHIND + n_rows) + 1 if n_seq else 0
 
 
 def paged_scratch_bytes(hp: HParams, n_rows: int, n_ctx: int) -> int:

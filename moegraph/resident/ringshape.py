@@ -87,21 +87,19 @@ class RingShape:
 class Span:
     """Positions of a sequence that a drafter has seen: from first up to n_past.
 
-    high: the most positions that it had; a ring has lost what is n_cells or more before. Of the
-    last n_waiting positions there is no K and V yet. firsts: where each ring begins, if some begin
-    later than `first`.
+    high: the most positions that it had; a ring has lost what is n_cells or more before. firsts:
+    where each ring begins, if some begin later than `first`.
     """
 
     first: int = 0
     n_past: int = 0
     high: int = 0
-    n_waiting: int = 0
     firsts: tuple[int, ...] = ()
 
     def restart(self, n_past: int) -> None:
         """Begin at a position, with nothing before it."""
         self.first = self.n_past = self.high = n_past
-        self.n_waiting, self.firsts = 0, ()
+        self.firsts = ()
 
     def of_ring(self, kind: int) -> Span:
         """Return what a ring has."""
@@ -116,9 +114,7 @@ class Span:
         """Forget the positions from n_past on."""
         if n_past < self.first:
             self.restart(n_past)
-        lost = max(0, self.n_past - n_past)
-        self.n_waiting = max(0, self.n_waiting - lost)
-        self.n_past -= lost
+        self.n_past = min(self.n_past, n_past)
 
 
 def ring_shapes(hp: DFlashHParams, n_ctx: int) -> tuple[RingShape, ...]:

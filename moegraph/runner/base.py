@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,19 @@ class Runner(ABC):
     def n_built(self) -> int:
         """Return how many graphs were built."""
         return self.graphs.n_built
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass is in flight."""
+        return self._pending is None
+
+    def watch_results(self) -> None:
+        """Have `has_results` know the results of the passes from now on."""
+        self._results.is_watched = True
+
+    def has_results(self) -> bool:
+        """Whether `collect` would not wait; may be false although it would not."""
+        return self._results.have_arrived()
 
     @property
     def compute_bytes(self) -> int:
@@ -191,8 +204,23 @@ class Runner(ABC):
         self, batch: Batch, cancelled: Callable[[], bool], begins: Callable[[], object]
     ) -> None:
         """Start the pass whose inputs are on their way; see `submit`."""
+        for _ in self.launching(batch, cancelled, begins):
+            pass
+
+    def launching(
+        self,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        begins: Callable[[], object],
+        may_pause: Callable[[], bool] | None = None,
+    ) -> Generator[None, None, None]:
+        """Do `launch`, with pauses: the host would wait for the device, and may do other work.
+
+        may_pause: whether to pause rather than to wait; None: never. If the iterator is closed
+        before its end, the pass has failed.
+        """
         self._begins = begins
-        self._launch(self._shape, batch, cancelled)
+        yield from self._launch(self._shape, batch, cancelled, may_pause)
         self.advance(batch)
         self._dropped.clear()
         self._pending = batch
@@ -335,8 +363,14 @@ class Runner(ABC):
         """Build every graph of the pass that is not built yet."""
 
     @abstractmethod
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
-        """Enqueue the graphs of the pass and the copies of its results."""
+    def _launch(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterable[None]:
+        """Enqueue the graphs of the pass and the copies of its results; see `launching`."""
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""

@@ -33,8 +33,8 @@ _ALIGN = 256
 class _Inputs:
     """Byte offsets of the inputs of a commit, all I32, and its rows n_rows * n_seqs.
 
-    slots, lengths [n_seqs]; path [n_rows, n_seqs], rows of the verify pass; sources, targets
-    [n_rows * n_seqs], rows of the KV caches.
+    slots, lengths [n_seqs]; path [n_rows, n_seqs], rows of the verify pass; taps [n_rows * n_seqs],
+    rows of the ring of taps; sources, targets [n_rows * n_seqs], rows of the KV caches.
     """
 
     n_rows: int
@@ -43,7 +43,7 @@ class _Inputs:
     @property
     def n_bytes(self) -> int:
         """Bytes of all inputs."""
-        return self._at(5)
+        return self._at(6)
 
     def _at(self, i: int) -> int:
         small = round_up(4 * self.n_seqs, _ALIGN)
@@ -53,8 +53,8 @@ class _Inputs:
     def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return offset and shape of each input, ggml order."""
         s, n = self.n_seqs, self.n_rows
-        shapes = {"slots": (s,), "lengths": (s,), "path": (n, s), "sources": (n * s,)}
-        named = {**shapes, "targets": (n * s,)}
+        shapes = {"slots": (s,), "lengths": (s,), "path": (n, s), "taps": (n * s,)}
+        named = {**shapes, "sources": (n * s,), "targets": (n * s,)}
         return {name: (self._at(i), ne) for i, (name, ne) in enumerate(named.items())}
 
 
@@ -155,7 +155,7 @@ class Commits:
         """Write the inputs and enqueue their upload; waits for the upload of the last commit."""
         if self._uploaded:
             self._uploaded.wait()
-        state, rows = self._stage.state, self._rows_of(at)
+        state, taps, rows = self._stage.state, self._stage.taps, self._rows_of(at)
         for seq, (slot, path) in enumerate(paths.items()):
             n, first = len(path), state.n_past[slot]
             batch, place_in_pass = self._verified[slot]
@@ -163,6 +163,9 @@ class Commits:
             # rows are counted over all sequences of the pass; those after the first n do not matter
             rows["path"][seq] = place_in_pass * batch.tokens.shape[1]
             rows["path"][seq, :n] += np.array(path, dtype=np.int32)
+            if taps.n_kept:
+                rows["taps"][seq] = taps.spare_row
+                rows["taps"][seq, :n] = taps.ring_rows(slot, first, n)
             if moves:
                 rows["sources"][seq] = rows["targets"][seq] = state.spare_row
                 rows["sources"][seq, :n] = [state.pool.row(slot, first + row) for row in path]
@@ -201,6 +204,8 @@ class Commits:
                 for cache in (stage.state.k_words[il], stage.state.v_words[il]):
                     copy = b.get_rows(cache, leaves["sources"])
                     b.expand(b.set_rows(cache, copy, leaves["targets"]))
+        path = b.reshape(leaves["path"], at.n_rows * at.n_seqs)
+        stage.taps.append_path(b, path, leaves["taps"])
 
     def close(self) -> None:
         """Free the memory."""

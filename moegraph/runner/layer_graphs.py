@@ -30,6 +30,7 @@ from ..graphs.inputs import InputBlock, PassShape
 from ..graphs.layer import (
     Routed,
     build_input_norm,
+    build_last_tap,
     build_layer_end,
     build_mixer_router,
     build_moe,
@@ -213,8 +214,8 @@ class LayerGraphs:
             return None
         norm = self._embd(b, "input_norm", shape.n_tokens)
         l_out = self._hidden.leaf(b, shape.n_tokens)
-        build_tap(b, self._stage, l_out, norm, self._stage.hp.n_layer)
         inp = self._inputs.leaves(b, shape)
+        build_last_tap(b, self._stage, inp, shape, l_out, norm)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
 
     def _put_outputs(self, b: Builder, l_out: Tensor, il: int) -> None:

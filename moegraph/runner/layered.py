@@ -25,7 +25,7 @@ one graph late. Each layer has host memory of its own for its ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -140,9 +140,15 @@ class LayeredRunner(Runner):
             self._roll_back()
             raise
 
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _launch(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterator[None]:
         try:
-            self._launch_all(shape, batch, cancelled)
+            yield from self._launch_all(shape, batch, cancelled, may_pause)
         except BaseException:
             self._roll_back()
             raise
@@ -161,7 +167,13 @@ class LayeredRunner(Runner):
         self._readback.reset(self.max_rows)
         self._is_unfinished = False
 
-    def _launch_all(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _launch_all(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterator[None]:
         start = self.clock.start()
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
@@ -183,10 +195,10 @@ class LayeredRunner(Runner):
                 self.device.check(status, f"layer {names}")
             start = self._add_phase("launch", start)
             if unread:
-                start = self._read_routing(unread, shape, start)
+                start = yield from self._read_routing(unread, shape, start, may_pause)
             unread = step
             if step.lacking is not None:
-                start = self._read_routing(step, shape, start)
+                start = yield from self._read_routing(step, shape, start, may_pause)
                 unread = None
         head = launches.head
         if head:
@@ -195,7 +207,7 @@ class LayeredRunner(Runner):
             self.device.check(status, "the output head")
         start = self._add_phase("launch", start)
         if unread:
-            self._read_routing(unread, shape, start)
+            yield from self._read_routing(unread, shape, start, may_pause)
         # prepare the next pass while the device computes the head
         self._readback.reset(shape.n_tokens)
         if self.replay and shape.n_tokens == 1:
@@ -217,10 +229,21 @@ class LayeredRunner(Runner):
         self.phases[phase] += now - start
         return now
 
-    def _read_routing(self, step: LaunchStep, shape: PassShape, start: float) -> float:
-        """Read the ids of a step's layers, and handle missing experts of the last one."""
+    def _read_routing(
+        self,
+        step: LaunchStep,
+        shape: PassShape,
+        start: float,
+        may_pause: Callable[[], bool] | None,
+    ) -> Generator[None, None, float]:
+        """Read the ids of a step's layers, and handle missing experts of the last one.
+
+        Returns the time of the end, as start is that of the beginning.
+        """
         misses, residency, readback = self.misses, self.residency, self._readback
         if misses and step.prediction is not None and step.lacking is not None:
+            while may_pause and may_pause() and not readback.has(step.prediction):
+                yield
             readback.wait(step.prediction)
             start = self._add_phase("wait", start)
             misses.prefetch(step.lacking, step.prediction.ids)
@@ -229,6 +252,8 @@ class LayeredRunner(Runner):
         clock, waited, resolved = time.perf_counter, 0.0, 0.0
         n_tokens, is_ragged = shape.n_tokens, shape.is_ragged
         for il, host_ids in step.ids:
+            while may_pause and may_pause() and not readback.has(host_ids):
+                yield
             readback.wait(host_ids)
             arrived = clock()
             ids = real = host_ids.ids

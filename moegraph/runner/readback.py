@@ -93,6 +93,10 @@ class RoutingReadback:
         self._predictions[:] = C.MG_NO_ID
         self._is_reset = True
 
+    def has(self, host_ids: HostIds) -> bool:
+        """Return whether these ids seem to have been written; `wait` makes sure of it."""
+        return not (host_ids.ids == C.MG_NO_ID).any()
+
     def wait(self, host_ids: HostIds) -> None:
         """Block until the device has written all these ids.
 

@@ -17,6 +17,8 @@ from ..units import round_up
 
 # members of an Enum are slow to look up
 _LOGITS, _ARGMAX = Results.LOGITS, Results.ARGMAX
+# A NaN that no device computes: the check of a row that has not arrived.
+_MISSING = 0x7FC0DEAD
 # Bytes; every result in the host block starts at a multiple.
 _ALIGN = 64
 
@@ -57,11 +59,15 @@ class NotFinite(NativeError):
 
 
 class ResultMemory:
-    """Pinned memory for the results of one head at a time; it grows when it must."""
+    """Pinned memory for the results of one head at a time; it grows when it must.
+
+    is_watched: `have_arrived` is asked for.
+    """
 
     def __init__(self, device: Device, n_vocab: int) -> None:
         self._device, self._n_vocab = device, n_vocab
         self._host = device.host_buffer(16384)
+        self.is_watched = False
         self._head: HeadOutputs | None = None  # launched last, while its tensors are intact
         self._reads: Any = None  # the copies of `_reads_of` to the host
         self._reads_of: HeadOutputs | None = None
@@ -90,7 +96,17 @@ class ResultMemory:
             )
             self._reads_of = head
         self._head = head
+        if self.is_watched:
+            self._check.view(np.uint32)[:] = _MISSING
         return self._reads
+
+    def have_arrived(self) -> bool:
+        """Return whether the check of the head that was launched last is in host memory.
+
+        The rest of the results follows it. A device that happens to write the very number that
+        stands for nothing here is never seen to arrive, so the caller must not wait for this alone.
+        """
+        return self._check.size > 0 and not (self._check.view(np.uint32) == _MISSING).any()
 
     def _grow(self, n_bytes: int) -> None:
         if n_bytes > self._host.array.nbytes:

@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
+from ..errors import InternalError, RequestError
 from ..graphs.inputs import PassShape
 from .base import Runner
 from .batch import Batch
 from .boundary import Boundary
+from .flights import Flights
 from .relay import Relay
 from .results import Output
 from .sweep import Sweep
@@ -26,7 +27,8 @@ class StagedRunner:
     stage keeps its own graphs and experts; the sequences are one, and the last stage's passes and
     commits record what they hold. After an error in any stage no pass is in flight in any of them.
 
-    parts: the runners of the stages, in order of layers. sequences, hp: of the whole model. device:
+    parts: the runners of the stages, in order of layers. flights: passes of several groups at once,
+    instead of one; they bring no taps. sequences, hp: of the whole model. device:
     of the last stage, which has the results. n_ubatch, max_rows: as of each part.
     """
 
@@ -51,6 +53,7 @@ class StagedRunner:
                 if not {*part.stage.layers}.isdisjoint(last.stage.taps.layers):
                     self._relays[i] = own(closing(Relay(part.stage, last.stage)))
             self._opened = stack.pop_all()
+        self.flights = Flights(self.parts, self.hand_over)
 
     @property
     def mode(self) -> str:
@@ -70,6 +73,8 @@ class StagedRunner:
 
     def require_idle(self) -> None:
         """Check that no pass is in flight; see `Runner.require_idle`."""
+        if not self.flights.is_empty:
+            raise RequestError("passes of groups are in flight; collect their results first")
         self._last.require_idle()
 
     def is_paged(self, n_rows: int) -> bool:
@@ -82,11 +87,13 @@ class StagedRunner:
 
     def drop(self, slot: int) -> None:
         """Forget a sequence's verified rows, and its results in flight; see `Runner.drop`."""
+        self.flights.drop(slot)
         for part in self.parts:
             part.drop(slot)
 
     def give_up(self) -> None:
-        """Wait for the pass in flight, if there is one, and forget its results."""
+        """Wait for all passes in flight, if there are any, and forget their results."""
+        self.flights.give_up()
         for part in self.parts:
             part.give_up()
 

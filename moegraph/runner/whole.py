@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import Cancelled, InternalError
 from ..ggml.lib import C
@@ -11,7 +11,13 @@ from ..graphs.cache import BuiltGraph
 from ..graphs.head import HeadOutputs, Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import InputBlock, PassShape
-from ..graphs.layer import build_input_norm, build_mixer_router, build_moe, build_tap
+from ..graphs.layer import (
+    build_input_norm,
+    build_last_tap,
+    build_mixer_router,
+    build_moe,
+    build_tap,
+)
 from ..graphs.router import build_absent
 from ..kinds import Kind
 from ..resident.stage import Stage
@@ -38,7 +44,7 @@ def build_whole(
         x = build_moe(b, stage, r.residual, r.post_norm, slots, r.routing.weights, il)
     if head:
         norm = build_input_norm(b, stage, x, stage.hp.n_layer)
-        build_tap(b, stage, x, norm, stage.hp.n_layer)
+        build_last_tap(b, stage, inp, shape, x, norm)
         return build_head(b, head, norm, inp.out_ids, inp.draws, results)
     if hidden:
         hidden.put(x)
@@ -84,7 +90,13 @@ class WholeRunner(Runner):
     def _prepare(self, shape: PassShape, batch: Batch) -> None:
         self._built = self._get(shape, batch.results)
 
-    def _launch(self, shape: PassShape, batch: Batch, cancelled: Callable[[], bool]) -> None:
+    def _launch(
+        self,
+        shape: PassShape,
+        batch: Batch,
+        cancelled: Callable[[], bool],
+        may_pause: Callable[[], bool] | None,
+    ) -> Iterable[None]:
         if cancelled():
             raise Cancelled("cancelled")
         built = self._built
@@ -94,6 +106,7 @@ class WholeRunner(Runner):
         self._begins()
         status = C.mg_launch(self.device.compute.ptr, built.graph, reads, n_reads)
         self.device.check(status, f"a pass of {shape.n_tokens} rows")
+        return ()
 
     def close(self) -> None:
         """Wait for the device, then free graphs and transfer memory."""

@@ -51,6 +51,11 @@ def _service(status: ServiceStatus) -> Iterator[Metric]:
         "llamacpp:n_busy_slots_per_decode", "Mean rows of a decode pass.",
         counts.pass_rows / counts.passes if counts.passes else 0.0,
     )  # fmt: skip
+    if status.group_passes:
+        yield CounterMetricFamily("moegraph_group_passes", "Passes of groups, one in each stage.",
+                                  status.group_passes)  # fmt: skip
+        yield GaugeMetricFamily("moegraph_stage_idle", "Share of their time without work, 0 to 1.",
+                                status.stage_idle)  # fmt: skip
     yield CounterMetricFamily("vllm:num_preemptions", "Requests set aside.", counts.preempted)
     yield CounterMetricFamily("moegraph_refused", "Requests without room.", counts.refused)
     yield CounterMetricFamily("moegraph_prompt_seconds", "Device time for prompts.",

@@ -25,7 +25,7 @@ from moegraph.resident.rates import measure_rates
 from moegraph.runner.boundary import Boundary
 
 SAME, OTHER = "cuda:0,cuda:0", "cuda:0,cuda:1"
-SLOTS = {"pin_layers": 0, "cache_slots": 200, "miss": "stream"}
+SLOTS = {"pin_layers": 0, "cache_slots": 76, "miss": "stream"}
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "stream": {**SLOTS, "host_pin": "none"},
@@ -174,7 +174,8 @@ def build(b):
     for at, leaf in enumerate(leaves):
         place(memory, leaf, 1024 * at)
     return b.expand(b.get_rows(*leaves))
-graph = GraphCache(device).get("bad", 8, build).graph
+graphs = GraphCache(device)
+graph = graphs.get("bad", 8, build).graph
 C.mg_launch(device.compute.ptr, graph, ffi.NULL, 0)
 device.synchronize()
 print("went on")

@@ -20,10 +20,10 @@ from moegraph.ggml.memory import place
 from moegraph.ggml.ops import F32, Builder
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
-from moegraph.resident.draftlayout import N_WAITING
 from moegraph.resident.stage import open_stage
+from moegraph.runner.inspect import read_tensor
 
-N_ROWS = 2 * N_WAITING  # of a pass
+N_ROWS = 128  # of a pass
 
 
 class FedDrafter:
@@ -44,7 +44,7 @@ class FedDrafter:
             layers = range(hp.n_layer)
             opened = Device(device, 1)
             self.stage = own(closing(open_stage(opened, self.model, layers, slots, config, n_ctx)))
-            self.stage.taps.reserve(self.file.hparams.taps, N_ROWS)
+            self.stage.taps.reserve(self.file.hparams.taps, N_ROWS, n_seq)
             kind = DSparkDrafter if self.file.hparams.markov_rank else DFlashDrafter
             self.drafter = own(closing(kind(self.stage, self.file, n_ctx, **settings)))
             self.drafter.reserve()
@@ -65,13 +65,16 @@ class FedDrafter:
 
     def take(self, features: np.ndarray, slot: int = 0) -> None:
         """Have a sequence take tokens with features [n, n_taps * n_embd], as passes do."""
+        taps = self.stage.taps
         for at in range(0, len(features), N_ROWS):
-            part = features[at : at + N_ROWS]
-            with Context(64) as context:
-                for il in self.stage.taps.layers:
-                    leaf, data = self.stage.taps.leaf(Builder(context, 4), il), self._of(part, il)
-                    C.ggml_backend_tensor_set(leaf, ffi.from_buffer(data), 0, data.nbytes)
-            self.drafter.committed(slot, [0] * len(part), list(range(len(part))))
+            part, first = features[at : at + N_ROWS], self.drafter._rings.spans[slot].n_past
+            with Context(8) as context:
+                ring = taps._ring(Builder(context, 8))
+                memory = read_tensor(ring).copy()
+                for k, il in enumerate(taps.layers):
+                    memory[k, taps.ring_rows(slot, first, len(part))] = self._of(part, il)
+                C.ggml_backend_tensor_set(ring, ffi.from_buffer(memory), 0, memory.nbytes)
+            self.drafter.committed(slot, first, [0] * len(part))
             self.stage.device.synchronize()
 
     def read(self, features: np.ndarray, slot: int = 0) -> None:

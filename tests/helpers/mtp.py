@@ -47,7 +47,7 @@ class MtpModel:
             layers = range(hp.n_layer)
             stage = open_stage(device, file, layers, slots, config, n_ctx, has_mtp=True)
             self.stage = own(closing(stage))
-            stage.taps.reserve((hp.n_layer - 1,), 32)
+            stage.taps.reserve((hp.n_layer - 1,), 32, config.n_seq)
             self.runner = own(closing(open_runner(stage, config)))
             self.block = own(closing(open_mtp(stage, file, n_vocab, n_kept)))
             self.drafter = own(closing(MtpDrafter(self.block, max_rows)))
@@ -87,14 +87,13 @@ class MtpModel:
 
         self.runner.submit(Batch(np.array([[token]], dtype=np.int32), (slot,)))
         output = self.runner.collect()
-        self.drafter.committed(slot, [token], [0])
+        self.drafter.committed(slot, self.state.n_past[slot] - 1, [token])
         return output
 
     def cache(self, slot: int = 0) -> list[npt.NDArray[Any]]:
         """Return the block's K and V rows of the positions of a sequence, and its last output."""
         from moegraph.runner.inspect import read_tensor
 
-        self.drafter.settle(slot)
         state, il = self.state, self.hp.n_layer
         assert state.last_out is not None
         rows = state.pool.rows(np.array(slot), np.arange(state.n_past[slot]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,16 @@ from moegraph.draft.drafter import Draft, Race, empty_draft
 from moegraph.draft.plan import PLAIN, Plan, Shape, Step
 from moegraph.draft.tree import DDTree, DraftTree
 from moegraph.draft.watch import Watched
+
+if TYPE_CHECKING:  # it needs the native libraries
+    from moegraph.engine import Engine
+
+
+def told_of(engine: Engine, drafter: ScriptedDrafter) -> list[int]:
+    """Have an engine tell its drafters all of sequence 0; return what one knows of it."""
+    assert engine.speculation
+    engine.speculation.settle(0)
+    return drafter.held
 
 
 class ScriptedDrafter:
@@ -47,16 +57,13 @@ class ScriptedDrafter:
         self.held += ids.tolist()
         return {}
 
-    def committed(self, slot: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        assert len(tokens) == len(rows) and list(rows) == sorted(set(rows))
+    def committed(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        assert tokens and first == len(self.held)
         self.held += tokens
 
     def truncate(self, slot: int, n_past: int) -> None:
         self.calls.append("truncate")
         del self.held[n_past:]
-
-    def settle(self, slot: int) -> None:
-        self.calls.append("settle")
 
     row_bytes = 0
 

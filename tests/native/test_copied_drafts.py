@@ -49,12 +49,12 @@ def drafter_of(engine: Engine) -> Drafter:
 def kept(engine: Engine, seq: int = 0) -> list[np.ndarray]:
     """Return all K and V that a drafter has of a sequence, and where they begin."""
     drafter, state = drafter_of(engine), engine.state
-    drafter.settle(seq)
+    engine.speculation.settle(seq)
     n_past = state.n_past[seq]
     if isinstance(drafter, DFlashDrafter):
         rings = drafter._rings
         span, found = rings.spans[seq], []
-        assert span.n_past == n_past and span.n_waiting == 0
+        assert span.n_past == n_past
         for il, kind in enumerate(rings.kind):
             first = rings.first_kept(seq, kind)
             rows = rings.rows(kind, seq, np.arange(first, n_past))

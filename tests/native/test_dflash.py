@@ -24,7 +24,7 @@ from moegraph.ggml.handles import live_handles
 from moegraph.ggml.lib import C, ffi
 from moegraph.modelfile import open_model
 from moegraph.modelfile.draftfile import open_drafter
-from moegraph.resident.draftlayout import N_WAITING, dflash_bytes
+from moegraph.resident.draftlayout import dflash_bytes
 from moegraph.runner.sweep_batch import SweepBatch
 from moegraph.sampling import SamplingParams, gumbel
 
@@ -61,7 +61,7 @@ class Pair:
         self.shape: DraftShape = replace(SMALL, **changes)
         stage, runner = self.engine.stage, self.engine.runner
         runner.graphs.clear()
-        stage.taps.reserve(self.shape.taps, 33)
+        stage.taps.reserve(self.shape.taps, 33, stage.state.n_seq)
         self._as_stored = as_stored
         self.drafter = self.again()
         self.drafter.reserve()
@@ -110,7 +110,7 @@ class Pair:
         """Take n tokens one by one."""
         for token in self.tokens(n).tolist():
             self.engine.forward([token])
-            self.drafter.committed(0, [token], [0])
+            self.drafter.committed(0, self.engine.state.n_past[0] - 1, [token])
             self._note(np.array([token], np.int32))
 
     def verify(self, path: list[int], n: int = 6) -> None:
@@ -120,7 +120,7 @@ class Pair:
         self.engine.collect()
         self.engine.passes.commit({0: path})
         taken = ids[path]
-        self.drafter.committed(0, taken.tolist(), path)
+        self.drafter.committed(0, self.engine.state.n_past[0] - len(path), taken.tolist())
         self._note(taken)
 
     def check(self, n: int | None = None, tolerance: float = TOLERANCE) -> Draft:
@@ -390,21 +390,26 @@ def test_a_drafter_that_computes_nan_says_so(
         assert spine.problem(N_VOCAB) and max(tree.tokens) < N_VOCAB
 
 
-def test_tokens_wait_for_the_next_draft(pair: Callable[..., Pair]) -> None:
-    """Many plain tokens, then a draft; tokens that are taken back while they wait."""
+def test_tokens_of_many_passes_are_taken_at_once(pair: Callable[..., Pair]) -> None:
+    """Single tokens, accepted rows of trees and a short prompt; the ring of taps wraps around."""
     both = pair()
     both.prompt(10)
-    spans, drafter = both.drafter._rings.spans, both.drafter
-    both.decode(70)
-    assert spans[0].n_waiting == 70 - N_WAITING
-    both.check()
-    assert spans[0].n_waiting == 0
-    both.decode(5)
-    assert spans[0].n_waiting == 5
-    drafter.truncate(0, 82)
-    assert (spans[0].n_waiting, spans[0].n_past) == (2, 82)
+    drafter, n = both.drafter, both.engine.state.n_past[0]
+    committed, both.drafter.committed = drafter.committed, lambda *args: None
+    for _ in range(3):
+        both.decode(30)
+        both.verify([0, 2, 3])
+        both.verify([0, 1])
+        ids = both.tokens(7)
+        both.engine.forward(ids)
+        both._note(ids)
+        held = both.engine.held(0)
+        committed(0, n, held[n:])
+        n = len(held)
+        assert drafter._rings.spans[0].n_past == n
+        both.check()
+    assert n == 10 + 3 * 42 > both.engine.stage.taps.n_kept
     drafter.truncate(0, 60)
-    assert (spans[0].n_waiting, spans[0].n_past) == (0, 60)
     got = drafter.draft(0, 7, 7, 3)
     log_p, _ = both.reference.draft(7, 60, 7)
     wanted = np.take_along_axis(log_p, got.tokens.astype(np.int64), 1)

@@ -59,7 +59,7 @@ def text(engine: Engine, ids: np.ndarray, sampling: SamplingParams | None, n: in
 
 def cache(engine: Engine, first: int, n_past: int) -> list[np.ndarray]:
     """Return K and V of every layer at positions [first, n_past), as far as rings hold them."""
-    drafter_of(engine)._make_keys()  # of tokens that wait for the next draft
+    engine.speculation.settle(0)
     rings, found = drafter_of(engine)._rings, []
     for il, kind in enumerate(rings.kind):
         places = np.arange(max(first, n_past - rings.shapes[kind].n_cells), n_past)
@@ -79,6 +79,7 @@ def test_the_text_is_that_without_drafts(
     for seed in range(3):
         ids = prompt(plain, 12 + 40 * seed, seed=seed)
         assert text(engine, ids, sampling, 24) == text(plain, ids, sampling, 24)
+        engine.speculation.settle(0)
         span, n_past = drafter_of(engine)._rings.spans[0], engine.state.n_past[0]
         assert (span.first, span.n_past) == (0, n_past)
         got, held = cache(engine, 0, n_past), np.array(engine.held(0), dtype=np.int32)
@@ -97,6 +98,7 @@ def test_conversations_go_on(open_engine: Open, tmp_path: Path) -> None:
     first, other = prompt(plain, 60, seed=1), prompt(plain, 40, seed=2)
     for ids in (first, first[:50], other, np.concatenate([first, other])):
         assert text(engine, ids, None, 8) == text(plain, ids, None, 8)
+        engine.speculation.settle(0)
         assert drafter_of(engine)._rings.spans[0].n_past == engine.state.n_past[0]
 
 
@@ -119,6 +121,8 @@ def test_a_prompt_that_is_not_finite_leaves_no_nan(
     assert not all(np.isfinite(read_tensor(t)).all() for t in rings.v)
     assert text(used, ids, None, 1) == text(new, ids, None, 1)
     assert all(np.isfinite(read_tensor(t)).all() for t in (*rings.k, *rings.v))
+    for engine in (used, new):
+        engine.speculation.settle(0)
     drafts = [drafter_of(engine).draft(0, 7, 7, 5) for engine in (used, new)]
     assert drafts[0].problem(1024) == "" and drafts[0].log_p is not None
     np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)
@@ -157,6 +161,8 @@ def test_drafts_of_a_part_of_the_vocabulary(open_engine: Open, tmp_path: Path) -
     ids = prompt(plain, 30)
     for one in (engine, all_of_it):
         assert text(one, ids, None, 16) == text(plain, ids, None, 16)
+    for one in (engine, all_of_it):
+        one.speculation.settle(0)
     few, every = (drafter_of(one).draft(0, 7, 7, 40) for one in (engine, all_of_it))
     special = every.tokens >= 1019  # kept, as the first 695 tokens are
     kept = special | (every.tokens < 695)

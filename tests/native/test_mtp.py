@@ -16,12 +16,13 @@ from moegraph.draft.drafter import Drafter
 from moegraph.draft.mtp import MtpDrafter
 from moegraph.errors import InternalError, ModelFileError, OutOfDeviceMemory
 from moegraph.ggml.lib import C, ffi
+from moegraph.kinds import MOST_BEHIND
 from moegraph.modelfile import open_model
 from moegraph.modelfile.tensors import require_nextn
 from moegraph.modelfile.vocab import frequent_ids
 from moegraph.placement.drafters import kept_experts, mtp_bytes
 from moegraph.placement.footprint import needed_bytes
-from moegraph.resident.layout import MTP_ROWS, MTP_TAKEN
+from moegraph.resident.layout import MTP_ROWS
 from moegraph.resident.mtp import open_mtp
 from moegraph.runner import Batch
 from moegraph.runner.inspect import read_tensor
@@ -46,7 +47,7 @@ def commit(model: MtpModel, tokens: np.ndarray, parents: list[int], path: list[i
     model.runner.submit(Batch.verify(tokens[None], (0,), [parents]))
     model.runner.collect()
     model.runner.commit({0: path})
-    model.drafter.committed(0, tokens[path].tolist(), path)
+    model.drafter.committed(0, model.state.n_past[0] - len(path), tokens[path].tolist())
 
 
 @pytest.mark.parametrize("preset", ["mini35b", "float32"])
@@ -92,9 +93,12 @@ def test_accepted_tokens_give_the_same_keys_as_a_prompt(
         assert_same(model.cache(), wanted)
 
 
-def test_tokens_without_drafts_are_caught_up_with(model_path: ModelPath, no_leak: None) -> None:
-    """More than may wait, of two sequences in turn."""
-    ids, other = random_ids(MTP_TAKEN + 60), random_ids(80, seed=2)
+@pytest.mark.parametrize("n_each", [1, 17, MOST_BEHIND])
+def test_tokens_without_drafts_are_caught_up_with(
+    model_path: ModelPath, no_leak: None, n_each: int
+) -> None:
+    """Of two sequences in turn, so many tokens at once; the ring of taps wraps around."""
+    ids, other = random_ids(188), random_ids(80, seed=2)
     settings = {**EXACT, "n_seq": 2}
     with MtpModel(model_path("mini35b"), **settings) as model:
         model.read(ids, 0)
@@ -103,18 +107,21 @@ def test_tokens_without_drafts_are_caught_up_with(model_path: ModelPath, no_leak
     with MtpModel(model_path("mini35b"), **settings) as model:
         model.read(ids[:20], 0)
         model.read(other[:20], 1)
+        known, texts, tell = [20, 20], [ids.tolist(), other.tolist()], model.drafter.committed
+        model.drafter.committed = lambda *args: None  # type: ignore[method-assign]
         for at in range(20, len(ids)):
-            model.decode(int(ids[at]), 0)
-            if at < 80:
-                model.decode(int(other[at]), 1)
+            for slot, text in enumerate(texts):
+                if at < len(text):
+                    model.decode(text[at], slot)
+                n = min(at + 1, len(text))
+                if n - known[slot] == n_each or n == len(text) > known[slot]:
+                    tell(slot, known[slot], text[known[slot] : n])
+                    known[slot] = n
         assert_same(model.cache(1), wanted[1])
         assert_same(model.cache(0), wanted[0])
-        # a cut, and what follows it
-        for token in (1, 2, 3):
-            model.decode(token, 1)
-        model.state.truncate(1, 81)
-        model.drafter.truncate(1, 81)
-        assert_same([a[:80] for a in model.cache(1)[:2]], wanted[1][:2])
+        # of a sequence that holds something else nothing is computed
+        tell(1, 81, [5, 6])
+        assert_same(model.cache(1), wanted[1])
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.faults import FAULTS, faulty
-from helpers.stages import MODES, Stages, batches, new_config, new_stage
+from helpers.stages import MODES, N_SEQ, Stages, batches, new_config, new_stage
 
 from moegraph.engine.runners import open_runner
 from moegraph.errors import InternalError, OutOfDeviceMemory
@@ -18,6 +18,7 @@ from moegraph.ggml.lib import C, ffi
 from moegraph.ggml.ops import Builder
 from moegraph.graphs.head import Results
 from moegraph.graphs.inputs import PassShape
+from moegraph.kinds import MOST_BEHIND
 from moegraph.modelfile import ModelFile, open_model
 from moegraph.runner import Batch, Runner, WholeRunner
 from moegraph.runner.inspect import node_values, read_tensor
@@ -34,10 +35,10 @@ def opened(model_path: Callable[[str], Path], stack: ExitStack) -> Callable[[str
     return lambda preset: stack.enter_context(closing(open_model(model_path(preset))))
 
 
-def keep(runner: Runner, layers: list[int], n_rows: int = N_ROWS) -> None:
-    """Have the passes of a runner keep taps."""
+def keep(runner: Runner, layers: list[int], n_rows: int = N_ROWS, n_seq: int = 0) -> None:
+    """Have the passes of a runner keep taps; n_seq: and in a ring of so many sequences."""
     runner.graphs.clear()
-    runner.stage.taps.reserve(layers, n_rows)
+    runner.stage.taps.reserve(layers, n_rows, n_seq)
 
 
 def kept(runner: Runner, il: int, n_rows: int) -> np.ndarray:
@@ -91,6 +92,62 @@ def test_taps_are_what_the_layers_computed(
             for slot, path in paths.items():
                 runner.commit({slot: path})
     assert n_kept == 17 * len(layers)
+
+
+def ring_of(runner: Runner, layers: list[int]) -> dict[int, np.ndarray]:
+    """Copy the ring of each tap, F32, numpy shape [rows, n_embd]."""
+    with Context(8) as context:
+        b, taps = Builder(context, 8), runner.stage.taps
+        return dict(zip(layers, read_tensor(taps._ring(b)).copy()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "cuts"), [*((mode, []) for mode in MODES), ("whole", [4]), ("stream", [3])]
+)
+def test_the_ring_has_what_sequences_took(
+    opened: Callable[[str], ModelFile], stack: ExitStack, mode: str, cuts: list[int]
+) -> None:
+    """Rows of decode and verify passes and of short pieces of prompts; longer ones are left out."""
+    file, config = opened("legacy32"), new_config(**MODES[mode])
+    n_layer = file.hparams.n_layer
+    kv = {"type_k": config.type_k, "type_v": config.type_v}
+    [plain] = Stages(file, [], new_config(**kv), stack).runners
+    stages = Stages(file, cuts, config, stack)
+    last = stages.runners[-1]
+    layers = [il for il in (2, 5, n_layer - 1, n_layer) if il + 1 > last.stage.layers.start]
+    keep(last, layers, n_seq=N_SEQ)
+    taps, wanted = last.stage.taps, {il: {} for il in layers}
+    assert taps.n_kept == MOST_BEHIND + N_ROWS
+    for _ in range(9):
+        for batch, paths in batches(file.hparams.n_vocab):
+            before = dict(zip(batch.slots, [plain.sequences.n_past[slot] for slot in batch.slots]))
+            nodes = nodes_of(plain, batch, paths)
+            stages.run(batch)
+            for runner in stages.runners:
+                runner.commit(paths) if paths else None
+            n, is_kept = batch.tokens.shape[1], batch.tokens.size <= N_ROWS
+            for seq, slot in enumerate(batch.slots if is_kept else ()):
+                rows = taps.ring_rows(slot, before[slot], len(paths.get(slot, range(n)))).tolist()
+                for il in layers:
+                    values = nodes["l_out", il] if il < n_layer else nodes["h_nextn", -1]
+                    for row, at in zip(rows, paths.get(slot, range(n))):
+                        wanted[il][row] = values[seq * n + at]
+        ring = ring_of(last, layers)
+        for il, rows in wanted.items():
+            got = ring[il][list(rows)]
+            np.testing.assert_array_equal(got, np.array(list(rows.values())), err_msg=f"tap {il}")
+    assert plain.sequences.n_past[0] > taps.n_kept
+
+
+def test_a_ring_adds_one_node_to_a_pass_in_one_graph(
+    opened: Callable[[str], ModelFile], stack: ExitStack
+) -> None:
+    [runner] = Stages(opened("legacy32"), [], new_config(), stack).runners
+    plain = nodes_in(runner, 1)
+    keep(runner, [1, 2, 5, 7, 8], n_seq=N_SEQ)
+    got = nodes_in(runner, 1)
+    assert [op for op in got if op != b"VIEW"].count(b"SET_ROWS") == plain.count(b"SET_ROWS") + 1
+    assert len(got) == len(plain) + 2 and got.count(b"VIEW") == plain.count(b"VIEW") + 1
 
 
 def nodes_in(runner: Runner, n_tokens: int) -> list[bytes]:

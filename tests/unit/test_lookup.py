@@ -47,7 +47,7 @@ def test_drafts_are_those_of_a_search(n_vocab: int) -> None:
             assert draft.tokens.shape[1] == 1 and draft.problem(n_vocab) == ""
             assert draft.tokens[:, 0].tolist() == searched([*text, anchor], n)
             taken = [anchor, *rng.integers(0, n_vocab, rng.integers(0, 3)).tolist()]
-            drafter.committed(1, taken, range(len(taken)))
+            drafter.committed(1, len(text), taken)
             text += taken
             if rng.random() < 0.1:
                 text = text[: int(rng.integers(0, len(text)))]
@@ -62,7 +62,7 @@ def test_a_prompt_that_was_undone_is_forgotten() -> None:
     drafter.prompt_taps(0, np.array([9, 9, 2, 3], dtype=np.int32), 4)
     assert drafter.draft(0, 4, 4, 1).tokens[:, 0].tolist() == [9, 9, 2, 3]
     drafter.truncate(0, 4)
-    drafter.committed(0, [6, 2, 3], [0, 1, 2])
+    drafter.committed(0, 4, [6, 2, 3])
     assert drafter.draft(0, 4, 2, 1).tokens[:, 0].tolist() == [6, 2]
     drafter.close()
 
@@ -73,7 +73,7 @@ def test_it_takes_microseconds() -> None:
     rng, drafter = np.random.default_rng(0), LookUp(max_draft=8)
     drafter.restart(0, rng.integers(0, 30, 100_000).astype(np.int32))
     start = time.perf_counter()
-    for token in rng.integers(0, 30, 1000).tolist():
+    for at, token in enumerate(rng.integers(0, 30, 1000).tolist(), 100_000):
         drafter.draft(0, token, 8, 1)
-        drafter.committed(0, [token], [0])
+        drafter.committed(0, at, [token])
     assert time.perf_counter() - start < 0.2  # 200 us each; it takes about 10

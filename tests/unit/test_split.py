@@ -15,6 +15,7 @@ from moegraph.placement.split import (
     SplitSettings,
     StagePlan,
     by_shares,
+    evened,
     merged,
     split_layers,
     stage_seconds,
@@ -158,3 +159,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_one_stage_merged_is_its_plan() -> None:
     plan = make_plan(need_of(0, range(N_LAYER)), 9 * GiB)
     assert merged([StagePlan(range(N_LAYER), plan)], SIZES, N_EXPERT) == replace(plan)
+
+
+def test_devices_whose_rates_are_nearly_equal_count_as_equal() -> None:
+    assert evened([50.0, 48.0]) == [50.0, 50.0]
+    assert evened([25.0, 50.0, 26.0]) == [26.0, 50.0, 26.0]
+    assert evened([float("inf"), 50.0]) == [float("inf"), 50.0]

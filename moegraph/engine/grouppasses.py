@@ -1,0 +1,94 @@
+"""Passes over a model in several stages: besides single ones, passes of several groups at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import RequestError
+from ..ggml.mapped import WatchedFiles
+from ..kinds import Kind
+from ..runner import AnyRunner, Batch, NotFinite, Output, StagedRunner
+from .cputhreads import CpuThreads
+from .ids import Cancel
+from .passes import Passes
+
+
+class GroupPasses(Passes):
+    """Runs passes, one in flight, or one of each of several groups of sequences.
+
+    While groups are in flight, only their methods and `reset` may be called. most: how many passes
+    may be in flight. flights: the passes, as the runner sees them.
+    """
+
+    def __init__(
+        self, runner: StagedRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads
+    ) -> None:
+        super().__init__(runner, files, n_ctx, threads)
+        self.flights = runner.flights
+        self.most = len(runner.parts)
+        self._groups: deque[Batch] = deque()  # in flight, the oldest first
+
+    def submit_group(
+        self, tokens: npt.NDArray[np.int32], seqs: Sequence[int], greedy: bool, cancel: Cancel,
+        draws: npt.NDArray[np.int32] | None = None, keeps_logits: bool = False,
+    ) -> None:  # fmt: skip
+        """Start a pass of one row of each sequence, I32 numpy [n_seqs, 1], beside other groups.
+
+        keeps_logits: see `Flights.submit`; the rest, and errors, are as in `submit`.
+        """
+        self._clean_up()
+        self.flights.require_idle()
+        rows, slots = self._given(tokens, tuple(seqs))
+        taken = {slot for batch in self._groups for slot in batch.slots}
+        if not taken.isdisjoint(slots):
+            raise RequestError("a sequence has a row in flight; collect its group first")
+        batch = self._checked(Batch(rows, slots, Kind.DECODE, False, greedy, draws=draws))
+        self._start(batch, cancel, partial(self.flights.submit, keeps_logits=keeps_logits))
+        self._groups.append(batch)
+
+    def collect_group(self) -> Output:
+        """Wait for the oldest pass and return its results.
+
+        After an error its sequences are emptied, and those of other groups stay as they are. An
+        interrupt empties all sequences in flight.
+
+        Raises:
+            RequestError: no pass of a group is in flight.
+            NotFinite, ModelFileError: as in `collect`.
+            NativeError: a device failed.
+        """
+        if not self._groups:
+            raise RequestError("no group is in flight; submit one first")
+        self._batch = batch = self._groups.popleft()
+        try:
+            return self._collected(self.flights.collect, False)
+        except NotFinite:
+            raise
+        except Exception:
+            self.abandon(*batch.slots)
+            self._clean_up()
+            raise
+        except BaseException:
+            self.abandon(*batch.slots)
+            self.give_up_groups()
+            raise
+
+    def give_up_groups(self) -> None:
+        """Forget the passes in flight; their sequences are emptied."""
+        for batch in self._groups:
+            self.abandon(*batch.slots)
+        self._groups.clear()
+        self._runner.give_up()
+        self._clean_up()
+
+
+def passes_of(runner: AnyRunner, files: WatchedFiles, n_ctx: int, threads: CpuThreads) -> Passes:
+    """Return what runs passes; with several stages, of groups too."""
+    if isinstance(runner, StagedRunner):
+        return GroupPasses(runner, files, n_ctx, threads)
+    return Passes(runner, files, n_ctx, threads)

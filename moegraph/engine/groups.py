@@ -1,0 +1,142 @@
+"""Decode passes of several groups of requests at once, each in another stage.
+
+While a group's results are drawn from, the others compute. The passes in flight stay there from one
+call to the next; whatever else is to be done with sequences waits until they have landed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import MoegraphError
+from ..runner import NotFinite, Output
+from .answer import Answer
+from .answers import Answers
+from .groupchoice import GroupChoice
+from .grouppasses import GroupPasses
+
+Batch = Sequence[Answer]
+Draws = Callable[[Batch], tuple[bool, npt.NDArray[np.int32] | None]]
+
+
+class Groups:
+    """Runs passes of groups and draws from their results, on the engine's thread.
+
+    choice: in how many groups requests decode.
+    """
+
+    def __init__(
+        self,
+        passes: GroupPasses,
+        answers: Answers,
+        draws: Draws,
+        draw: Callable[[Batch, Output], object],
+    ) -> None:
+        """draws: what a pass needs to list candidates. draw: draws from its results."""
+        self._passes, self._answers = passes, answers
+        self._draws, self._draw = draws, draw
+        self.choice = GroupChoice(passes.most)
+        self._flying: deque[list[Answer]] = deque()  # the oldest first
+        self._to_save: list[Callable[[], object]] = []
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether passes are in flight."""
+        return bool(self._flying)
+
+    def when_landed(self, work: Callable[[], object]) -> None:
+        """Have something done when no pass is in flight; none starts before."""
+        self._to_save.append(work)
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether there are pages for a row in flight and one more of each request."""
+        room = self._passes.room
+        return sum(room.pages_for(answer.slot, 2) for answer in batch) <= room.n_free_pages
+
+    def decode(self, batch: Batch, n_groups: int) -> None:
+        """Run the next row of each request, and start the one after it.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        most = -(-len(batch) // n_groups)
+        flying = {id(answer) for group in self._flying for answer in group}
+        waiting = deque(answer for answer in batch if id(answer) not in flying)
+        for _ in range(n_groups):
+            self._fill(waiting, most, n_groups)
+            if self._flying:
+                waiting.extend(self._collect())
+        self._fill(waiting, most, n_groups)
+        if self._to_save:
+            self.land()
+
+    def _fill(self, waiting: deque[Answer], most: int, n_groups: int) -> None:
+        """Start passes of requests that have none in flight."""
+        while waiting and len(self._flying) < n_groups and not self._to_save:
+            group = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+            self._submit([answer for answer in group if _goes_on(answer)])
+
+    def _submit(self, group: list[Answer]) -> None:
+        if not group:
+            return
+        answers = self._answers
+        rows = np.array([[answer.sequence.tokens[-1]] for answer in group], dtype=np.int32)
+        greedy, draws = self._draws(group)
+        keeps = any(not answer.drawing.greedy or answer.wants_logits for answer in group)
+        slots, cancels = [answer.slot for answer in group], tuple(a.cancel for a in group)
+        try:
+            self._passes.submit_group(rows, slots, greedy, cancels, draws, keeps)
+        except MoegraphError as error:
+            answers.failed(group, error)
+            return
+        self._flying.append(group)
+        answers.tell()
+        for answer in group:
+            answers.guard(answer, partial(answer.drawing.prepare, None))
+
+    def _collect(self) -> list[Answer]:
+        """Draw from the results of the oldest pass; return its requests that go on."""
+        group = self._flying.popleft()
+        try:
+            output = self._passes.collect_group()
+        except NotFinite as error:
+            bad = [answer for answer in group if answer.slot in error.sequences]
+            if len(bad) == len(group):
+                self._answers.failed(group, error)
+                return []
+            for answer in bad:
+                self._answers.end(answer, "error", error)
+            output = error.output
+        except MoegraphError as error:
+            self._answers.failed(group, error)
+            return []
+        self._answers.succeeded()
+        self._draw(group, output)
+        return [answer for answer in group if _goes_on(answer)]
+
+    def land(self) -> None:
+        """Draw from the results of all passes in flight, and start none.
+
+        Raises:
+            MoegraphError: nothing more can be computed.
+        """
+        while self._flying:
+            self._collect()
+        work, self._to_save = self._to_save, []
+        for save in work:
+            save()
+
+    def give_up(self) -> None:
+        """Forget the passes in flight; nothing is drawn."""
+        self._flying.clear()
+        self._to_save.clear()
+        self._passes.give_up_groups()
+
+
+def _goes_on(answer: Answer) -> bool:
+    return not (answer.is_over or answer.is_drawn)

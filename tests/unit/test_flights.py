@@ -1,0 +1,180 @@
+"""Passes of groups in flight: when each enters a stage, by a scripted clock and fake stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegraph.errors import NativeError, RequestError
+from moegraph.runner import Batch, Output
+from moegraph.runner.flights import Flights
+
+_POLL = 0.01
+
+
+class World:
+    """The time, and what happened: (stage, first slot of the pass, when it began there)."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seen: list[tuple[int, int, float]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Part:
+    """A stage whose device takes `seconds` for a pass.
+
+    mode: in "layered" the host waits for the device while it launches, in "whole" it does not.
+    """
+
+    def __init__(self, world: World, at: int, seconds: float, mode: str) -> None:
+        self.world, self.at, self.seconds, self.mode = world, at, seconds, mode
+        self.end = self.ready = 0.0  # when its device is done; when the rows are there
+        self.is_idle, self.fails_for = True, -1
+        self.n_given_up = 0
+
+    def watch_results(self) -> None:
+        pass
+
+    def prepare(self, batch: Batch) -> None:
+        assert self.is_idle, "a stage has one pass at a time"
+
+    def fill(self, batch: Batch) -> None:
+        pass
+
+    def launching(
+        self, batch: Batch, cancelled: object, begins: object, may_pause: Callable[[], bool]
+    ) -> Iterator[None]:
+        world, slot = self.world, batch.slots[0]
+        begin = max(world.now, self.end, self.ready)
+        self.end = begin + self.seconds
+        world.seen.append((self.at, slot, round(begin, 1)))
+        while self.mode == "layered" and world.now < self.end:
+            if may_pause():
+                world.now += _POLL
+                yield
+            else:
+                world.now = self.end
+            if slot == self.fails_for:
+                raise NativeError("the device failed")
+        self.is_idle, self.slot = False, slot
+
+    def has_results(self) -> bool:
+        self.world.now += _POLL
+        return self.world.now >= self.end
+
+    def collect(self) -> Output:
+        self.world.now = max(self.world.now, self.end)
+        self.is_idle = True
+        return Output(argmax=np.array([self.slot], np.int32))
+
+    def give_up(self) -> None:
+        self.is_idle = True
+        self.n_given_up += 1
+
+    def recover(self) -> None:
+        pass
+
+
+def flights_of(world: World, seconds: list[float], mode: str) -> tuple[Flights, list[Any]]:
+    parts = [Part(world, i, s, mode) for i, s in enumerate(seconds)]
+
+    def hand_over(i: int, n_rows: int) -> None:
+        parts[i].ready = parts[i - 1].end
+
+    return Flights(parts, hand_over, world.clock), parts  # type: ignore[arg-type]
+
+
+def batch_of(slot: int) -> Batch:
+    return Batch(np.zeros((1, 1), np.int32), (slot,))
+
+
+def run(flights: Flights, world: World, n_groups: int, n: int, drawing_s: float = 0.0) -> None:
+    """Run n passes of each group."""
+    order = list(range(n_groups))
+    for slot in order:
+        flights.submit(batch_of(slot))
+    for _ in range(n - 1):
+        for slot in order:
+            assert flights.collect().argmax == [slot]
+            world.now += drawing_s
+            flights.submit(batch_of(slot))
+    for slot in order:
+        assert flights.collect().argmax == [slot]
+
+
+@pytest.mark.parametrize("mode", ["layered", "whole"])
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_each_stage_computes_another_group(mode: str, n_stages: int) -> None:
+    world, n = World(), 20
+    flights, _ = flights_of(world, [1.0] * n_stages, mode)
+    run(flights, world, n_stages, n)
+    assert world.now == pytest.approx(n * n_stages + n_stages - 1, rel=0.05)
+    assert flights.counts.passes == n * n_stages and flights.is_empty
+    assert flights.counts.bubbles < 0.1
+    # once the stages are full, each begins a pass when the one before has ended
+    first = sorted(t for at, _, t in world.seen if at == 0)
+    assert np.diff(first) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("mode", ["layered", "whole"])
+def test_a_group_goes_on_while_the_results_of_the_other_are_read(mode: str) -> None:
+    """Drawing takes a fifth of a stage: the first stage waits for it, the last one does not."""
+    world, n = World(), 20
+    flights, _ = flights_of(world, [1.0, 1.0], mode)
+    run(flights, world, 2, n, drawing_s=0.2)
+    assert world.now < 2 * n * 1.25
+    alone = World()
+    one, _ = flights_of(alone, [1.0, 1.0], mode)
+    run(one, alone, 1, n, drawing_s=0.2)
+    assert alone.now == pytest.approx(n * 2.2, rel=0.05)
+    assert flights.counts.bubbles < 0.2
+    assert mode == "whole" or one.counts.bubbles > 0.5
+
+
+def test_the_logits_of_a_pass_stay_until_the_next_call() -> None:
+    world = World()
+    flights, _ = flights_of(world, [1.0, 1.0], "layered")
+    flights.submit(batch_of(0), keeps_logits=True)
+    flights.submit(batch_of(1))
+    flights.collect()
+    assert [at for at, slot, _ in world.seen if slot == 1] == [0]
+    flights.submit(batch_of(2))
+    assert [at for at, slot, _ in world.seen if slot == 1] == [0, 1]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_failed_pass_is_the_only_one(stage: int) -> None:
+    world = World()
+    flights, parts = flights_of(world, [1.0, 1.0], "layered")
+    parts[stage].fails_for = 1
+    flights.submit(batch_of(0))
+    flights.submit(batch_of(1))
+    assert flights.collect().argmax == [0]
+    flights.submit(batch_of(2))
+    with pytest.raises(NativeError, match="the device failed"):
+        flights.collect()
+    assert parts[stage].n_given_up == 1 and parts[1 - stage].n_given_up == 0
+    assert flights.collect().argmax == [2]
+    assert flights.is_empty and all(part.is_idle for part in parts)
+
+
+def test_no_more_passes_than_stages() -> None:
+    world = World()
+    flights, parts = flights_of(world, [1.0, 1.0], "whole")
+    with pytest.raises(RequestError, match="no pass is in flight"):
+        flights.collect()
+    flights.submit(batch_of(0))
+    flights.submit(batch_of(1))
+    with pytest.raises(RequestError, match="collect the oldest one"):
+        flights.submit(batch_of(2))
+    flights.drop(1)
+    assert flights.collect().argmax == [0] and flights.collect().argmax == [1]
+    flights.submit(batch_of(3))
+    flights.give_up()
+    assert flights.is_empty and all(part.is_idle for part in parts)

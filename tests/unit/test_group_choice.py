@@ -1,0 +1,51 @@
+"""In how many groups sequences decode: by what rounds take, with scripted times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moegraph.engine.groupchoice import GroupChoice
+
+
+def share(choice: GroupChoice, n_rows: int, gain: float, n: int, noise: float = 0.0) -> float:
+    """Run n rounds; return the share of those in groups. gain: how much faster these are."""
+    rng, n_split = random.Random(3), 0
+    for _ in range(n):
+        n_groups = choice.n_groups(n_rows)
+        n_split += n_groups > 1
+        seconds = n_rows * 1e-3 / (gain if n_groups > 1 else 1.0)
+        choice.note(n_rows, n_groups, seconds * (1 + noise * rng.random()))
+    return n_split / n
+
+
+@pytest.mark.parametrize(("gain", "low", "high"), [(1.3, 0.95, 1.0), (0.8, 0.0, 0.01)])
+def test_what_is_faster_is_taken(gain: float, low: float, high: float) -> None:
+    choice = GroupChoice(2)
+    share(choice, 16, gain, 100, 0.05)
+    assert low <= share(choice, 16, gain, 20_000, 0.05) <= high
+
+
+def test_a_gain_that_comes_later_is_found_and_lost_again() -> None:
+    choice = GroupChoice(2)
+    share(choice, 16, 0.8, 1000)
+    assert share(choice, 16, 1.4, 4000) > 0.5
+    share(choice, 16, 0.7, 6000)
+    assert share(choice, 16, 0.7, 2000) < 0.1
+
+
+def test_sizes_are_apart_and_few_rows_are_one_group() -> None:
+    choice = GroupChoice(3)
+    share(choice, 24, 1.3, 200)
+    assert choice.n_groups(24) == choice.n_groups(30) == 3
+    assert choice.n_groups(8) == 1
+    assert choice.n_groups(2) == 1
+    assert share(choice, 2, 2.0, 500) == 0.0
+
+
+def test_rounds_of_another_way_say_nothing() -> None:
+    choice = GroupChoice(2)
+    for _ in range(100):
+        choice.note(8, 2, 1e-6)
+    assert choice.n_groups(8) == 1
