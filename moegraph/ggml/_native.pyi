@@ -86,6 +86,7 @@ class mg_remote_counts_ptr:
     n_received: int
     n_graphs_sent: int
     n_graphs_stored: int
+    n_waits: int
 
 class Lib:
     GGML_MAX_SRC: Final[int]
