@@ -541,6 +541,17 @@ class Lib:
         a5: int,
         /,
     ) -> None: ...
+    def mg_copy_across(
+        self,
+        a0: ggml_backend_ptr,
+        a1: ggml_backend_ptr,
+        a2: Tensor,
+        a3: int,
+        a4: Tensor,
+        a5: int,
+        a6: int,
+        /,
+    ) -> None: ...
     def mg_upload_launch(
         self,
         a0: ggml_backend_ptr,

@@ -60,7 +60,9 @@ def test_drafted_text_is_that_of_a_gpu_here(
 ) -> None:
     found = []
     for second in (lent, worker.url):
-        engine = open_cuda(device=f"cuda:0,{second}", split="1,1", spec="lookup", deterministic=True)
+        engine = open_cuda(
+            device=f"cuda:0,{second}", split="1,1", spec="lookup", deterministic=True
+        )
         ids = np.tile(prompt(engine, 12), 8)
         events = engine.generate(ids, max_tokens=40, text=False, ignore_eos=True)
         found.append([event.token for event in events])
