@@ -92,6 +92,7 @@ class RemoteLink:
         # ggml closes its copy; ours ends the connection early
         n = C.mg_remote_adopt(self._endpoint, os.dup(self._connection.sock.fileno()))
         if n != len(self.devices):
+            C.mg_remote_close(self._endpoint)
             self._connection.close()
             raise NativeError(f"worker {self.worker} ended the connection at once")
 
@@ -143,6 +144,7 @@ class RemoteLink:
                 del _open[self._key]
             with suppress(OSError):  # it has ended already
                 self._connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
+            C.mg_remote_close(self._endpoint)
             self._connection.close()
 
 

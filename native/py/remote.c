@@ -10,6 +10,7 @@
 static struct {
     __typeof__(ggml_backend_rpc_add_server) * add_server;
     __typeof__(moegraph_rpc_adopt)          * adopt;
+    __typeof__(moegraph_rpc_close)          * close;
     __typeof__(moegraph_rpc_failure)        * failure;
     __typeof__(moegraph_rpc_count)          * count;
     __typeof__(moegraph_rpc_serve)          * serve;
@@ -26,6 +27,7 @@ const char * mg_remote_load(const char * path) {
     const struct { const char * name; void ** to; } functions[] = {
         { "ggml_backend_rpc_add_server", (void **) &rpc.add_server },
         { "moegraph_rpc_adopt",          (void **) &rpc.adopt },
+        { "moegraph_rpc_close",          (void **) &rpc.close },
         { "moegraph_rpc_failure",        (void **) &rpc.failure },
         { "moegraph_rpc_count",          (void **) &rpc.count },
         { "moegraph_rpc_serve",          (void **) &rpc.serve },
@@ -46,6 +48,10 @@ int mg_remote_adopt(const char * endpoint, int fd) {
     }
     ggml_backend_reg_t reg = rpc.add_server(endpoint);
     return reg == NULL ? 0 : (int) ggml_backend_reg_dev_count(reg);
+}
+
+void mg_remote_close(const char * endpoint) {
+    rpc.close(endpoint);
 }
 
 ggml_backend_dev_t mg_remote_device(const char * endpoint, int index) {

@@ -14,6 +14,9 @@ const char * mg_remote_load(const char * path);
 // Use a connected socket as the connection to an endpoint of a new name, NAME:NUMBER. Returns how many devices it
 // has; 0 if the exchange failed. Time limits are those of the socket (SO_RCVTIMEO, SO_SNDTIMEO).
 int mg_remote_adopt(const char * endpoint, int fd);
+
+// Close that socket when the last backend and buffer of the endpoint have been freed.
+void mg_remote_close(const char * endpoint);
 ggml_backend_dev_t mg_remote_device(const char * endpoint, int index);
 
 // 0, or the errno of the exchange that failed. Later ones fail at once: reads give zeros, graphs a failed status.

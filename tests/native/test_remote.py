@@ -85,6 +85,19 @@ def test_a_token_takes_few_bytes_and_no_graph_is_sent_twice(
     assert 0 < n_bytes / n <= 64 * KiB
 
 
+def test_connections_that_were_closed_leave_nothing(worker: WorkerProcess) -> None:
+    def counts() -> list[int]:
+        return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]
+
+    Device(worker.url, 1).close()
+    before = counts()
+    for _ in range(5):
+        device = Device(worker.url, 1)
+        device.buffer(1 << 20, "nothing", "").close()
+        device.close()
+    assert counts() == before
+
+
 class Scaler:
     """Graphs on a device that multiply a vector of four numbers, `n_nodes` times in all."""
 

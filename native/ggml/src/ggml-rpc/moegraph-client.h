@@ -19,7 +19,8 @@ static bool moegraph_write(const socket_ptr & sock, const uint8_t cmd, const siz
 // after a read does not wait for its answer.
 void rpc_dispatcher::work() {
     rpc_msg_queue sent;
-    const auto read_answer = [this](const rpc_msg & msg) {
+    const socket_ptr sock = this->sock; // the destructor gives its own up while this runs
+    const auto read_answer = [this, &sock](const rpc_msg & msg) {
         uint64_t size;
         if (!sock->recv_data(&size, sizeof(size))) {
             return false;
@@ -207,19 +208,46 @@ static const bool moegraph_is_hooked = [] {
     return true;
 }();
 
+// Dispatchers of open endpoints: there is no second connection, so they outlive what uses them. Not destroyed when the
+// process ends, so that it ends without waiting for their threads.
+struct moegraph_kept_dispatchers {
+    std::lock_guard<std::mutex> lock;
+    std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>> & all;
+
+    moegraph_kept_dispatchers() : lock(mutex()), all(map()) {}
+
+private:
+    static std::mutex & mutex() {
+        static auto * mutex = new std::mutex;
+        return *mutex;
+    }
+
+    static std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>> & map() {
+        static auto * map = new std::unordered_map<std::string, std::shared_ptr<rpc_dispatcher>>;
+        return *map;
+    }
+};
+
 bool moegraph_rpc_adopt(const char * name, const int fd) {
     moegraph_endpoint & endpoint = moegraph_endpoint::add(name, fd);
-    // kept, because there is no second connection
-    static auto * kept = new std::vector<std::shared_ptr<rpc_dispatcher>>;
-    static std::mutex mutex;
     auto dispatcher = get_dispatcher(name);
     moegraph_features features = {};
     dispatcher->send((rpc_cmd) MOEGRAPH_CMD_FEATURES, nullptr, 0, &features, sizeof(features));
     endpoint.optimizes = features.optimizes;
     endpoint.keeps     = features.keeps != 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    kept->push_back(std::move(dispatcher));
+    moegraph_kept_dispatchers kept;
+    kept.all[name] = std::move(dispatcher);
     return endpoint.failure() == 0;
+}
+
+void moegraph_rpc_close(const char * name) {
+    std::shared_ptr<rpc_dispatcher> ended; // after the lock
+    moegraph_kept_dispatchers kept;
+    auto it = kept.all.find(name);
+    if (it != kept.all.end()) {
+        ended = std::move(it->second);
+        kept.all.erase(it);
+    }
 }
 
 int moegraph_rpc_failure(const char * name) {

@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -128,8 +129,24 @@ bool moegraph_endpoint::read(void * data, size_t size) {
     return size == 0;
 }
 
+void moegraph_endpoint::release() {
+    fail(ENOTCONN);
+    if (fd >= 0) {
+        close(fd);
+    }
+    fd = -1;
+    in = {};
+    in_begin = in_end = 0;
+}
+
 struct socket_t::impl {
     moegraph_endpoint & endpoint;
+
+    explicit impl(moegraph_endpoint & endpoint) : endpoint(endpoint) {}
+
+    ~impl() {
+        endpoint.release();
+    }
 };
 
 socket_t::socket_t(std::unique_ptr<impl> p) : pimpl(std::move(p)) {}
@@ -137,7 +154,7 @@ socket_t::~socket_t() = default;
 
 socket_ptr socket_t::connect(const char * host, const int port) {
     auto & endpoint = moegraph_endpoint::find(std::string(host) + ":" + std::to_string(port));
-    return socket_ptr(new socket_t(std::unique_ptr<impl>(new impl{endpoint})));
+    return socket_ptr(new socket_t(std::make_unique<impl>(endpoint)));
 }
 
 bool socket_t::send_data(const void * data, const size_t size) {

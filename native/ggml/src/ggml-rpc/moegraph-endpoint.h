@@ -26,6 +26,9 @@ public:
     bool fail(int code);
     int  failure() const { return failed; }
 
+    // Closes the socket, once no thread uses it.
+    void release();
+
     // What the server has said: a bit for each device whose backend optimizes graphs; whether it keeps weights by hash.
     uint64_t optimizes = 0;
     bool     keeps     = false;
