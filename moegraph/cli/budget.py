@@ -89,7 +89,7 @@ def plan_budget(
     if usable < 0:
         return Budget(n_bytes, reserve, None, None, n_rows, (
             f"--vram {format_bytes(n_bytes)} is less than the {format_bytes(reserve)} that the "
-            "driver takes for itself (--context of `moegraph plan`); allow more memory"
+            "driver takes for itself (--driver-memory of `moegraph plan`); allow more memory"
         ))  # fmt: skip
     upstream = upstream_cpu_layers(need, usable)
     try:

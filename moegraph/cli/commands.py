@@ -210,7 +210,8 @@ def _show(talk: Conversation, _: str) -> None:
     turns = talk.history.n_turns
     ui.note(f"context  {talk.n_held} of {engine.n_ctx} tokens; questions so far: {turns}")
     kept = engine.prefixes
-    ui.note(f"kept     {kept.n_places} places to go on from, {format_bytes(kept.n_bytes)}")
+    places = "1 place" if kept.n_places == 1 else f"{kept.n_places} places"
+    ui.note(f"kept     {places} to go on from, {format_bytes(kept.n_bytes)}")
     ui.note(f"system   {talk.history.system or '(none)'}")
     limit = "none" if talk.max_tokens is None else talk.max_tokens
     ui.note(f"limit    {limit} (-n)")

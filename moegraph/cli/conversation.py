@@ -153,7 +153,8 @@ class Conversation:
         pieces: list[str] = []
         shown = _Shown(silent=self.as_json)
         event = None
-        with cancel_on_interrupt() as cancel, ui.Bars() as bars:
+        ending = ui.errors_begin_lines(lambda: shown.end() if pieces else None)
+        with ending, cancel_on_interrupt() as cancel, ui.Bars() as bars:
             bars.expect("prefill", len(request.prompt))
             for event in self.engine.generate(
                 request.prompt, request.sampling, request.max_tokens, request.stop, cancel=cancel,

@@ -86,8 +86,7 @@ def _plan_options(command: Any) -> Any:
     "to 100 % of its experts.",
 )
 @click.option(
-    "--context",
-    "context",
+    "--driver-memory",
     default="512MiB",
     metavar="SIZE",
     help="Part of --vram that the driver takes for itself.",
@@ -118,7 +117,7 @@ def _plan_options(command: Any) -> Any:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
-    target: str, vram: tuple[str, ...], context: str, profile_path: Path | None,
+    target: str, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,
     profile_class: str | None, trace_path: Path | None, machine: str, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Show how the planner divides device memory for the model TARGET, without loading weights.
@@ -150,7 +149,7 @@ def plan_command(
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
     if profile_class is not None and profile_path is None:
         raise click.UsageError("--profile-class needs --profile")
-    reserve, times = parse_bytes(context), find_machine(machine)
+    reserve, times = parse_bytes(driver_memory), find_machine(machine)
     with options.open_header(target) as model, ExitStack() as stack:
         shape = router_shape(model)
         profile = read_profile(profile_path, shape) if profile_path else None

@@ -297,8 +297,13 @@ def _stream(
     shows_text = not job.as_json and job.out_ids is None
     if shows_text and job.display_prompt and job.prompt is not None:
         ui.write_text(job.prompt, "muted")
+
+    def end_line() -> None:
+        if shows_text and pieces:
+            ui.end_line(pieces[-1])
+
     event = None
-    with ui.Bars() as bars:
+    with ui.errors_begin_lines(end_line), ui.Bars() as bars:
         bars.expect("prefill", len(prompt))
         for event in engine.generate(
             prompt, sampling, max_tokens=job.max_tokens, stop=job.stop, cancel=cancel,

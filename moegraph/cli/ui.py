@@ -12,13 +12,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..errors import one_line
+from ..errors import Cancelled, MoegraphError, one_line
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -90,6 +90,18 @@ def end_line(text: str) -> None:
         write_text("\n")
     elif is_terminal(sys.stderr) and _is_pipe(sys.stdout):
         write_text("\n", stream=sys.stderr)
+
+
+@contextmanager
+def errors_begin_lines(end: Callable[[], None]) -> Iterator[None]:
+    """Call end, which ends the last line of streamed text, before an error is told."""
+    try:
+        yield
+    except Cancelled:
+        raise  # Ctrl-C has moved the cursor
+    except MoegraphError:
+        end()
+        raise
 
 
 def stdin_has_text() -> bool:

@@ -20,16 +20,17 @@ from dataclasses import replace
 from .candidate import KNOWN, Candidate
 from .drafter import Draft, confidence
 from .firsttimes import Excused, FirstTimes
+from .missing import Experts
 from .plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
 from .rates import STEADY, TRIAL, Acceptance
 from .shapes import Growth, grow
 from .stats import Recorder, SpecStats
-from .stepcost import DraftCost, Experts, PassCost
+from .stepcost import DraftCost, PassCost
 from .watch import Watched
 from .widths import Widths
 
 # Rows of verify passes; each width has graphs of its own, so there are not too many.
-WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Plain steps before the first draft, so that there is something to compare with. Of two times the
 # smaller one counts, because graphs are built in the first.
 _FIRST_PLAIN = 2
@@ -141,7 +142,16 @@ class Controller:
                 plan = PLAIN
         else:
             plan = self._trial(usable) or PLAIN
-        return plan if plan.n_draft < n_left else replace(plan, n_draft=n_left - 1)
+        return plan if plan.n_draft < n_left else self._last_plan(plan, n_left - 1)
+
+    def _last_plan(self, plan: Plan, n_draft: int) -> Plan:
+        """Return a plan near the end of a text: rows for n_draft tokens, of a width with graphs."""
+        if not self.widths.are_dear:
+            return replace(plan, n_draft=n_draft)
+        if self._is_length_given:
+            return plan
+        lengths = [w - 1 for w in self.widths.open if n_draft < w <= plan.n_draft]
+        return replace(plan, n_draft=min(lengths, default=plan.n_draft))
 
     def choose_for(self, n_seqs: int, n_left: int, without: Collection[str] = ()) -> Plan:
         """Return what one of n_seqs sequences drafts that share a pass, as long as all draft so.
@@ -265,8 +275,10 @@ class Controller:
             n -= 1
         if n < least:
             return None
-        known = [w - 1 for w in self.widths.open if least < w <= n + 1]
-        n = known[-1] if known else n
+        if self.widths.are_dear:
+            n = max((w - 1 for w in self.widths.open if w <= n + 1), default=0)
+            if not n:
+                return None
         return Plan(drafter.source.name, n, drafter.source.n_top, is_trial=True)
 
     @property
@@ -446,7 +458,8 @@ class Controller:
             known, source = drafter.acceptance, drafter.source
             if drafter is not first:
                 known.forget(math.pow(_KEPT_IDLE, self._since_plan))
-            leaf = known.leaf if source.n_top > 1 else ()
+            # drafts of a new one are verified whole, without leaves
+            leaf = known.leaf if source.n_top > 1 and not drafter.is_new else ()
             most = self.widths.every[-1] - 1
             growth = grow(known.rates, leaf, most)
             value, _, width = drafter.best(growth, passes, self._usable(self.widths.every))

@@ -9,8 +9,8 @@ from ..config import EngineConfig
 from ..placement.draftprice import PRIORS
 from .controller import Controller
 from .drafter import Drafter
+from .missing import Experts
 from .plan import DraftSettings, Source
-from .stepcost import Experts
 from .tree import DDTree, TreeDrafter
 
 # What the first passes of a width cost in plain steps, where graphs are captured, and elsewhere.

@@ -3,21 +3,21 @@
 A law gives both before anything is measured; measured times correct it. A verify pass of w rows
 takes
 
-    (base * law(w) + miss * n_layer * distinct(w) * share) * ratio(w)
+    (base * law(w) + miss * missing(w)) * ratio(w)
 
 `base`: a plain decode step without its missing experts. `law`: the byte law of a pass with every
-expert resident. `distinct`: experts of a layer that w rows choose. `share`: how many of those are
-missing, as counted. `miss`: seconds of a missing expert. `ratio`: measured over predicted; a width
-that was never measured takes it from its neighbours.
+expert resident. `missing`: experts that the pass lacks (`Missing`). `miss`: seconds of a missing
+expert. `ratio`: measured over predicted; a width that was never measured takes it from its
+neighbours.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..experts.rowlaw import independent_rows, pass_time
+from ..experts.rowlaw import pass_time
+from .missing import Experts, Missing
 
 # Weight of an older time against a new one, at most; and of the law against all of them.
 _MEMORY, _LAW_WEIGHT = 12.0, 0.5
@@ -31,25 +31,6 @@ _OUTLIER = 1.5
 _WIDER, _NARROWER = (0.8, 2.0), (0.5, 1.0)
 
 
-@dataclass(frozen=True)
-class Experts:
-    """What missing experts cost. n_layer, n_expert, n_expert_used: of the model.
-
-    miss_s: seconds that a pass takes longer for each missing expert.
-    """
-
-    n_layer: int
-    n_expert: int
-    n_expert_used: int
-    miss_s: float
-
-    def distinct(self, n_rows: int) -> float:
-        """Return how many experts of all layers a pass of this many rows chooses."""
-        unchosen = 1.0 - self.n_expert_used / self.n_expert  # of one row
-        share = 1.0 - math.pow(unchosen, independent_rows(n_rows))
-        return self.n_layer * self.n_expert * share
-
-
 class PassCost:
     """Seconds of plain steps and of verify passes.
 
@@ -61,12 +42,10 @@ class PassCost:
     def __init__(self, widths: Sequence[int], experts: Experts | None = None) -> None:
         self.widths = tuple(widths)
         self._experts = experts
-        self._share = 0.0  # of the distinct experts that passes choose, those that are missing
-        self._n_shares = 0.0
+        self._missing = Missing(experts, self.widths) if experts else None
         self._base = self.plain_s = 0.0
         self._n_plain = 0.0
         self._law = {w: pass_time(w) for w in (1, *self.widths)}
-        self._distinct = {w: experts.distinct(w) if experts else 0.0 for w in (1, *self.widths)}
         self._weight = dict.fromkeys(self.widths, 0.0)
         self._log_ratio = dict.fromkeys(self.widths, 0.0)
         self._unmeasured = set(self.widths)
@@ -77,10 +56,6 @@ class PassCost:
             a: [(b, near[a, b]) for b in self.widths if near[a, b] > 0.01] for a in self.widths
         }
         self.seconds: dict[int, float] = {}
-
-    def predicted_missing(self, n_rows: int) -> float:
-        """Return how many experts a pass of this many rows is expected to lack, of all layers."""
-        return self._share * self._distinct[n_rows]
 
     def by_law(self, n_rows: int, n_missing: int) -> float:
         """Return what a pass takes by the law, if a plain step without missing experts takes 1."""
@@ -149,11 +124,14 @@ class PassCost:
             self.widest = max(self.widest, n_rows)
 
     def _observe_missing(self, n_rows: int, n_missing: int) -> None:
-        if self._experts is None:
-            return
-        self._n_shares = min(self._n_shares + 1.0, 4 * _MEMORY)
-        share = n_missing / self._distinct[n_rows]
-        self._share += (share - self._share) / self._n_shares
+        if self._missing:
+            self._missing.observe(n_rows, n_missing)
+
+    def _lacking(self, n_rows: int) -> float:
+        """Return the seconds that missing experts take in a pass."""
+        if self._experts is None or self._missing is None:
+            return 0.0
+        return self._experts.miss_s * self._missing.at(n_rows)
 
     def _ratio(self, n_rows: int) -> float:
         """Return the logarithm of measured over predicted time."""
@@ -165,11 +143,9 @@ class PassCost:
 
     def update(self) -> None:
         """Have plain_s and seconds follow from all that was counted."""
-        miss_s = self._experts.miss_s if self._experts else 0.0
-        lacking = miss_s * self._share
-        self.plain_s = self._base + lacking * self._distinct[1]
+        self.plain_s = self._base + self._lacking(1)
         self.seconds = {
-            w: (self._base * self._law[w] + lacking * self._distinct[w]) * math.exp(self._ratio(w))
+            w: (self._base * self._law[w] + self._lacking(w)) * math.exp(self._ratio(w))
             for w in self.widths
         }
 

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Sequence
 FIRST_WIDTH = 4
 
 
+# Of the first passes of a width, in plain steps: above it, a pass has more rows than it needs
+# rather than a width of its own.
+_DEAR = 4.0
+
+
 class Widths:
     """The widths of verify passes.
 
     every: all that there may be, in order. open: those that may be used, in order; another one is
-    opened once it would have given as many more tokens as its first passes cost.
+    opened once it would have given as many more tokens as its first passes cost. are_dear: these
+    cost several plain steps.
     """
 
     def __init__(self, every: Sequence[int], price: float) -> None:
@@ -21,6 +27,7 @@ class Widths:
         first = [w for w in every if w <= max(FIRST_WIDTH, self.every[0])][-1:] if every else []
         self.open = tuple(first) if price else self.every
         self._price = price
+        self.are_dear = price > _DEAR
         self._missed: dict[int, float] = {}
 
     def have(self, widths: Iterable[int]) -> None:

@@ -10,9 +10,9 @@ from ..draft.dflash import DFlashDrafter
 from ..draft.drafter import Drafter
 from ..draft.dspark import DSparkDrafter
 from ..draft.lookup import LookUp
+from ..draft.missing import Experts
 from ..draft.mtp import MtpDrafter
 from ..draft.opening import open_controller
-from ..draft.stepcost import Experts
 from ..draft.widths import FIRST_WIDTH
 from ..ggml.handles import closed_on_failure
 from ..modelfile import ModelFile

@@ -224,7 +224,7 @@ class Speculation:
                 plan = self.controller.choose(n_left, without)
             if not plan.source:
                 return None
-            drafted = self._draft(slot, anchor, plan, n_left - 1, most_rows, race)
+            drafted = self._draft(slot, anchor, plan, most_rows, race)
             if drafted is None:
                 without.add(plan.source)
                 continue
@@ -235,12 +235,12 @@ class Speculation:
         return None
 
     def _draft(
-        self, slot: int, anchor: int, plan: Plan, most: int, most_rows: int, race: Race | None
+        self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None
     ) -> tuple[Draft, DraftTree, tuple[Odds, ...]] | None:
-        """Return a draft of at most so many tokens, and its tree; None if it is of no use."""
+        """Return a draft and its tree; None if it is of no use."""
         drafter = self.drafters[plan.source]
         self._tell(slot, [plan.source])
-        n, tree = min(plan.n_draft, drafter.max_draft, most), None
+        n, tree = min(plan.n_draft, drafter.max_draft), None
         rejects = self.rejects and race is not None and not plan.is_watched
         if race and rejects:
             draft = drafter.draft(slot, anchor, n, N_RUNNERS, offered_race(race))

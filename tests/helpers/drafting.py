@@ -14,11 +14,11 @@ import numpy as np
 
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
+from moegraph.draft.missing import Experts
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
-from moegraph.draft.stepcost import Experts
 from moegraph.draft.watch import Watched
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
+LENGTHS = (1, 2, 3, 5, 7, 11, 15)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def simulate(
         while done < end:
             step = _step(world, text, tools, controller, fixed, rng, total - done, done / total)
             seconds += step.seconds
-            done += step.n_tokens
+            done += step.n_tokens  # a few more than there are at the end do not matter
             if controller:
                 controller.observe(step)
                 _show(world, controller, step.n_tokens)
@@ -145,8 +145,8 @@ def _step(
         if not plan.source or plan.n_draft < 1:
             return _plain(world, rng, at, "", drafter_s)
         tool, rates = tools[plan.source], text.rates[plan.source]
-        n_draft = min(plan.n_draft, n_left - 1) if n_left > 1 else 0
-        if n_draft < 1:
+        n_draft = plan.n_draft
+        if n_left <= 1:
             return _plain(world, rng, at, "", drafter_s)
         if rng.random() < rates.has:
             break

@@ -137,7 +137,7 @@ def test_the_simulator_counts_what_the_engine_counts(policy: str, miss: str, hos
     assert counted.misses.sum() > 50 and counted.hits.sum() > 500
 
 
-SMALL = ("-c", "512", "-ub", "64", "--context", "0")
+SMALL = ("-c", "512", "-ub", "64", "--driver-memory", "0")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_a_plan_table_has_a_row_for_each_budget(recorded: Path, need: Footprint)
 
 def test_a_plan_prices_drafters(need: Footprint) -> None:
     few = mib_for(need, 0.4) + 4
-    sizes = ("--vram", "100MiB", "--vram", f"{few}MiB", "--vram", "1", "--context", "0")
+    sizes = ("--vram", "100MiB", "--vram", f"{few}MiB", "--vram", "1", "--driver-memory", "0")
     result = invoke("plan", "tiny", *sizes, *SMALL, "--spec", "auto", "--json")
     assert result.exit_code == 0, result.output
     nothing, without, loaded = (row["drafters"] for row in json.loads(result.stdout)["budgets"])
@@ -227,7 +227,7 @@ def test_equal_refusals_are_one_line() -> None:
 
 def test_budgets_suit_the_model_unless_they_are_named(need: Footprint) -> None:
     """On the smallest usual card, too, every expert of the shipped model is resident."""
-    report = json.loads(invoke("plan", "tiny", *SMALL, "--context", "0", "--json").stdout)
+    report = json.loads(invoke("plan", "tiny", *SMALL, "--driver-memory", "0", "--json").stdout)
     budgets = report["budgets"]
     shares = [row["plan"]["resident_share"] for row in budgets]
     assert shares[0] == pytest.approx(0.25, abs=0.06) and shares[-1] == 1.0

@@ -389,6 +389,18 @@ class TestFailures:
         assert (result.exit_code, result.stdout) == (4, "ab")
         assert result.stderr == "error: layer 3: logits are not finite\n"
 
+    def test_on_a_terminal_it_begins_a_line(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(at: int) -> None:
+            if at == 2:
+                raise NativeError("device lost")
+
+        monkeypatch.setattr(ui, "is_terminal", lambda stream: True)
+        monkeypatch.setenv("NO_COLOR", "1")
+        cli.engine = FakeEngine("abcdef", before_token=fail)
+        assert cli("run", "m", "-p", "x").stdout.endswith("ab\n")
+
     def test_a_reader_that_leaves_is_no_error(self, cli: Cli) -> None:
         def leave(at: int) -> None:
             raise BrokenPipeError

@@ -16,9 +16,9 @@ from helpers.drafting import Rates, Text, Tool, World, auto, best_fixed, simulat
 from moegraph.config import EngineConfig
 from moegraph.draft.controller import Controller
 from moegraph.draft.drafter import Draft
+from moegraph.draft.missing import Experts
 from moegraph.draft.opening import open_controller
 from moegraph.draft.plan import PLAIN, DraftSettings, Plan, Shape, Source, Step
-from moegraph.draft.stepcost import Experts
 from moegraph.draft.tree import DDTree
 from moegraph.draft.watch import Watched
 
@@ -368,11 +368,45 @@ def test_a_named_source_drafts_in_every_step_also_where_it_does_not_pay() -> Non
 
 
 def test_a_draft_is_no_longer_than_the_text_may_become() -> None:
-    controller = Controller([MTP.source], DraftSettings("mtp", budget=6))
+    controller = Controller([MTP.source], DraftSettings("mtp", budget=6, graph_price=2.0))
     assert controller.choose(4).n_draft == 3
     assert controller.choose(2).n_draft == 1
     assert controller.choose(1) == PLAIN
     assert controller.choose(9, without=("mtp",)) == PLAIN
+
+
+def test_where_graphs_are_dear_the_last_draft_is_as_long_as_one_that_has_a_graph() -> None:
+    controller = Controller([MTP.source], DraftSettings("mtp", budget=6, graph_price=16.0))
+    assert [controller.choose(n).n_draft for n in (7, 6, 4, 2, 1)] == [5, 5, 5, 5, 0]
+    controller = warm(h200("structured", 800))
+    controller.widths.have([2, 4, 8])
+    for _ in range(60):
+        controller.observe(Step("mtp", 2 * STEP, 8, 8, 7, 7, 7, (0,) * 7, (), 0.3 * STEP))
+    controller.observe(Step("", STEP))
+    plans = [controller.choose(n) for n in (100, 6, 5, 3, 2)]
+    assert {plan.source for plan in plans} == {"mtp"}
+    rows = [plan.n_draft + 1 for plan in plans]
+    assert rows == sorted(rows, reverse=True) and set(rows) <= set(controller.widths.open)
+    assert rows[-2:] == [4, 2]
+
+
+def test_a_trial_uses_a_width_that_has_graphs() -> None:
+    controller = auto(h200("code", 400), DraftSettings(graph_price=16.0))
+    controller.calibrate(STEP, {2: 1.3 * STEP, 4: 1.6 * STEP, 8: 1.9 * STEP})
+    widths = set()
+    for at in range(400):
+        plan = controller.choose(1000)
+        if plan.is_watched:
+            controller.observe_watched(Watched("mtp", (0, -1) if at % 3 else (-1,), ()))
+        elif plan.is_trial:
+            widths.add(plan.n_draft + 1)
+        ranks = (0,) * (at % 2) + (-1,) if plan.source and not plan.is_watched else ()
+        n_rows = 1 if plan.is_watched else plan.n_draft + 1
+        controller.observe(Step(
+            plan.source, STEP * 1.5, 1 + at % 2, n_rows, plan.n_draft, plan.n_draft, at % 2,
+            ranks[: plan.n_draft], (), 0.2 * STEP, is_trial=plan.is_trial,
+        ))  # fmt: skip
+    assert widths and widths <= {2, 4, 8}
 
 
 def test_a_drafter_that_knows_what_follows_leaves_builds_the_tree_itself() -> None:

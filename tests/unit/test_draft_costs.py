@@ -8,11 +8,12 @@ import random
 
 import pytest
 
+from moegraph.draft.missing import Experts, Missing
 from moegraph.draft.plan import Shape, Step
 from moegraph.draft.rates import Acceptance
 from moegraph.draft.shapes import grow
 from moegraph.draft.stats import Recorder, SpecStats
-from moegraph.draft.stepcost import DraftCost, Experts, PassCost
+from moegraph.draft.stepcost import DraftCost, PassCost
 
 WIDTHS = (2, 3, 4, 6, 8, 16)
 A3B = Experts(40, 256, 8, 43e-6)
@@ -122,13 +123,47 @@ def test_before_anything_is_measured_the_law_says_what_passes_take() -> None:
     assert cost.seconds[4] == pytest.approx(3e-3) and cost.seconds[16] == pytest.approx(4.96e-3)
 
 
+@pytest.mark.parametrize("power", [0.45, 0.95, 1.2])
+def test_how_many_experts_more_rows_lack_is_learned(power: float) -> None:
+    """Also of widths that were not measured, and where the residency changes meanwhile."""
+    missing, rng = Missing(A3B, (2, 4, 8, 16)), random.Random(7)
+
+    def true(n_rows: int, one: float) -> float:
+        return one * (A3B.distinct(n_rows) / A3B.distinct(1)) ** power
+
+    for _ in range(40):
+        missing.observe(1, round(rng.gauss(40, 6)))
+    assert missing.at(1) == pytest.approx(40, rel=0.15)
+    assert missing.at(8) == pytest.approx(missing.at(1) * 34.9 / 8, rel=0.01)
+    for one in (40.0, 20.0):
+        for _ in range(150):
+            mean = true(4, one)
+            missing.observe(4, max(0, round(rng.gauss(mean, mean**0.5))))
+    assert missing.at(4) == pytest.approx(true(4, 20.0), rel=0.15)
+    for _ in range(60):
+        missing.observe(1, round(rng.gauss(20, 4)))
+        missing.observe(2, round(rng.gauss(true(2, 20.0), 4)))
+        missing.observe(4, round(rng.gauss(true(4, 20.0), 5)))
+    for n_rows in (1, 2, 4, 8):
+        assert missing.at(n_rows) == pytest.approx(true(n_rows, 20.0), rel=0.3)
+
+
+def test_a_model_that_begins_to_lack_experts_is_followed() -> None:
+    missing = Missing(A3B, (4,))
+    for n_missing in (0, 0, 0):
+        missing.observe(1, n_missing)
+        missing.observe(4, n_missing)
+    assert missing.at(1) == missing.at(4) == 0.0
+    for _ in range(30):
+        missing.observe(4, 60)
+    assert missing.at(4) == pytest.approx(60, rel=0.3)
+
+
 def test_missing_experts_make_wide_passes_dear() -> None:
     cost = PassCost(WIDTHS, A3B)
     for _ in range(20):
         cost.observe_plain(2.4e-3 + 32 * 43e-6, 32)
     cost.update()
-    assert cost.predicted_missing(1) == pytest.approx(32)
-    assert cost.predicted_missing(8) == pytest.approx(32 * 34.9 / 8, rel=0.01)
     missing_s = 32 * 34.9 / 8 * 43e-6
     assert cost.seconds[8] == pytest.approx(1.92 * 2.4e-3 + missing_s, rel=0.01)
 
