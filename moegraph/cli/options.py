@@ -312,6 +312,7 @@ def load_engine(
         if warning not in warned:
             ui.note(f"warning: {warning}")
             warned.add(warning)
+    show_messages(engine)
     return engine
 
 
@@ -346,7 +347,7 @@ def idle_drafts(config: EngineConfig) -> list[str]:
 
 
 def show_messages(engine: Engine) -> None:
-    """Print what changed while the engine ran, such as that the cache was bypassed."""
+    """Print what the engine has to say, such as that the cache was bypassed."""
     for line in engine.drain_messages():
         ui.note(f"note: {line}")
 
