@@ -12,7 +12,7 @@ from ..units import round_up
 
 # CUDA's kernels for few rows take so many choices of experts at once (MOEGRAPH_MAX_SLOTS). Up to
 # _MAX_PIECES times as many, they are faster than tiles, although they read experts several times.
-_FEW_CHOICES, _MAX_PIECES = 512, 2
+_FEW_CHOICES, _MAX_PIECES = 512, 1
 # Rows up to which tiles are worth being narrowed: more fill them. Tiles are then for so many times
 # as many rows as an expert has on average (popular ones have more), and for at least _MIN_TILE:
 # fewer tokens go to kernels that multiply vectors. Of 256 experts, 8 used, on an H200, a pass of
