@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ..placement.draftcounts import DraftCounts
 from .candidate import KNOWN, Candidate
 from .drafter import Draft, confidence
 from .firsttimes import Excused, FirstTimes
@@ -192,6 +193,15 @@ class Controller:
         self.widths.have(verify_s)
         self._n_steps, self._n_unsure = _FIRST_PLAIN, _SETTLED
         self._account_s = self._trials_s = _CREDIT * plain_s
+        self._plan()
+
+    def remember(self, known: DraftCounts) -> None:
+        """Begin with what drafters of earlier runs were; later calls count for more."""
+        for name, (seen, right) in known.items():
+            drafter = self._drafters.get(name)
+            if drafter and seen and seen[0]:
+                n = drafter.acceptance.remember(seen, right)
+                drafter.n_known = min(max(drafter.n_known, int(n)), KNOWN)
         self._plan()
 
     def _pays(self, best: Candidate, limit: float | None = None) -> bool:
@@ -415,6 +425,7 @@ class Controller:
 
     def observe_watched(self, watched: Watched) -> None:
         """Learn how right a draft was that no pass has verified."""
+        self._recorder.add_ranks(watched.source, watched.ranks)
         self._count(self._drafters[watched.source], watched.ranks, watched.log_p)
         self._plan()
 

@@ -34,7 +34,7 @@ PURE = (
     "experts.cache", "experts.cachestats", "experts.cost", "experts.crossing", "experts.guard",
     "experts.passplan", "experts.policy", "experts.prefetch", "experts.ranking",
     "experts.residency", "experts.routing", "experts.slots",
-    "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
+    "placement.draftcounts", "placement.footprint", "placement.generator", "placement.identity", "placement.planner",
     "placement.profile", "placement.profilefile", "placement.simulate", "placement.trace",
     "placement.tracestats",
     "draft.acceptance", "draft.controller", "draft.drafter", "draft.lookup", "draft.missing",
