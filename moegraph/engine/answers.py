@@ -6,10 +6,17 @@ Every method is called on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..draft.rejection import Odds
-from ..errors import Cancelled, DeviceLost, InternalError, ModelFileError, MoegraphError
+from ..errors import (
+    Cancelled,
+    DeviceLost,
+    InternalError,
+    ModelFileError,
+    MoegraphError,
+    NativeError,
+)
 from ..ggml.device import Device
 from ..runner import Output
 from .answer import Answer
@@ -152,6 +159,13 @@ class Answers:
         except MoegraphError:
             pass  # that was asked for; anything else comes up again with the next work
         return True
+
+    def build_ahead(self) -> None:
+        """Build graphs of the sweep under way, while the device computes something else."""
+        sweep = self.sweeping[0].sweep if self.sweeping else None
+        if sweep and sweep.is_open:
+            with suppress(NativeError):  # then it comes up with the step
+                sweep.build_ahead()
 
     def swept(self, answer: Answer) -> None:
         """Note that the sweep of a request's prompt is over."""

@@ -248,7 +248,7 @@ class ChatModel:
             raise RequestError("ignore_eos: an answer with a format or grammar ends with it")
         return Request(
             ids, settings.sampling, settings.max_tokens, settings.stop, settings.ignore_eos,
-            marks, constraint=constraint, n_logprobs=settings.n_logprobs,
+            marks, reuse=settings.reuse, constraint=constraint, n_logprobs=settings.n_logprobs,
             deadline_s=settings.deadline_s, name=settings.name,
         )  # fmt: skip
 

@@ -36,6 +36,7 @@ class DrawSettings:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    reuse: bool = True
     n_logprobs: int | None = None
     deadline_s: float | None = None
     name: str = ""

@@ -104,6 +104,7 @@ class Decoding:
                 for i, answer in enumerate(batch):
                     tree = trees[i] if trees else None
                     answers.guard(answer, partial(answer.drawing.prepare, tree))
+                answers.build_ahead()
                 self._drafting.launched()
                 output = self._collect(batch, trees)
                 self._note(len(batch), 1)

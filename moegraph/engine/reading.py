@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _CHUNK, _CHUNK_STREAMS = 8, 512
 
 
+# To what rows are rounded on a device with streams: few lengths, because each has graphs of its
+# own, and to build those takes longer than the rows.
+_STEP = 64
 # A sweep reads several prompts only if they have as many rows at most: so many chunks if experts
 # may be missing, which then cross once for all, else one chunk.
 _JOINT_CHUNKS = 4
@@ -58,6 +61,7 @@ class Reading:
         self._n_joint = min(self._n_ubatch * (_JOINT_CHUNKS if may_lack else 1), self._n_sweep)
         self._joins = engine.speculation is None  # drafters take the taps of one prompt
         self._streams = engine.device.can.streams
+        self._step_rows = _STEP if self._streams and engine.config.n_seq > 1 else 1
         self._answers, self._tally = answers, answers.tally
         self._drafting, self._swapping = drafting, swapping
         self._read: list[Answer] = []
@@ -237,7 +241,8 @@ class Reading:
         cuts = tuple(mark for mark in marks if n_cached < mark < len(ids))
         words = drawing.words()
         draws = None if words is None else words[None]
-        return SweepBatch(ids[n_cached:], slot, False, drawing.greedy, draws, cuts), marks
+        rest, greedy = ids[n_cached:], drawing.greedy
+        return SweepBatch(rest, slot, False, greedy, draws, cuts, step=self._step_rows), marks
 
     def read(self, seconds: float) -> float | None:
         """Run a step of the sweep that is under way, and more if they take so long in all.

@@ -240,6 +240,10 @@ class Speculation:
             return Proposal(plan, draft, tree.cut(most_rows), time.perf_counter() - start, odds)
         return None
 
+    def rests(self, n_left: int) -> bool:
+        """Return whether by all that is known nothing will be drafted with n_left tokens left."""
+        return n_left <= 1 or not self.controller.choose(n_left, self._failed).source
+
     def _draft(
         self, slot: int, anchor: int, plan: Plan, most_rows: int, race: Race | None
     ) -> tuple[Draft, DraftTree, tuple[Odds, ...]] | None:

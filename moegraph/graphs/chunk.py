@@ -39,6 +39,8 @@ _ALIGN = 64  # words
 MAX_SEQS = _ALIGN
 # Chunks that a sweep may have beyond the fewest: those beside other requests are short.
 _MORE_CHUNKS = 512
+# Rows of a chunk of several sequences are rounded up to a multiple of so many steps.
+_FEWER = 4
 # Chunks whose KV rows have room, if each attends to a whole context.
 _JOINT_CHUNKS = 4
 
@@ -65,17 +67,11 @@ class Segment(NamedTuple):
         return self.first + self.n
 
 
-def shape_of(state: State, segments: Sequence[Segment]) -> PassShape:
-    """Return the rectangle of a chunk: as many rows of each sequence as of the one with most."""
-    n_kv = max(kv_length(state, segment.end) for segment in segments)
-    return PassShape(max(segment.n for segment in segments), len(segments), n_kv, 0)
-
-
 class _Sizes:
     """Words of the parts of the block: the chunk that graphs read, KV rows, and all chunks."""
 
     def __init__(self, n_ctx: int, n_seq: int, max_rows: int, n_rows: int) -> None:
-        n_parts = 6 if n_seq > 1 else 3  # of a chunk; each is rounded up
+        n_parts = 7 if n_seq > 1 else 3  # of a chunk; each is rounded up
         self.row = n_parts - (n_seq > 1) + n_ctx // PAGE
         self.current = round_up(max_rows * self.row, _ALIGN) + n_parts * _ALIGN
         self.slot = _ALIGN
@@ -96,13 +92,16 @@ class _Parts(NamedTuple):
     places: int
     rows: int
     lengths: int
+    real: int
     mask: int
 
     @classmethod
-    def of(cls, n: int, t: int, n_seqs: int) -> _Parts:
-        """Return those of n rows, in a rectangle of t places for each of n_seqs sequences."""
-        offsets = [0]
-        for words in (n, 2 * n, *((t * n_seqs, n, n_seqs) if n_seqs > 1 else (0, 0, 0))):
+    def of(cls, n: int, shape: PassShape) -> _Parts:
+        """Return those of n rows, in a rectangle of that shape if it is ragged."""
+        offsets, joint = [0], (0, 0, 0, 0)
+        if shape.is_ragged:
+            joint = shape.n_tokens, n, shape.n_seqs, n
+        for words in (n, 2 * n, *joint):
             offsets.append(offsets[-1] + round_up(words, _ALIGN))
         return cls(*offsets)
 
@@ -140,6 +139,21 @@ class ChunkInputs:
         self._uploaded = device.event()
         self._at: list[tuple[int, int]] = []  # (first word, words) of each chunk
         self._joint: list[tuple[int, int]] = []  # sequences and KV rows after that, if it has any
+        self._max_rows, self._step = max_rows, 1
+
+    def shape_of(self, segments: Sequence[Segment], step: int) -> tuple[int, PassShape]:
+        """Return the rows of a chunk, with copies of the first one, and its rectangle.
+
+        step: both are rounded up to multiples of it, as far as there is memory; 0: the chunk has
+        one sequence, and its rows are all that there are.
+        """
+        n, t = sum(segment.n for segment in segments), max(segment.n for segment in segments)
+        n_kv, n_seqs = max(kv_length(self._state, one.end) for one in segments), len(segments)
+        if not step:
+            return n, PassShape(n, 1, kv_length(self._state, segments[0].end), 0)
+        n = min(round_up(n, step if n_seqs == 1 else _FEWER * step), self._max_rows)
+        t = n if n_seqs == 1 else min(round_up(t, step), self._max_rows // n_seqs)
+        return n, PassShape(t, n_seqs, n_kv, 0, is_ragged=True)
 
     def begin(self, slot: int, n_kv: int) -> None:
         """Upload what all chunks of a sequence share; n_kv: the longest of its chunks."""
@@ -167,7 +181,7 @@ class ChunkInputs:
         places = first + np.arange(n)
         n_pages = kv_length(state, first + n) // PAGE
         seen = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
-        parts = _Parts.of(n, n, 1)
+        parts = _Parts.of(n, PassShape(n, 1, 0, 0))
         words = np.zeros(round_up(parts.mask + seen.size, _ALIGN), dtype=np.int32)
         words[parts.pos :][:n] = places
         words[parts.idx :][: 2 * n].view(np.int64)[:] = state.pool.rows(np.array(slot), places)
@@ -200,25 +214,23 @@ class ChunkInputs:
 
     # chunks of several sequences
 
-    def begin_joint(self) -> None:
-        """Begin a sweep of several sequences: its chunks come from `add_joint`."""
-        self._at, self._joint = [], []
+    def begin_joint(self, step: int) -> None:
+        """Begin a sweep whose chunks come from `add_joint`; step: as in `shape_of`."""
+        self._at, self._joint, self._step = [], [], step
 
-    def fits(self, segments: Sequence[Segment]) -> bool:
+    def fits(self, segments: Sequence[Segment], step: int) -> bool:
         """Return whether there is room for what a chunk of several sequences attends to."""
-        shape = shape_of(self._state, segments)
+        _, shape = self.shape_of(segments, step)
         return shape.n_kv * shape.n_seqs <= self._sizes.kv_rows
 
-    def fit(self, chunks: Sequence[Sequence[Segment]]) -> bool:
+    def fit(self, chunks: Sequence[Sequence[Segment]], step: int) -> bool:
         """Return whether there is room for the inputs of such chunks together."""
-        n = sum(sum(self._joint_words(shape_of(self._state, each), each)) for each in chunks)
+        n = sum(sum(self._joint_words(*self.shape_of(each, step))) for each in chunks)
         return n <= self._sizes.all
 
-    def _joint_words(self, shape: PassShape, segments: Sequence[Segment]) -> tuple[int, int]:
+    def _joint_words(self, n: int, shape: PassShape) -> tuple[int, int]:
         """Return the words of a chunk that graphs read at the start of the block, and of others."""
-        n = sum(segment.n for segment in segments)
-        mask = _Parts.of(n, shape.n_seq_tokens, shape.n_seqs).mask
-        words = round_up(mask + shape.n_kv // PAGE * shape.n_tokens, _ALIGN)
+        words = round_up(_Parts.of(n, shape).mask + shape.n_kv // PAGE * shape.n_tokens, _ALIGN)
         return words, _ALIGN + (shape.n_kv * shape.n_seqs if self._sizes.kv_rows else 0)
 
     def add_joint(
@@ -233,23 +245,23 @@ class ChunkInputs:
 
         Each sequence has one segment. Others: as in `add`.
         """
-        state, shape, n = self._state, shape_of(self._state, segments), len(tokens)
-        n_first, n_rest = self._joint_words(shape, segments)
-        t, n_pages = shape.n_seq_tokens, shape.n_kv // PAGE
+        state, (n, shape) = self._state, self.shape_of(segments, self._step)
+        n_real, t, n_pages = len(tokens), shape.n_seq_tokens, shape.n_kv // PAGE
         places = np.concatenate([np.arange(s.first, s.end) for s in segments])
         slots = np.concatenate([np.full(s.n, s.slot) for s in segments])
         in_rect = np.concatenate([np.arange(s.n) + i * t for i, s in enumerate(segments)])
-        words = np.zeros(n_first + n_rest, dtype=np.int32)
-        parts = _Parts.of(n, t, shape.n_seqs)
-        words[parts.pos :][:n] = places
-        words[parts.idx :][: 2 * n].view(np.int64)[:] = state.pool.rows(slots, places)
+        n_first, n_rest = self._joint_words(n, shape)
+        words, parts = np.zeros(n_first + n_rest, dtype=np.int32), _Parts.of(n, shape)
+        words[parts.pos :][:n_real] = places
+        kv_idx = words[parts.idx :][: 2 * n].view(np.int64)
+        kv_idx[:n_real], kv_idx[n_real:] = state.pool.rows(slots, places), state.spare_row
+        words[parts.places + in_rect] = np.arange(n_real)
+        words[parts.rows :][:n_real] = in_rect
+        words[parts.lengths :][: len(segments)] = [s.n for s in segments]
+        words[parts.real :][:n_real] = np.arange(n_real)
         seen = np.full((shape.n_tokens, n_pages), PAGE, dtype=np.int32)  # a mask leaves something
         seen[in_rect] = np.clip(places[:, None] + 1 - PAGE * np.arange(n_pages), 0, PAGE)
         words[parts.mask :][: seen.size] = seen.reshape(-1)
-        if shape.n_seqs > 1:
-            words[parts.places + in_rect] = np.arange(n)
-            words[parts.rows :][:n] = in_rect
-            words[parts.lengths :][: len(segments)] = [s.n for s in segments]
         own = tuple(segment.slot for segment in segments)
         words[n_first : n_first + len(own)] = own
         if self._sizes.kv_rows:
@@ -307,7 +319,7 @@ class ChunkInputs:
         n_kv matters to attention only.
         """
         n, (t, n_seqs, n_kv) = x.ne[1], shape[:3]
-        parts, n_kv = _Parts.of(n, t, n_seqs), n_kv or PAGE
+        parts, n_kv = _Parts.of(n, shape), n_kv or PAGE
         n_seen = n_kv // PAGE * shape.n_tokens
         seen = self._leaf(b, I32, (n_seen,), "inp_seen", parts.mask)
         patterns = b.retype(b.get_rows(self._patterns, seen), F16, PAGE)
@@ -315,11 +327,12 @@ class ChunkInputs:
         kv_rows = joint = None
         if self._sizes.kv_rows:
             kv_rows = leaf(b, I32, (n_kv * n_seqs,), "inp_kv_rows", self._kv_rows_at)
-        if n_seqs > 1:
+        if shape.is_ragged:
             joint = JointRows(
                 leaf(b, I32, (t * n_seqs,), "inp_places", parts.places),
                 leaf(b, I32, (n,), "inp_rows", parts.rows),
                 leaf(b, I32, (n_seqs,), "inp_lengths", parts.lengths),
+                leaf(b, I32, (n,), "inp_real", parts.real),
             )
         return PassInputs(
             embd=x,

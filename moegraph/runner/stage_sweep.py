@@ -26,7 +26,7 @@ from ..ggml.lib import C, ffi
 from ..ggml.ops import Tensor
 from ..ggml.places import MissingPlaces
 from ..graphs.cache import BuiltGraph
-from ..graphs.chunk import Segment, kv_length, shape_of
+from ..graphs.chunk import Segment, kv_length
 from ..graphs.inputs import PassShape
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
 from ..resident.hostcopies import StatesCopy
@@ -52,13 +52,14 @@ class StageSweep:
     """What one stage does of a sweep.
 
     prompts: what is computed; their states at the cuts go to `saved`. taps: of the only prompt, as
-    the stage calls them. n_done: chunks of layers that are enqueued.
+    the stage calls them. step: as in `ChunkInputs.shape_of`. n_done: chunks of layers that are
+    enqueued.
     """
 
     def __init__(
-        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap]
+        self, sweeps: Sweeps, prompts: Sequence[SweptPrompt], taps: Mapping[int, Tap], step: int
     ) -> None:
-        self._s, self._taps = sweeps, taps
+        self._s, self._taps, self._n_step = sweeps, taps, step
         self._prompts = {prompt.slot: prompt for prompt in prompts}
         self._state = sweeps.stage.state
         self._n_rows = sum(len(prompt.batch.tokens) for prompt in prompts)
@@ -72,6 +73,7 @@ class StageSweep:
         self._books: list[_Book] = []  # not recorded yet
         self._n_enqueued = 0
         self.n_done = 0
+        self._upcoming: tuple[int, Chunk] | None = None  # layer and chunk of the next step
 
     def run(self, part: list[Chunk], is_last: bool) -> Iterator[SweepStep]:
         """Enqueue all layers for a part of the prompt, whose rows are here; yield before each step.
@@ -111,11 +113,11 @@ class StageSweep:
 
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s = self._s
-        if len(self._prompts) == 1:
+        if not self._n_step:
             last = part[-1].segments[0]
             s.memory.inputs.begin(last.slot, kv_length(self._state, last.end))
         else:
-            s.memory.inputs.begin_joint()
+            s.memory.inputs.begin_joint(self._n_step)
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -128,7 +130,7 @@ class StageSweep:
         segments, inputs = chunk.segments, self._s.memory.inputs
         tokens = np.concatenate([self._tokens(segment) for segment in segments])
         to = embedding, memory.hidden, chunk.row
-        if len(self._prompts) == 1:
+        if not self._n_step:
             inputs.add(segments[0].slot, segments[0].first, tokens, *to)
         else:
             inputs.add_joint(segments, tokens, *to)
@@ -142,15 +144,21 @@ class StageSweep:
         if status:
             self._s.device.check(status, what)
 
-    def _load(self, il: int, at: int, chunk: Chunk) -> PassShape:
-        """Copy a chunk to where graphs read it; return the shape of its rectangle."""
+    def _load(self, il: int, at: int, chunk: Chunk) -> tuple[int, PassShape]:
+        """Copy a chunk to where graphs read it; return their rows, and the shape of its rectangle.
+
+        They may have more rows than the chunk.
+        """
         s = self._s
         if il == s.stage.layers.start:
             self._send_inputs(chunk)
         s.memory.copy(s.memory.hidden, chunk.row, s.carried("l_out"), 0, chunk.n)
-        if not s.stage.hp.is_recurrent(il) or len(self._prompts) > 1:
+        if not s.stage.hp.is_recurrent(il) or self._n_step:
             s.memory.inputs.select(at)
-        return shape_of(self._state, chunk.segments)
+        return self._shape_of(chunk)
+
+    def _shape_of(self, chunk: Chunk) -> tuple[int, PassShape]:
+        return self._s.memory.inputs.shape_of(chunk.segments, self._n_step)
 
     def _read_ids(self, ids: Tensor | None, turn: int, chunk: Chunk) -> tuple[object, int]:
         """Return the copies of a chunk's choice to the host."""
@@ -161,18 +169,31 @@ class StageSweep:
         read = {"src": ids, "dst": address, "size": 4 * k * chunk.n}
         return ffi.new("struct mg_readback[1]", [read]), 1
 
+    def build_ahead(self) -> None:
+        """Build the graphs of the next step, if it is a chunk; also while a pass is in flight."""
+        if self._upcoming is None:
+            return
+        s, (il, chunk) = self._s, self._upcoming
+        n, shape = self._shape_of(chunk)
+        if s.stage.banks.n_slots[il] == s.stage.hp.n_expert:
+            s.graphs.layer(il, n, shape)
+        else:
+            s.graphs.mixer(il, n, shape)
+            s.graphs.experts(il, n)
+        self._upcoming = None
+
     def _step(self, il: int, chunk: Chunk) -> SweepStep:
+        self._upcoming = il, chunk
         if self._s.stage.hp.is_recurrent(il):
             return SweepStep("recurrent", chunk.n)
-        return SweepStep("attention", chunk.n, shape_of(self._state, chunk.segments).n_kv)
+        return SweepStep("attention", chunk.n, self._shape_of(chunk)[1].n_kv)
 
     def _full_layer(self, il: int, part: list[Chunk]) -> Iterator[SweepStep]:
         s, turn = self._s, il % 2
         for at, chunk in enumerate(part):
             yield self._step(il, chunk)
             start = time.perf_counter()
-            shape = self._load(il, at, chunk)
-            built = s.graphs.layer(il, chunk.n, shape)
+            built = s.graphs.layer(il, *self._load(il, at, chunk))
             start = s.spent("build", start)
             reads, n_reads = self._read_ids(built.outputs, turn, chunk)
             self._launch(built, f"layer {il}", reads, n_reads)
@@ -235,8 +256,8 @@ class StageSweep:
         """Enqueue mixer, router and resident experts of a chunk, and keep what they make."""
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
         start = time.perf_counter()
-        shape = self._load(il, at, chunk)
-        mixer, experts = s.graphs.mixer(il, n, shape), s.graphs.experts(il, n)
+        n_built, shape = self._load(il, at, chunk)
+        mixer, experts = s.graphs.mixer(il, n_built, shape), s.graphs.experts(il, n_built)
         start = s.spent("build", start)
         self._launch(mixer, f"layer {il}", *self._read_ids(mixer.outputs, il % 2, chunk))
         event = s.routed[at % 2]

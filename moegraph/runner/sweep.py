@@ -71,7 +71,8 @@ class Sweep:
         n_rows = max_rows_of(memory, batches) if flows else memory.n_rows
         self._parts = cut_parts(chunks, n_rows, memory.inputs.n_chunks)
         self.is_open = self.is_undone = False
-        self._stages = [StageSweep(one, self.prompts, mine) for one, mine in zip(each, taps)]
+        step = step_of(memory, batches, chunks)
+        self._stages = [StageSweep(one, self.prompts, mine, step) for one, mine in zip(each, taps)]
         self.n_steps = each[0].stage.hp.n_layer * len(chunks)
         self._work = self._run()
         self.upcoming: SweepStep | None = None
@@ -135,6 +136,11 @@ class Sweep:
             raise Cancelled("cancelled")
         self.upcoming = next(self._work, None)
         return self.upcoming is not None
+
+    def build_ahead(self) -> None:
+        """Build the graphs of the next step of each stage; also while a pass is in flight."""
+        for stage in self._stages:
+            stage.build_ahead()
 
     def _run(self) -> Generator[SweepStep]:
         """Do all the work; before each step, yield what it is."""
@@ -254,7 +260,16 @@ def cut(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences
         batch = batches[0]
         return cut_chunks(len(batch.tokens), n_past[batch.slot], most, batch.cuts, batch.slot)
     prompts = [(one.slot, n_past[one.slot], len(one.tokens), one.cuts) for one in batches]
-    return cut_together(prompts, most, memory.inputs.fits)
+    step = batches[0].step
+    return cut_together(prompts, most, lambda cut: memory.inputs.fits(cut, step), step)
+
+
+def step_of(memory: SweepMemory, batches: Sequence[SweepBatch], chunks: Sequence[Cut]) -> int:
+    """Return to what rows are rounded; 0 for a single prompt whose chunks are as they are."""
+    step = batches[0].step
+    if len(batches) > 1:
+        return step
+    return step if step > 1 and memory.inputs.fit(chunks, step) else 0
 
 
 def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequences) -> bool:
@@ -262,4 +277,5 @@ def may_join(memory: SweepMemory, batches: Sequence[SweepBatch], sequences: Sequ
     if sum(len(batch.tokens) for batch in batches) > memory.n_rows:
         return False
     chunks, inputs = cut(memory, batches, sequences), memory.inputs
-    return len(batches) == 1 or (len(chunks) <= inputs.n_chunks and inputs.fit(chunks))
+    fit = inputs.fit(chunks, batches[0].step)
+    return len(batches) == 1 or (len(chunks) <= inputs.n_chunks and fit)

@@ -21,6 +21,7 @@ from ..graphs.experts import build_expert_rows, build_slots
 from ..graphs.head import Results, build_head
 from ..graphs.hidden import HiddenRows
 from ..graphs.inputs import PAGED, PassShape
+from ..graphs.joint import fill
 from ..graphs.layer import Routed, build_input_norm, build_mixer_router, build_moe
 from ..resident.ring import Ring
 from ..resident.stage import Stage
@@ -140,6 +141,8 @@ class SweepGraphs:
     def _mixer_router(self, b: Builder, il: int, n: int, shape: PassShape) -> Routed:
         m, x = self._stage, self._hidden.leaf(b, n)
         inputs = self._memory.inputs.leaves(b, x, shape)
+        if inputs.joint:
+            x = fill(b, x, inputs.joint)
         norm = build_input_norm(b, m, x, il)
         return build_mixer_router(b, m, inputs, shape, x, norm, il)
 

@@ -161,8 +161,11 @@ class Sweeps:
         hp, n, banks = self.stage.hp, self.memory.max_rows, self.stage.banks
         state = self.stage.state
         shapes = [PassShape(n, 1, kv_length(state, state.n_ctx), 0)]
-        if state.n_seq > 1 and n > 1 and state.n_ctx >= 2 * PAGE:
-            shapes.append(PassShape(n // 2, 2, kv_length(state, state.n_ctx // 2), 0))
+        if state.n_seq > 1:  # rows rounded up, and rows of several sequences
+            shapes.append(shapes[0]._replace(is_ragged=True))
+            if n > 1 and state.n_ctx >= 2 * PAGE:
+                n_kv = kv_length(state, state.n_ctx // 2)
+                shapes.append(PassShape(n // 2, 2, n_kv, 0, is_ragged=True))
         seen = set()
         for il in self.stage.layers:
             full = banks.n_slots[il] == hp.n_expert

@@ -133,10 +133,11 @@ def layer_rows(engine: Engine, batches: list[SweepBatch]) -> list[Rows]:
     return [np.concatenate(each) for each in found]
 
 
+@pytest.mark.parametrize("step", [1, 64])
 @pytest.mark.parametrize("slots", [None, 60], ids=["whole", "missing"])
 @pytest.mark.parametrize("preset", ["mini35b", "kquant40", "legacy32"])
 def test_prompts_read_together_are_near_each_alone(
-    open_engine: Open, preset: str, slots: int | None
+    open_engine: Open, preset: str, slots: int | None, step: int
 ) -> None:
     place: dict[str, Any] = {"mode": "whole"}
     if slots is not None:
@@ -153,9 +154,10 @@ def test_prompts_read_together_are_near_each_alone(
     for one in (engine, cut, uncut):
         one.prefill(ids[3], 4, greedy=True)  # a sequence that goes on
     batches = [SweepBatch(each, i, cuts=(20,) if i == 2 else ()) for i, each in enumerate(ids)]
+    batches = [replace(batch, step=step) for batch in batches]
     together = layer_rows(engine, batches)
     for batch, found in zip(batches, together, strict=True):
-        alone = replace(batch, cuts=())
+        alone = replace(batch, cuts=(), step=1)
         expected, other = layer_rows(uncut, [alone])[0], layer_rows(cut, [alone])[0]
         limit = max(LIMIT, TIMES * error(other, expected))
         assert error(found, expected) <= limit, (batch.slot, error(found, expected), limit)

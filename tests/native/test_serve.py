@@ -173,6 +173,27 @@ def test_a_client_that_hangs_up_ends_in_the_engine(server: ServerProcess) -> Non
     await_idle(server)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat"])
+def test_a_prompt_is_computed_anew_where_the_client_asks_for_that(
+    client: openai.OpenAI, path: str
+) -> None:
+    def n_cached(**more: Any) -> int:
+        given: Any = {"model": "tiny", "max_tokens": 2, "temperature": 0, "extra_body": more}
+        text = "A text that comes again. " * 20 + path
+        if path == "chat":
+            found = client.chat.completions.create(
+                messages=[{"role": "user", "content": text}], **given
+            )
+        else:
+            found = client.completions.create(prompt=text, **given)
+        assert found.usage and found.usage.prompt_tokens_details
+        return found.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [n_cached(cache_prompt=False) for _ in range(2)] == [0, 0]
+    n_cached()
+    assert n_cached() > 0 and n_cached(cache_prompt=False) == 0
+
+
 def test_clients_beside_one_another_get_their_own_answers(client: openai.OpenAI) -> None:
     prompts = [f"def f{i}(" for i in range(6)]
 

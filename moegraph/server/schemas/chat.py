@@ -195,6 +195,7 @@ class ChatBody(Sampled, Formatted, Streamed):
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
             ignore_eos=self.ignores_eos(defaults),
+            reuse=self.cache_prompt is not False,
             n_logprobs=self.n_logprobs,
             deadline_s=defaults.deadline_s,
             name=name,

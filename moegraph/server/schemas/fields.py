@@ -104,6 +104,7 @@ class Sampled(Body):
     seed: int | None = Field(default=None, ge=-_MAX_SEED, le=_MAX_SEED)
     logit_bias: Biases = None
     ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
     stop: Stops = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:

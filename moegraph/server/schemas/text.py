@@ -89,6 +89,7 @@ class TextBody(Sampled, Formatted, Streamed):
             max_tokens=self.limit(defaults.max_tokens),
             stop=self.stops,
             ignore_eos=self.ignores_eos(defaults),
+            reuse=self.cache_prompt is not False,
             format=self.format(),
             n_logprobs=self.logprobs,
             deadline_s=defaults.deadline_s,
